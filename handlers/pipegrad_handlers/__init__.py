@@ -1,0 +1,1 @@
+"""Gradient handlers that come with pipegrad: one handler a file, public names only."""

@@ -1,0 +1,21 @@
+"""Gradients are averaged over the ranks that hold the same stage and saw different data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
+
+
+class DataParallel(GradientHandler):
+    """Averages every gradient over the data-parallel dimension.
+
+    A mean: the loss of each rank is a mean over its share of the batch.
+    """
+
+    def reductions(
+        self, parameters: Sequence[ParameterRecord], topology: Topology
+    ) -> Iterable[Reduction]:
+        """Returns one mean for each parameter; free where the dimension has size 1."""
+        ranks = topology.ranks_along(topology.data)
+        return [Reduction(p, ranks, "mean") for p in parameters]

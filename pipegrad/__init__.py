@@ -1,0 +1,73 @@
+"""Gradients that must travel between pipeline stages, and the schedule they travel in.
+
+Once: discover (`find_shared`) -> agree -> plan. Each step: compute -> launch -> finish. The page to
+read first is ``pipegrad/gradients/sync.py``.
+"""
+
+from pipegrad.agreement import agree
+from pipegrad.errors import (
+    AgreementError,
+    PipegradError,
+    PlanError,
+    PluginConflictError,
+    PluginContractError,
+    PluginError,
+    PluginLoadError,
+    PluginNotFoundError,
+    PluginOptionError,
+    ReduceError,
+    StepError,
+    TopologyError,
+)
+from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor
+from pipegrad.gradients.bucket import Plan, make_plan
+from pipegrad.gradients.shared import find_shared
+from pipegrad.gradients.sync import GradientSync, Statistics
+from pipegrad.handler import (
+    FlatBucket,
+    GradientHandler,
+    HandlerSpec,
+    Hop,
+    ParameterRecord,
+    Placement,
+    Reduction,
+    Work,
+)
+from pipegrad.registry import handlers
+from pipegrad.runtime.torch_pipelining import attach
+from pipegrad.topology import Topology
+
+__all__ = [
+    "AgreementError",
+    "FlatBucket",
+    "Float32Grad",
+    "GradAttribute",
+    "GradientAccessor",
+    "GradientHandler",
+    "GradientSync",
+    "HandlerSpec",
+    "Hop",
+    "ParameterRecord",
+    "PipegradError",
+    "Placement",
+    "Plan",
+    "PlanError",
+    "PluginConflictError",
+    "PluginContractError",
+    "PluginError",
+    "PluginLoadError",
+    "PluginNotFoundError",
+    "PluginOptionError",
+    "ReduceError",
+    "Reduction",
+    "Statistics",
+    "StepError",
+    "Topology",
+    "TopologyError",
+    "Work",
+    "agree",
+    "attach",
+    "find_shared",
+    "handlers",
+    "make_plan",
+]

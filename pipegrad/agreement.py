@@ -1,0 +1,144 @@
+"""Agreement between ranks: all or nobody, with the same words, within a time of its own.
+
+Runs over the key-value store that the default process group was made with, not over a collective:
+a rank that stays away can then be named, and nothing depends on the backend or on its timeout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from pipegrad.errors import AgreementError
+
+T = TypeVar("T")
+# How often each set of ranks has met, per default process group: names the next meeting's keys.
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def agree(
+    what: str,
+    function: Callable[[], T],
+    *,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = 60.0,
+) -> list[T]:
+    """Runs `function` on every rank and returns the result of all of them, or fails on all alike.
+
+    Whatever can fail on one rank alone (files, imports, devices, configuration) belongs in
+    `function`: its error becomes everybody's. Must be called by every one of `ranks` in the same
+    order. Results travel pickled; equal ones are stored once.
+
+    Args:
+        what: What is being agreed on, for messages.
+        function: Takes nothing; its result must pickle.
+        ranks: Global ranks that take part, all by default.
+        timeout_seconds: How long to wait for the slowest rank.
+
+    Returns:
+        The results, by ascending rank.
+
+    Raises:
+        AgreementError: On every rank alike, if a rank failed or did not arrive. Where every rank
+            failed with the same error, that error itself is raised.
+    """
+    if not dist.is_initialized():
+        return [function()]
+    members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
+    error: Exception | None = None
+    mine: T | _Failure
+    try:
+        mine = function()
+        payload = pickle.dumps(mine)
+    except Exception as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
+        error, mine = caught, _Failure(type(caught).__name__, str(caught))
+        payload = pickle.dumps(mine)
+    replies = _exchange(what, payload, members, timeout_seconds)
+    results: list[T | _Failure] = [pickle.loads(reply) for reply in replies]
+    failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
+    if not failures:
+        return [x for x in results if not isinstance(x, _Failure)]
+    if error is not None and len(failures) == len(members) and len(set(failures.values())) == 1:
+        raise error
+    told = "\n".join(f"  rank {rank}: {failure}" for rank, failure in failures.items())
+    raise AgreementError(
+        f"{what}: {len(failures)} of {len(members)} ranks failed, so all stop:\n{told}"
+    ) from error
+
+
+def _exchange(
+    what: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float
+) -> list[bytes]:
+    store = _store()
+    place = f"pipegrad/agree/{_next_meeting(ranks)}"
+    digest = hashlib.sha256(payload).hexdigest()
+    store.set(f"{place}/{digest}", payload)  # type: ignore[arg-type] - takes bytes too
+    store.set(f"{place}/{dist.get_rank()}", digest)
+    deadline = time.monotonic() + timeout_seconds
+    digests: list[str] = []
+    for rank in ranks:
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            store.wait([f"{place}/{rank}"], timedelta(seconds=left))
+        except dist.DistStoreError as error:
+            missing = [r for r in ranks if not store.check([f"{place}/{r}"])]
+            raise AgreementError(
+                f"{what}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
+                f"look at their output, they failed or are stuck before this point"
+            ) from error
+        digests.append(store.get(f"{place}/{rank}").decode())
+    known = {d: store.get(f"{place}/{d}") for d in sorted(set(digests))}
+    return [known[d] for d in digests]
+
+
+def _next_meeting(ranks: tuple[int, ...]) -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    meetings = _meetings.setdefault(world, Counter())
+    meetings[ranks] += 1
+    members = hashlib.sha256(repr(ranks).encode()).hexdigest()
+    return f"{members}/{meetings[ranks]}"
+
+
+class FailureNotice:
+    """A board on which a rank that failed inside a step says so, for ranks that wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self._key = f"pipegrad/failed/{name}"
+
+    def post(self, message: str) -> None:
+        """Publishes `message`; the first one stands."""
+        if dist.is_initialized():
+            _store().compare_set(self._key, "", f"rank {dist.get_rank()}: {message}")
+
+    def read(self) -> str | None:
+        """Returns the first message posted by any rank, or None."""
+        if not dist.is_initialized() or not _store().check([self._key]):
+            return None
+        return str(_store().get(self._key).decode())
+
+
+def _store() -> Store:
+    world = dist.group.WORLD
+    assert world is not None
+    store: Store = world.get_group_store()
+    return store

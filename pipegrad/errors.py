@@ -1,0 +1,49 @@
+"""The whole error tree. A message says what was found, what was expected and what to do."""
+
+
+class PipegradError(Exception):
+    """Anything pipegrad raises on purpose."""
+
+
+class TopologyError(PipegradError, ValueError):
+    """Ranks, stages and mesh dimensions do not fit together."""
+
+
+class PlanError(PipegradError, ValueError):
+    """These gradients cannot be reduced as asked: names parameter, handler and ranks."""
+
+
+class StepError(PipegradError, RuntimeError):
+    """The verbs of a step were called out of order, or a gradient changed after it was final."""
+
+
+class AgreementError(PipegradError, RuntimeError):
+    """Ranks disagree, or one of them failed or stayed away; raised alike on every rank."""
+
+
+class ReduceError(PipegradError, RuntimeError):
+    """A collective failed; carries bucket, process group ranks and, for a peer, its own words."""
+
+
+class PluginError(PipegradError):
+    """A plug-in could not be used: names plug-in, distribution and version."""
+
+
+class PluginNotFoundError(PluginError, LookupError):
+    """No plug-in has this name; lists the known names and the close ones."""
+
+
+class PluginConflictError(PluginError, ValueError):
+    """Two plug-ins claim one name; shows both and how to pick one."""
+
+
+class PluginLoadError(PluginError, ImportError):
+    """The plug-in's import failed; other plug-ins stay usable."""
+
+
+class PluginContractError(PluginError, TypeError):
+    """The loaded object is not what its entry-point group asks for."""
+
+
+class PluginOptionError(PluginError, ValueError):
+    """A plug-in was given an unknown option, or not given one it needs."""

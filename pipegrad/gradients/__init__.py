@@ -1,0 +1,1 @@
+"""The gradient layer: discover, agree, plan once; launch and finish each step."""

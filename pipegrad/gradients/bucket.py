@@ -1,0 +1,320 @@
+"""Plan: routes, buckets and the order of collectives. Pure and printable, for any rank, offline."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipegrad.gradients.route import (
+    Route,
+    Routes,
+    hops_taken,
+    make_routes,
+    shared_routes,
+    signature,
+)
+from pipegrad.handler import GradientHandler, ParameterRecord
+
+if TYPE_CHECKING:
+    from pipegrad.gradients.manifest import Manifest
+    from pipegrad.topology import Topology
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in a flat buffer: element offset, shape and strides."""
+
+    key: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that travel together. The same on every rank but for the ranks in its route.
+
+    Attributes:
+        index: Its number, counted over all ranks' buckets in the order they become ready.
+        ready: Tick at which its last holder's gradient is final.
+        holders: Stages that hold its parameters.
+        dtype: dtype in which its gradients accumulate.
+        wire_dtype: dtype in which they travel.
+        route: The reductions, in order.
+        slots: Reverse position in the model: the order in which backward completes them.
+        payload_numel: Elements of all slots, padding included; the flags follow, one a slot.
+    """
+
+    index: int
+    ready: int
+    holders: tuple[int, ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    route: Route
+    slots: tuple[Slot, ...]
+    payload_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Elements on the wire: the payload and one contributed flag a slot."""
+        return self.payload_numel + len(self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, each hop."""
+        return self.numel * self.wire_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective: a hop of a bucket, in its lane."""
+
+    bucket: int
+    hop: int
+    ready: int
+    lane: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything one rank does with gradients, in order.
+
+    Attributes:
+        rank: Whose plan it is.
+        buckets: The buckets this rank takes part in, by index.
+        launches: Its collectives, in the order of ``(ready, hop, bucket)``.
+        routes: Key -> route, for every parameter that this rank reduces or keeps equal.
+        packs: Buckets of parameters (frozen ones too), for making replicas equal.
+        groups: Process groups of all ranks, as (ranks, lane): made by every rank in this order.
+        digest: Of all ranks' routes and buckets: equal on ranks whose plans fit together.
+    """
+
+    rank: int
+    buckets: tuple[Bucket, ...]
+    launches: tuple[Launch, ...]
+    routes: tuple[tuple[str, Route], ...]
+    packs: tuple[Bucket, ...]
+    groups: tuple[tuple[tuple[int, ...], int], ...]
+    digest: str
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes that this rank's collectives reduce in one step."""
+        sizes = {bucket.index: bucket.nbytes for bucket in self.buckets}
+        return sum(sizes[launch.bucket] for launch in self.launches)
+
+    def __str__(self) -> str:
+        summary = (
+            f"rank {self.rank}: {len(self.buckets)} buckets, {len(self.launches)} collectives, "
+            f"{self.reduced_bytes / 2**20:.2f} MiB a step"
+        )
+        lines = [summary, "launch  bucket  lane  ready  MiB        reduction"]
+        buckets = {bucket.index: bucket for bucket in self.buckets}
+        for number, launch in enumerate(self.launches):
+            bucket = buckets[launch.bucket]
+            hop = bucket.route[launch.hop]
+            lines.append(
+                f"{number:<8}{bucket.index:<8}{launch.lane:<6}{launch.ready:<7}"
+                f"{bucket.nbytes / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: "
+                f"{len(bucket.slots)} parameters, {bucket.slots[0].key} .. {bucket.slots[-1].key}"
+            )
+        return "\n".join(lines)
+
+
+def make_plan(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    *,
+    bucket_bytes: int,
+    reduce_dtype: torch.dtype | None = None,
+    lanes: int = 1,
+    stage_ticks: Sequence[int] | None = None,
+    allow_unsynced: Sequence[str] = (),
+) -> Plan:
+    """Returns the plan of ``topology.rank``. Pure: any rank's plan can be made on any machine.
+
+    Args:
+        manifest: The agreed model.
+        topology: Ranks and stages; ``topology.at(r)`` gives the plan of another rank.
+        handlers: Name and instance, in the order of the configuration (which changes nothing).
+        bucket_bytes: Wire bytes at which a bucket is closed; a larger gradient travels alone.
+        reduce_dtype: dtype on the wire; the gradient's own if None.
+        lanes: Number of lanes; a bucket stays in lane ``index % lanes``.
+        stage_ticks: For each stage when its gradients are final, in any unit. By default stages
+            become final from the last to the first, as in every 1F1B-like schedule.
+        allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
+
+    Raises:
+        PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
+    """
+    routes = make_routes(manifest, topology, handlers, allow_unsynced)
+    ticks = stage_ticks or range(topology.num_stages - 1, -1, -1)
+    records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
+    buckets = _buckets(
+        manifest,
+        {
+            key: _Kind(records[key], route, ticks, reduce_dtype, manifest)
+            for key, route in shared_routes(routes).items()
+            if records[key].requires_grad
+        },
+        bucket_bytes,
+    )
+    packs = _buckets(
+        manifest,
+        {key: _Kind(records[key], route, ticks) for key, route in shared_routes(routes).items()},
+        bucket_bytes,
+    )
+    here = routes[topology.rank]
+    mine = _localised(buckets, here)
+    return Plan(
+        rank=topology.rank,
+        buckets=mine,
+        launches=_launches(mine, topology.rank, lanes),
+        routes=tuple(here.items()),
+        packs=_localised(packs, here),
+        groups=_groups(routes, buckets, lanes),
+        digest=hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest(),
+    )
+
+
+class _Kind:
+    """What decides with whom a parameter may share a bucket, and when that bucket is ready."""
+
+    def __init__(
+        self,
+        record: ParameterRecord,
+        route: Route,
+        ticks: Sequence[int],
+        wire_dtype: torch.dtype | None = None,
+        gradients_of: Manifest | None = None,
+    ) -> None:
+        entry_dtype = gradients_of and gradients_of.entries(record.key)[0].gradient_dtype
+        self.record = record
+        self.route = route
+        self.dtype = entry_dtype or record.dtype
+        self.wire_dtype = wire_dtype or self.dtype
+        self.ready = max(ticks[stage] for stage in record.holders)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The bucket key. Route as mesh axes, not ranks; holders as stages."""
+        dtypes = (str(self.dtype), str(self.wire_dtype))
+        return (self.ready, self.record.holders, signature(self.route), dtypes)
+
+
+def _buckets(manifest: Manifest, kinds: Mapping[str, _Kind], capacity_bytes: int) -> list[Bucket]:
+    """Cuts each kind, in reverse position, where it exceeds the capacity; numbers the result."""
+    families: dict[tuple[object, ...], list[_Kind]] = {}
+    for kind in sorted(
+        kinds.values(), key=lambda k: (k.record.position, k.record.key), reverse=True
+    ):
+        families.setdefault(kind.key, []).append(kind)
+    cuts = [cut for family in families.values() for cut in _cut(family, capacity_bytes)]
+    # Within one tick the bucket that backward completes first goes first.
+    cuts.sort(key=lambda cut: (cut[0].ready, -cut[-1].record.position, str(cut[0].key)))
+    return [_bucket(index, cut, manifest) for index, cut in enumerate(cuts)]
+
+
+def _cut(family: Iterable[_Kind], capacity_bytes: int) -> Iterable[list[_Kind]]:
+    cut: list[_Kind] = []
+    filled = 0
+    for kind in family:
+        nbytes = _aligned(kind.record.numel, kind.wire_dtype) * kind.wire_dtype.itemsize
+        if cut and filled + nbytes > capacity_bytes:
+            yield cut
+            cut, filled = [], 0
+        cut.append(kind)
+        filled += nbytes
+    yield cut
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    step = max(1, _ALIGN_BYTES // dtype.itemsize)
+    return -(-numel // step) * step
+
+
+def _bucket(index: int, cut: Sequence[_Kind], manifest: Manifest) -> Bucket:
+    first, slots, offset = cut[0], [], 0
+    for kind in cut:
+        record = kind.record
+        slots.append(Slot(record.key, offset, record.shape, _common_stride(manifest, record)))
+        offset += _aligned(record.numel, kind.wire_dtype)
+    return Bucket(
+        index=index,
+        ready=first.ready,
+        holders=first.record.holders,
+        dtype=first.dtype,
+        wire_dtype=first.wire_dtype,
+        route=first.route,
+        slots=tuple(slots),
+        payload_numel=offset,
+    )
+
+
+def _common_stride(manifest: Manifest, record: ParameterRecord) -> tuple[int, ...]:
+    """Returns the parameter's strides if all holders agree and they fill the slot, else row-major.
+
+    Autograd wants a gradient strided like its parameter; elements must lie alike on all holders.
+    """
+    strides = {entry.stride for entry in manifest.entries(record.key)}
+    stride = min(strides)
+    row_major = torch.empty(record.shape, device="meta").stride()
+    dims = sorted(zip(stride, record.shape, strict=True))
+    expected = 1
+    for step, size in dims:
+        if size != 1 and step != expected:
+            return tuple(row_major)
+        expected *= size
+    return stride if len(strides) == 1 else tuple(row_major)
+
+
+def _localised(buckets: Iterable[Bucket], routes: Mapping[str, Route]) -> tuple[Bucket, ...]:
+    """Returns the buckets of one rank, with the ranks of its own copy of each group."""
+    return tuple(
+        replace(bucket, route=routes[bucket.slots[0].key])
+        for bucket in buckets
+        if bucket.slots[0].key in routes
+    )
+
+
+def _launches(buckets: Iterable[Bucket], rank: int, lanes: int) -> tuple[Launch, ...]:
+    """Orders a rank's collectives. See [Note: order of collectives]."""
+    launches = [
+        Launch(bucket.index, hop, bucket.ready + hop, bucket.index % lanes)
+        for bucket in buckets
+        for hop in range(hops_taken(bucket.route, rank))
+    ]
+    return tuple(sorted(launches, key=lambda x: (x.ready, x.hop, x.bucket)))
+
+
+# [Note: order of collectives] All ranks sort by the same key, and each issues its own part of that
+# one list, per lane, strictly in that order. Nothing computes while it waits for a collective
+# before finish, so the least collective not yet complete can always complete: every member has
+# issued all that comes before it. A bucket's hops share a lane, so a hop follows the one before it.
+
+
+def _groups(
+    routes: Routes, buckets: Sequence[Bucket], lanes: int
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Returns every (ranks, lane) that any rank launches on; lane 0 also makes replicas equal."""
+    lane_of = {slot.key: bucket.index % lanes for bucket in buckets for slot in bucket.slots}
+    wanted = {
+        (hop.ranks, lane)
+        for mine in routes.values()
+        for key, route in mine.items()
+        for hop in route
+        for lane in {0, lane_of.get(key, 0)}
+    }
+    return tuple(sorted(wanted))

@@ -1,0 +1,73 @@
+"""Replicas of a parameter are one parameter: made equal at the start, checked on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrad.gradients.bucket import Bucket
+
+Groups = Mapping[tuple[tuple[int, ...], int], dist.ProcessGroup]
+Lookup = Callable[[str], nn.Parameter]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def make_equal(
+    packs: Sequence[Bucket], lookup: Lookup, groups: Groups, device: torch.device
+) -> None:
+    """Gives every replica the bits of the lowest rank that holds it.
+
+    Args:
+        packs: This rank's parameters by route, in the order that all ranks share.
+        lookup: Key -> live parameter.
+        groups: Process group for each (ranks, lane).
+        device: Where the parameters live.
+
+    Sync: on the current stream; one broadcast for each pack and hop, through a temporary flat copy.
+    """
+    for pack in packs:
+        flat = _gather(pack, lookup, device)
+        for hop in pack.route:
+            dist.broadcast(flat, src=hop.ranks[0], group=groups[hop.ranks, 0])
+        with torch.no_grad():
+            for slot in pack.slots:
+                lookup(slot.key).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
+
+
+def differing(
+    packs: Sequence[Bucket], lookup: Lookup, groups: Groups
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns key and ranks of every parameter whose bits differ over a hop of its route.
+
+    Every rank of a hop finds the same ones. Memory and traffic are two integers a parameter.
+    """
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for pack in packs:
+        sums = torch.stack([_checksum(lookup(slot.key)) for slot in pack.slots])
+        for hop in pack.route:
+            group = groups[hop.ranks, 0]
+            low, high = sums.clone(), sums.clone()
+            dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+            unequal = (low != high).any(dim=1).tolist()
+            found += [(s.key, hop.ranks) for s, bad in zip(pack.slots, unequal, strict=True) if bad]
+    return found
+
+
+def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
+    flat = torch.zeros(pack.payload_numel, dtype=pack.dtype, device=device)
+    for slot in pack.slots:
+        view = flat.as_strided(slot.shape, slot.stride, slot.offset)
+        view.copy_(lookup(slot.key).detach())
+    return flat
+
+
+def _checksum(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
+    words = parameter.detach().contiguous().view(-1).view(_INTEGERS[parameter.itemsize])
+    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+    return torch.stack([words.sum(dtype=torch.int64), (words * weights).sum(dtype=torch.int64)])

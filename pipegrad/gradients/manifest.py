@@ -1,0 +1,344 @@
+"""Agree: what each rank says of itself, and the one model all ranks make of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrad.errors import AgreementError, PlanError, TopologyError
+from pipegrad.gradients.shared import Place, Tie, named
+from pipegrad.handler import ParameterRecord
+
+if TYPE_CHECKING:
+    from pipegrad.gradients.accessor import GradientAccessor
+    from pipegrad.topology import Topology
+
+_SAMPLE_NUMEL = 1024
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One parameter as one stage holds it; `aliases` are its other names in that stage."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        trained = "trained" if self.requires_grad else "frozen"
+        return f"{self.name} {self.shape} {self.dtype} grad {self.gradient_dtype} {trained}"
+
+
+@dataclass(frozen=True)
+class RankManifest:
+    """What one rank brings to the agreement. Everything but the fingerprints must match somebody.
+
+    Attributes:
+        stages: Stage -> its parameters, in the order of ``named_parameters``.
+        wrappers: Stage -> class name of a data-parallel wrapper around it, where there is one.
+        linked: Places that are one object on this rank.
+        device_type: Where the parameters live; "" without any.
+        fingerprints: Digest of a sample of the bits of each parameter that is not constant.
+        settings: What every rank must say alike, by name.
+    """
+
+    stages: tuple[tuple[int, tuple[ParameterEntry, ...]], ...]
+    wrappers: tuple[tuple[int, str], ...]
+    linked: tuple[tuple[Place, ...], ...]
+    device_type: str
+    fingerprints: tuple[tuple[Place, str], ...]
+    settings: tuple[tuple[str, str], ...]
+
+
+def describe_rank(
+    modules: Mapping[int, nn.Module],
+    accessor: GradientAccessor,
+    settings: Mapping[str, object],
+) -> RankManifest:
+    """Returns this rank's manifest. Reads a sample of every parameter, communicates nothing.
+
+    Raises:
+        PlanError: If a parameter is on the meta device, or parameters are on several devices.
+    """
+    devices = sorted({str(p.device) for module in modules.values() for p in module.parameters()})
+    if len(devices) > 1:
+        raise PlanError(f"parameters of one rank are on several devices, {devices}: choose one")
+    entries: dict[Place, ParameterEntry] = {}
+    objects: dict[int, list[Place]] = {}
+    fingerprints: list[tuple[Place, str]] = []
+    for stage in sorted(modules):
+        seen: dict[int, str] = {}
+        for place, _, parameter in named({stage: modules[stage]}):
+            if id(parameter) in seen:
+                first = entries[stage, seen[id(parameter)]]
+                aliases = (*first.aliases, place[1])
+                entries[stage, first.name] = replace(first, aliases=aliases)
+                continue
+            seen[id(parameter)] = place[1]
+            entries[place] = _entry(place, parameter, accessor)
+            objects.setdefault(id(parameter), []).append(place)
+            digest = _fingerprint(parameter)
+            if digest is not None:
+                fingerprints.append((place, digest))
+    return RankManifest(
+        stages=tuple(
+            (stage, tuple(e for (at, _), e in entries.items() if at == stage))
+            for stage in sorted(modules)
+        ),
+        wrappers=tuple(
+            (stage, kind) for stage in sorted(modules) if (kind := _wrapper(modules[stage]))
+        ),
+        linked=tuple(tuple(places) for places in objects.values() if len(places) > 1),
+        device_type=torch.device(devices[0]).type if devices else "",
+        fingerprints=tuple(fingerprints),
+        settings=tuple((name, str(value)) for name, value in settings.items()),
+    )
+
+
+def _entry(place: Place, parameter: nn.Parameter, accessor: GradientAccessor) -> ParameterEntry:
+    if parameter.is_meta:
+        raise PlanError(
+            f"parameter {place[1]!r} of stage {place[0]} is on the meta device: "
+            f"materialise the stage first"
+        )
+    return ParameterEntry(
+        name=place[1],
+        aliases=(),
+        shape=tuple(parameter.shape),
+        stride=tuple(parameter.stride()),
+        dtype=parameter.dtype,
+        gradient_dtype=accessor.dtype(parameter),
+        requires_grad=parameter.requires_grad,
+    )
+
+
+def _fingerprint(parameter: nn.Parameter) -> str | None:
+    flat = parameter.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLE_NUMEL)][:_SAMPLE_NUMEL].contiguous().cpu()
+    if sample.numel() < 2 or bool((sample == sample[0]).all()):
+        return None
+    return hashlib.sha256(bytes(sample.view(torch.uint8).tolist())).hexdigest()[:16]
+
+
+def _wrapper(module: nn.Module) -> str:
+    kinds = [cls.__name__ for cls in type(module).__mro__]
+    known = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+    return next((kind for kind in known if kind in kinds), "")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The model all ranks agreed on: every stage's parameters, and which are one parameter.
+
+    Attributes:
+        stages: For each stage its parameters.
+        ties: Places that are one parameter, ascending, at most one a stage.
+        wrappers: Stage -> class name of a data-parallel wrapper around it.
+    """
+
+    stages: tuple[tuple[ParameterEntry, ...], ...]
+    ties: tuple[tuple[Place, ...], ...]
+    wrappers: tuple[tuple[int, str], ...] = ()
+
+    def records(self, topology: Topology) -> tuple[ParameterRecord, ...]:
+        """Returns what ``topology.rank`` holds: one record a parameter, by stage and position."""
+        found: dict[str, ParameterRecord] = {}
+        for stage in topology.local_stages:
+            for entry in self.stages[stage]:
+                record = self._records[stage, entry.name]
+                found.setdefault(record.key, record)
+        return tuple(found.values())
+
+    def places(self, key: str) -> tuple[Place, ...]:
+        """Returns where the parameter `key` lives, by stage."""
+        return self._places[key]
+
+    def entries(self, key: str) -> tuple[ParameterEntry, ...]:
+        """Returns the entries of the parameter `key`, by stage."""
+        return tuple(self._entries[place] for place in self._places[key])
+
+    @cached_property
+    def _entries(self) -> dict[Place, ParameterEntry]:
+        return {(s, e.name): e for s, entries in enumerate(self.stages) for e in entries}
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Place, ...]]:
+        tied = {place: tie for tie in self.ties for place in tie}
+        return {r.key: tied.get(place, (place,)) for place, r in self._records.items()}
+
+    @cached_property
+    def _records(self) -> dict[Place, ParameterRecord]:
+        tied = {place: tie for tie in self.ties for place in tie}
+        position = {
+            (s, e.name): i for s, entries in enumerate(self.stages) for i, e in enumerate(entries)
+        }
+        records: dict[Place, ParameterRecord] = {}
+        for place, entry in self._entries.items():
+            homes = tied.get(place, (place,))
+            records[place] = ParameterRecord(
+                key=f"{homes[0][0]}.{homes[0][1]}",
+                name=entry.name,
+                stage=place[0],
+                shape=entry.shape,
+                dtype=entry.dtype,
+                requires_grad=entry.requires_grad,
+                holders=tuple(stage for stage, _ in homes),
+                position=position[homes[0]],
+            )
+        return records
+
+
+def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[Tie]) -> Manifest:
+    """Returns the one model that the ranks' manifests describe. Pure.
+
+    Args:
+        manifests: One a rank of the topology, by ascending rank.
+        topology: From any rank's point of view.
+        ties: The declarations, the same on all ranks.
+
+    Raises:
+        AgreementError: If ranks disagree; names what, and who says which.
+        PlanError: If a tie names what no stage holds, or parameters that cannot be one.
+    """
+    by_rank = dict(zip(sorted(topology.ranks), manifests, strict=True))
+    names = dict.fromkeys(name for m in manifests for name, _ in m.settings)
+    for name in names:
+        same(name, {r: dict(m.settings).get(name, "nothing") for r, m in by_rank.items()})
+    same("the device type", {r: m.device_type for r, m in by_rank.items() if m.device_type})
+    stages: list[tuple[ParameterEntry, ...]] = []
+    wrappers: list[tuple[int, str]] = []
+    for stage in range(topology.num_stages):
+        holders = [r for r in by_rank if stage in topology.at(r).local_stages]
+        said = {r: dict(by_rank[r].stages).get(stage, ()) for r in holders}
+        same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in said.items()})
+        wrapped = {r: dict(by_rank[r].wrappers).get(stage, "") for r in holders}
+        same(f"the wrapper of stage {stage}", wrapped)
+        stages.append(said[holders[0]])
+        wrappers += [(stage, wrapped[holders[0]])] if wrapped[holders[0]] else []
+    linked = [set(group) for m in manifests for group in m.linked]
+    claimed = [_places_of(tie, stages) for tie in ties]
+    groups = tuple(tuple(sorted(group)) for group in _united([*claimed, *linked]))
+    for group in groups:
+        _check_tie(group, stages)
+    return Manifest(tuple(stages), tuple(sorted(g for g in groups if len(g) > 1)), tuple(wrappers))
+
+
+def fingerprints(manifests: Sequence[RankManifest]) -> dict[Place, str]:
+    """Returns each place's fingerprint as its lowest rank took it."""
+    found: dict[Place, str] = {}
+    for manifest in manifests:
+        for place, digest in manifest.fingerprints:
+            found.setdefault(place, digest)
+    return found
+
+
+def _lines(entries: Sequence[ParameterEntry]) -> str:
+    return "; ".join(map(str, entries)) or "nothing"
+
+
+def same(what: str, said: Mapping[int, str]) -> None:
+    """Does nothing if all ranks say the same.
+
+    Raises:
+        AgreementError: If they do not; lists who says what.
+    """
+    by_value: dict[str, list[int]] = {}
+    for rank, value in said.items():
+        by_value.setdefault(value, []).append(rank)
+    if len(by_value) > 1:
+        views = "\n".join(f"  ranks {ranks}: {value}" for value, ranks in by_value.items())
+        raise AgreementError(f"ranks disagree on {what}; make them the same:\n{views}")
+
+
+def _places_of(tie: Tie, stages: Sequence[Sequence[ParameterEntry]]) -> set[Place]:
+    known = {
+        (stage, name): (stage, entry.name)
+        for stage, entries in enumerate(stages)
+        for entry in entries
+        for name in (entry.name, *entry.aliases)
+    }
+    missing = [p for p in tie.places if p not in known]
+    missing_names = [n for n in tie.names if all(name != n for _, name in known)]
+    if missing or missing_names:
+        what = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
+        raise PlanError(
+            f"tie {tie}: no such parameter: {what}. Names are those of the stages' modules; where "
+            f"they differ from the uncut model's, declare the tie as {{stage: name}}"
+        )
+    return {home for place, home in known.items() if tie.claims(place)}
+
+
+def _united(groups: Sequence[set[Place]]) -> list[set[Place]]:
+    united: list[set[Place]] = []
+    for group in groups:
+        touching = [other for other in united if other & group]
+        united = [other for other in united if not other & group]
+        united.append(group.union(*touching))
+    return united
+
+
+def _check_tie(group: Sequence[Place], stages: Sequence[Sequence[ParameterEntry]]) -> None:
+    if len({stage for stage, _ in group}) < len(group):
+        raise PlanError(
+            f"tie {list(group)}: one stage holds it as several objects; tie them inside the stage, "
+            f"or declare the tie by name on the rank that holds them"
+        )
+    entries = [next(e for e in stages[s] if e.name == name) for s, name in group]
+    for (stage, name), entry in zip(group[1:], entries[1:], strict=True):
+        traits = ("shape", "dtype", "gradient_dtype", "requires_grad")
+        for trait in traits:
+            here, there = getattr(entry, trait), getattr(entries[0], trait)
+            if here != there:
+                raise PlanError(
+                    f"{name!r} on stage {stage} is tied to {group[0][1]!r} on stage {group[0][0]}, "
+                    f"but its {trait} is {here} and the other's {there}: make them the same"
+                )
+
+
+def check_arguments(
+    modules: Mapping[int, nn.Module],
+    topology: Topology,
+    bucket_bytes: int,
+    lanes: int,
+    stage_ticks: Sequence[int] | None,
+) -> None:
+    """Refuses what this rank alone can see to be wrong."""
+    if sorted(modules) != list(topology.local_stages):
+        raise TopologyError(
+            f"rank {topology.rank} was given modules for stages {sorted(modules)}, but the "
+            f"topology puts stages {list(topology.local_stages)} on it"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if set(topology.ranks) != set(range(world)):
+        raise TopologyError(
+            f"the topology has ranks {list(topology.ranks)}, the default process group {world}: "
+            f"give a mesh of all ranks, with further dimensions if need be"
+        )
+    if bucket_bytes < 0 or lanes < 1:
+        raise PlanError(
+            f"bucket_bytes={bucket_bytes} must be at least 0 and lanes={lanes} at least 1"
+        )
+    if stage_ticks is not None and len(stage_ticks) != topology.num_stages:
+        raise PlanError(
+            f"stage_ticks has {len(stage_ticks)} entries for {topology.num_stages} stages"
+        )
+
+
+def device_of(modules: Mapping[int, nn.Module], manifests: Sequence[RankManifest]) -> torch.device:
+    """Returns where this rank's parameters live; without any, a device of the others' type."""
+    for module in modules.values():
+        for parameter in module.parameters():
+            return parameter.device
+    kind = next((m.device_type for m in manifests if m.device_type), "cpu")
+    return torch.device(kind)

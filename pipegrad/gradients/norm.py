@@ -1,0 +1,47 @@
+"""The global gradient norm: each parameter counted once, the same bits on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def global_norm(
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Returns the norm over all ranks' `gradients`, an fp32 scalar.
+
+    Args:
+        gradients: Those that this rank counts, in a fixed order.
+        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
+        group: All ranks; None if there is one.
+        device: Where the result lives.
+
+    Sync: on the current stream; one scalar all-reduce over `group`.
+    """
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients]
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    if math.isinf(norm_type):
+        total = torch.stack([zero, *norms]).max()
+        if group is not None:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        return total
+    total = torch.stack([zero, *norms]).pow(norm_type).sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.pow(1.0 / norm_type)
+
+
+def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scales `gradients` in place so that a norm of `norm` becomes at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.dtype))

@@ -1,0 +1,176 @@
+"""One parameter of this rank, live: looked up, its gradient prepared, watched, and put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from pipegrad.errors import StepError
+from pipegrad.gradients.accessor import GradientAccessor
+from pipegrad.gradients.reduce import BucketBuffer
+from pipegrad.gradients.shared import Place, named
+from pipegrad.handler import ParameterRecord
+
+
+class LiveParameter:
+    """What happens to one parameter's gradient on this rank within a step.
+
+    Args:
+        record: What the ranks agreed on.
+        places: Its places on this rank; all are one Parameter object.
+        modules: Local stages.
+        accessor: Where its gradient lives.
+        buffer: Its bucket's buffer; None if nobody reduces it.
+    """
+
+    def __init__(
+        self,
+        record: ParameterRecord,
+        places: Sequence[Place],
+        modules: Mapping[int, nn.Module],
+        accessor: GradientAccessor,
+        buffer: BucketBuffer | None,
+    ) -> None:
+        self.record = record
+        self.stages = frozenset(stage for stage, _ in places)
+        self.buffer = buffer
+        self.early: bool | None = None
+        self.final = False
+        self.contributed = False
+        self.waiting: set[int] = set()
+        self.firings = 0
+        self.left_early = False
+        self._accessor = accessor
+        self._place = places[0]
+        self._module = modules[places[0][0]]
+        self._full_name = next(
+            full for place, full, _ in named({places[0][0]: self._module}) if place == places[0]
+        )
+        self._live = self.parameter
+        self._hook: RemovableHandle | None = None
+        self._hooked: nn.Parameter | None = None
+        self._zeroed_version: int | None = None
+        self._reduced: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The live tensor, looked up in its stage each time."""
+        return self._module.get_parameter(self._full_name)
+
+    @property
+    def view(self) -> torch.Tensor | None:
+        """The slot that autograd can accumulate into; None where dtypes differ."""
+        if self.buffer is None or self.buffer.bucket.dtype != self.buffer.bucket.wire_dtype:
+            return None
+        return self.buffer.views[self.record.key]
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient of the parameter that this step began with, wherever it lives."""
+        return self._accessor.read(self._live)
+
+    def watch(self, on_accumulated: Callable[[LiveParameter], None]) -> None:
+        """Calls `on_accumulated` whenever autograd has accumulated into the live parameter."""
+        parameter = self._live
+        if parameter is self._hooked or not self.record.requires_grad:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = parameter.register_post_accumulate_grad_hook(lambda _: on_accumulated(self))
+        self._hooked = parameter
+
+    def refresh(self) -> None:
+        """Looks the parameter up anew, and refuses what would make this step's gradient wrong.
+
+        Raises:
+            StepError: If the parameter is no longer what was agreed on, or its gradient still is
+                the reduced one of the step before.
+        """
+        parameter, record = self.parameter, self.record
+        self._live = parameter
+        if parameter.requires_grad != record.requires_grad or parameter.shape != record.shape:
+            raise StepError(
+                f"{record.key!r} was {record.shape}, requires_grad={record.requires_grad} when the "
+                f"ranks agreed, now it is {tuple(parameter.shape)}, "
+                f"requires_grad={parameter.requires_grad}: make a new GradientSync on all ranks"
+            )
+        gradient = self.gradient
+        if gradient is None or self._reduced is None or gradient is not self._reduced[0]:
+            return
+        if gradient._version == self._reduced[1] or bool(gradient.any()):
+            raise StepError(
+                f"the gradient of {record.key!r} is already reduced, and another backward would be "
+                f"added to it: call optimizer.zero_grad() before the step, or accumulate with "
+                f"'with sync.accumulate():' around all steps but the last"
+            )
+
+    def open(self, *, continuing: bool) -> bool:
+        """Starts a step; returns whether the slot must be zeroed because there is no gradient yet.
+
+        Args:
+            continuing: The step adds to earlier ones that were accumulated.
+        """
+        self.waiting = set(self.stages)
+        self.final = False
+        self.firings = 0
+        gradient = self.gradient
+        if gradient is None:
+            return self.buffer is not None
+        if not continuing or gradient is not self.view:
+            self._zeroed_version = None
+        return False
+
+    def use_view(self) -> None:
+        """Lets autograd accumulate into the zeroed slot, where that is possible."""
+        view = self.view
+        if view is not None:
+            self._accessor.write(self._live, view)
+            self._zeroed_version = view._version
+
+    def close(self, divisor: float) -> torch.Tensor | None:
+        """Marks the gradient final and returns it, divided once; None if there is none."""
+        self.final = True
+        self.left_early = bool(self.waiting)
+        gradient = self.gradient
+        untouched = gradient is self.view and self._zeroed_version is not None
+        self.contributed = gradient is not None and not (
+            untouched and gradient._version == self._zeroed_version
+        )
+        if gradient is not None and self.contributed and divisor != 1:
+            with torch.no_grad():
+                gradient.div_(divisor)
+        return gradient
+
+    def finish(self) -> bool:
+        """Puts the result in place; returns True if it had to be copied out of the bucket."""
+        copied = False
+        if self.buffer is not None:
+            result = self.buffer.views[self.record.key]
+            if not self.buffer.anybody_contributed(self.record.key):
+                self._accessor.write(self._live, None)
+            elif self.view is None:
+                self._copy_back(result)
+                copied = True
+            elif self.gradient is not result:
+                self._accessor.write(self._live, result)
+        self.mark_reduced()
+        if self.firings > 1:  # e.g. reentrant checkpointing: each firing is only a part
+            self.early = False
+        elif self.early is None and self.firings == 1:
+            self.early = True
+        return copied
+
+    def mark_reduced(self) -> None:
+        """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""
+        gradient = self.gradient
+        self._reduced = None if gradient is None else (gradient, gradient._version)
+
+    def _copy_back(self, result: torch.Tensor) -> None:
+        gradient = self.gradient
+        if gradient is None or gradient.is_sparse or gradient.requires_grad:
+            self._accessor.write(self._live, result.to(self._accessor.dtype(self._live)))
+        else:
+            gradient.copy_(result)

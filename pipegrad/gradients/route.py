@@ -1,0 +1,207 @@
+"""Routes: every gradient's reductions, in order, as all ranks must see them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipegrad.errors import PlanError
+from pipegrad.gradients.shared import matches_any
+from pipegrad.handler import GradientHandler, Op, ParameterRecord, Placement, Reduction
+
+if TYPE_CHECKING:
+    from pipegrad.gradients.manifest import Manifest
+    from pipegrad.topology import Topology
+
+_ORDER = (Placement.OWNER, Placement.SHARD, Placement.REPLICATE)
+
+
+@dataclass(frozen=True)
+class RouteHop:
+    """One reduction of a route: which mesh axes it spans, and over which ranks here.
+
+    Attributes:
+        axes: The ranks along the mesh dimensions (``"dp"``, ``"pp[0,3]"``): alike on every copy.
+        ranks: Global ranks, ascending, of this copy.
+        op: Sum or mean.
+        placement: Where the result lives.
+        handler: Name of the handler that asked for it.
+    """
+
+    axes: str
+    ranks: tuple[int, ...]
+    op: Op
+    placement: Placement
+    handler: str
+
+    @property
+    def signature(self) -> tuple[str, str, str, str]:
+        """What this hop is, whichever copy of the group one looks at."""
+        return (self.axes, self.op, self.placement.value, self.handler)
+
+    def __str__(self) -> str:
+        return f"{self.placement.value}-{self.op}({self.axes})"
+
+
+Route = tuple[RouteHop, ...]
+
+Routes = Mapping[int, Mapping[str, Route]]
+"""Rank -> key -> route, by ascending rank."""
+
+
+def make_routes(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    allow_unsynced: Sequence[str],
+) -> Routes:
+    """Returns every rank's routes, checked against each other.
+
+    Raises:
+        PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
+    """
+    routes = {r: _routes(manifest, topology.at(r), handlers) for r in sorted(topology.ranks)}
+    _check_members(routes)
+    _check_copies(routes)
+    _check_wrappers(manifest, topology, routes)
+    _check_ties(manifest, topology, routes, allow_unsynced)
+    return routes
+
+
+def _routes(
+    manifest: Manifest, topology: Topology, handlers: Sequence[tuple[str, GradientHandler]]
+) -> dict[str, Route]:
+    """Returns key -> route on one rank, without the hops that would stay on that rank."""
+    records = manifest.records(topology)
+    hops: dict[str, list[RouteHop]] = {record.key: [] for record in records}
+    known = set(records)
+    for name, handler in handlers:
+        for reduction in handler.reductions(records, topology):
+            _check_reduction(name, reduction, known, topology)
+            ranks = tuple(sorted(reduction.ranks))
+            if len(ranks) > 1:
+                axes = topology.axes_of(ranks)
+                hop = RouteHop(axes, ranks, reduction.op, reduction.placement, name)
+                hops[reduction.record.key].append(hop)
+    return {key: _ordered(key, route, topology) for key, route in hops.items() if route}
+
+
+def _check_reduction(
+    name: str, reduction: Reduction, known: set[ParameterRecord], topology: Topology
+) -> None:
+    record, ranks = reduction.record, reduction.ranks
+    asked = f"handler {name!r} reduces {record.key!r} over ranks {list(ranks)}"
+    if record not in known:
+        raise PlanError(f"{asked} on rank {topology.rank}, which does not hold it")
+    if topology.rank not in ranks or len(set(ranks)) < len(ranks):
+        raise PlanError(f"{asked}: expected each rank once, and rank {topology.rank} among them")
+    if not set(ranks) <= set(topology.ranks):
+        raise PlanError(f"{asked}, but the topology has only ranks {list(topology.ranks)}")
+    if reduction.op not in ("sum", "mean"):
+        raise PlanError(f"{asked} by {reduction.op!r}: expected 'sum' or 'mean'")
+
+
+def _ordered(key: str, hops: Sequence[RouteHop], topology: Topology) -> Route:
+    """Orders a route by placement, a reduction across stages last among its like."""
+    for hop, times in Counter(hop.ranks for hop in hops).items():
+        if times > 1:
+            names = [h.handler for h in hops if h.ranks == hop]
+            raise PlanError(
+                f"{key!r} is reduced twice over ranks {list(hop)}, by handlers {names}: drop one"
+            )
+    across = {hop: topology.pipeline in hop.axes or "ranks" in hop.axes for hop in hops}
+    order = sorted(hops, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
+    return tuple(order)
+
+
+def hops_taken(route: Route, rank: int) -> int:
+    """Returns how many hops of a route `rank` takes: after OWNER the rest is the owner's."""
+    for index, hop in enumerate(route):
+        if hop.placement is Placement.OWNER and rank != hop.ranks[0]:
+            return index + 1
+    return len(route)
+
+
+def _check_members(routes: Routes) -> None:
+    """Every member of a reduction must have asked for the same one, or its peers would hang."""
+    for rank, mine in routes.items():
+        for key, route in mine.items():
+            for hop in route:
+                for member in hop.ranks:
+                    theirs = routes[member].get(key, ())
+                    if hop not in theirs:
+                        raise PlanError(
+                            f"handler {hop.handler!r}: rank {rank} reduces {key!r} by {hop.op} "
+                            f"over ranks {list(hop.ranks)}, but rank {member} has "
+                            f"{[str(h) for h in theirs] or 'no reduction of it'}; a handler must "
+                            f"say the same for every rank of a reduction"
+                        )
+
+
+def _check_copies(routes: Routes) -> None:
+    """Every copy of a stage must lay out its buckets alike."""
+    for rank, mine in routes.items():
+        for key, route in mine.items():
+            first = next(r for r in routes if key in routes[r])
+            if signature(route) != signature(routes[first][key]):
+                raise PlanError(
+                    f"{key!r} takes {[str(h) for h in route]} on rank {rank} and "
+                    f"{[str(h) for h in routes[first][key]]} on rank {first}: every copy of a "
+                    f"stage must take the same route"
+                )
+
+
+def signature(route: Route) -> tuple[tuple[str, str, str, str], ...]:
+    """Returns a route without its ranks: the same on every copy of it."""
+    return tuple(hop.signature for hop in route)
+
+
+def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    for stage, wrapper in manifest.wrappers:
+        if wrapper != "DistributedDataParallel":
+            raise PlanError(
+                f"stage {stage} is wrapped by {wrapper}, whose sharded gradients pipegrad cannot "
+                f"reduce yet: use the plain module with handler 'data-parallel'"
+            )
+        rank = next(r for r in routes if stage in topology.at(r).local_stages)
+        for key, route in routes[rank].items():
+            held = any(s == stage for s, _ in manifest.places(key))
+            for hop in route:
+                if held and topology.data in hop.axes:
+                    raise PlanError(
+                        f"stage {stage} is wrapped by DistributedDataParallel and handler "
+                        f"{hop.handler!r} reduces {key!r} over {hop.axes} too: it would be reduced "
+                        f"twice; unwrap the stage, or drop the handler"
+                    )
+
+
+def _check_ties(
+    manifest: Manifest,
+    topology: Topology,
+    routes: Routes,
+    allow_unsynced: Sequence[str],
+) -> None:
+    for rank in routes:
+        view = topology.at(rank)
+        for record in manifest.records(view):
+            ranks = set(view.ranks_of(record.holders))
+            covered = any(ranks <= set(hop.ranks) for hop in routes[rank].get(record.key, ()))
+            names = (record.key, *(name for _, name in manifest.places(record.key)))
+            if len(ranks) > 1 and not covered and not matches_any(allow_unsynced, names):
+                places = [f"{name!r} on stage {s}" for s, name in manifest.places(record.key)]
+                raise PlanError(
+                    f"{' and '.join(places)} are one parameter, but no handler reduces its "
+                    f"gradient over ranks {sorted(ranks)}: add 'pipeline-shared' to the handlers, "
+                    f"or name it in allow_unsynced to let the copies drift apart"
+                )
+
+
+def shared_routes(routes: Routes) -> dict[str, Route]:
+    """Returns key -> route as the lowest rank that holds it sees it."""
+    found: dict[str, Route] = {}
+    for mine in routes.values():
+        for key, route in mine.items():
+            found.setdefault(key, route)
+    return found

@@ -1,0 +1,458 @@
+"""GradientSync: the page to read first. Discover, agree and plan once; launch and finish each step.
+
+sync = GradientSync({0: module}, topology, shared=find_shared(model), handlers=[...])
+for batch in data:
+sync.prepare()              # gradients accumulate into the buckets from here on
+...                         # forward and backward of every microbatch
+sync.stage_final(0)         # stage 0's gradients are final: its buckets leave
+sync.finish()               # every gradient is in place
+sync.clip_grad_norm_(1.0)
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrad.agreement import FailureNotice, agree
+from pipegrad.errors import ReduceError, StepError
+from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
+from pipegrad.gradients.bucket import Plan, make_plan
+from pipegrad.gradients.guard import differing, make_equal
+from pipegrad.gradients.lane import Lane, blocks_host
+from pipegrad.gradients.manifest import (
+    Manifest,
+    RankManifest,
+    check_arguments,
+    describe_rank,
+    device_of,
+    fingerprints,
+    merge,
+    same,
+)
+from pipegrad.gradients.norm import clip_, global_norm
+from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.reduce import Reducer, check_executable
+from pipegrad.gradients.shared import Shared, declared, link_local, refuse_likely_ties
+from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
+from pipegrad.registry import handlers as registry
+from pipegrad.topology import Topology
+
+_instances = count()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the last finished step did on this rank.
+
+    Attributes:
+        steps: Steps finished so far.
+        collectives: Collectives launched.
+        reduced_bytes: Bytes they reduced.
+        copies: Gradients copied out of a bucket; 0 where all are views.
+        early: Parameters whose gradient left before their stage's backward ended.
+        exposed_seconds: Time that `finish` was blocked, waiting for collectives.
+    """
+
+    steps: int = 0
+    collectives: int = 0
+    reduced_bytes: int = 0
+    copies: int = 0
+    early: int = 0
+    exposed_seconds: float = 0.0
+
+
+class GradientSync:
+    """Makes the gradients of a model cut over ranks what one process would have computed.
+
+    All ranks of the topology construct it together: what one rank alone can get wrong is exchanged
+    before the first collective, so all raise the same error or none does. Replicas are made equal.
+
+    Args:
+        modules: This rank's stages, ``{stage: module}``.
+        topology: Over all ranks of the default process group.
+        shared: Parameters that several stages hold: lists of names (`find_shared`), mappings
+            stage -> name, or ``Pipe.replicated_params``. The same on all ranks.
+        handlers: Names, tables of name and options, classes or instances.
+        bucket_bytes: Wire bytes at which a bucket is closed.
+        reduce_dtype: dtype on the wire; each gradient's own if None, which saves all copies.
+        lanes: Side streams (on CPU threads), each with communicators of its own.
+        allow_unsynced: Shell-style patterns of names or keys of ties that may drift apart.
+        stage_ticks: For each stage when it is final, in any unit; orders the collectives. By
+            default from the last stage to the first.
+        accessor: Where gradients live; ``parameter.grad`` by default.
+        agree_seconds: How long the ranks wait for each other here.
+
+    Attributes:
+        topology: As given.
+        manifest: What the ranks agreed on.
+        plan: This rank's buckets and collectives; printable.
+
+    Raises:
+        AgreementError: If ranks disagree, or one failed or stayed away. On all ranks alike.
+        PlanError: If handlers contradict each other, or leave a shared parameter uncovered.
+        PluginError: If a handler cannot be used.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        topology: Topology,
+        *,
+        shared: Shared = (),
+        handlers: Sequence[HandlerSpec],
+        bucket_bytes: int = 25 * 2**20,
+        reduce_dtype: torch.dtype | None = None,
+        lanes: int = 2,
+        allow_unsynced: Sequence[str] = (),
+        stage_ticks: Sequence[int] | None = None,
+        accessor: GradientAccessor | None = None,
+        agree_seconds: float = 60.0,
+    ) -> None:
+        self.topology = topology
+        self._accessor = accessor or GradAttribute()
+        self._handlers: dict[str, GradientHandler] = {}
+        settings = {
+            "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
+            "shared": list(shared),
+            "bucket_bytes": bucket_bytes,
+            "reduce_dtype": reduce_dtype,
+            "lanes": lanes,
+            "allow_unsynced": list(allow_unsynced),
+            "stage_ticks": stage_ticks and list(stage_ticks),
+        }
+        name = f"GradientSync {next(_instances)}"
+
+        def describe() -> RankManifest:
+            check_arguments(modules, topology, bucket_bytes, lanes, stage_ticks)
+            identities = self._resolve(handlers)
+            link_local(modules, declared(shared))
+            return describe_rank(modules, self._accessor, {**settings, "handlers": identities})
+
+        def plan() -> str:
+            self.plan: Plan = make_plan(
+                self.manifest,
+                topology,
+                list(self._handlers.items()),
+                bucket_bytes=bucket_bytes,
+                reduce_dtype=reduce_dtype,
+                lanes=lanes,
+                stage_ticks=stage_ticks,
+                allow_unsynced=allow_unsynced,
+            )
+            check_executable(self.plan)
+            return self.plan.digest
+
+        ranks = sorted(topology.ranks)
+        manifests = agree(name, describe, ranks=ranks, timeout_seconds=agree_seconds)
+        self.manifest: Manifest = merge(manifests, topology, declared(shared))
+        refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
+        digests = agree(f"{name}'s plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
+        same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
+        self._device = device_of(modules, manifests)
+        self._notice = FailureNotice(name)
+        self._make_groups(lanes)
+        self._make_reducer(modules)
+        self._statistics = Statistics()
+        self._divisor = 1.0
+        self._accumulating = False
+        self._open = False
+        self._last_backwards: set[int] = set()
+        self._late_error: StepError | None = None
+        self._broken: Exception | None = None
+        self.synchronize_parameters()
+
+    # The verbs of a step, in order.
+
+    def prepare(self, *, divisor: float = 1.0) -> None:
+        """Starts a step, or continues an accumulated one: gradients get zeroed slots to go to.
+
+        Args:
+            divisor: Every gradient is divided by it, once, when it is final: the number of
+                microbatches, where each microbatch's loss is a mean.
+
+        Sync: zeroes on the current stream, which must be the one that backward is called from.
+
+        Raises:
+            StepError: If a gradient still is the reduced one of the step before, or a parameter is
+                no longer what the ranks agreed on.
+            ReduceError: If an earlier step failed in a lane: its communicators are out of step.
+        """
+        if self._broken is not None:
+            raise ReduceError(
+                f"this GradientSync failed before and its communicators are out of step; end the "
+                f"process and resume from a checkpoint. The failure: {self._broken}"
+            ) from self._broken
+        for parameter in self._parameters.values():
+            parameter.refresh()
+        zeroed = [p for p in self._parameters.values() if p.open(continuing=self._open)]
+        for buffer in self._reducer.buffers.values():
+            buffer.reset([p.record.key for p in zeroed if p.buffer is buffer])
+        for parameter in zeroed:
+            parameter.use_view()
+        for parameter in self._parameters.values():
+            parameter.watch(self._on_accumulated)
+        self._reducer.begin()
+        self._last_backwards.clear()
+        self._divisor = divisor
+        self._open = True
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Steps inside only add up: nothing is final, divided or launched until one outside."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def stage_last_backward(self, stage: int) -> None:
+        """Says that the next backward of `stage` is its last: parameters become final one by one.
+
+        A shortcut, for full backward only. What it does not reach, `stage_final` does.
+        """
+        self._check_open(stage)
+        if not self._accumulating:
+            self._last_backwards.add(stage)
+
+    def stage_final(self, stage: int) -> None:
+        """Says that all of `stage` is final; buckets that are complete leave, in order.
+
+        Sync: whatever wrote the stage's gradients must be ahead of the current stream.
+        """
+        self._check_open(stage)
+        if self._accumulating:
+            return
+        self._last_backwards.discard(stage)
+        for parameter in self._by_stage[stage]:
+            parameter.waiting.discard(stage)
+            if not parameter.waiting and not parameter.final:
+                self._finalize(parameter)
+
+    def finish(self) -> None:
+        """Waits until every gradient is in place.
+
+        A gradient that no rank contributed to is None again, as in one process.
+
+        Sync: the current stream waits for the lanes; the host only where collectives block it.
+
+        Raises:
+            ReduceError: If a collective failed, on every rank that waits for one that never ends.
+            StepError: If a stage is not final, or a gradient changed after it was.
+        """
+        if self._accumulating:
+            return
+        unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
+        if not self._open or unfinished:
+            raise StepError(
+                f"finish() before stage_final() of stages {unfinished}"
+                if self._open
+                else "finish() without prepare(): there is no step to finish"
+            )
+        try:
+            if self._late_error is not None:
+                raise self._late_error
+            exposed_seconds = self._reducer.wait()
+        except Exception as error:
+            self.abort(error)
+            raise
+        parameters = self._parameters.values()
+        early = sum(parameter.left_early for parameter in parameters)
+        copies = sum(parameter.finish() for parameter in parameters)
+        for buffer in self._reducer.buffers.values():
+            buffer.release()
+        self._open = False
+        launched = self._reducer.num_launched
+        assert launched == len(self.plan.launches)
+        self._statistics = Statistics(
+            steps=self._statistics.steps + 1,
+            collectives=launched,
+            reduced_bytes=self.plan.reduced_bytes,
+            copies=copies,
+            early=early,
+            exposed_seconds=exposed_seconds,
+        )
+
+    def abort(self, error: Exception) -> None:
+        """Ends a step that failed: ranks that wait for this one's collectives are told.
+
+        If nothing has been launched the next `prepare` starts afresh; what gradients hold then is
+        the caller's to zero. Otherwise this object is of no further use.
+        """
+        self._open = False
+        if self._reducer.num_launched or self._late_error is not None:
+            self._notice.post(f"{type(error).__name__}: {error}")
+            self._broken = error
+
+    # After finish.
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
+
+        A parameter counts once, however many ranks hold it, if its copies are reduced over those
+        ranks; one that no handler reduces counts on every rank that holds it. The norm, and so the
+        factor, has the same bits on all ranks: every rank must call this.
+
+        Returns:
+            The norm before clipping, an fp32 scalar.
+
+        Sync: on the current stream; one scalar all-reduce over all ranks.
+        """
+        if self._open:
+            raise StepError("clip_grad_norm_() inside a step: call finish() first")
+        parameters = [p for p in self._parameters.values() if p.gradient is not None]
+        routes = dict(self.plan.routes)
+        rank = self.topology.rank
+        counted = [
+            p.gradient
+            for p in parameters
+            if all(rank == hop.ranks[0] for hop in routes.get(p.record.key, ()))
+        ]
+        gradients = [p.gradient for p in parameters]
+        norm = global_norm(
+            [g for g in counted if g is not None], norm_type, group=self._world, device=self._device
+        )
+        clip_([g for g in gradients if g is not None], norm, max_norm)
+        for parameter in parameters:
+            parameter.mark_reduced()
+        return norm
+
+    def synchronize_parameters(self) -> None:
+        """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.
+
+        Sync: on the current stream; every rank must call it.
+        """
+        make_equal(self.plan.packs, self._lookup, self._groups, self._device)
+
+    def check_replicas(self) -> None:
+        """Raises on every rank if copies of a parameter differ in a single bit.
+
+        Sync: two integers a parameter travel, and one for all; every rank must call it.
+
+        Raises:
+            ReduceError: Names parameters and ranks.
+        """
+        if self._world is None:
+            return
+        found = differing(self.plan.packs, self._lookup, self._groups)
+        anywhere = torch.tensor(float(bool(found)), device=self._device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._world)
+        if bool(anywhere):
+            everywhere = agree("check_replicas", lambda: found, ranks=self.topology.ranks)
+            lines = sorted(
+                {f"{key!r} over ranks {list(ranks)}" for one in everywhere for key, ranks in one}
+            )
+            raise ReduceError(
+                "copies of one parameter have drifted apart; call synchronize_parameters() and "
+                "find what changed one of them: " + "; ".join(lines)
+            )
+
+    def parameter(self, record: ParameterRecord) -> nn.Parameter:
+        """Returns the live parameter of a record, looked up in its module now."""
+        return self._lookup(record.key)
+
+    def records(self) -> tuple[ParameterRecord, ...]:
+        """Returns the records of the parameters that this rank holds."""
+        return self.manifest.records(self.topology)
+
+    def statistics(self) -> Statistics:
+        """Returns what the last finished step did."""
+        return self._statistics
+
+    def close(self) -> None:
+        """Ends the lanes' threads and destroys their process groups; every rank must call it."""
+        for lane in self._lanes:
+            lane.close()
+        if dist.is_initialized():
+            for group in (*self._groups.values(), *filter(None, [self._world])):
+                dist.destroy_process_group(group)
+
+    # Inside.
+
+    def _on_accumulated(self, parameter: LiveParameter) -> None:
+        """Called by autograd, possibly in its own threads, after each accumulation."""
+        if not parameter.waiting <= self._last_backwards or not self._open:
+            return
+        parameter.firings += 1
+        if parameter.final:
+            self._late_error = StepError(
+                f"autograd added to the gradient of {parameter.record.key!r} after it was final; "
+                f"a module that runs backward inside backward must do so in every step"
+            )
+        elif parameter.early:
+            self._finalize(parameter)
+
+    def _finalize(self, parameter: LiveParameter) -> None:
+        gradient = parameter.close(self._divisor)
+        if parameter.buffer is not None:
+            self._reducer.announce(
+                parameter.record.key, gradient, contributed=parameter.contributed
+            )
+
+    def _check_open(self, stage: int) -> None:
+        if stage not in self._by_stage:
+            raise StepError(f"stage {stage} is not on this rank, which has {list(self._by_stage)}")
+        if not self._open:
+            raise StepError(
+                f"stage {stage} cannot become final outside a step: call prepare() first"
+            )
+
+    def _lookup(self, key: str) -> nn.Parameter:
+        return self._parameters[key].parameter
+
+    def _resolve(self, specs: Sequence[HandlerSpec]) -> list[object]:
+        identities: list[object] = []
+        for spec in specs:
+            resolved = registry.resolve(spec)
+            name, number = resolved.name, len(identities)
+            self._handlers[f"{name}#{number}" if name in self._handlers else name] = resolved.plugin
+            identities.append(resolved.identity)
+        return identities
+
+    def _make_groups(self, lanes: int) -> None:
+        """Makes every process group, on all ranks in the same order."""
+        self._world: dist.ProcessGroup | None = None
+        self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
+        if len(self.topology.ranks) > 1:
+            self._world = dist.new_group(list(self.topology.ranks), group_desc="pipegrad")
+        for ranks, lane in self.plan.groups:
+            group = dist.new_group(list(ranks), group_desc=f"pipegrad lane {lane}")
+            if self.topology.rank in ranks:
+                self._groups[ranks, lane] = group
+        threaded = self._world is None or blocks_host(self._world, self._device)
+        self._lanes = [
+            Lane(f"pipegrad lane {lane}", self._device, threaded=threaded) for lane in range(lanes)
+        ]
+
+    def _make_reducer(self, modules: Mapping[int, nn.Module]) -> None:
+        self._reducer = Reducer(
+            self.plan.buckets,
+            self.plan.launches,
+            lanes=self._lanes,
+            groups=self._groups,
+            handlers=self._handlers,
+            notice=self._notice,
+            device=self._device,
+        )
+        self._parameters = {
+            record.key: LiveParameter(
+                record,
+                [p for p in self.manifest.places(record.key) if p[0] in modules],
+                modules,
+                self._accessor,
+                self._reducer.buffer_of.get(record.key),
+            )
+            for record in self.records()
+        }
+        self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(modules)}
+        for parameter in reversed(self._parameters.values()):
+            for stage in sorted(parameter.stages):
+                self._by_stage[stage].append(parameter)

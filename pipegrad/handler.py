@@ -1,0 +1,131 @@
+"""What a gradient handler sees, says and may override: the contract plug-ins implement."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from pipegrad.topology import Topology
+
+Op = Literal["sum", "mean"]
+
+
+class Placement(Enum):
+    """Where the result of a reduction lives; fixes the collective and its mirror movement."""
+
+    OWNER = "owner"
+    SHARD = "shard"
+    REPLICATE = "replicate"
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """One parameter as the ranks agreed on it: plain data, the same on every rank.
+
+    A parameter that several stages of one rank hold has one record there, at its lowest stage.
+
+    Attributes:
+        key: Stage and name at the lowest holder, for example ``"0.embed.weight"``: its identity.
+        name: Name inside `stage`'s module, wrapper prefixes such as ``_orig_mod.`` stripped.
+        stage: The stage this record looks at the parameter from.
+        shape: Shape of the parameter (and of its gradient).
+        dtype: dtype of the parameter; its gradient may have another.
+        requires_grad: Whether it is trained. Untrained parameters are never reduced.
+        holders: Every stage that holds it, ascending.
+        position: Index in the order of ``named_parameters`` of the lowest holder.
+    """
+
+    key: str
+    name: str
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    holders: tuple[int, ...]
+    position: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether several stages hold it."""
+        return len(self.holders) > 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """This gradient is summed (or averaged) over these global ranks, and the result lives there."""
+
+    record: ParameterRecord
+    ranks: tuple[int, ...]
+    op: Op = "sum"
+    placement: Placement = Placement.REPLICATE
+
+
+class Work(Protocol):
+    """What a launch returns. ``torch.distributed.Work`` is one."""
+
+    def wait(self) -> object:
+        """Blocks the calling thread (CPU), or makes its current stream wait (devices)."""
+
+
+class FlatBucket(Protocol):
+    """The gradients that travel together, as a handler's `launch` sees them."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """Flat tensor ``(numel,)`` to be reduced in place; zero where nobody contributed."""
+
+
+class Hop(Protocol):
+    """One reduction of a bucket's route."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+
+    @property
+    def op(self) -> Op:
+        """``"mean"`` is launched as a sum; pipegrad divides afterwards."""
+
+
+class GradientHandler(ABC):
+    """Says which gradients take which reduction. Nothing else is its business.
+
+    Options are keyword-only arguments of ``__init__``. Subclasses import only ``pipegrad``'s
+    public names.
+    """
+
+    @abstractmethod
+    def reductions(
+        self, parameters: Sequence[ParameterRecord], topology: Topology
+    ) -> Iterable[Reduction]:
+        """Returns the reductions of the parameters that ``topology.rank`` holds.
+
+        Pure: called once for every rank (``topology.at(rank)``), on every rank, so that any
+        rank's plan can be computed anywhere. Reductions over a single rank are free and dropped.
+        """
+
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:  # noqa: ARG002 - for overrides
+        """Sums ``bucket.buffer`` in place over `group`.
+
+        Sync: runs on a lane, never on the compute stream: on CPU in the lane's thread, on devices
+        with the lane's side stream current, after every producer of the bucket. The buffer is
+        held until the returned work is done.
+        """
+        work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
+        return work
+
+
+HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]
+"""How a handler is chosen: an instance, a class, a name, or a table of name and options."""

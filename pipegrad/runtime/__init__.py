@@ -1,0 +1,1 @@
+"""What drives the gradient layer: a pipeline's runtime, ours or torch's."""

@@ -1,0 +1,197 @@
+"""attach: exact gradients on any schedule of torch.distributed.pipelining, with one line.
+
+The only file that knows torch's private names. A torch schedule tells us of a step through
+``schedule.step``, of a stage's last backward through ``stage.backward_one_chunk``, and of its final
+gradients (REDUCE_GRAD) through ``stage.perform_reduce_grad`` or, in the oldest runtime,
+``stage.scale_grads``. These are replaced on the instances; torch itself is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from pipegrad.agreement import agree
+from pipegrad.errors import PlanError, TopologyError
+from pipegrad.gradients.shared import Shared
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.handler import HandlerSpec
+from pipegrad.topology import Topology
+
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+_BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient, input gradient
+
+
+def attach(
+    schedule: TorchSchedule,
+    *,
+    topology: Topology,
+    shared: Shared = (),
+    handlers: Sequence[HandlerSpec] = ("pipeline-shared", "data-parallel"),
+    **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
+) -> GradientSync:
+    """Makes ``schedule.step`` leave the gradients that one process would have computed.
+
+    Call it on all ranks, once, before or after the optimizer is made. From then on each step
+    prepares, reduces and finishes by itself; the schedule divides by the number of microbatches
+    (``scale_grads``) once for each parameter, when it is final. ``schedule.eval`` and schedules
+    without a loss are untouched. To accumulate over several steps, run all but the last one under
+    ``with sync.accumulate():``.
+
+    Args:
+        schedule: Any schedule of ``torch.distributed.pipelining``, its stages manual or traced.
+        topology: Ranks; which stage is where is taken from the schedule.
+        shared: Parameters that several stages hold: `find_shared` of the uncut model, mappings
+            stage -> name, or ``pipe.replicated_params`` of a traced model.
+        handlers: Which gradients take which reduction.
+        **options: Further arguments of `GradientSync`.
+
+    Returns:
+        The `GradientSync` that does it: for clipping, statistics, its plan.
+
+    Raises:
+        PlanError: If the schedule is attached already, or splits backward on torch before 2.13,
+            whose split gradients are wrong (pytorch#180952). On all ranks alike.
+        PipegradError: As `GradientSync` does.
+    """
+    stages = _stages(schedule)
+
+    def check() -> None:
+        if any(hasattr(stage, "_pipegrad") for stage in stages):
+            raise PlanError("this schedule is attached already; attach once, before training")
+        _check_split_backward(schedule)
+        _placed(topology, stages[0])
+
+    agree("attach", check)
+    placed = _placed(topology, stages[0])
+    sync = GradientSync(
+        {stage.stage_index: stage.submod for stage in stages},
+        placed,
+        shared=shared,
+        handlers=handlers,
+        stage_ticks=_stage_ticks(schedule, placed),
+        **options,
+    )
+    for stage in stages:
+        _follow_stage(stage, sync)
+    _follow_step(schedule, sync)
+    return sync
+
+
+def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
+    step = schedule.step
+
+    @functools.wraps(step)
+    def synced_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
+        if not schedule._has_backward:
+            return step(*args, **kwargs)
+        sync.prepare(divisor=_divisor(schedule))
+        try:
+            result = step(*args, **kwargs)
+        except Exception as error:
+            sync.abort(error)
+            raise
+        sync.finish()
+        return result
+
+    schedule.step = synced_step  # type: ignore[method-assign]
+
+
+def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
+    backward = stage.backward_one_chunk
+    index = stage.stage_index
+
+    @functools.wraps(backward)
+    def watched_backward(
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        # A dw_builder writes gradients behind autograd's back: then only the stage's end counts.
+        if stage.has_backward and last_backward and full_backward and stage.dw_builder is None:
+            sync.stage_last_backward(index)
+        backward(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
+        # GPipe and 1F1B come here in eval() too, and would divide gradients that are already there.
+        if stage.has_backward:
+            sync.stage_final(index)
+
+    stage.backward_one_chunk = watched_backward  # type: ignore[method-assign]
+    stage.perform_reduce_grad = final  # type: ignore[method-assign]
+    stage.scale_grads = final  # type: ignore[method-assign]
+    stage._pipegrad = sync  # type: ignore[attr-defined]
+
+
+def _stages(schedule: TorchSchedule) -> list[_PipelineStageBase]:
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    return sorted(schedule._stages, key=lambda stage: stage.stage_index)
+
+
+def _divisor(schedule: TorchSchedule) -> float:
+    return float(schedule._n_microbatches) if schedule.scale_grads else 1.0
+
+
+def _placed(topology: Topology, stage: _PipelineStageBase) -> Topology:
+    """Returns `topology` with the schedule's stages on it."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = dist.get_process_group_ranks(stage.group or world)
+    pipeline = topology.ranks_along(topology.pipeline)
+    if ranks != list(pipeline):
+        raise TopologyError(
+            f"stage {stage.stage_index} runs its pipeline over ranks {ranks}, the topology over "
+            f"{list(pipeline)}: give the stages group=topology.mesh.get_group("
+            f"{topology.pipeline!r})"
+        )
+    mapping = stage.stage_index_to_group_rank
+    places = tuple(mapping[index] for index in range(stage.num_stages))
+    one_each = tuple(range(len(pipeline)))
+    if topology.stage_to_rank not in (places, one_each):
+        raise TopologyError(
+            f"the schedule puts stages on pipeline ranks {places}, the topology on "
+            f"{topology.stage_to_rank}: leave stage_to_rank out, attach takes the schedule's"
+        )
+    return topology.with_stages(places)
+
+
+def _check_split_backward(schedule: TorchSchedule) -> None:
+    splits = any(letter in ("I", "W") for _, _, letter in _backwards(schedule))
+    if splits and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        raise PlanError(
+            f"{type(schedule).__name__} splits backward, and torch {torch.__version__} computes "
+            f"wrong gradients then (pytorch#180952): use torch 2.13, or a schedule without split"
+        )
+
+
+def _stage_ticks(schedule: TorchSchedule, topology: Topology) -> list[int] | None:
+    """Returns when each stage's last backward is, in the schedule's own time steps."""
+    ticks: dict[int, int] = {}
+    for tick, stage, letter in _backwards(schedule):
+        if letter != "I":
+            ticks[stage] = max(tick, ticks.get(stage, 0))
+    if sorted(ticks) != list(range(topology.num_stages)):
+        return None
+    return [ticks[stage] for stage in range(topology.num_stages)]
+
+
+def _backwards(schedule: TorchSchedule) -> Iterable[tuple[int, int, str]]:
+    """Yields time step, stage and letter of every backward; nothing for one stage a rank.
+
+    There torch's list has no idle steps, so it tells no time, and nothing splits backward.
+    """
+    order = schedule.pipeline_order if isinstance(schedule, PipelineScheduleMulti) else {}
+    for row in order.values():
+        for tick, action in enumerate(row):
+            for part in (action and action.sub_actions) or (action,):
+                if part is not None and part.computation_type.value in _BACKWARDS:
+                    yield tick, part.stage_index, part.computation_type.value

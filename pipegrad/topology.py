@@ -1,0 +1,234 @@
+"""Where stages live: ranks as a named mesh, pipeline outermost. Plain data, seen from one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipegrad.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A mesh of global ranks, the stages along its pipeline dimension, and one rank's view of both.
+
+    Attributes:
+        axes: Mesh dimensions, outermost first: ``(("pp", 4), ("dp", 2))``.
+        ranks: Global ranks of the mesh, flat, last dimension fastest.
+        stage_to_rank: For each stage its coordinate along the pipeline dimension.
+        rank: The global rank that looks.
+        pipeline: Name of the pipeline dimension.
+        data: Name of the data-parallel dimension.
+        mesh: The DeviceMesh it was made of, for its process groups
+            (``topology.mesh.get_group("pp")``); None for plain data.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
+    rank: int
+    pipeline: str = "pp"
+    data: str = "dp"
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        pipeline: int,
+        stage_to_rank: Mapping[int, int] | Sequence[int] | None = None,
+        device_type: str | None = None,
+    ) -> Topology:
+        """Returns the topology of this job: pipeline outermost, what is left is data parallel.
+
+        Args:
+            pipeline: Size of the pipeline dimension; the data dimension is ``world / pipeline``.
+            stage_to_rank: Stage -> pipeline coordinate; one stage per coordinate unless given.
+            device_type: For the DeviceMesh; the accelerator if the backend serves one, or "cpu".
+
+        Raises:
+            TopologyError: If the sizes do not divide or a coordinate holds no stage.
+        """
+        if not dist.is_initialized():
+            raise TopologyError(
+                "there is no default process group: call torch.distributed.init_process_group()"
+            )
+        world = dist.get_world_size()
+        if pipeline < 1 or world % pipeline:
+            raise TopologyError(
+                f"a world of {world} ranks cannot be cut into pipelines of {pipeline}: "
+                f"choose a pipeline size that divides {world}"
+            )
+        mesh = init_device_mesh(
+            device_type or _device_type(),
+            (pipeline, world // pipeline),
+            mesh_dim_names=("pp", "dp"),
+        )
+        return cls.from_mesh(mesh, stage_to_rank=stage_to_rank)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        pipeline: str = "pp",
+        data: str = "dp",
+        stage_to_rank: Mapping[int, int] | Sequence[int] | None = None,
+    ) -> Topology:
+        """Returns the topology of a DeviceMesh with named dimensions.
+
+        Raises:
+            TopologyError: If a named dimension is missing.
+        """
+        names = mesh.mesh_dim_names or ()
+        for name in (pipeline, data):
+            if name not in names:
+                raise TopologyError(
+                    f"the mesh has no dimension {name!r}, only {list(names)}: name its dimensions, "
+                    f"or say which ones are pipeline= and data="
+                )
+        plain = cls.build(
+            axes=tuple(zip(names, mesh.mesh.shape, strict=True)),
+            ranks=mesh.mesh.flatten().tolist(),
+            rank=dist.get_rank(),
+            stage_to_rank=stage_to_rank,
+            pipeline=pipeline,
+            data=data,
+        )
+        return dataclasses.replace(plain, mesh=mesh)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        axes: Iterable[tuple[str, int]],
+        rank: int = 0,
+        ranks: Sequence[int] | None = None,
+        stage_to_rank: Mapping[int, int] | Sequence[int] | None = None,
+        pipeline: str = "pp",
+        data: str = "dp",
+    ) -> Topology:
+        """Returns a topology from plain data: needs no process group, so plans work offline.
+
+        Raises:
+            TopologyError: If sizes, ranks and stages do not fit together.
+        """
+        axes = tuple((str(name), int(size)) for name, size in axes)
+        sizes = dict(axes)
+        world = torch.Size(sizes.values()).numel()
+        members = tuple(range(world)) if ranks is None else tuple(int(r) for r in ranks)
+        if len(sizes) != len(axes) or len(members) != world or len(set(members)) != world:
+            raise TopologyError(f"ranks {members} do not fill the mesh {axes} once each")
+        if rank not in members:
+            raise TopologyError(f"rank {rank} is not in the mesh of ranks {members}")
+        if pipeline not in sizes or data not in sizes:
+            raise TopologyError(f"the mesh {axes} lacks the dimension {pipeline!r} or {data!r}")
+        stages = _stage_list(stage_to_rank, sizes[pipeline])
+        return cls(axes, members, stages, rank, pipeline, data)
+
+    def with_stages(self, stage_to_rank: Mapping[int, int] | Sequence[int]) -> Topology:
+        """Returns this topology with another map stage -> pipeline coordinate."""
+        stages = _stage_list(stage_to_rank, dict(self.axes)[self.pipeline])
+        return dataclasses.replace(self, stage_to_rank=stages)
+
+    def at(self, rank: int) -> Topology:
+        """Returns this topology as `rank` sees it."""
+        if rank not in self._coordinates:
+            raise TopologyError(f"rank {rank} is not in the mesh of ranks {self.ranks}")
+        return dataclasses.replace(self, rank=rank)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the whole model."""
+        return len(self.stage_to_rank)
+
+    @property
+    def local_stages(self) -> tuple[int, ...]:
+        """Stages that this rank holds, ascending."""
+        here = self.coordinate(self.pipeline)
+        return tuple(s for s, place in enumerate(self.stage_to_rank) if place == here)
+
+    def coordinate(self, axis: str) -> int:
+        """Returns this rank's index along a mesh dimension."""
+        return self._coordinates[self.rank][self._axis(axis)]
+
+    def ranks_along(self, axis: str) -> tuple[int, ...]:
+        """Returns the global ranks that differ from this one in `axis` alone, itself included."""
+        return self._select({axis: range(self.axes[self._axis(axis)][1])})
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Returns the global ranks of this pipeline that hold `stages`: each once, ascending."""
+        return self._select({self.pipeline: {self.stage_to_rank[s] for s in stages}})
+
+    def axes_of(self, ranks: Sequence[int]) -> str:
+        """Returns what `ranks` are along the mesh dimensions: ``"dp"``, ``"pp[0,3]"``.
+
+        The same for every rank that takes part and for every parallel copy of the group, so it
+        names a reduction without naming ranks. Ranks that do not form a box are named one by one.
+        """
+        places = [self._coordinates[rank] for rank in ranks]
+        spans = [sorted(set(column)) for column in zip(*places, strict=True)]
+        if sorted(places) != list(itertools.product(*spans)):
+            return f"ranks{list(ranks)}"
+        return "+".join(
+            name if len(span) == size else f"{name}[{','.join(map(str, span))}]"
+            for (name, size), span in zip(self.axes, spans, strict=True)
+            if len(span) > 1
+        )
+
+    @cached_property
+    def _coordinates(self) -> dict[int, tuple[int, ...]]:
+        places = itertools.product(*(range(size) for _, size in self.axes))
+        return dict(zip(self.ranks, places, strict=True))
+
+    def _axis(self, name: str) -> int:
+        names = [axis for axis, _ in self.axes]
+        if name not in names:
+            raise TopologyError(f"the mesh has no dimension {name!r}, only {names}")
+        return names.index(name)
+
+    def _select(self, wanted: Mapping[str, Iterable[int]]) -> tuple[int, ...]:
+        here = self._coordinates[self.rank]
+        allowed = [
+            set(wanted.get(name, (place,)))
+            for (name, _), place in zip(self.axes, here, strict=True)
+        ]
+        return tuple(
+            sorted(
+                rank
+                for rank, place in self._coordinates.items()
+                if all(p in span for p, span in zip(place, allowed, strict=True))
+            )
+        )
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or dist.get_backend() == dist.Backend.GLOO:
+        return "cpu"
+    return accelerator.type
+
+
+def _stage_list(
+    stage_to_rank: Mapping[int, int] | Sequence[int] | None, pipeline: int
+) -> tuple[int, ...]:
+    if stage_to_rank is None:
+        return tuple(range(pipeline))
+    if isinstance(stage_to_rank, Mapping):
+        if sorted(stage_to_rank) != list(range(len(stage_to_rank))):
+            raise TopologyError(
+                f"stages must be 0..n-1 without a gap, found {sorted(stage_to_rank)}"
+            )
+        stage_to_rank = [stage_to_rank[stage] for stage in range(len(stage_to_rank))]
+    if set(stage_to_rank) != set(range(pipeline)):
+        raise TopologyError(
+            f"stages {list(stage_to_rank)} must use every pipeline coordinate 0..{pipeline - 1}"
+        )
+    return tuple(int(place) for place in stage_to_rank)
