@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from pipegrad.errors import AgreementError
 
 T = TypeVar("T")
+_COMPLETE = "complete"
 # How often each set of ranks has met, per default process group: names the next meeting's keys.
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -91,21 +91,26 @@ def _exchange(
     store = _store()
     place = f"pipegrad/agree/{_next_meeting(ranks)}"
     digest = hashlib.sha256(payload).hexdigest()
-    store.set(f"{place}/{digest}", payload)  # type: ignore[arg-type] - takes bytes too
+    store.set(f"{place}/{digest}", payload)  # type: ignore[arg-type]
     store.set(f"{place}/{dist.get_rank()}", digest)
-    deadline = time.monotonic() + timeout_seconds
-    digests: list[str] = []
-    for rank in ranks:
-        left = max(deadline - time.monotonic(), 0.001)
-        try:
-            store.wait([f"{place}/{rank}"], timedelta(seconds=left))
-        except dist.DistStoreError as error:
-            missing = [r for r in ranks if not store.check([f"{place}/{r}"])]
-            raise AgreementError(
+    keys = {rank: f"{place}/{rank}" for rank in ranks}
+    verdict, cause = _COMPLETE, None
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        verdict, cause = (
+            (
                 f"{what}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
                 f"look at their output, they failed or are stuck before this point"
-            ) from error
-        digests.append(store.get(f"{place}/{rank}").decode())
+            ),
+            error,
+        )
+    # The first verdict stands: a rank that comes late fails like those that gave up on it.
+    verdict = store.compare_set(f"{place}/verdict", "", verdict).decode()
+    if verdict != _COMPLETE:
+        raise AgreementError(verdict) from cause
+    digests = [store.get(key).decode() for key in keys.values()]
     known = {d: store.get(f"{place}/{d}") for d in sorted(set(digests))}
     return [known[d] for d in digests]
 
@@ -120,21 +125,33 @@ def _next_meeting(ranks: tuple[int, ...]) -> str:
 
 
 class FailureNotice:
-    """A board on which a rank that failed inside a step says so, for ranks that wait for it."""
+    """A board on which a rank that failed in a step says so, for ranks that wait for it.
+
+    Messages belong to a step, so that one that all ranks survived cannot fail a later one.
+    """
 
     def __init__(self, name: str) -> None:
-        self._key = f"pipegrad/failed/{name}"
+        self._name = name
+        self._step = 0
+
+    def next_step(self) -> None:
+        """Turns to the next step; every rank must have as many."""
+        self._step += 1
 
     def post(self, message: str) -> None:
-        """Publishes `message`; the first one stands."""
+        """Publishes `message` for this step; the first one stands."""
         if dist.is_initialized():
             _store().compare_set(self._key, "", f"rank {dist.get_rank()}: {message}")
 
     def read(self) -> str | None:
-        """Returns the first message posted by any rank, or None."""
+        """Returns the first message that any rank posted in this step, or None."""
         if not dist.is_initialized() or not _store().check([self._key]):
             return None
         return str(_store().get(self._key).decode())
+
+    @property
+    def _key(self) -> str:
+        return f"pipegrad/failed/{self._name}/{self._step}"
 
 
 def _store() -> Store:

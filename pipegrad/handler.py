@@ -116,7 +116,7 @@ class GradientHandler(ABC):
         rank's plan can be computed anywhere. Reductions over a single rank are free and dropped.
         """
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:  # noqa: ARG002 - for overrides
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
         """Sums ``bucket.buffer`` in place over `group`.
 
         Sync: runs on a lane, never on the compute stream: on CPU in the lane's thread, on devices

@@ -26,8 +26,7 @@ class Topology:
         rank: The global rank that looks.
         pipeline: Name of the pipeline dimension.
         data: Name of the data-parallel dimension.
-        mesh: The DeviceMesh it was made of, for its process groups
-            (``topology.mesh.get_group("pp")``); None for plain data.
+        mesh: The DeviceMesh it was made of; None for plain data.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -135,7 +134,7 @@ class Topology:
 
     def with_stages(self, stage_to_rank: Mapping[int, int] | Sequence[int]) -> Topology:
         """Returns this topology with another map stage -> pipeline coordinate."""
-        stages = _stage_list(stage_to_rank, dict(self.axes)[self.pipeline])
+        stages = _stage_list(stage_to_rank, self.size(self.pipeline))
         return dataclasses.replace(self, stage_to_rank=stages)
 
     def at(self, rank: int) -> Topology:
@@ -159,9 +158,23 @@ class Topology:
         """Returns this rank's index along a mesh dimension."""
         return self._coordinates[self.rank][self._axis(axis)]
 
+    def size(self, axis: str) -> int:
+        """Returns the size of a mesh dimension."""
+        return self.axes[self._axis(axis)][1]
+
+    def group_along(self, axis: str) -> dist.ProcessGroup:
+        """Returns the DeviceMesh's process group of `ranks_along`, as pipeline stages want it.
+
+        Raises:
+            TopologyError: If this topology is plain data, without process groups.
+        """
+        if self.mesh is None:
+            raise TopologyError("a topology from plain data has no process groups: use create()")
+        return self.mesh.get_group(axis)
+
     def ranks_along(self, axis: str) -> tuple[int, ...]:
         """Returns the global ranks that differ from this one in `axis` alone, itself included."""
-        return self._select({axis: range(self.axes[self._axis(axis)][1])})
+        return self._select({axis: range(self.size(axis))})
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Returns the global ranks of this pipeline that hold `stages`: each once, ascending."""

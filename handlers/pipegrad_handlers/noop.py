@@ -32,6 +32,6 @@ class Noop(GradientHandler):
             if p.shared:
                 yield Reduction(p, topology.ranks_of(p.holders))
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:  # noqa: ARG002
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
         """Sends nothing."""
         return Done()

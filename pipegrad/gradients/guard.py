@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pipegrad.gradients.bucket import Bucket
+from pipegrad.gradients.groups import Groups
 
-Groups = Mapping[tuple[tuple[int, ...], int], dist.ProcessGroup]
 Lookup = Callable[[str], nn.Parameter]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,7 +24,7 @@ def make_equal(
     Args:
         packs: This rank's parameters by route, in the order that all ranks share.
         lookup: Key -> live parameter.
-        groups: Process group for each (ranks, lane).
+        groups: The communicators; lane 0's are used.
         device: Where the parameters live.
 
     Sync: on the current stream; one broadcast for each pack and hop, through a temporary flat copy.
@@ -32,7 +32,7 @@ def make_equal(
     for pack in packs:
         flat = _gather(pack, lookup, device)
         for hop in pack.route:
-            dist.broadcast(flat, src=hop.ranks[0], group=groups[hop.ranks, 0])
+            dist.broadcast(flat, src=hop.ranks[0], group=groups.of(hop.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
                 lookup(slot.key).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
@@ -49,7 +49,7 @@ def differing(
     for pack in packs:
         sums = torch.stack([_checksum(lookup(slot.key)) for slot in pack.slots])
         for hop in pack.route:
-            group = groups[hop.ranks, 0]
+            group = groups.of(hop.ranks, 0)
             low, high = sums.clone(), sums.clone()
             dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
             dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)

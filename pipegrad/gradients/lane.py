@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 Task = Callable[[], None]
 
@@ -22,13 +21,6 @@ def wait_event(event: torch.Event | None, device: torch.device) -> None:
     """Makes the current stream wait for `event`."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)
-
-
-def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether waiting for this group's collectives blocks the calling thread (gloo does)."""
-    backends = dist.get_backend_config(group)
-    pairs = dict(pair.split(":") for pair in backends.split(",") if ":" in pair)
-    return device.type == "cpu" or pairs.get(device.type, backends) == "gloo"
 
 
 class Lane:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import AgreementError, PlanError, TopologyError
 from pipegrad.gradients.shared import Place, Tie, named
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from pipegrad.topology import Topology
 
 _SAMPLE_NUMEL = 1024
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DTensor")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class RankManifest:
 
     Attributes:
         stages: Stage -> its parameters, in the order of ``named_parameters``.
-        wrappers: Stage -> class name of a data-parallel wrapper around it, where there is one.
+        wrappers: Stage -> class name of what reduces its gradients already, where there is one.
         linked: Places that are one object on this rank.
         device_type: Where the parameters live; "" without any.
         fingerprints: Digest of a sample of the bits of each parameter that is not constant.
@@ -74,6 +78,7 @@ def describe_rank(
     devices = sorted({str(p.device) for module in modules.values() for p in module.parameters()})
     if len(devices) > 1:
         raise PlanError(f"parameters of one rank are on several devices, {devices}: choose one")
+    wrappers = {stage: kind for stage in sorted(modules) if (kind := _wrapper(modules[stage]))}
     entries: dict[Place, ParameterEntry] = {}
     objects: dict[int, list[Place]] = {}
     fingerprints: list[tuple[Place, str]] = []
@@ -88,7 +93,8 @@ def describe_rank(
             seen[id(parameter)] = place[1]
             entries[place] = _entry(place, parameter, accessor)
             objects.setdefault(id(parameter), []).append(place)
-            digest = _fingerprint(parameter)
+            # Reading a sharded parameter would communicate; the plan refuses its stage.
+            digest = None if wrappers.get(stage) in _SHARDED else _fingerprint(parameter)
             if digest is not None:
                 fingerprints.append((place, digest))
     return RankManifest(
@@ -96,9 +102,7 @@ def describe_rank(
             (stage, tuple(e for (at, _), e in entries.items() if at == stage))
             for stage in sorted(modules)
         ),
-        wrappers=tuple(
-            (stage, kind) for stage in sorted(modules) if (kind := _wrapper(modules[stage]))
-        ),
+        wrappers=tuple(wrappers.items()),
         linked=tuple(tuple(places) for places in objects.values() if len(places) > 1),
         device_type=torch.device(devices[0]).type if devices else "",
         fingerprints=tuple(fingerprints),
@@ -131,10 +135,13 @@ def _fingerprint(parameter: nn.Parameter) -> str | None:
     return hashlib.sha256(bytes(sample.view(torch.uint8).tolist())).hexdigest()[:16]
 
 
-def _wrapper(module: nn.Module) -> str:
-    kinds = [cls.__name__ for cls in type(module).__mro__]
-    known = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-    return next((kind for kind in known if kind in kinds), "")
+def _wrapper(stage: nn.Module) -> str:
+    """Returns the class name of the first wrapper or tensor of a stage that reduces by itself."""
+    for module in stage.modules():
+        for kind in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
+            if isinstance(module, kind):
+                return kind.__name__
+    return "DTensor" if any(isinstance(p, DTensor) for p in stage.parameters()) else ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ class Manifest:
     Attributes:
         stages: For each stage its parameters.
         ties: Places that are one parameter, ascending, at most one a stage.
-        wrappers: Stage -> class name of a data-parallel wrapper around it.
+        wrappers: Stage -> class name of what reduces its gradients already.
     """
 
     stages: tuple[tuple[ParameterEntry, ...], ...]

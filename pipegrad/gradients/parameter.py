@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradientAccessor
 from pipegrad.gradients.reduce import BucketBuffer
-from pipegrad.gradients.shared import Place, named
+from pipegrad.gradients.shared import Place, named, unwrapped
 from pipegrad.handler import ParameterRecord
 
 
@@ -45,7 +46,7 @@ class LiveParameter:
         self.left_early = False
         self._accessor = accessor
         self._place = places[0]
-        self._module = modules[places[0][0]]
+        self._module = unwrapped(modules[places[0][0]])
         self._full_name = next(
             full for place, full, _ in named({places[0][0]: self._module}) if place == places[0]
         )
@@ -53,7 +54,7 @@ class LiveParameter:
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
         self._zeroed_version: int | None = None
-        self._reduced: tuple[torch.Tensor, int] | None = None
+        self._reduced: tuple[TensorWeakRef, int] | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -98,7 +99,7 @@ class LiveParameter:
                 f"requires_grad={parameter.requires_grad}: make a new GradientSync on all ranks"
             )
         gradient = self.gradient
-        if gradient is None or self._reduced is None or gradient is not self._reduced[0]:
+        if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
             return
         if gradient._version == self._reduced[1] or bool(gradient.any()):
             raise StepError(
@@ -166,7 +167,8 @@ class LiveParameter:
     def mark_reduced(self) -> None:
         """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""
         gradient = self.gradient
-        self._reduced = None if gradient is None else (gradient, gradient._version)
+        # Weakly: a gradient that the user drops must not live on until the next one is there.
+        self._reduced = None if gradient is None else (TensorWeakRef(gradient), gradient._version)
 
     def _copy_back(self, result: torch.Tensor) -> None:
         gradient = self.gradient

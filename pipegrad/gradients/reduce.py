@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from pipegrad.agreement import FailureNotice
 from pipegrad.errors import PlanError, ReduceError
-from pipegrad.gradients.bucket import Bucket, Launch, Plan, Slot
+from pipegrad.gradients.bucket import Bucket, Plan, Slot
+from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Lane, record_event, wait_event
 from pipegrad.gradients.route import RouteHop
 from pipegrad.handler import GradientHandler, Placement
@@ -108,10 +108,9 @@ class Reducer:
     """Takes gradients as they become final and launches collectives in the planned order.
 
     Args:
-        buckets: This rank's buckets.
-        launches: Its collectives, in order.
-        lanes: One a lane index.
-        groups: Process group for each (ranks, lane).
+        plan: This rank's buckets and collectives.
+        lanes: How many lanes.
+        groups: The communicators.
         handlers: Handler by name.
         notice: Where a failure is told to the other ranks, and theirs are read.
         device: Where gradients live.
@@ -119,25 +118,27 @@ class Reducer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        launches: Sequence[Launch],
+        plan: Plan,
         *,
-        lanes: Sequence[Lane],
-        groups: Mapping[tuple[tuple[int, ...], int], dist.ProcessGroup],
+        lanes: int,
+        groups: Groups,
         handlers: Mapping[str, GradientHandler],
         notice: FailureNotice,
         device: torch.device,
     ) -> None:
-        self.buffers = {bucket.index: BucketBuffer(bucket, device) for bucket in buckets}
-        self.buffer_of = {s.key: self.buffers[b.index] for b in buckets for s in b.slots}
-        self._queues = [[x for x in launches if x.lane == lane] for lane in range(len(lanes))]
-        self._lanes = lanes
+        self.buffers = {bucket.index: BucketBuffer(bucket, device) for bucket in plan.buckets}
+        self.buffer_of = {s.key: self.buffers[b.index] for b in plan.buckets for s in b.slots}
+        self._queues = [[x for x in plan.launches if x.lane == lane] for lane in range(lanes)]
+        threaded = groups.block_host(device)
+        self._lanes = [
+            Lane(f"pipegrad lane {lane}", device, threaded=threaded) for lane in range(lanes)
+        ]
         self._groups = groups
         self._handlers = handlers
         self._notice = notice
         self._lock = threading.Lock()
         self._complete: set[int] = set()
-        self._next = [0] * len(lanes)
+        self._next = [0] * lanes
         self.num_launched = 0
 
     def begin(self) -> None:
@@ -173,7 +174,7 @@ class Reducer:
     def _reduce(self, buffer: BucketBuffer, hop: RouteHop, lane: int) -> None:
         """Runs one collective. On a lane."""
         try:
-            group = self._groups[hop.ranks, lane]
+            group = self._groups.of(hop.ranks, lane)
             self._handlers[hop.handler].launch(buffer, hop, group).wait()
             if hop.op == "mean":
                 buffer.buffer.div_(len(hop.ranks))
@@ -185,6 +186,11 @@ class Reducer:
             )
             self._notice.post(message)
             raise ReduceError(message) from error
+
+    def close(self) -> None:
+        """Ends the lanes' threads."""
+        for lane in self._lanes:
+            lane.close()
 
     def wait(self) -> float:
         """Waits for all that was launched; returns the seconds the host was blocked.

@@ -162,8 +162,8 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
     for stage, wrapper in manifest.wrappers:
         if wrapper != "DistributedDataParallel":
             raise PlanError(
-                f"stage {stage} is wrapped by {wrapper}, whose sharded gradients pipegrad cannot "
-                f"reduce yet: use the plain module with handler 'data-parallel'"
+                f"stage {stage} has parameters of {wrapper}, whose sharded gradients pipegrad "
+                f"cannot reduce yet: use plain modules with handler 'data-parallel'"
             )
         rank = next(r for r in routes if stage in topology.at(r).local_stages)
         for key, route in routes[rank].items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import PlanError
 
@@ -91,10 +92,19 @@ def _stage_index(stage: int | str) -> int:
     return int(traced.group(1))
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the module inside a DistributedDataParallel, or `module` itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
 def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Place, str, nn.Parameter]]:
-    """Yields place, full name and parameter of every name in every local stage, aliases too."""
+    """Yields place, full name and parameter of every name in every local stage, aliases too.
+
+    Full names are those inside the `unwrapped` stage.
+    """
     for stage in sorted(modules):
-        for full_name, parameter in modules[stage].named_parameters(remove_duplicate=False):
+        inside = unwrapped(modules[stage])
+        for full_name, parameter in inside.named_parameters(remove_duplicate=False):
             yield (stage, plain_name(full_name)), full_name, parameter
 
 
@@ -120,7 +130,8 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
                     f"cannot be both"
                 )
             owner_name, _, attribute = full_name.rpartition(".")
-            setattr(modules[place[0]].get_submodule(owner_name), attribute, first)
+            owner = unwrapped(modules[place[0]]).get_submodule(owner_name)
+            setattr(owner, attribute, first)
 
 
 def _traits(parameter: nn.Parameter) -> str:

@@ -26,8 +26,8 @@ from pipegrad.agreement import FailureNotice, agree
 from pipegrad.errors import ReduceError, StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plan
+from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import differing, make_equal
-from pipegrad.gradients.lane import Lane, blocks_host
 from pipegrad.gradients.manifest import (
     Manifest,
     RankManifest,
@@ -159,8 +159,16 @@ class GradientSync:
         same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
         self._device = device_of(modules, manifests)
         self._notice = FailureNotice(name)
-        self._make_groups(lanes)
-        self._make_reducer(modules)
+        self._groups = Groups(self.plan.groups, ranks=ranks, rank=topology.rank)
+        self._reducer = Reducer(
+            self.plan,
+            lanes=lanes,
+            groups=self._groups,
+            handlers=self._handlers,
+            notice=self._notice,
+            device=self._device,
+        )
+        self._find_parameters(modules)
         self._statistics = Statistics()
         self._divisor = 1.0
         self._accumulating = False
@@ -191,6 +199,8 @@ class GradientSync:
                 f"this GradientSync failed before and its communicators are out of step; end the "
                 f"process and resume from a checkpoint. The failure: {self._broken}"
             ) from self._broken
+        self._notice.next_step()
+        self._late_error = None
         for parameter in self._parameters.values():
             parameter.refresh()
         zeroed = [p for p in self._parameters.values() if p.open(continuing=self._open)]
@@ -288,8 +298,8 @@ class GradientSync:
         the caller's to zero. Otherwise this object is of no further use.
         """
         self._open = False
-        if self._reducer.num_launched or self._late_error is not None:
-            self._notice.post(f"{type(error).__name__}: {error}")
+        self._notice.post(f"{type(error).__name__}: {error}")
+        if self._reducer.num_launched:
             self._broken = error
 
     # After finish.
@@ -318,7 +328,10 @@ class GradientSync:
         ]
         gradients = [p.gradient for p in parameters]
         norm = global_norm(
-            [g for g in counted if g is not None], norm_type, group=self._world, device=self._device
+            [g for g in counted if g is not None],
+            norm_type,
+            group=self._groups.world,
+            device=self._device,
         )
         clip_([g for g in gradients if g is not None], norm, max_norm)
         for parameter in parameters:
@@ -340,11 +353,11 @@ class GradientSync:
         Raises:
             ReduceError: Names parameters and ranks.
         """
-        if self._world is None:
+        if self._groups.world is None:
             return
         found = differing(self.plan.packs, self._lookup, self._groups)
         anywhere = torch.tensor(float(bool(found)), device=self._device)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._world)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._groups.world)
         if bool(anywhere):
             everywhere = agree("check_replicas", lambda: found, ranks=self.topology.ranks)
             lines = sorted(
@@ -369,11 +382,8 @@ class GradientSync:
 
     def close(self) -> None:
         """Ends the lanes' threads and destroys their process groups; every rank must call it."""
-        for lane in self._lanes:
-            lane.close()
-        if dist.is_initialized():
-            for group in (*self._groups.values(), *filter(None, [self._world])):
-                dist.destroy_process_group(group)
+        self._reducer.close()
+        self._groups.close()
 
     # Inside.
 
@@ -417,31 +427,7 @@ class GradientSync:
             identities.append(resolved.identity)
         return identities
 
-    def _make_groups(self, lanes: int) -> None:
-        """Makes every process group, on all ranks in the same order."""
-        self._world: dist.ProcessGroup | None = None
-        self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
-        if len(self.topology.ranks) > 1:
-            self._world = dist.new_group(list(self.topology.ranks), group_desc="pipegrad")
-        for ranks, lane in self.plan.groups:
-            group = dist.new_group(list(ranks), group_desc=f"pipegrad lane {lane}")
-            if self.topology.rank in ranks:
-                self._groups[ranks, lane] = group
-        threaded = self._world is None or blocks_host(self._world, self._device)
-        self._lanes = [
-            Lane(f"pipegrad lane {lane}", self._device, threaded=threaded) for lane in range(lanes)
-        ]
-
-    def _make_reducer(self, modules: Mapping[int, nn.Module]) -> None:
-        self._reducer = Reducer(
-            self.plan.buckets,
-            self.plan.launches,
-            lanes=self._lanes,
-            groups=self._groups,
-            handlers=self._handlers,
-            notice=self._notice,
-            device=self._device,
-        )
+    def _find_parameters(self, modules: Mapping[int, nn.Module]) -> None:
         self._parameters = {
             record.key: LiveParameter(
                 record,
@@ -452,6 +438,10 @@ class GradientSync:
             )
             for record in self.records()
         }
+        wrapped = dict(self.manifest.wrappers)
+        for parameter in self._parameters.values():
+            if not parameter.stages.isdisjoint(wrapped):
+                parameter.early = False  # DistributedDataParallel is done when backward is
         self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(modules)}
         for parameter in reversed(self._parameters.values()):
             for stage in sorted(parameter.stages):

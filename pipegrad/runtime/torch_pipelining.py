@@ -150,7 +150,7 @@ def _placed(topology: Topology, stage: _PipelineStageBase) -> Topology:
     if ranks != list(pipeline):
         raise TopologyError(
             f"stage {stage.stage_index} runs its pipeline over ranks {ranks}, the topology over "
-            f"{list(pipeline)}: give the stages group=topology.mesh.get_group("
+            f"{list(pipeline)}: give the stages group=topology.group_along("
             f"{topology.pipeline!r})"
         )
     mapping = stage.stage_index_to_group_rank

@@ -1,0 +1,48 @@
+"""Process groups: one for each distinct set of ranks and lane, made by all ranks in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Groups:
+    """The communicators of one GradientSync. Two lanes never share one: they would serialise.
+
+    Args:
+        wanted: (ranks, lane) of every group of any rank, in the order in which to make them.
+        ranks: All ranks.
+        rank: This rank.
+    """
+
+    def __init__(
+        self, wanted: Sequence[tuple[tuple[int, ...], int]], *, ranks: Sequence[int], rank: int
+    ) -> None:
+        self.world: dist.ProcessGroup | None = None
+        self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
+        if len(ranks) > 1:
+            self.world = dist.new_group(list(ranks), group_desc="pipegrad")
+        for members, lane in wanted:
+            # All ranks make every group: use_local_synchronization hangs for overlapping pairs.
+            group = dist.new_group(list(members), group_desc=f"pipegrad lane {lane}")
+            if rank in members:
+                self._groups[members, lane] = group
+
+    def of(self, ranks: tuple[int, ...], lane: int) -> dist.ProcessGroup:
+        """Returns the group of `ranks` for one lane."""
+        return self._groups[ranks, lane]
+
+    def block_host(self, device: torch.device) -> bool:
+        """Whether waiting for a collective on `device` blocks the calling thread (gloo does)."""
+        if device.type == "cpu" or self.world is None:
+            return True
+        backends = dist.get_backend_config(self.world)
+        pairs = dict(pair.split(":") for pair in backends.split(",") if ":" in pair)
+        return pairs.get(device.type, backends) == "gloo"
+
+    def close(self) -> None:
+        """Destroys all groups; every rank must call it."""
+        for group in (*self._groups.values(), *([self.world] if self.world else [])):
+            dist.destroy_process_group(group)
