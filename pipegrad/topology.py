@@ -141,7 +141,9 @@ class Topology:
         """Returns this topology as `rank` sees it."""
         if rank not in self._coordinates:
             raise TopologyError(f"rank {rank} is not in the mesh of ranks {self.ranks}")
-        return dataclasses.replace(self, rank=rank)
+        view = dataclasses.replace(self, rank=rank)
+        vars(view).update(_coordinates=self._coordinates, _rank_at=self._rank_at)  # the same there
+        return view
 
     @property
     def num_stages(self) -> int:
@@ -201,6 +203,10 @@ class Topology:
         places = itertools.product(*(range(size) for _, size in self.axes))
         return dict(zip(self.ranks, places, strict=True))
 
+    @cached_property
+    def _rank_at(self) -> dict[tuple[int, ...], int]:
+        return {place: rank for rank, place in self._coordinates.items()}
+
     def _axis(self, name: str) -> int:
         names = [axis for axis, _ in self.axes]
         if name not in names:
@@ -208,18 +214,10 @@ class Topology:
         return names.index(name)
 
     def _select(self, wanted: Mapping[str, Iterable[int]]) -> tuple[int, ...]:
+        """Returns the ranks at the wanted coordinates, at this rank's own along the other axes."""
         here = self._coordinates[self.rank]
-        allowed = [
-            set(wanted.get(name, (place,)))
-            for (name, _), place in zip(self.axes, here, strict=True)
-        ]
-        return tuple(
-            sorted(
-                rank
-                for rank, place in self._coordinates.items()
-                if all(p in span for p, span in zip(place, allowed, strict=True))
-            )
-        )
+        spans = [wanted.get(name, (at,)) for (name, _), at in zip(self.axes, here, strict=True)]
+        return tuple(sorted(self._rank_at[place] for place in itertools.product(*spans)))
 
 
 def _device_type() -> str:

@@ -64,7 +64,7 @@ def make_routes(
     """
     routes = {r: _routes(manifest, topology.at(r), handlers) for r in sorted(topology.ranks)}
     _check_members(routes)
-    _check_copies(routes)
+    _check_copies(manifest, topology, routes)
     _check_wrappers(manifest, topology, routes)
     _check_ties(manifest, topology, routes, allow_unsynced)
     return routes
@@ -129,27 +129,29 @@ def _check_members(routes: Routes) -> None:
     for rank, mine in routes.items():
         for key, route in mine.items():
             for hop in route:
-                for member in hop.ranks:
+                # All against the lowest member, and that one against all: no pair is left out.
+                for member in hop.ranks if rank == hop.ranks[0] else hop.ranks[:1]:
                     theirs = routes[member].get(key, ())
                     if hop not in theirs:
                         raise PlanError(
-                            f"handler {hop.handler!r}: rank {rank} reduces {key!r} by {hop.op} "
+                            f"handler {hop.handler!r}: rank {rank} reduces {key!r} by {hop} "
                             f"over ranks {list(hop.ranks)}, but rank {member} has "
                             f"{[str(h) for h in theirs] or 'no reduction of it'}; a handler must "
                             f"say the same for every rank of a reduction"
                         )
 
 
-def _check_copies(routes: Routes) -> None:
-    """Every copy of a stage must lay out its buckets alike."""
+def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    """Every copy of a parameter must take the same route, or the copies' buckets would differ."""
+    agreed = shared_routes(routes)
     for rank, mine in routes.items():
-        for key, route in mine.items():
-            first = next(r for r in routes if key in routes[r])
-            if signature(route) != signature(routes[first][key]):
+        for record in manifest.records(topology.at(rank)):
+            route, expected = mine.get(record.key, ()), agreed.get(record.key, ())
+            if signature(route) != signature(expected):
                 raise PlanError(
-                    f"{key!r} takes {[str(h) for h in route]} on rank {rank} and "
-                    f"{[str(h) for h in routes[first][key]]} on rank {first}: every copy of a "
-                    f"stage must take the same route"
+                    f"{record.key!r} takes the route {[str(h) for h in route]} on rank {rank}, but "
+                    f"{[str(h) for h in expected]} on a lower rank that holds it too: handlers "
+                    f"{sorted({h.handler for h in (*route, *expected)})} must treat all copies alike"
                 )
 
 
@@ -185,7 +187,7 @@ def _check_ties(
 ) -> None:
     for rank in routes:
         view = topology.at(rank)
-        for record in manifest.records(view):
+        for record in filter(lambda r: r.shared, manifest.records(view)):
             ranks = set(view.ranks_of(record.holders))
             covered = any(ranks <= set(hop.ranks) for hop in routes[rank].get(record.key, ()))
             names = (record.key, *(name for _, name in manifest.places(record.key)))

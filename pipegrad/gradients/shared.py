@@ -69,22 +69,23 @@ def declared(shared: Shared) -> tuple[Tie, ...]:
     return tuple(_tie(entry) for entry in shared)
 
 
-def _tie(entry: Sequence[str] | Mapping[int, str] | Mapping[str, str]) -> Tie:
-    if isinstance(entry, Mapping):
-        places = sorted((_stage_index(stage), plain_name(name)) for stage, name in entry.items())
-        return Tie(places=tuple(places))
-    if isinstance(entry, str) or not all(isinstance(name, str) for name in entry):
+def _tie(entry: object) -> Tie:
+    names = list(entry.values()) if isinstance(entry, Mapping) else entry
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise PlanError(
             f"a tie is a list of names or a mapping stage -> name, found {entry!r}; "
             f"shared= takes a list of ties"
         )
-    return Tie(names=tuple(plain_name(name) for name in entry))
+    if isinstance(entry, Mapping):
+        places = sorted((_stage_index(stage), plain_name(name)) for stage, name in entry.items())
+        return Tie(places=tuple(places))
+    return Tie(names=tuple(plain_name(name) for name in names))
 
 
-def _stage_index(stage: int | str) -> int:
+def _stage_index(stage: object) -> int:
     if isinstance(stage, int):
         return stage
-    traced = _TRACED_STAGE.fullmatch(stage)
+    traced = _TRACED_STAGE.fullmatch(str(stage))
     if traced is None:
         raise PlanError(
             f"a tie names the stage {stage!r}: expected a number or 'submod_pp_<number>'"
