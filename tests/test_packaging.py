@@ -1,0 +1,238 @@
+"""House rules that no single module can keep: imports, public names, and what gets installed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import site
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pipegrad
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "pipegrad"
+HANDLERS = ROOT / "handlers" / "pipegrad_handlers"
+ACME = ROOT / "tests" / "packaging" / "acme_handlers"
+TORCH_PRIVATE = PACKAGE / "runtime" / "torch_pipelining.py"
+
+# A part of pipegrad may import from its own layer and from those above it.
+LAYERS = [
+    {"errors"},
+    {"topology", "agreement"},
+    {"handler", "registry"},
+    {"gradients"},
+    {"runtime"},
+    {"train"},
+    {"cli"},
+]
+
+
+def may_import() -> dict[str, set[str]]:
+    """Returns for each part of pipegrad the parts that it may import from."""
+    # Schedules are plain data: they know nobody and anybody may know them. What shows data to
+    # people knows only data. Tests of other people's handlers use all that is public.
+    table = {"schedules": {"schedules"}, "view": {"schedules", "view"}}
+    above = {"schedules"}
+    for layer in LAYERS:
+        above |= layer
+        table |= {part: set(above) for part in layer}
+    table["cli"] |= {"view"}
+    return table | {"__init__": set(above), "testing": above | {"testing", "__init__"}}
+
+
+def sources(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (full dotted name, name it is bound to) for every import, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, alias.asname or alias.name.partition(".")[0]
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", alias.asname or alias.name
+
+
+def part_of(dotted: str) -> str:
+    """Returns the part of pipegrad that has this name; what the package exports is `__init__`'s."""
+    part = dotted.split(".")[1] if "." in dotted else "__init__"
+    exists = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists()
+    return part if exists else "__init__"
+
+
+def is_private(dotted: str) -> bool:
+    return any(p.startswith("_") and not p.endswith("__") for p in dotted.split("."))
+
+
+def private_torch_names(path: Path) -> set[str]:
+    """Returns the private names of torch that a file imports, or reaches by dots alone."""
+    found = [(name, bound) for name, bound in imports(path) if name.split(".")[0] == "torch"]
+    bound_to_torch = {bound for _, bound in found}
+    nodes = ast.walk(ast.parse(path.read_text()))
+    dotted = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    reached = {
+        name
+        for name in dotted
+        if name.replace(".", "").isidentifier() and name.split(".")[0] in bound_to_torch
+    }
+    return {name for name in reached | {name for name, _ in found} if is_private(name)}
+
+
+def test_imports_run_one_way() -> None:
+    table = may_import()
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(PACKAGE)
+        for name, _ in imports(path)
+        if name.split(".")[0] == "pipegrad"
+        if part_of(name) not in table[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
+    ]
+    assert wrong == []
+
+
+def test_the_built_in_handlers_use_public_names_only() -> None:
+    public = {"pipegrad", *(f"pipegrad.{name}" for name in pipegrad.__all__)}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(HANDLERS)
+        for name, _ in imports(path)
+        if name.split(".")[0] == "pipegrad" and name not in public
+    ]
+    assert wrong == []
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    used = {path: private_torch_names(path) for path in sources(PACKAGE, HANDLERS)}
+    assert {path: names for path, names in used.items() if names and path != TORCH_PRIVATE} == {}
+
+
+def test_all_names_what_is_public() -> None:
+    public = {
+        name
+        for name, found in vars(pipegrad).items()
+        if not name.startswith("_") and not isinstance(found, ModuleType)
+    }
+    assert pipegrad.__all__ == sorted(set(pipegrad.__all__))
+    assert public <= set(pipegrad.__all__)
+    assert [name for name in pipegrad.__all__ if not hasattr(pipegrad, name)] == []
+
+
+def test_the_installed_entry_points_are_those_of_pyproject() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    installed: dict[str, dict[str, str]] = {}
+    for entry in metadata.distribution("pipegrad").entry_points:
+        installed.setdefault(entry.group, {})[entry.name] = entry.value
+
+    assert installed == declared, "entry points changed: install pipegrad again"
+
+
+# --- a third party's handler, from its sources to a user's environment
+
+LIST = """
+import json, sys
+from pipegrad import handlers
+found = [[p.name, p.value, p.distribution, p.version] for p in handlers]
+imported = [module for module in sys.modules if module.startswith(("acme", "pipegrad_handlers"))]
+print(json.dumps({"plugins": found, "imported": imported}))
+"""
+
+USE = """
+import json, torch, pipegrad
+record = pipegrad.ParameterRecord(
+    key="0.w", name="w", stage=0, shape=(2,), dtype=torch.float32, requires_grad=True,
+    holders=(0,), position=0,
+)
+topology = pipegrad.Topology.build(axes=[("pp", 1), ("dp", 2)])
+resolved = pipegrad.handlers.resolve({"name": "acme-sum", "axis": "dp"})
+reductions = resolved.plugin.reductions([record], topology)
+print(json.dumps({
+    "identity": resolved.identity,
+    "reductions": [[r.record.key, r.ranks, r.op] for r in reductions],
+    "file": pipegrad.__file__,
+}))
+"""
+
+BUILT_IN = [
+    ["data-parallel", "pipegrad_handlers.data_parallel:DataParallel"],
+    ["noop", "pipegrad_handlers.noop:Noop"],
+    ["pipeline-shared", "pipegrad_handlers.pipeline_shared:PipelineShared"],
+]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def pip(*arguments: str | Path, cwd: Path) -> str:
+    return run(sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Wheels of acme-handlers and of pipegrad."""
+    folder = tmp_path_factory.mktemp("wheels")
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    pip("wheel", *offline, "--wheel-dir", folder, ROOT, ACME, cwd=folder)
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """The interpreter of a fresh environment that has what this one has, except pipegrad."""
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for folder in map(Path, site.getsitepackages()):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if "pipegrad" not in path.name and not (shared / path.name).exists():
+                (shared / path.name).symlink_to(path)
+    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=ROOT)
+    Path(purelib.strip(), "shared.pth").write_text(f"{shared}{os.linesep}")
+    return python
+
+
+def test_the_wheel_holds_the_two_typed_packages(wheels: list[Path]) -> None:
+    wheel = next(path for path in wheels if path.name.startswith("pipegrad-"))
+    names = zipfile.ZipFile(wheel).namelist()
+
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"pipegrad", "pipegrad_handlers", wheel.name.split("-py3")[0] + ".dist-info"}
+    assert {"pipegrad/py.typed", "pipegrad_handlers/py.typed"} <= set(names)
+
+
+def test_somebody_elses_handler_is_installed_listed_used_and_uninstalled(
+    wheels: list[Path], python: Path, tmp_path: Path
+) -> None:
+    pip("--python", python, "install", "--no-index", *wheels, cwd=tmp_path)
+    ours = [[*plugin, "pipegrad", metadata.version("pipegrad")] for plugin in BUILT_IN]
+    theirs = ["acme-sum", "acme_handlers:AcmeSum", "acme-handlers", "2.5"]
+
+    listed = json.loads(run(python, "-I", "-c", LIST, cwd=tmp_path))
+    assert listed == {"plugins": [theirs, *ours], "imported": []}
+
+    used = json.loads(run(python, "-I", "-c", USE, cwd=tmp_path))
+    assert Path(used.pop("file")).is_relative_to(tmp_path)
+    assert used == {
+        "identity": [*theirs, [["axis", "'dp'"]]],
+        "reductions": [["0.w", [0, 1], "sum"]],
+    }
+
+    pip("--python", python, "uninstall", "--yes", "acme-handlers", cwd=tmp_path)
+    listed = json.loads(run(python, "-I", "-c", LIST, cwd=tmp_path))
+    assert listed == {"plugins": ours, "imported": []}
