@@ -1,0 +1,5 @@
+"""What authors of handlers and schedules need to test them."""
+
+from pipegrad.testing.ranks import run_ranks
+
+__all__ = ["run_ranks"]
