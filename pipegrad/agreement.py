@@ -138,10 +138,13 @@ class FailureNotice:
         """Turns to the next step; every rank must have as many."""
         self._step += 1
 
-    def post(self, message: str) -> None:
-        """Publishes `message` for this step; the first one stands."""
-        if dist.is_initialized():
-            _store().compare_set(self._key, "", f"rank {dist.get_rank()}: {message}")
+    def post(self, message: str) -> str:
+        """Publishes `message` for this step; the first one stands. Returns it, naming this rank."""
+        if not dist.is_initialized():
+            return message
+        told = f"rank {dist.get_rank()}: {message}"
+        _store().compare_set(self._key, "", told)
+        return told
 
     def read(self) -> str | None:
         """Returns the first message that any rank posted in this step, or None."""

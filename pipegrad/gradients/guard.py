@@ -69,5 +69,5 @@ def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
 def _checksum(parameter: nn.Parameter) -> torch.Tensor:
     """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
     words = parameter.detach().contiguous().view(-1).view(_INTEGERS[parameter.itemsize])
-    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+    weights = 2 * torch.arange(words.numel(), device=words.device) + 1
     return torch.stack([words.sum(dtype=torch.int64), (words * weights).sum(dtype=torch.int64)])

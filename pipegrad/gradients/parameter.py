@@ -45,12 +45,14 @@ class LiveParameter:
         self.firings = 0
         self.left_early = False
         self._accessor = accessor
-        self._place = places[0]
-        self._module = unwrapped(modules[places[0][0]])
-        self._full_name = next(
-            full for place, full, _ in named({places[0][0]: self._module}) if place == places[0]
-        )
+        self._homes = [
+            (unwrapped(modules[place[0]]), full)
+            for place in places
+            for at, full, _ in named({place[0]: modules[place[0]]})
+            if at == place
+        ]
         self._live = self.parameter
+        self._agreed = self._traits(self._live)
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
         self._zeroed_version: int | None = None
@@ -59,7 +61,8 @@ class LiveParameter:
     @property
     def parameter(self) -> nn.Parameter:
         """The live tensor, looked up in its stage each time."""
-        return self._module.get_parameter(self._full_name)
+        module, name = self._homes[0]
+        return module.get_parameter(name)
 
     @property
     def view(self) -> torch.Tensor | None:
@@ -90,21 +93,26 @@ class LiveParameter:
             StepError: If the parameter is no longer what was agreed on, or its gradient still is
                 the reduced one of the step before.
         """
-        parameter, record = self.parameter, self.record
+        parameter = self.parameter
         self._live = parameter
-        if parameter.requires_grad != record.requires_grad or parameter.shape != record.shape:
+        if self._traits(parameter) != self._agreed:
             raise StepError(
-                f"{record.key!r} was {record.shape}, requires_grad={record.requires_grad} when the "
-                f"ranks agreed, now it is {tuple(parameter.shape)}, "
-                f"requires_grad={parameter.requires_grad}: make a new GradientSync on all ranks"
+                f"{self.record.key!r} was {self._agreed} when the ranks agreed, now it is "
+                f"{self._traits(parameter)}: make a new GradientSync on all ranks"
             )
+        for module, name in self._homes[1:]:
+            if module.get_parameter(name) is not parameter:
+                raise StepError(
+                    f"{self.record.key!r} was one parameter on stages {sorted(self.stages)}, now "
+                    f"{name!r} is another: make them one again"
+                )
         gradient = self.gradient
         if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
             return
         if gradient._version == self._reduced[1] or bool(gradient.any()):
             raise StepError(
-                f"the gradient of {record.key!r} is already reduced, and another backward would be "
-                f"added to it: call optimizer.zero_grad() before the step, or accumulate with "
+                f"the gradient of {self.record.key!r} is already reduced, and another backward "
+                f"would add to it: call optimizer.zero_grad() before the step, or accumulate with "
                 f"'with sync.accumulate():' around all steps but the last"
             )
 
@@ -114,6 +122,7 @@ class LiveParameter:
         Args:
             continuing: The step adds to earlier ones that were accumulated.
         """
+        self._reduced = None  # the slot comes back, for a gradient that is not yet reduced
         self.waiting = set(self.stages)
         self.final = False
         self.firings = 0
@@ -169,6 +178,12 @@ class LiveParameter:
         gradient = self.gradient
         # Weakly: a gradient that the user drops must not live on until the next one is there.
         self._reduced = None if gradient is None else (TensorWeakRef(gradient), gradient._version)
+
+    def _traits(self, parameter: nn.Parameter) -> str:
+        """Returns what may not change. Asks for the dtype, which tells autograd of a new one's."""
+        shape, dtype = tuple(parameter.shape), self._accessor.dtype(parameter)
+        trained = parameter.requires_grad
+        return f"{shape} {parameter.dtype}, gradient {dtype}, requires_grad={trained}"
 
     def _copy_back(self, result: torch.Tensor) -> None:
         gradient = self.gradient

@@ -184,8 +184,7 @@ class Reducer:
                 f"bucket {buffer.bucket.index} ({first} and {len(buffer.bucket.slots) - 1} more): "
                 f"{hop} over ranks {list(hop.ranks)} by handler {hop.handler!r} failed: {error}"
             )
-            self._notice.post(message)
-            raise ReduceError(message) from error
+            raise ReduceError(self._notice.post(message)) from error
 
     def close(self) -> None:
         """Ends the lanes' threads."""

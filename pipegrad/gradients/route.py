@@ -41,6 +41,10 @@ class RouteHop:
         """What this hop is, whichever copy of the group one looks at."""
         return (self.axes, self.op, self.placement.value, self.handler)
 
+    def spans(self, axis: str) -> bool:
+        """Whether it goes along this mesh dimension; unknown, so False, for ``"ranks[..]"``."""
+        return axis in {part.partition("[")[0] for part in self.axes.split("+")}
+
     def __str__(self) -> str:
         return f"{self.placement.value}-{self.op}({self.axes})"
 
@@ -111,7 +115,7 @@ def _ordered(key: str, hops: Sequence[RouteHop], topology: Topology) -> Route:
             raise PlanError(
                 f"{key!r} is reduced twice over ranks {list(hop)}, by handlers {names}: drop one"
             )
-    across = {hop: topology.pipeline in hop.axes or "ranks" in hop.axes for hop in hops}
+    across = {hop: hop.spans(topology.pipeline) or hop.spans("ranks") for hop in hops}
     order = sorted(hops, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
     return tuple(order)
 
@@ -150,8 +154,8 @@ def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> Non
             if signature(route) != signature(expected):
                 raise PlanError(
                     f"{record.key!r} takes the route {[str(h) for h in route]} on rank {rank}, but "
-                    f"{[str(h) for h in expected]} on a lower rank that holds it too: handlers "
-                    f"{sorted({h.handler for h in (*route, *expected)})} must treat all copies alike"
+                    f"{[str(h) for h in expected]} on another rank that holds it: handlers "
+                    f"{sorted({h.handler for h in (*route, *expected)})} must treat copies alike"
                 )
 
 
@@ -171,7 +175,7 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
         for key, route in routes[rank].items():
             held = any(s == stage for s, _ in manifest.places(key))
             for hop in route:
-                if held and topology.data in hop.axes:
+                if held and hop.spans(topology.data):
                     raise PlanError(
                         f"stage {stage} is wrapped by DistributedDataParallel and handler "
                         f"{hop.handler!r} reduces {key!r} over {hop.axes} too: it would be reduced "

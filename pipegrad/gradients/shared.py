@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,10 +27,14 @@ Shared = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Tie:
-    """A declaration: these are one parameter, by name anywhere, or by stage and name."""
+    """A declaration: these are one parameter, by name anywhere, or by stage and name.
+
+    `traced` if it is torch's, see [Note: what the tracer tells].
+    """
 
     names: tuple[str, ...] = ()
     places: tuple[Place, ...] = ()
+    traced: bool = False
 
     def __str__(self) -> str:
         return str(list(self.names) if self.names else dict(self.places))
@@ -78,7 +83,7 @@ def _tie(entry: object) -> Tie:
         )
     if isinstance(entry, Mapping):
         places = sorted((_stage_index(stage), plain_name(name)) for stage, name in entry.items())
-        return Tie(places=tuple(places))
+        return Tie(places=tuple(places), traced=any(isinstance(stage, str) for stage in entry))
     return Tie(names=tuple(plain_name(name) for name in names))
 
 
@@ -119,7 +124,9 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
         PlanError: If their shapes, dtypes or requires_grad differ.
     """
     for tie in ties:
-        copies = [(place, full, p) for place, full, p in named(modules) if tie.claims(place)]
+        found = list(named(modules))
+        copies = [(place, full, p) for place, full, p in found if tie.claims(place)]
+        copies += _leftovers(tie, found)
         for place, full_name, parameter in copies[1:]:
             first_place, _, first = copies[0]
             if parameter is first:
@@ -133,6 +140,29 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
             owner_name, _, attribute = full_name.rpartition(".")
             owner = unwrapped(modules[place[0]]).get_submodule(owner_name)
             setattr(owner, attribute, first)
+
+
+# [Note: what the tracer tells] Where a stage holds a tied parameter under several names, Pipe
+# copies and tells only the first of them. The others still are the original: uses of it in that
+# stage, and names that nothing uses. Their bits give them away, unless a constant explains those.
+
+
+def _leftovers(
+    tie: Tie, found: Sequence[tuple[Place, str, nn.Parameter]]
+) -> list[tuple[Place, str, nn.Parameter]]:
+    """Returns what else is the parameter of a traced tie, in the stages that it names."""
+    copies = {place[0]: p for place, _, p in found if tie.traced and tie.claims(place)}
+    return [
+        (place, full, p)
+        for place, full, p in found
+        if place[0] in copies and not tie.claims(place) and _same_bits(p, copies[place[0]])
+    ]
+
+
+def _same_bits(one: nn.Parameter, other: nn.Parameter) -> bool:
+    if _traits(one) != _traits(other) or one.is_meta or other.is_meta or one.numel() < 2:
+        return False
+    return torch.equal(one, other) and not bool((one == one.flatten()[0]).all())
 
 
 def _traits(parameter: nn.Parameter) -> str:

@@ -120,22 +120,24 @@ class GradientSync:
         self.topology = topology
         self._accessor = accessor or GradAttribute()
         self._handlers: dict[str, GradientHandler] = {}
-        settings = {
-            "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
-            "shared": list(shared),
-            "bucket_bytes": bucket_bytes,
-            "reduce_dtype": reduce_dtype,
-            "lanes": lanes,
-            "allow_unsynced": list(allow_unsynced),
-            "stage_ticks": stage_ticks and list(stage_ticks),
-        }
         name = f"GradientSync {next(_instances)}"
 
         def describe() -> RankManifest:
             check_arguments(modules, topology, bucket_bytes, lanes, stage_ticks)
             identities = self._resolve(handlers)
-            link_local(modules, declared(shared))
-            return describe_rank(modules, self._accessor, {**settings, "handlers": identities})
+            self._ties = declared(shared)
+            link_local(modules, self._ties)
+            settings = {
+                "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
+                "shared": list(map(str, self._ties)),
+                "handlers": identities,
+                "bucket_bytes": bucket_bytes,
+                "reduce_dtype": reduce_dtype,
+                "lanes": lanes,
+                "allow_unsynced": list(allow_unsynced),
+                "stage_ticks": stage_ticks and list(stage_ticks),
+            }
+            return describe_rank(modules, self._accessor, settings)
 
         def plan() -> str:
             self.plan: Plan = make_plan(
@@ -153,7 +155,7 @@ class GradientSync:
 
         ranks = sorted(topology.ranks)
         manifests = agree(name, describe, ranks=ranks, timeout_seconds=agree_seconds)
-        self.manifest: Manifest = merge(manifests, topology, declared(shared))
+        self.manifest: Manifest = merge(manifests, topology, self._ties)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
         digests = agree(f"{name}'s plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
         same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
@@ -190,8 +192,8 @@ class GradientSync:
         Sync: zeroes on the current stream, which must be the one that backward is called from.
 
         Raises:
-            StepError: If a gradient still is the reduced one of the step before, or a parameter is
-                no longer what the ranks agreed on.
+            StepError: If a gradient still is the reduced one of the step before, if a parameter is
+                no longer what the ranks agreed on, or if this step's gradients are leaving.
             ReduceError: If an earlier step failed in a lane: its communicators are out of step.
         """
         if self._broken is not None:
@@ -199,10 +201,12 @@ class GradientSync:
                 f"this GradientSync failed before and its communicators are out of step; end the "
                 f"process and resume from a checkpoint. The failure: {self._broken}"
             ) from self._broken
-        self._notice.next_step()
-        self._late_error = None
+        if self._open and any(p.final for p in self._parameters.values()):
+            raise StepError("prepare() inside a step whose gradients are leaving: call finish()")
         for parameter in self._parameters.values():
             parameter.refresh()
+        self._notice.next_step()  # not before: a rank may be refused, and try again
+        self._late_error = None
         zeroed = [p for p in self._parameters.values() if p.open(continuing=self._open)]
         for buffer in self._reducer.buffers.values():
             buffer.reset([p.record.key for p in zeroed if p.buffer is buffer])
@@ -241,8 +245,11 @@ class GradientSync:
         self._check_open(stage)
         if self._accumulating:
             return
+        parameters = self._by_stage[stage]
+        if parameters and all(stage not in p.waiting for p in parameters):
+            raise StepError(f"stage {stage} is final already: call stage_final() once a step")
         self._last_backwards.discard(stage)
-        for parameter in self._by_stage[stage]:
+        for parameter in parameters:
             parameter.waiting.discard(stage)
             if not parameter.waiting and not parameter.final:
                 self._finalize(parameter)

@@ -7,13 +7,16 @@ comes back.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -24,12 +27,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public
 
 ResultT = TypeVar("ResultT")
 
@@ -42,8 +44,10 @@ _PRELOADED = (
 )
 _GRACE_SECONDS = 5.0  # for ranks to end by themselves after another one failed
 _SETTLE_SECONDS = 0.1  # within which a death and the errors it causes elsewhere arrive in any order
-_STACK_SECONDS = 2.0  # for a stuck rank to write down where it is
+_STACK_SECONDS = 2.0  # for stuck ranks to write down where they are
 _LEAVE_SECONDS = 2.0  # for a rank that is done to leave its process groups
+
+_world_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,22 @@ class _Task:
 
     rank: int
     num_ranks: int
-    port: int
+    store: tuple[int, str]  # port, and prefix of this world's keys
     timeout_seconds: float
     environment: dict[str, str]
     module: tuple[str, str | None]  # the function's home: name and file
     call: bytes  # pickled (function, args)
-    stack_path: str
 
 
 @dataclass(frozen=True)
 class _Report:
-    """How a rank ended: a pickled result, or a pickled exception and its traceback."""
+    """How a rank ended: a pickled result, or a pickled exception with summary and traceback."""
 
     rank: int
     seconds: float  # on the monotonic clock, which all processes share
     payload: bytes
-    traceback: str = ""
     summary: str = ""  # empty for a result
+    traceback: str = ""
 
 
 def run_ranks(
@@ -81,8 +84,9 @@ def run_ranks(
     arguments and results travel by pickle and by value, tensors too; the function is defined at the
     top level of a module. A rank that is done stays until all are, so an early one breaks no peer.
 
-    The processes come from multiprocessing's fork server, which imports torch once. What is read
-    while Python or torch load (``PYTHONHASHSEED``) is thus fixed at the first call.
+    The processes come from multiprocessing's fork server, which imports torch once: what is read
+    while Python or torch load (``PYTHONHASHSEED``) is fixed at the first call. Ranks look up host
+    names in files only, never in the DNS.
 
     Args:
         function: Runs on every rank.
@@ -94,34 +98,29 @@ def run_ranks(
     Raises:
         TimeoutError: If ranks did not finish in time; names them, and notes hold their stacks.
         RuntimeError: If a rank ended without a result; names rank and exit code.
-        TypeError: If the function, an argument or a result does not pickle.
+        TypeError: If the function, an argument, a result or an exception does not pickle.
         BaseException: What the first failing rank raised; a note holds rank and traceback. The
             other ranks get a few seconds to end and are then killed.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, expected at least 1")
     call = _pickled((function, args), "the function or its arguments")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = (_store_server().port, f"world{next(_world_numbers)}")
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
-        try:
-            for rank in range(num_ranks):
-                task = _Task(
-                    rank=rank,
-                    num_ranks=num_ranks,
-                    port=store.port,
-                    timeout_seconds=timeout_seconds,
-                    environment=dict(os.environ),
-                    module=_home(function),
-                    call=call,
-                    stack_path=str(Path(folder, str(rank))),
-                )
-                ranks.append(_Rank(task))
-            _collect(ranks, time.monotonic() + timeout_seconds)
-            return _results(ranks, timeout_seconds)
-        finally:
-            _end(ranks)
-            del store  # else a kept traceback keeps its server
+    try:
+        for rank in range(num_ranks):
+            environment = _environment(rank, num_ranks)
+            task = _Task(
+                rank, num_ranks, store, timeout_seconds, environment, _home(function), call
+            )
+            ranks.append(_Rank(task))
+        _collect(ranks, time.monotonic() + timeout_seconds)
+        return _results(ranks, timeout_seconds)
+    finally:
+        for started in ranks:
+            started.connection.close()  # lets those go that are done
+        for started in sorted(ranks, key=lambda rank: rank.report is not None):
+            started.end()
 
 
 class _Rank:
@@ -130,16 +129,21 @@ class _Rank:
     def __init__(self, task: _Task) -> None:
         self.rank = task.rank
         self.report: _Report | None = None
-        self._stack_path = Path(task.stack_path)
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
         context = _fork_server()
         self.connection, theirs = context.Pipe()
         # The fork server has the streams of its own start; the rank writes where the caller does.
-        streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
-        self.process = context.Process(target=_serve, args=(task, theirs, *streams))
+        outputs = [
+            Connection(os.dup(number), readable=False) for number in (1, 2, self._stack.fileno())
+        ]
+        self.process = context.Process(target=_serve, args=(task, theirs, *outputs))
         try:
             self.process.start()
+        except BaseException:
+            self._stack.close()
+            raise
         finally:
-            for end in (theirs, *streams):
+            for end in (theirs, *outputs):
                 end.close()
 
     def receive(self) -> None:
@@ -147,23 +151,20 @@ class _Rank:
         try:
             if not self.connection.poll():
                 raise EOFError
-            self.report = pickle.loads(self.connection.recv_bytes())
+            self.report = self.connection.recv()
         except (EOFError, OSError):
             self.process.join(_GRACE_SECONDS)
             text = f"rank {self.rank} ended without a result: {_exit_words(self.process.exitcode)}"
             seconds = time.monotonic() - _SETTLE_SECONDS
-            self.report = _Report(self.rank, seconds, pickle.dumps(RuntimeError(text)), "", text)
+            self.report = _Report(self.rank, seconds, pickle.dumps(RuntimeError(text)), text)
 
     def stack(self, deadline: float) -> str:
         """Returns what the process wrote down after SIGUSR1, waiting for it until the deadline."""
-        text = ""
-        while time.monotonic() < deadline:
+        before, text = b"", b""
+        while time.monotonic() < deadline and not (text and text == before):
             time.sleep(0.02)
-            with contextlib.suppress(FileNotFoundError):
-                before, text = text, self._stack_path.read_text(errors="replace")
-                if text and text == before:
-                    break
-        return text or "(no stack: it had not begun, or it cannot run)"
+            before, text = text, os.pread(self._stack.fileno(), 2**20, 0)  # moves no shared offset
+        return text.decode(errors="replace") or "(no stack: it had not begun, or it cannot run)"
 
     def end(self) -> None:
         """Ends the process; one that has reported may leave by itself."""
@@ -173,14 +174,14 @@ class _Rank:
             self.process.kill()
         self.process.join()
         self.process.close()
+        self._stack.close()
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
     """Waits for the reports until the deadline; after a failure only for the grace."""
     while pending := {r: (r.connection, r.process.sentinel) for r in ranks if r.report is None}:
-        ready = wait(
-            [end for ends in pending.values() for end in ends], deadline - time.monotonic()
-        )
+        left = deadline - time.monotonic()
+        ready = wait([end for ends in pending.values() for end in ends], left)
         if not ready:
             return
         for rank in (r for r, ends in pending.items() if any(end in ready for end in ends)):
@@ -229,11 +230,8 @@ def _names(ranks: Sequence[_Rank]) -> str:
     return ", ".join(str(rank.rank) for rank in ranks)
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.connection.close()  # lets those go that are done
-    for rank in sorted(ranks, key=lambda rank: rank.report is not None):
-        rank.end()
+def _exit_words(code: int | None) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
 
 
 @functools.cache
@@ -242,6 +240,31 @@ def _fork_server() -> ForkServerContext:
     # pytest only where the caller uses it: then its test modules import it on every rank.
     context.set_forkserver_preload([*_PRELOADED, *({"pytest"} & sys.modules.keys())])
     return context
+
+
+@functools.cache
+def _store_server() -> TCPStore:
+    """Returns the one store of this process, on loopback only; worlds differ by prefix.
+
+    A store's clients look up the names of both ends for torch's logs, and a DNS that loses a packet
+    then stalls them for 5 s. So the server speaks IPv4, whose loopback has a name in /etc/hosts
+    (the default socket sees ``::ffff:127.0.0.1``), and the ranks ask no DNS at all.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _environment(rank: int, num_ranks: int) -> dict[str, str]:
+    settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "OMP_NUM_THREADS": 1}
+    own = {name: str(value) for name, value in settings.items()}
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **own}
 
 
 def _home(function: Callable[..., Any]) -> tuple[str, str | None]:
@@ -265,28 +288,24 @@ def _unpickled(report: _Report) -> object:
         raise TypeError(f"rank {report.rank} sent what cannot be unpickled: {what}") from error
 
 
-def _exit_words(code: int | None) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-
-
-def _serve(task: _Task, connection: Connection, stdout: Connection, stderr: Connection) -> NoReturn:
+def _serve(task: _Task, connection: Connection, *outputs: Connection) -> NoReturn:
     """Is the main function of a rank's process."""
-    os.dup2(stdout.fileno(), 1)
-    os.dup2(stderr.fileno(), 2)
+    stdout, stderr, stacks = (output.fileno() for output in outputs)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process
     threading.Thread(target=_follow_caller, daemon=True).start()
-    with Path(task.stack_path).open("w", encoding="utf-8") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        report = _report(task)
-        with contextlib.suppress(OSError, EOFError):  # a caller that is gone
-            connection.send_bytes(pickle.dumps(report))
-            if not report.summary:  # a failed rank leaves at once, which wakes its peers
-                connection.poll(None)
-                _leave()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(0)  # whatever threads still wait for
+    report = _report(task)
+    with contextlib.suppress(OSError, EOFError):  # a caller that is gone
+        connection.send(report)
+        if not report.summary:  # a failed rank leaves at once, which wakes its peers
+            connection.poll(None)
+            _leave()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)  # whatever threads still wait for
 
 
 def _follow_caller() -> None:
@@ -307,22 +326,24 @@ def _report(task: _Task) -> _Report:
             payload = _pickled(error, f"what rank {task.rank} raised, {summary},")
         except TypeError as unpicklable:
             payload = pickle.dumps(unpicklable)
-        return _Report(task.rank, seconds, payload, text, summary)
+        return _Report(task.rank, seconds, payload, summary, text)
 
 
 def _call(task: _Task) -> object:
     os.environ.clear()
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | task.environment)
-    os.environ.update(RANK=str(task.rank), LOCAL_RANK=str(task.rank), OMP_NUM_THREADS="1")
-    os.environ["WORLD_SIZE"] = str(task.num_ranks)
+    os.environ.update(task.environment)
     torch.set_num_threads(1)
     _import_home(*task.module)
     function, args = pickle.loads(task.call)
+    with contextlib.suppress(AttributeError):  # glibc only; the reason is with _store_server
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+    port, prefix = task.store
     timeout = timedelta(seconds=task.timeout_seconds + _GRACE_SECONDS)
-    store = TCPStore("127.0.0.1", task.port, is_master=False, timeout=timeout)
+    store = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
     dist.init_process_group(
         "gloo", store=store, rank=task.rank, world_size=task.num_ranks, timeout=timeout
     )
+    dist.barrier()  # a rank that fails at once would leave its peers half connected
     result: object = function(*args)
     return result
 
