@@ -224,13 +224,13 @@ def test_rank_that_leaves_without_a_word_is_named_with_its_exit_code() -> None:
 
 
 def test_timeout_names_the_stuck_ranks_and_shows_their_stacks() -> None:
-    with pytest.raises(TimeoutError, match=r"not finished after 1 s: rank 1\n") as caught:
-        run_ranks(stuck_on, 2, 1, timeout_seconds=1)
+    with pytest.raises(TimeoutError, match=r"not finished after 2 s: rank 1\n") as caught:
+        run_ranks(stuck_on, 2, 1, timeout_seconds=2)
     assert "Rank 1, innermost call first:" in notes(caught.value)
     assert "test_ranks.py" in notes(caught.value)
     assert "in wait_for_nothing" in notes(caught.value)
-    with pytest.raises(TimeoutError, match=r"not finished after 1 s: rank 0, 2\n") as caught:
-        run_ranks(stay_away_on, 3, 1, timeout_seconds=1)
+    with pytest.raises(TimeoutError, match=r"not finished after 2 s: rank 0, 2\n") as caught:
+        run_ranks(stay_away_on, 3, 1, timeout_seconds=2)
     assert notes(caught.value).count("in all_reduce") == 2
 
 
@@ -261,7 +261,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     kept = []
     for function, error in ((leave_on, RuntimeError), (stuck_on, TimeoutError)):
         with pytest.raises(error) as caught:
-            run_ranks(function, 2, 1, timeout_seconds=1)
+            run_ranks(function, 2, 1, timeout_seconds=2)
         kept.append(caught.value)  # a traceback keeps its frames
     assert run_ranks(rank, 2) == [0, 1]
     assert open_files() == before

@@ -1,0 +1,367 @@
+"""What each rank says of itself, and the one model that all make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrad import (
+    AgreementError,
+    Float32Grad,
+    GradAttribute,
+    ParameterRecord,
+    PlanError,
+    Topology,
+    TopologyError,
+)
+from pipegrad.gradients.manifest import (
+    Manifest,
+    ParameterEntry,
+    RankManifest,
+    check_arguments,
+    describe_rank,
+    device_of,
+    fingerprints,
+    merge,
+)
+from pipegrad.gradients.shared import declared
+
+Modules = Mapping[int, nn.Module]
+
+
+def topology(pp: int = 2, dp: int = 1, stages: Sequence[int] | None = None) -> Topology:
+    return Topology.build(axes=(("pp", pp), ("dp", dp)), stage_to_rank=stages)
+
+
+def stage(**parameters: Sequence[int] | nn.Parameter) -> nn.Module:
+    """A stage of parameters, in this order: constant, so never alike by accident."""
+    module = nn.Module()
+    for name, given in parameters.items():
+        made = given if isinstance(given, nn.Parameter) else nn.Parameter(torch.zeros(*given))
+        setattr(module, name, made)
+    return module
+
+
+def describe(modules: Modules, **settings: object) -> RankManifest:
+    return describe_rank(modules, GradAttribute(), settings)
+
+
+def merged(
+    make: Callable[[int], nn.Module], where: Topology, *shared: Sequence[str] | Mapping[int, str]
+) -> Manifest:
+    """Merges what every rank says that holds ``make(stage)``."""
+    said = [
+        describe({s: make(s) for s in where.at(rank).local_stages}) for rank in sorted(where.ranks)
+    ]
+    return merge(said, where, declared(shared))
+
+
+def entry(name: str, *shape: int, aliases: tuple[str, ...] = ()) -> ParameterEntry:
+    return ParameterEntry(
+        name, aliases, shape, torch.empty(shape).stride(), torch.float32, torch.float32, True
+    )
+
+
+# --- one rank
+
+
+def test_a_rank_describes_its_stages() -> None:
+    first = stage(w=(2, 3), b=(3,))
+    first.again = first.w
+    last = stage(
+        head=first.get_parameter("w"),
+        scale=nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16), False),
+    )
+    manifest = describe({3: last, 0: first}, lanes=2, reduce_dtype=None)
+    scale = ParameterEntry("scale", (), (), (), torch.bfloat16, torch.bfloat16, False)
+    assert manifest == RankManifest(
+        stages=(
+            (0, (entry("w", 2, 3, aliases=("again",)), entry("b", 3))),
+            (3, (entry("head", 2, 3), scale)),
+        ),
+        wrappers=(),
+        linked=(((0, "w"), (3, "head")),),
+        device_type="cpu",
+        fingerprints=(),
+        settings=(("lanes", "2"), ("reduce_dtype", "None")),
+    )
+    assert pickle.loads(pickle.dumps(manifest)) == manifest
+    assert str(entry("w", 2, 3)) == "w (2, 3) torch.float32 grad torch.float32 trained"
+
+
+def test_strides_and_gradient_dtypes_are_described() -> None:
+    image = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    low = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    manifest = describe_rank({0: stage(image=image, low=low)}, Float32Grad(), {})
+    (_, (first, second)), *_ = manifest.stages
+    assert first.stride == (48, 1, 12, 3)
+    assert (second.dtype, second.gradient_dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_fingerprints_are_of_bits_that_vary() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(70, 70)
+    other = weight.clone()
+    other[0, 0] += 1
+    parameters = {
+        "a": nn.Parameter(weight),
+        "b": nn.Parameter(weight.clone()),
+        "c": nn.Parameter(other),
+        "d": nn.Parameter(torch.ones(9)),
+        "e": nn.Parameter(torch.randn(4, dtype=torch.complex64)),
+    }
+    found = fingerprints([describe({0: stage(**parameters)})])
+    assert list(found) == [(0, "a"), (0, "b"), (0, "c"), (0, "e")]
+    assert found[0, "a"] == found[0, "b"] != found[0, "c"]
+
+
+def test_a_rank_refuses_what_it_cannot_train() -> None:
+    meta = nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(PlanError, match="'a' of stage 4 is on the meta device: materialise"):
+        describe({4: stage(a=meta)})
+    with pytest.raises(PlanError, match=r"several devices, \['cpu', 'meta'\]"):
+        describe({4: stage(a=meta, b=(2,))})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"modules": {1: nn.Module()}},
+            TopologyError,
+            r"given modules for stages \[1\], but .*\[0\]",
+        ),
+        ({"modules": {}}, TopologyError, r"rank 0 was given modules for stages \[\]"),
+        ({"bucket_bytes": -1}, PlanError, "bucket_bytes=-1 must be at least 0"),
+        ({"lanes": 0}, PlanError, "lanes=0 at least 1"),
+        ({"stage_ticks": (1, 2)}, PlanError, "stage_ticks has 2 entries for 1 stages"),
+        ({"topology": topology(2)}, TopologyError, r"ranks \[0, 1\], the default process group 1"),
+    ],
+)
+def test_arguments_that_one_rank_sees_to_be_wrong(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    right: dict[str, object] = {
+        "modules": {0: nn.Module()},
+        "topology": topology(1),
+        "bucket_bytes": 0,
+        "lanes": 1,
+        "stage_ticks": None,
+    }
+    check_arguments(**right)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        check_arguments(**right | arguments)  # type: ignore[arg-type]
+
+
+def test_a_rank_without_parameters_takes_the_others_device_type() -> None:
+    assert device_of({}, [describe({}), describe({0: stage(a=(1,))})]) == torch.device("cpu")
+    assert device_of({0: nn.Module()}, [describe({})]) == torch.device("cpu")
+
+
+# --- all ranks
+
+
+def tied(index: int) -> nn.Module:
+    """Stage 0 holds emb, b; stage 1 c; stage 2 a dead alias, norm and head."""
+    return [
+        lambda: stage(emb=(4, 2), b=(2,)),
+        lambda: stage(c=(3,)),
+        lambda: stage(norm=(2,), head=(4, 2)),
+    ][index]()
+
+
+def test_records_of_every_rank() -> None:
+    manifest = merged(tied, topology(3), {0: "emb", 2: "head"})
+    assert manifest.ties == (((0, "emb"), (2, "head")),)
+    record = partial(ParameterRecord, dtype=torch.float32, requires_grad=True)
+    emb = record(key="0.emb", name="emb", stage=0, shape=(4, 2), holders=(0, 2), position=0)
+    assert [manifest.records(topology(3).at(rank)) for rank in range(3)] == [
+        (emb, record(key="0.b", name="b", stage=0, shape=(2,), holders=(0,), position=1)),
+        (record(key="1.c", name="c", stage=1, shape=(3,), holders=(1,), position=0),),
+        (
+            record(key="2.norm", name="norm", stage=2, shape=(2,), holders=(2,), position=0),
+            dataclasses.replace(emb, name="head", stage=2),
+        ),
+    ]
+    assert manifest.records(topology(3))[0].shared
+    assert not manifest.records(topology(3))[1].shared
+    assert manifest.places("0.emb") == ((0, "emb"), (2, "head"))
+    assert manifest.entries("0.emb") == (entry("emb", 4, 2), entry("head", 4, 2))
+
+
+def test_a_parameter_that_two_stages_of_one_rank_hold_has_one_record() -> None:
+    def make(where: Topology) -> Manifest:
+        shared = nn.Parameter(torch.zeros(4, 2))
+        return merged(
+            lambda s: stage(head=shared, own=(1,)) if s in (0, 3) else stage(c=(3,)), where
+        )
+
+    v = topology(2, stages=(0, 1, 1, 0))
+    manifest = make(v)
+    assert manifest.ties == (((0, "head"), (3, "head")),)
+    assert [(r.key, r.holders) for r in manifest.records(v)] == [
+        ("0.head", (0, 3)), ("0.own", (0,)), ("3.own", (3,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        [["emb", "head"]],
+        [{0: "emb", 2: "head"}],
+        [{"submod_pp_2": "head", "submod_pp_0": "emb"}],
+        [["emb", "head"], {0: "emb", 2: "head"}],  # said twice
+    ],
+)
+def test_every_form_of_a_declaration_means_the_same(shared: list[Mapping[int, str]]) -> None:
+    assert merged(tied, topology(3), *shared) == merged(tied, topology(3), {0: "emb", 2: "head"})
+
+
+def test_declarations_that_touch_are_one_tie() -> None:
+    def make(s: int) -> nn.Module:
+        return stage(**{f"p{s}": (2,), "q": (3,)})
+
+    chained = merged(make, topology(4), ["p0", "p2"], ["p3", "p1"], {1: "p1", 2: "p2"})
+    assert chained.ties == (((0, "p0"), (1, "p1"), (2, "p2"), (3, "p3")),)
+    apart = merged(make, topology(4), ["p3", "p1"], ["p2", "p0"])
+    assert apart.ties == (((0, "p0"), (2, "p2")), ((1, "p1"), (3, "p3")))
+    everywhere = merged(make, topology(4), ["q"])  # one name on all stages
+    assert everywhere.ties == (((0, "q"), (1, "q"), (2, "q"), (3, "q")),)
+
+
+def test_an_alias_may_be_declared() -> None:
+    def make(_: int) -> nn.Module:
+        module = stage(w=(2,))
+        module.alias = module.w
+        return module
+
+    assert merged(make, topology(2), {0: "alias", 1: "w"}).ties == (((0, "w"), (1, "w")),)
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        (["emb", "lm_head"], r"tie \['emb', 'lm_head'\]: no such parameter: \['lm_head'\]"),
+        ({0: "emb", 1: "head"}, r"no such parameter: \[\"'head' on stage 1\"\]"),
+        ({0: "emb", 3: "head"}, "'head' on stage 3"),
+        ({0: "emb", 1: "c"}, r"its shape is \(3,\) and the other's \(4, 2\)"),
+        (["emb", "b", "head"], "one stage holds it as several objects"),
+    ],
+)
+def test_a_declaration_that_fits_no_model(
+    shared: Sequence[str] | Mapping[int, str], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        merged(tied, topology(3), shared)
+
+
+@pytest.mark.parametrize(
+    ("other", "trait"),
+    [
+        (nn.Parameter(torch.zeros(2, 4)), r"shape is \(2, 4\) and the other's \(4, 2\)"),
+        (
+            nn.Parameter(torch.zeros(4, 2, dtype=torch.bfloat16)),
+            "dtype is torch.bfloat16 and the other's torch.float32",
+        ),
+        (nn.Parameter(torch.zeros(4, 2), False), "requires_grad is False and the other's True"),
+    ],
+)
+def test_a_tie_must_be_one_parameter(other: nn.Parameter, trait: str) -> None:
+    def make(s: int) -> nn.Module:
+        return stage(emb=(4, 2)) if s == 0 else stage(head=other)
+
+    with pytest.raises(PlanError, match=f"'head' on stage 1 is tied to 'emb' on stage 0.*{trait}"):
+        merged(make, topology(2), ["emb", "head"])
+
+
+@pytest.mark.parametrize(
+    ("odd", "lines"),
+    [
+        (
+            {"stages": ((0, (entry("w", 2),)),)},
+            (
+                "ranks disagree on the parameters of stage 0; make them the same:\n"
+                "  ranks [0, 2]: w (3,) torch.float32 grad torch.float32 trained\n"
+                "  ranks [1]: w (2,) torch.float32 grad torch.float32 trained"
+            ),
+        ),
+        (
+            {"stages": ((0, ()),)},
+            (
+                "ranks disagree on the parameters of stage 0; make them the same:\n"
+                "  ranks [0, 2]: w (3,) torch.float32 grad torch.float32 trained\n"
+                "  ranks [1]: nothing"
+            ),
+        ),
+        (
+            {"settings": (("lanes", "2"),)},
+            "ranks disagree on lanes; make them the same:\n  ranks [0, 2]: 1\n  ranks [1]: 2",
+        ),
+        (
+            {"settings": ()},
+            "ranks disagree on lanes; make them the same:\n  ranks [0, 2]: 1\n  ranks [1]: nothing",
+        ),
+        (
+            {"device_type": "cuda"},
+            (
+                "ranks disagree on the device type; make them the same:\n"
+                "  ranks [0, 2]: cpu\n  ranks [1]: cuda"
+            ),
+        ),
+        (
+            {"wrappers": ((0, "DistributedDataParallel"),)},
+            (
+                "ranks disagree on the wrapper of stage 0; make them the same:\n"
+                "  ranks [0, 2]: \n  ranks [1]: DistributedDataParallel"
+            ),
+        ),
+    ],
+    ids=["shape", "missing", "setting", "setting missing", "device", "wrapper"],
+)
+def test_ranks_that_disagree_are_told_who_says_what(odd: dict[str, object], lines: str) -> None:
+    right = describe({0: stage(w=(3,))}, lanes=1)
+    said = [right, dataclasses.replace(right, **odd), right]  # type: ignore[arg-type]
+    with pytest.raises(AgreementError) as caught:
+        merge(said, topology(1, 3), ())
+    assert str(caught.value) == lines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.bfloat16},
+        {"gradient_dtype": torch.float64},
+        {"requires_grad": False},
+        {"name": "v"},
+    ],
+)
+def test_copies_of_a_stage_must_match_in(change: dict[str, object]) -> None:
+    right = describe({0: stage(w=(3,))})
+    other = dataclasses.replace(entry("w", 3), **change)  # type: ignore[arg-type]
+    with pytest.raises(AgreementError, match=r"(?s)parameters of stage 0.*ranks \[0\].*\[1\]"):
+        merge([right, dataclasses.replace(right, stages=((0, (other,)),))], topology(1, 2), ())
+
+
+def test_strides_may_differ_from_copy_to_copy() -> None:
+    """One rank has channels_last weights, another not: the lowest rank's layout is everybody's."""
+    shape = (2, 3, 4, 4)
+    plain = describe({0: stage(w=shape)})
+    last = torch.zeros(shape).to(memory_format=torch.channels_last)
+    odd = describe({0: stage(w=nn.Parameter(last))})
+    where = topology(1, 2)
+    assert merge([plain, odd], where, ()) == merge([plain, plain], where, ())
+    assert merge([odd, plain], where, ()) == merge([odd, odd], where, ())
+
+
+def test_a_rank_that_links_two_stages_ties_them_for_all() -> None:
+    where = topology(1, 2, stages=(0, 0))
+    one = nn.Parameter(torch.zeros(2))
+    linked = describe({0: stage(a=one), 1: stage(b=one)})
+    apart = describe({0: stage(a=(2,)), 1: stage(b=(2,))})
+    assert merge([apart, linked], where, ()).ties == (((0, "a"), (1, "b")),)

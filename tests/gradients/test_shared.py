@@ -1,0 +1,309 @@
+"""Which parameters are one: by identity, by declaration in every form, by suspicion."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from pipegrad import PlanError, find_shared
+from pipegrad.gradients.accessor import GradAttribute
+from pipegrad.gradients.manifest import describe_rank, fingerprints
+from pipegrad.gradients.shared import (
+    Place,
+    Tie,
+    declared,
+    likely_ties,
+    link_local,
+    matches_any,
+    plain_name,
+    refuse_likely_ties,
+)
+
+
+class Gpt2(nn.Module):
+    """One tie: wte and lm_head. GPT-2 declares the head without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(5, 3)
+        self.wpe = nn.Embedding(4, 3)
+        self.h = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.ln_f = nn.LayerNorm(3)
+        self.lm_head = nn.Linear(3, 5, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+
+class T5(nn.Module):
+    """Three uses of the embedding, and the relative position bias shared among the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(5, 3)
+        self.encoder = nn.ModuleDict({"embed_tokens": self.shared, "final": nn.LayerNorm(3)})
+        self.decoder = nn.ModuleDict({"embed_tokens": self.shared})
+        self.bias = nn.ModuleList([nn.Embedding(4, 2) for _ in range(2)])
+        self.bias[1].weight = self.bias[0].weight  # another tie, independent of the first
+        self.lm_head = nn.Linear(3, 5, bias=False)
+        self.lm_head.weight = self.shared.weight
+
+
+def llama() -> nn.Module:
+    """Untied: as Llama 2 is."""
+    return nn.ModuleDict(
+        {"embed_tokens": nn.Embedding(5, 3), "norm": nn.RMSNorm(3), "lm_head": nn.Linear(3, 5)}
+    )
+
+
+# --- by identity
+
+
+def test_find_shared_in_models_of_known_shape() -> None:
+    assert find_shared(Gpt2()) == [["wte.weight", "lm_head.weight"]]
+    assert find_shared(T5()) == [
+        [
+            "shared.weight",
+            "encoder.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+            "lm_head.weight",
+        ],
+        ["bias.0.weight", "bias.1.weight"],
+    ]
+    assert find_shared(llama()) == []
+    assert find_shared(nn.Module()) == []
+
+
+def test_equal_values_are_no_identity() -> None:
+    """One parameter under two names is found by identity alone."""
+    assert find_shared(copy.deepcopy(Gpt2())) == [["wte.weight", "lm_head.weight"]]
+    apart = Gpt2()
+    apart.lm_head.weight = nn.Parameter(apart.wte.weight.detach().clone())
+    assert find_shared(apart) == []
+
+
+def test_aliases_inside_one_module_and_under_one_parent() -> None:
+    module = nn.Module()
+    module.a = module.b = nn.Parameter(torch.zeros(2))
+    assert find_shared(module) == [["a", "b"]]
+
+
+def test_find_shared_works_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        assert find_shared(Gpt2()) == [["wte.weight", "lm_head.weight"]]
+
+
+def test_names_come_without_what_wrappers_add() -> None:
+    model = Gpt2()
+    model.lm_head = checkpoint_wrapper(model.lm_head)  # type: ignore[assignment]
+    compiled = cast("nn.Module", torch.compile(model, backend="eager"))
+    names = [name for name, _ in compiled.named_parameters(remove_duplicate=False)]
+    assert "_orig_mod.lm_head._checkpoint_wrapped_module.weight" in names
+    assert find_shared(compiled) == [["wte.weight", "lm_head.weight"]]
+    assert plain_name("_orig_mod.a._fsdp_wrapped_module.b") == "a.b"
+    assert plain_name("my_orig_mod.a") == "my_orig_mod.a"
+
+
+# --- by declaration
+
+
+def test_declarations_in_every_form() -> None:
+    assert declared(
+        [
+            ["wte.weight", "_orig_mod.lm_head.weight"],
+            ("a", "b", "c"),
+            {3: "y", 0: "_orig_mod.a"},
+            {"submod_pp_12": "head.weight", "submod_pp_0": "embed.weight"},
+        ]
+    ) == (
+        Tie(names=("wte.weight", "lm_head.weight")),
+        Tie(names=("a", "b", "c")),
+        Tie(places=((0, "a"), (3, "y"))),
+        Tie(places=((0, "embed.weight"), (12, "head.weight")), traced=True),
+    )
+    assert declared([]) == ()
+
+
+def test_a_declaration_prints_as_the_user_wrote_it() -> None:
+    assert str(Tie(names=("a", "b"))) == "['a', 'b']"
+    assert str(Tie(places=((0, "a"), (3, "y")))) == "{0: 'a', 3: 'y'}"
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        (["wte.weight", "lm_head.weight"], "found 'wte.weight'; shared= takes a list of ties"),
+        ([["wte.weight", 3]], r"found \['wte.weight', 3\]"),
+        ([3], "found 3; shared= takes a list of ties"),
+        ([None], "found None"),
+        ([{"stage0": "a", "stage1": "b"}], r"the stage 'stage0': expected a number or 'submod_pp_"),
+        ([{"submod_pp_1x": "a"}], "the stage 'submod_pp_1x'"),
+        ([{0: "a", 1: 2}], "found {0: 'a', 1: 2}"),
+    ],
+)
+def test_a_bad_declaration_is_refused(shared: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        declared(shared)
+
+
+# --- within one rank
+
+
+def test_link_local_makes_copies_on_one_rank_one_object() -> None:
+    first, last = nn.Sequential(nn.Embedding(5, 3)), nn.Sequential(nn.Linear(3, 5, bias=False))
+    modules = {7: last, 0: first}
+    link_local(modules, declared([{0: "0.weight", 7: "0.weight"}]))
+    assert last[0].weight is first[0].weight
+    link_local(modules, declared([{0: "0.weight", 7: "0.weight"}]))  # twice is once
+    assert last[0].weight is first[0].weight
+
+
+def test_link_local_by_name_and_through_wrappers() -> None:
+    first = nn.ModuleDict({"wte": nn.Linear(3, 3)})
+    last = nn.ModuleDict({"head": checkpoint_wrapper(nn.Linear(3, 3))})
+    kept = last["head"].bias
+    link_local({0: first, 3: last}, declared([["wte.weight", "head.weight"]]))
+    assert last["head"].weight is first["wte"].weight
+    assert last["head"].bias is kept
+
+
+def test_link_local_leaves_alone_what_is_on_other_ranks() -> None:
+    module = nn.Linear(2, 2)
+    before = module.weight
+    link_local({1: module}, declared([{0: "weight", 1: "weight"}]))
+    assert module.weight is before
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (torch.zeros(3), r"\(3,\) torch.float32 trained"),
+        (torch.zeros(2, dtype=torch.bfloat16), r"\(2,\) torch.bfloat16 trained"),
+        (None, r"\(2,\) torch.float32 frozen"),
+    ],
+)
+def test_link_local_refuses_what_cannot_be_one(other: torch.Tensor | None, found: str) -> None:
+    modules = {0: nn.Module(), 1: nn.Module()}
+    modules[0].a = nn.Parameter(torch.zeros(2))
+    modules[1].b = (
+        nn.Parameter(torch.zeros(2), requires_grad=False) if other is None else nn.Parameter(other)
+    )
+    match = rf"'a' on stage 0 is \(2,\) torch.float32 trained, 'b' on stage 1 is {found}"
+    with pytest.raises(PlanError, match=match):
+        link_local(modules, declared([{0: "a", 1: "b"}]))
+
+
+# --- by suspicion
+
+
+def prints(modules: Mapping[int, nn.Module]) -> dict[Place, str]:
+    return fingerprints([describe_rank(modules, GradAttribute(), {})])
+
+
+def linear(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 3)
+
+
+def stage(**layers: int) -> nn.Module:
+    """A stage of linear layers, each from its seed."""
+    return nn.ModuleDict({name: linear(seed) for name, seed in layers.items()})
+
+
+def test_an_undeclared_tie_is_likely() -> None:
+    found = prints({0: stage(a=1, b=2), 1: stage(c=3), 2: stage(d=1, e=4)})
+    tied = [[(0, f"a.{p}"), (2, f"d.{p}")] for p in ("bias", "weight")]
+    assert likely_ties(found, []) == (tied, [])
+    with pytest.raises(PlanError) as caught:
+        refuse_likely_ties(found, [], ())
+    assert str(caught.value) == (
+        "parameters on different stages start with the same bits, but nobody declared them tied. "
+        "Declare each as shared=[{stage: name, ...}], or name it in allow_unsynced if they only "
+        "look alike:\n  {0: 'a.bias', 2: 'd.bias'}\n  {0: 'a.weight', 2: 'd.weight'}"
+    )
+
+
+def test_what_is_declared_or_allowed_is_not_refused() -> None:
+    found = prints({0: stage(a=1, b=2), 1: stage(c=1, d=3)})
+    weight = ((0, "a.weight"), (1, "c.weight"))
+    refuse_likely_ties(found, [weight], ["*.bias"])
+    refuse_likely_ties(found, [weight, ((0, "a.bias"), (1, "c.bias"))], [])
+    with pytest.raises(PlanError, match=r"a\.bias") as caught:
+        refuse_likely_ties(found, [weight], ())
+    assert "weight" not in str(caught.value)
+
+
+def test_a_third_holder_that_the_declaration_forgot_is_likely() -> None:
+    found = prints({0: stage(a=1, b=2), 1: stage(c=1, d=3), 2: stage(e=1, f=4)})
+    tie = frozenset({(0, "a.weight"), (1, "c.weight")})
+    likely, _ = likely_ties(found, [tie])
+    assert [(0, "a.weight"), (1, "c.weight"), (2, "e.weight")] in likely
+
+
+def test_stages_that_are_alike_as_a_whole_give_one_warning() -> None:
+    """Scripts that seed every rank alike."""
+    found = prints({0: stage(a=1, b=2), 1: stage(a=1, b=2), 2: stage(a=1, b=2, c=3)})
+    with pytest.warns(UserWarning, match="as from one seed on every rank") as caught:
+        refuse_likely_ties(found, [], ())
+    assert len(caught) == 1
+    assert "nothing is taken for tied" in str(caught[0].message)
+
+
+def test_cloned_layers_are_alike_not_tied() -> None:
+    """Torch's TransformerEncoder deep-copies one layer: its clones end up on several stages."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    layers = list(encoder.layers)
+    modules: dict[int, nn.Module] = {
+        0: nn.Sequential(nn.Linear(3, 4), *layers[:2]),
+        1: nn.Sequential(*layers[2:], nn.Linear(4, 5)),
+    }
+    likely, alike = likely_ties(prints(modules), [])
+    assert not likely
+    assert alike
+
+
+def test_a_dead_traced_copy_of_a_declared_tie_is_no_likely_tie() -> None:
+    """Torch's tracer leaves a copy of a tied parameter where nobody uses it."""
+    found = prints({0: stage(emb=1, b=2), 1: stage(emb=1, head=1, d=3)})
+    ties = [((0, f"emb.{p}"), (1, f"head.{p}")) for p in ("weight", "bias")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refuse_likely_ties(found, ties, ())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LayerNorm(8),
+        lambda: nn.Linear(1, 1, bias=False),
+        lambda: nn.ParameterList([nn.Parameter(torch.full((4, 4), 0.5))]),
+        lambda: nn.ParameterList([nn.Parameter(torch.randn(0, 4)), nn.Parameter(torch.ones(()))]),
+    ],
+    ids=["norm", "one element", "constant", "empty and 0-d"],
+)
+def test_constant_parameters_are_never_suspected(make: Callable[[], nn.Module]) -> None:
+    found = prints({0: nn.ModuleList([make(), linear(1)]), 1: nn.ModuleList([make(), linear(2)])})
+    assert likely_ties(found, []) == ([], [])
+
+
+def test_shapes_do_not_hide_a_tie_of_large_parameters() -> None:
+    """A sample of the bits is compared; it must not take strides for another tensor."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96)
+    modules = {0: nn.Module(), 1: nn.Module()}
+    modules[0].a, modules[0].own = nn.Parameter(weight), nn.Parameter(torch.randn(3))
+    modules[1].b = nn.Parameter(weight.t().contiguous().t())
+    modules[1].own = nn.Parameter(torch.randn(3))
+    assert likely_ties(prints(modules), []) == ([[(0, "a"), (1, "b")]], [])
+
+
+def test_patterns_are_those_of_the_shell() -> None:
+    assert matches_any(["*.bias"], ["0.a.weight", "a.bias"])
+    assert not matches_any(["bias"], ["a.bias"])
+    assert not matches_any([], ["a"])

@@ -1,0 +1,105 @@
+"""pipeline-shared: what it says, and that the result is what one process has."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrad import GradientSync, ParameterRecord, Reduction, Topology, find_shared
+from pipegrad.testing import run_ranks
+from pipegrad_handlers.pipeline_shared import PipelineShared
+
+
+def record(name: str, stage: int, holders: tuple[int, ...]) -> ParameterRecord:
+    return ParameterRecord(f"{holders[0]}.w", name, stage, (2,), torch.float32, True, holders, 0)
+
+
+def test_a_shared_parameter_is_summed_over_its_holders() -> None:
+    topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
+    emb, own = record("emb", 0, (0, 3)), record("w", 0, (0,))
+    assert PipelineShared().reductions([own, emb], topology) == [Reduction(emb, (1, 7), "sum")]
+    three = record("emb", 2, (0, 2, 3))
+    assert PipelineShared().reductions([three], topology.at(4)) == [Reduction(three, (0, 4, 6))]
+
+
+def test_where_one_rank_holds_all_it_is_a_reduction_over_one() -> None:
+    v = Topology.build(axes=(("pp", 2), ("dp", 2)), stage_to_rank=(0, 1, 1, 0), rank=3)
+    tie = record("w", 1, (1, 2))
+    assert PipelineShared().reductions([tie], v) == [Reduction(tie, (3,))]
+
+
+class Model(nn.Module):
+    """Two ties: the table at both ends and in the middle, a bias of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 6)
+        self.one = nn.Linear(6, 6)
+        self.two = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.emb.weight
+        self.two.bias = self.one.bias
+
+    def stages(self) -> list[nn.Module]:
+        return [
+            nn.ModuleDict({"emb": self.emb}),
+            nn.ModuleDict({"one": self.one}),
+            nn.ModuleDict({"two": self.two, "head": self.head}),
+        ]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.two(torch.tanh(self.one(self.emb(tokens))))
+        logits = self.head(torch.tanh(hidden))
+        return nn.functional.cross_entropy(logits, tokens.roll(1))
+
+
+def model() -> tuple[Model, torch.Tensor]:
+    torch.manual_seed(3)
+    return Model(), torch.arange(9)
+
+
+def step_on_three_ranks() -> tuple[dict[str, torch.Tensor], int, str]:
+    """Each stage's copy gets only the gradient of its own use, as it would in a pipeline."""
+    whole, tokens = model()
+    topology = Topology.create(pipeline=3)
+    here = dist.get_rank()
+    mine = whole.stages()[here]
+    apart = _untied(model()[0])
+    shared = find_shared(whole)
+    sync = GradientSync({here: mine}, topology, shared=shared, handlers=["pipeline-shared"])
+    sync.prepare()
+    apart(tokens).backward()
+    own = dict(apart.stages()[here].named_parameters())
+    for name, parameter in mine.named_parameters():
+        gradient = own[name].grad
+        assert gradient is not None
+        (parameter * gradient).sum().backward()
+    sync.stage_final(here)
+    sync.finish()
+    found = {n: p.grad.clone() for n, p in mine.named_parameters() if p.grad is not None}
+    return found, sync.statistics().collectives, str(sync.plan)
+
+
+def _untied(tied: Model) -> Model:
+    """Returns the model with a parameter of its own wherever one is shared."""
+    for layer, name in ((tied.head, "weight"), (tied.two, "bias")):
+        setattr(layer, name, nn.Parameter(layer.get_parameter(name).detach().clone()))
+    return tied
+
+
+def test_every_holder_has_the_gradient_of_one_process() -> None:
+    whole, tokens = model()
+    assert find_shared(whole) == [["emb.weight", "head.weight"], ["one.bias", "two.bias"]]
+    whole(tokens).backward()
+    expected = {n: p.grad for n, p in whole.named_parameters(remove_duplicate=False)}
+    replies = run_ranks(step_on_three_ranks, 3)
+    for found, *_ in replies:
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-6)
+    first, middle, last = (found for found, *_ in replies)
+    assert sorted(last) == ["head.weight", "two.bias", "two.weight"]
+    assert torch.equal(first["emb.weight"], last["head.weight"])
+    assert torch.equal(middle["one.bias"], last["two.bias"])
+    assert [collectives for _, collectives, _ in replies] == [1, 1, 2]
+    assert "replicate-sum(pp[0,2]) over ranks [0, 2]" in replies[0][2]

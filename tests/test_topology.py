@@ -1,0 +1,167 @@
+"""The mesh as plain data, as every rank sees it, and as torch's DeviceMesh makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from pipegrad import Topology, TopologyError
+from pipegrad.testing import run_ranks
+
+V = (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+def grid(rank: int = 0) -> Topology:
+    """Pipeline of 4, data of 2: ranks 2p and 2p + 1 at pipeline coordinate p."""
+    return Topology.build(axes=(("pp", 4), ("dp", 2)), rank=rank)
+
+
+# --- offline
+
+
+def test_a_topology_is_plain_data_seen_from_one_rank() -> None:
+    topology = grid(rank=5)
+    assert (topology.axes, topology.ranks) == ((("pp", 4), ("dp", 2)), tuple(range(8)))
+    assert (topology.stage_to_rank, topology.num_stages) == ((0, 1, 2, 3), 4)
+    assert (topology.coordinate("pp"), topology.coordinate("dp")) == (2, 1)
+    assert (topology.size("pp"), topology.size("dp")) == (4, 2)
+    assert topology.local_stages == (2,)
+    assert topology.mesh is None
+    assert topology.at(5) == topology != topology.at(4)
+    assert topology.at(0).at(5) == topology
+
+
+def test_ranks_along_an_axis() -> None:
+    assert [grid(r).ranks_along("dp") for r in (0, 1, 6)] == [(0, 1), (0, 1), (6, 7)]
+    assert [grid(r).ranks_along("pp") for r in (0, 5)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+def test_ranks_of_stages_are_those_of_this_pipeline_each_once_ascending() -> None:
+    assert grid().ranks_of((0, 3)) == (0, 6)
+    assert grid(3).ranks_of([3, 0, 3]) == (1, 7)
+    assert grid().ranks_of(()) == ()
+    v = grid(1).with_stages(V)
+    assert v.ranks_of((0, 7)) == (1,)
+    assert v.ranks_of((0, 3, 4, 7)) == (1, 7)
+
+
+def test_stages_on_a_v() -> None:
+    v = grid().with_stages(V)
+    assert v.num_stages == 8
+    assert [v.at(2 * p).local_stages for p in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert v == grid().with_stages(dict(enumerate(V)))
+    assert v.with_stages(range(4)) == grid()
+
+
+def test_axes_name_a_group_alike_for_every_copy_of_it() -> None:
+    def everywhere(select: Callable[[Topology], tuple[int, ...]]) -> set[str]:
+        return {grid(r).axes_of(select(grid(r))) for r in range(8)}
+
+    assert everywhere(lambda t: t.ranks_along("dp")) == {"dp"}
+    assert everywhere(lambda t: t.ranks_along("pp")) == {"pp"}
+    assert everywhere(lambda t: t.ranks_of((0, 3))) == {"pp[0,3]"}
+    assert everywhere(lambda t: t.ranks) == {"pp+dp"}
+    assert everywhere(lambda t: (t.rank,)) == {""}
+    assert grid().axes_of((7, 0, 6, 1)) == "pp[0,3]+dp"
+    assert grid().axes_of((0, 3)) == "ranks[0, 3]"  # a diagonal is no box
+
+
+def test_ranks_may_lie_anywhere_in_the_mesh() -> None:
+    topology = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(7, 5, 3, 1), rank=3)
+    assert topology.coordinate("pp") == 1
+    assert topology.ranks_along("dp") == (1, 3)
+    assert topology.ranks_along("pp") == (3, 7)
+    assert topology.axes_of((3, 7)) == "pp"
+
+
+def test_a_third_dimension_is_held_fixed() -> None:
+    axes = (("replica", 2), ("stage", 2), ("tp", 2))
+    topology = Topology.build(axes=axes, rank=5, pipeline="stage", data="replica")
+    assert topology.ranks_along("replica") == (1, 5)
+    assert topology.ranks_of((0, 1)) == (5, 7)
+    assert topology.axes_of((4, 5, 6, 7)) == "stage+tp"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Topology.build(axes=(("pp", 2), ("pp", 2))), "do not fill the mesh"),
+        (lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 1, 2)), "do not fill"),
+        (lambda: Topology.build(axes=(("pp", 2), ("dp", 1)), ranks=(1, 1), rank=1), "once each"),
+        (lambda: Topology.build(axes=(("pp", 2), ("dp", 1)), rank=2), "rank 2 is not in the mesh"),
+        (lambda: Topology.build(axes=(("pp", 2), ("tp", 1))), "lacks the dimension 'pp' or 'dp'"),
+        (lambda: grid().at(8), "rank 8 is not in the mesh"),
+        (lambda: grid().ranks_along("tp"), r"no dimension 'tp', only \['pp', 'dp'\]"),
+        (lambda: grid().coordinate("tp"), "no dimension 'tp'"),
+        (lambda: grid().with_stages((0, 1, 2)), r"must use every pipeline coordinate 0\.\.3"),
+        (lambda: grid().with_stages((0, 1, 2, 4)), r"must use every pipeline coordinate 0\.\.3"),
+        (
+            lambda: grid().with_stages({0: 0, 1: 1, 2: 2, 4: 3}),
+            r"without a gap, found \[0, 1, 2, 4",
+        ),
+        (lambda: grid().group_along("pp"), "no process groups"),
+        (lambda: Topology.create(pipeline=2), "call torch.distributed.init_process_group"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        build()
+
+
+# --- of a DeviceMesh
+
+
+def topologies() -> tuple[object, ...]:
+    created = Topology.create(pipeline=2)
+    placed = Topology.create(pipeline=2, stage_to_rank=[0, 1, 1, 0], device_type="cpu")
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "stage", "tp"))
+    deep = Topology.from_mesh(mesh, pipeline="stage", data="replica")
+    wrongs: list[Callable[[], Topology]] = [
+        lambda: Topology.create(pipeline=3),
+        lambda: Topology.create(pipeline=0),
+        lambda: Topology.from_mesh(mesh),
+        lambda: Topology.from_mesh(init_device_mesh("cpu", (4,))),
+    ]
+    messages = []
+    for wrong in wrongs:
+        with pytest.raises(TopologyError) as caught:
+            wrong()
+        messages.append(str(caught.value))
+    return (
+        created == Topology.build(axes=(("pp", 2), ("dp", 2)), rank=dist.get_rank()),
+        [dist.get_process_group_ranks(created.group_along(axis)) for axis in ("pp", "dp")],
+        placed.local_stages,
+        (deep.axes, deep.ranks_along("replica"), deep.ranks_along("tp"), deep.local_stages),
+        deep.mesh is mesh,
+        messages,
+    )
+
+
+def test_of_a_device_mesh() -> None:
+    axes = (("replica", 2), ("stage", 1), ("tp", 2))
+    sizes = (
+        "a world of 4 ranks cannot be cut into pipelines of {0}: "
+        "choose a pipeline size that divides 4"
+    )
+    names = (
+        "the mesh has no dimension 'pp', only {0}: "
+        "name its dimensions, or say which ones are pipeline= and data="
+    )
+    messages = [
+        sizes.format(3),
+        sizes.format(0),
+        names.format(["replica", "stage", "tp"]),
+        names.format([]),
+    ]
+    assert run_ranks(topologies, 4) == [
+        (True, [pp, dp], stages, (axes, replica, tp, (0,)), True, messages)
+        for pp, dp, stages, replica, tp in (
+            ([0, 2], [0, 1], (0, 3), (0, 2), (0, 1)),
+            ([1, 3], [0, 1], (0, 3), (1, 3), (0, 1)),
+            ([0, 2], [2, 3], (1, 2), (0, 2), (2, 3)),
+            ([1, 3], [2, 3], (1, 2), (1, 3), (2, 3)),
+        )
+    ]
