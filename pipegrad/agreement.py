@@ -49,7 +49,7 @@ def agree(
     order. Results travel pickled; equal ones are stored once.
 
     Args:
-        what: What is being agreed on, for messages.
+        what: What is being agreed on, the same on all ranks; for messages.
         function: Takes nothing; its result must pickle.
         ranks: Global ranks that take part, all by default.
         timeout_seconds: How long to wait for the slowest rank.
@@ -92,7 +92,7 @@ def _exchange(
     place = f"pipegrad/agree/{_next_meeting(ranks)}"
     digest = hashlib.sha256(payload).hexdigest()
     store.set(f"{place}/{digest}", payload)  # type: ignore[arg-type]
-    store.set(f"{place}/{dist.get_rank()}", digest)
+    store.set(f"{place}/{dist.get_rank()}", f"{digest} {what}")
     keys = {rank: f"{place}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
@@ -110,7 +110,11 @@ def _exchange(
     verdict = store.compare_set(f"{place}/verdict", "", verdict).decode()
     if verdict != _COMPLETE:
         raise AgreementError(verdict) from cause
-    digests = [store.get(key).decode() for key in keys.values()]
+    words = {rank: store.get(key).decode().split(" ", 1) for rank, key in keys.items()}
+    if len({said for _, said in words.values()}) > 1:
+        places = {rank: said for rank, (_, said) in words.items()}
+        raise AgreementError(f"ranks are in different places of the program: {places}")
+    digests = [digest for digest, _ in words.values()]
     known = {d: store.get(f"{place}/{d}") for d in sorted(set(digests))}
     return [known[d] for d in digests]
 

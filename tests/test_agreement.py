@@ -138,6 +138,19 @@ def test_a_late_rank_fails_like_those_that_gave_up_on_it() -> None:
     assert late == first
 
 
+def part_ways() -> tuple[Outcome, int]:
+    said = "reading" if dist.get_rank() else "writing"
+    return outcome(lambda: agree(said, lambda: 0)), len(agree("together again", lambda: 0))
+
+
+def test_ranks_in_different_places_are_told_so() -> None:
+    first, second = run_ranks(part_ways, 2)
+    assert first == second
+    kind, text = first[0]
+    assert kind == "AgreementError"
+    assert "{0: 'writing', 1: 'reading'}" in text
+
+
 def test_alone_it_is_a_call() -> None:
     assert agree("alone", lambda: 3) == [3]
     with pytest.raises(KeyError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +13,22 @@ from torch.utils.weak import TensorWeakRef
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradientAccessor
 from pipegrad.gradients.reduce import BucketBuffer
-from pipegrad.gradients.shared import Place, named, unwrapped
 from pipegrad.handler import ParameterRecord
+
+
+class Traits(NamedTuple):
+    """What may not change about a parameter once the ranks have agreed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{tuple(self.shape)} {self.dtype}, gradient {self.gradient_dtype}, "
+            f"requires_grad={self.requires_grad}"
+        )
 
 
 class LiveParameter:
@@ -21,8 +36,7 @@ class LiveParameter:
 
     Args:
         record: What the ranks agreed on.
-        places: Its places on this rank; all are one Parameter object.
-        modules: Local stages.
+        homes: Local stage -> the module it is in, and its full name there; all one object.
         accessor: Where its gradient lives.
         buffer: Its bucket's buffer; None if nobody reduces it.
     """
@@ -30,13 +44,12 @@ class LiveParameter:
     def __init__(
         self,
         record: ParameterRecord,
-        places: Sequence[Place],
-        modules: Mapping[int, nn.Module],
+        homes: Mapping[int, tuple[nn.Module, str]],
         accessor: GradientAccessor,
         buffer: BucketBuffer | None,
     ) -> None:
         self.record = record
-        self.stages = frozenset(stage for stage, _ in places)
+        self.stages = frozenset(homes)
         self.buffer = buffer
         self.early: bool | None = None
         self.final = False
@@ -45,12 +58,7 @@ class LiveParameter:
         self.firings = 0
         self.left_early = False
         self._accessor = accessor
-        self._homes = [
-            (unwrapped(modules[place[0]]), full)
-            for place in places
-            for at, full, _ in named({place[0]: modules[place[0]]})
-            if at == place
-        ]
+        self._homes = list(homes.values())
         self._live = self.parameter
         self._agreed = self._traits(self._live)
         self._hook: RemovableHandle | None = None
@@ -179,11 +187,10 @@ class LiveParameter:
         # Weakly: a gradient that the user drops must not live on until the next one is there.
         self._reduced = None if gradient is None else (TensorWeakRef(gradient), gradient._version)
 
-    def _traits(self, parameter: nn.Parameter) -> str:
-        """Returns what may not change. Asks for the dtype, which tells autograd of a new one's."""
-        shape, dtype = tuple(parameter.shape), self._accessor.dtype(parameter)
-        trained = parameter.requires_grad
-        return f"{shape} {parameter.dtype}, gradient {dtype}, requires_grad={trained}"
+    def _traits(self, parameter: nn.Parameter) -> Traits:
+        # Asking for the gradient's dtype also tells autograd that of a parameter that is new.
+        gradient_dtype = self._accessor.dtype(parameter)
+        return Traits(parameter.shape, parameter.dtype, gradient_dtype, parameter.requires_grad)
 
     def _copy_back(self, result: torch.Tensor) -> None:
         gradient = self.gradient

@@ -41,7 +41,14 @@ from pipegrad.gradients.manifest import (
 from pipegrad.gradients.norm import clip_, global_norm
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.reduce import Reducer, check_executable
-from pipegrad.gradients.shared import Shared, declared, link_local, refuse_likely_ties
+from pipegrad.gradients.shared import (
+    Shared,
+    declared,
+    link_local,
+    named,
+    refuse_likely_ties,
+    unwrapped,
+)
 from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
 from pipegrad.registry import handlers as registry
 from pipegrad.topology import Topology
@@ -120,9 +127,8 @@ class GradientSync:
         self.topology = topology
         self._accessor = accessor or GradAttribute()
         self._handlers: dict[str, GradientHandler] = {}
-        name = f"GradientSync {next(_instances)}"
 
-        def describe() -> RankManifest:
+        def describe() -> tuple[int, RankManifest]:
             check_arguments(modules, topology, bucket_bytes, lanes, stage_ticks)
             identities = self._resolve(handlers)
             self._ties = declared(shared)
@@ -137,7 +143,7 @@ class GradientSync:
                 "allow_unsynced": list(allow_unsynced),
                 "stage_ticks": stage_ticks and list(stage_ticks),
             }
-            return describe_rank(modules, self._accessor, settings)
+            return next(_instances), describe_rank(modules, self._accessor, settings)
 
         def plan() -> str:
             self.plan: Plan = make_plan(
@@ -154,13 +160,14 @@ class GradientSync:
             return self.plan.digest
 
         ranks = sorted(topology.ranks)
-        manifests = agree(name, describe, ranks=ranks, timeout_seconds=agree_seconds)
+        told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
+        manifests = [manifest for _, manifest in told]
         self.manifest: Manifest = merge(manifests, topology, self._ties)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
-        digests = agree(f"{name}'s plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
+        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
         same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
         self._device = device_of(modules, manifests)
-        self._notice = FailureNotice(name)
+        self._notice = FailureNotice(str(max(number for number, _ in told)))
         self._groups = Groups(self.plan.groups, ranks=ranks, rank=topology.rank)
         self._reducer = Reducer(
             self.plan,
@@ -197,6 +204,8 @@ class GradientSync:
             ReduceError: If an earlier step failed in a lane: its communicators are out of step.
         """
         if self._broken is not None:
+            self._notice.next_step()
+            self._notice.post(f"unusable since an earlier step: {self._broken}")
             raise ReduceError(
                 f"this GradientSync failed before and its communicators are out of step; end the "
                 f"process and resume from a checkpoint. The failure: {self._broken}"
@@ -435,11 +444,11 @@ class GradientSync:
         return identities
 
     def _find_parameters(self, modules: Mapping[int, nn.Module]) -> None:
+        homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
         self._parameters = {
             record.key: LiveParameter(
                 record,
-                [p for p in self.manifest.places(record.key) if p[0] in modules],
-                modules,
+                {p[0]: homes[p] for p in self.manifest.places(record.key) if p[0] in modules},
                 self._accessor,
                 self._reducer.buffer_of.get(record.key),
             )

@@ -1,0 +1,199 @@
+"""When collectives leave, by recorded events and a gate that opens on command."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipegrad import (
+    FlatBucket,
+    GradientHandler,
+    GradientSync,
+    Hop,
+    ParameterRecord,
+    Reduction,
+    Topology,
+    Work,
+)
+from tests.gradients.cases import Case, Done, give, grads, on, replicated, run_world, stage
+
+TWO: list[Case] = []
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_world(2, TWO)
+
+
+class Gate(GradientHandler):
+    """Reduces over the data dimension; a launch is recorded, then waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self._changed = threading.Condition()
+        self._allowed = 0
+
+    def reductions(
+        self, parameters: Sequence[ParameterRecord], topology: Topology
+    ) -> Iterable[Reduction]:
+        return [Reduction(p, topology.ranks_along("dp")) for p in parameters]
+
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        with self._changed:
+            self.events.append(f"launch {bucket.buffer[0]:g}")
+            mine = sum(event.startswith("launch") for event in self.events)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._allowed >= mine, timeout=10)
+        return Done()
+
+    def note(self, event: str) -> None:
+        with self._changed:
+            self.events.append(event)
+
+    def allow(self, number: int) -> None:
+        with self._changed:
+            self._allowed = number
+            self._changed.notify_all()
+
+    def wait_for(self, number: int) -> bool:
+        """Waits until as many launches have begun."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: sum(e.startswith("launch") for e in self.events) >= number, timeout=10
+            )
+
+
+def gated(modules: Mapping[int, nn.Module], **options: Any) -> tuple[Gate, GradientSync]:
+    gate = Gate()
+    topology = Topology.create(pipeline=1, stage_to_rank=[0] * len(modules))
+    sync = GradientSync(modules, topology, handlers=[gate], bucket_bytes=0, **options)
+    return gate, sync
+
+
+@on(TWO)
+def order_of_stages() -> Any:
+    """Stages become final 0, 2, 1; the plan says 2, 1, 0. Stage k's gradient is k + 1."""
+    modules = {s: stage(w=(1,)) for s in range(3)}
+    gate, sync = gated(modules, lanes=1)
+    sync.prepare()
+    for s in (0, 2, 1):
+        give(modules[s], w=s + 1.0)
+    gate.note("final 0")
+    sync.stage_final(0)
+    gate.note("final 2")
+    sync.stage_final(2)
+    begun = gate.wait_for(1)
+    gate.note("final 1")
+    sync.stage_final(1)
+    gate.allow(2)
+    begun = gate.wait_for(3) and begun
+    gate.note("finish")
+    gate.allow(3)
+    sync.finish()
+    return begun, gate.events
+
+
+def test_launches_leave_before_finish_in_the_order_of_the_plan(two: list[dict[str, Any]]) -> None:
+    events = [
+        "final 0", "final 2", "launch 3", "final 1", "launch 2", "launch 1", "finish",
+    ]  # fmt: skip
+    assert [reply["order_of_stages"] for reply in two] == [(True, events)] * 2
+
+
+@on(TWO)
+def lanes_run_beside_each_other() -> Any:
+    """The first launch is held back in its lane; the second leaves in the other."""
+    modules = {s: stage(w=(1,)) for s in range(2)}
+    gate, sync = gated(modules, lanes=2)
+    sync.prepare()
+    for s in (1, 0):
+        give(modules[s], w=s + 1.0)
+        sync.stage_final(s)
+    begun = gate.wait_for(2)
+    gate.allow(2)
+    sync.finish()
+    return begun, sorted(gate.events)
+
+
+def test_one_lane_does_not_hold_up_another(two: list[dict[str, Any]]) -> None:
+    right = (True, ["launch 1", "launch 2"])
+    assert [reply["lanes_run_beside_each_other"] for reply in two] == [right] * 2
+
+
+@on(TWO)
+def early() -> Any:
+    """A chain of three factors: from the second step on, the last leaves inside backward."""
+    module = stage(p0=torch.tensor([2.0]), p1=torch.tensor([3.0]), p2=torch.tensor([5.0]))
+    gate, sync = gated({0: module}, lanes=1)
+    gate.allow(99)
+    found: list[Any] = []
+    for microbatches in (1, 2, 2):
+        sync.prepare()
+        seen: list[int] = []
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            hidden = module.get_parameter("p0") * 1.0
+
+            def look(gradient: torch.Tensor, last: bool = last, seen: list[int] = seen) -> None:
+                del gradient
+                if last and found:
+                    gate.wait_for(2)
+                seen.append(sum(e.startswith("launch") for e in gate.events))
+
+            hidden.register_hook(look)
+            if last:
+                sync.stage_last_backward(0)
+            (hidden * module.get_parameter("p1") * module.get_parameter("p2")).backward()
+        inside = seen[:]
+        sync.stage_final(0)
+        sync.finish()
+        found.append((inside, gate.events[:], sync.statistics().early, grads(module)))
+        gate.events.clear()
+        module.zero_grad()
+    return found
+
+
+def test_parameters_leave_one_by_one_inside_the_last_backward(two: list[dict[str, Any]]) -> None:
+    def launched(factor: int) -> list[str]:
+        return [f"launch {factor * g}" for g in (6, 10, 15)]
+
+    def gradients(factor: int) -> dict[str, list[float]]:
+        return {"p0": [15.0 * factor], "p1": [10.0 * factor], "p2": [6.0 * factor]}
+
+    for found in (reply["early"] for reply in two):
+        assert found[0] == ([0], launched(1), 0, gradients(1))
+        for inside, events, number, values in found[1:]:
+            assert (events, values) == (launched(2), gradients(2))
+            assert inside == [0, 2]  # nothing in the first microbatch; p2 and p1 before p0
+            assert number == 3
+
+
+@on(TWO)
+def partial_sums() -> Any:
+    """Reentrant checkpointing fires a hook twice: then the end of the stage decides."""
+    module = stage(w=torch.tensor([2.0]))
+    w = module.get_parameter("w")
+    sync = replicated(module)
+    found = []
+    for _ in range(3):
+        sync.prepare()
+        sync.stage_last_backward(0)
+        inner = checkpoint(lambda x: x * w, w * 1.0, use_reentrant=True)
+        (inner + w).backward()
+        sync.stage_final(0)
+        sync.finish()
+        found.append((grads(module), sync.statistics().early))
+        module.zero_grad()
+    return found
+
+
+def test_a_partial_sum_does_not_leave(two: list[dict[str, Any]]) -> None:
+    """w * w + w has the gradient 2 w + 1 = 5."""
+    assert [reply["partial_sums"] for reply in two] == [[({"w": [5.0]}, 0)] * 3] * 2
