@@ -13,9 +13,10 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import torch
@@ -145,27 +146,20 @@ class GradientSync:
             }
             return next(_instances), describe_rank(modules, self._accessor, settings)
 
-        def plan() -> str:
-            self.plan: Plan = make_plan(
-                self.manifest,
-                topology,
-                list(self._handlers.items()),
-                bucket_bytes=bucket_bytes,
-                reduce_dtype=reduce_dtype,
-                lanes=lanes,
-                stage_ticks=stage_ticks,
-                allow_unsynced=allow_unsynced,
-            )
-            check_executable(self.plan)
-            return self.plan.digest
-
+        planner = partial(
+            make_plan,
+            bucket_bytes=bucket_bytes,
+            reduce_dtype=reduce_dtype,
+            lanes=lanes,
+            stage_ticks=stage_ticks,
+            allow_unsynced=allow_unsynced,
+        )
         ranks = sorted(topology.ranks)
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in told]
         self.manifest: Manifest = merge(manifests, topology, self._ties)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
-        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
-        same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
+        self._agree_on_plan(planner, agree_seconds)
         self._device = device_of(modules, manifests)
         self._notice = FailureNotice(str(max(number for number, _ in told)))
         self._groups = Groups(self.plan.groups, ranks=ranks, rank=topology.rank)
@@ -216,10 +210,10 @@ class GradientSync:
             parameter.refresh()
         self._notice.next_step()  # not before: a rank may be refused, and try again
         self._late_error = None
-        zeroed = [p for p in self._parameters.values() if p.open(continuing=self._open)]
+        zeroed = {key: p for key, p in self._parameters.items() if p.open(continuing=self._open)}
         for buffer in self._reducer.buffers.values():
-            buffer.reset([p.record.key for p in zeroed if p.buffer is buffer])
-        for parameter in zeroed:
+            buffer.reset([key for key in buffer.views if key in zeroed])
+        for parameter in zeroed.values():
             parameter.use_view()
         for parameter in self._parameters.values():
             parameter.watch(self._on_accumulated)
@@ -442,6 +436,18 @@ class GradientSync:
             self._handlers[f"{name}#{number}" if name in self._handlers else name] = resolved.plugin
             identities.append(resolved.identity)
         return identities
+
+    def _agree_on_plan(self, planner: Callable[..., Plan], agree_seconds: float) -> None:
+        """Plans, and makes sure that all ranks' handlers said the same; they may be impure."""
+
+        def plan() -> str:
+            self.plan: Plan = planner(self.manifest, self.topology, list(self._handlers.items()))
+            check_executable(self.plan)
+            return self.plan.digest
+
+        ranks = sorted(self.topology.ranks)
+        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
+        same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
 
     def _find_parameters(self, modules: Mapping[int, nn.Module]) -> None:
         homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
