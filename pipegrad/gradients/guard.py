@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipegrad.agreement import agree
+from pipegrad.errors import ReduceError
 from pipegrad.gradients.bucket import Bucket
 from pipegrad.gradients.groups import Groups
 
@@ -36,6 +38,35 @@ def make_equal(
         with torch.no_grad():
             for slot in pack.slots:
                 lookup(slot.key).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
+
+
+def refuse_drift(
+    packs: Sequence[Bucket],
+    lookup: Lookup,
+    groups: Groups,
+    device: torch.device,
+    ranks: Sequence[int],
+) -> None:
+    """Does nothing if all replicas of each parameter have the same bits.
+
+    Sync: two integers a parameter travel, and one flag for all `ranks`, on the current stream.
+
+    Raises:
+        ReduceError: On every rank alike, wherever the difference is; names parameters and ranks.
+    """
+    if groups.world is None:
+        return
+    found = differing(packs, lookup, groups)
+    anywhere = torch.tensor(float(bool(found)), device=device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=groups.world)
+    if bool(anywhere):
+        everywhere = agree("check_replicas", lambda: found, ranks=ranks)
+        drifted = sorted({difference for one in everywhere for difference in one})
+        raise ReduceError(
+            "copies of one parameter have drifted apart; call synchronize_parameters() and find "
+            "what changed one of them: "
+            + "; ".join(f"{key!r} over ranks {list(members)}" for key, members in drifted)
+        )
 
 
 def differing(

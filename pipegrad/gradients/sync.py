@@ -20,7 +20,6 @@ from functools import partial
 from itertools import count
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipegrad.agreement import FailureNotice, agree
@@ -28,7 +27,7 @@ from pipegrad.errors import ReduceError, StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plan
 from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.guard import differing, make_equal
+from pipegrad.gradients.guard import make_equal, refuse_drift
 from pipegrad.gradients.manifest import (
     Manifest,
     RankManifest,
@@ -363,20 +362,8 @@ class GradientSync:
         Raises:
             ReduceError: Names parameters and ranks.
         """
-        if self._groups.world is None:
-            return
-        found = differing(self.plan.packs, self._lookup, self._groups)
-        anywhere = torch.tensor(float(bool(found)), device=self._device)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._groups.world)
-        if bool(anywhere):
-            everywhere = agree("check_replicas", lambda: found, ranks=self.topology.ranks)
-            lines = sorted(
-                {f"{key!r} over ranks {list(ranks)}" for one in everywhere for key, ranks in one}
-            )
-            raise ReduceError(
-                "copies of one parameter have drifted apart; call synchronize_parameters() and "
-                "find what changed one of them: " + "; ".join(lines)
-            )
+        ranks = self.topology.ranks
+        refuse_drift(self.plan.packs, self._lookup, self._groups, self._device, ranks)
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
         """Returns the live parameter of a record, looked up in its module now."""
