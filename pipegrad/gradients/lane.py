@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
+from pipegrad.gradients import order
+
 Task = Callable[[], None]
+Done = tuple[torch.Event | None, object]
+
+PRODUCERS = order.Wait("lane.producers", "a task reads what other streams have just written")
+TASK_DONE = order.Record("lane.task-done", "who waits for a task must not run ahead of its stream")
+HOST = order.WaitHost("lane.host", "the task of a thread may not have run, nor recorded its event")
+RESULT = order.Wait("lane.result", "the current stream reads and overwrites what the task wrote")
+HELD = order.Hold("lane.held", "memory of a running task must not be given to somebody else")
+LAST = order.Record("lane.last", "close orders behind all that runs, failed or not waited for")
+CLOSED = order.Wait("lane.closed", "after close the buffers are freed, on the current stream")
 
 
-def record_event(device: torch.device) -> torch.Event | None:
-    """Returns an event recorded on the current stream, or None where there are no streams."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+class Ticket:
+    """A task on its way. Holds the task, and so its tensors, until it has been waited for."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.done: Future[Done] = Future()
+        self._device = device
+        self._held = HELD(task)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits for the task and all before it in its lane; returns False after the timeout.
+
+        Sync: where tasks block the host, so does this; then the current stream waits for the
+        side stream. A wait on a device's own stream never blocks the host.
+
+        Raises:
+            BaseException: The first error that a task of the lane raised.
+        """
+        if not HOST(self.done, timeout_seconds):
+            return False
+        if self.done.done():
+            event, handed = self.done.result()
+            order.backend().take_over(handed)
+            RESULT(event, self._device)
+        self._held = None
+        return True
 
 
-def wait_event(event: torch.Event | None, device: torch.device) -> None:
-    """Makes the current stream wait for `event`."""
-    if event is not None:
-        torch.accelerator.current_stream(device).wait_event(event)
+@dataclass(frozen=True)
+class _Item:
+    task: Task
+    after: Sequence[torch.Event]
+    handed: object
+    ticket: Ticket
 
 
 class Lane:
@@ -36,73 +72,65 @@ class Lane:
 
     def __init__(self, name: str, device: torch.device, *, threaded: bool) -> None:
         self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._stream = order.backend().stream(device, name)
         self._error: BaseException | None = None
-        self._idle = threading.Event()
-        self._idle.set()
-        self._unfinished = 0
-        self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[Task, Sequence[torch.Event]] | None] | None = None
+        self._last: Ticket | None = None
+        self._queue: queue.SimpleQueue[_Item | None] | None = None
         if threaded:
-            self._tasks = queue.SimpleQueue()
-            thread = threading.Thread(target=_drain, args=(self._tasks, self._run), name=name)
+            self._queue = queue.SimpleQueue()
+            thread = threading.Thread(target=_drain, args=(self._queue, self._run), name=name)
             thread.daemon = True
             thread.start()
 
-    def submit(self, task: Task, after: Sequence[torch.Event]) -> None:
+    def submit(self, task: Task, after: Sequence[torch.Event]) -> Ticket:
         """Enqueues `task`, to run behind all that was submitted before.
 
         Sync: returns at once. `task` runs with the side stream current, which first waits for the
-        events in `after`. After a task has failed the following ones are dropped.
+        events in `after`. After a task has failed the following ones are dropped, and fail alike.
+
+        Returns:
+            What to wait for. Keep it until then, unless something else holds the task's tensors.
         """
-        with self._lock:
-            self._unfinished += 1
-            self._idle.clear()
-        if self._tasks is None:
-            self._run(task, after)
+        self._last = Ticket(task, self._device)
+        item = _Item(task, after, order.backend().hand_over(), self._last)
+        if self._queue is None:
+            self._run(item)
         else:
-            self._tasks.put((task, after))
+            self._queue.put(item)
+        return self._last
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits for all submitted tasks; returns False if they take longer than the timeout.
-
-        Sync: where tasks block the host, so does this; then the current stream waits for the
-        side stream. A wait on a device's own stream never blocks the host.
-
-        Raises:
-            BaseException: The first error that a task raised.
-        """
-        if not self._idle.wait(timeout_seconds):
-            return False
-        if self._error is not None:
-            raise self._error
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
-        return True
+        """Waits for all submitted tasks, as `Ticket.wait` does for one."""
+        return self._last is None or self._last.wait(timeout_seconds)
 
     def close(self) -> None:
-        """Ends the thread, once what was submitted is done."""
-        if self._tasks is not None:
-            self._tasks.put(None)
+        """Ends the thread, once what was submitted is done.
 
-    def _run(self, task: Task, after: Sequence[torch.Event]) -> None:
+        Sync: the current stream waits for what runs, so that buffers may be freed on it.
+        """
+        if self._stream is not None:
+            with order.backend().running(self._stream):
+                last = LAST(self._device)
+            CLOSED(last, self._device)
+        if self._queue is not None:
+            self._queue.put(None)
+
+    def _run(self, item: _Item) -> None:
         try:
-            if self._error is None:
-                with self._stream or contextlib.nullcontext():
-                    for event in after:
-                        wait_event(event, self._device)
-                    task()
+            if self._error is not None:
+                raise self._error
+            order.backend().take_over(item.handed)
+            with order.backend().running(self._stream):
+                for event in item.after:
+                    PRODUCERS(event, self._device)
+                item.task()
+                event = TASK_DONE(self._device)
+            item.ticket.done.set_result((event, order.backend().hand_over()))
         except BaseException as error:  # noqa: BLE001 - raised again by wait, in the caller's thread
             self._error = error
-        with self._lock:
-            self._unfinished -= 1
-            if self._unfinished == 0:
-                self._idle.set()
+            item.ticket.done.set_exception(error)
 
 
-def _drain(
-    tasks: queue.SimpleQueue[tuple[Task, Sequence[torch.Event]] | None],
-    run: Callable[[Task, Sequence[torch.Event]], None],
-) -> None:
+def _drain(tasks: queue.SimpleQueue[_Item | None], run: Callable[[_Item], None]) -> None:
     while (item := tasks.get()) is not None:
-        run(*item)
+        run(item)

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradientAccessor
-from pipegrad.gradients.reduce import BucketBuffer
+from pipegrad.gradients.buffer import BucketBuffer
 from pipegrad.handler import ParameterRecord
 
 
@@ -125,7 +125,7 @@ class LiveParameter:
             )
 
     def open(self, *, continuing: bool) -> bool:
-        """Starts a step; returns whether the slot must be zeroed because there is no gradient yet.
+        """Starts a step; returns whether to zero the slot, for a gradient that is to go there.
 
         Args:
             continuing: The step adds to earlier ones that were accumulated.
@@ -136,7 +136,7 @@ class LiveParameter:
         self.firings = 0
         gradient = self.gradient
         if gradient is None:
-            return self.buffer is not None
+            return self.view is not None
         if not continuing or gradient is not self.view:
             self._zeroed_version = None
         return False

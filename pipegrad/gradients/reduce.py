@@ -1,107 +1,27 @@
-"""Launch and finish: one record for each gradient, one way for each bucket onto its lane."""
+"""Launch and finish: one way for each bucket onto its lane, and one wait for all of them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 
 from pipegrad.agreement import FailureNotice
 from pipegrad.errors import PlanError, ReduceError
-from pipegrad.gradients.bucket import Bucket, Plan, Slot
+from pipegrad.gradients import order
+from pipegrad.gradients.bucket import Plan
+from pipegrad.gradients.buffer import BucketBuffer
 from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.lane import Lane, record_event, wait_event
+from pipegrad.gradients.lane import Lane
 from pipegrad.gradients.route import RouteHop
 from pipegrad.handler import GradientHandler, Placement
 
 _POLL_SECONDS = 0.2
 
-
-@dataclass(frozen=True)
-class GradientReady:
-    """One gradient is in its slot: whatever its fate, this is how the launch learns of it.
-
-    Attributes:
-        key: The parameter.
-        contributed: Whether this rank computed a gradient, or only zeros travel.
-        event: Recorded on the producer's stream right after the last write; None on CPU.
-    """
-
-    key: str
-    contributed: bool
-    event: torch.Event | None
-
-
-class BucketBuffer:
-    """The flat buffer of one bucket, views of its slots, and what has been written into it.
-
-    Allocated once and kept: ``(numel,)`` of the wire dtype, slots first, then one flag a slot.
-    """
-
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self.bucket = bucket
-        self.buffer = torch.zeros(bucket.numel, dtype=bucket.wire_dtype, device=device)
-        self._device = device
-        # .data gives each view a version counter of its own, which tells who was written to.
-        self.views = {slot.key: self._view(slot).data for slot in bucket.slots}
-        self._flag_index = {s.key: bucket.payload_numel + i for i, s in enumerate(bucket.slots)}
-        self._released: torch.Event | None = None
-        self._ready: dict[str, GradientReady] = {}
-
-    def reset(self, keys: Sequence[str]) -> None:
-        """Zeroes the slots of `keys` and forgets who has contributed.
-
-        Sync: writes on the current stream, behind the last reader of the buffer; what is recorded
-        then orders every later writer behind it.
-        """
-        wait_event(self._released, self._device)
-        if len(keys) == len(self.views):
-            self.buffer.zero_()
-        else:
-            for key in keys:
-                self.views[key].zero_()
-        self.buffer[self.bucket.payload_numel :].fill_(1)
-        self._ready.clear()
-        self._released = record_event(self._device)
-
-    def fill(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> bool:
-        """Brings one gradient into its slot; returns True when the bucket is complete.
-
-        Sync: writes on the current stream, which is taken for the producer's. No write, and no
-        copy, if `gradient` already is the slot's view.
-        """
-        view = self.views[key]
-        if gradient is not view:
-            wait_event(self._released, self._device)
-            if gradient is None:
-                view.zero_()
-            else:
-                view.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
-        if not contributed:
-            self.buffer[self._flag_index[key]].zero_()
-        self._ready[key] = GradientReady(key, contributed, record_event(self._device))
-        return len(self._ready) == len(self.views)
-
-    def producers(self) -> list[torch.Event]:
-        """Returns the events that a launch must wait for."""
-        return [ready.event for ready in self._ready.values() if ready.event is not None]
-
-    def anybody_contributed(self, key: str) -> bool:
-        """Whether any rank did. Blocks the host only where this rank itself did not."""
-        if self._ready[key].contributed:
-            return True
-        return bool(self.buffer[self._flag_index[key]].item())
-
-    def release(self) -> None:
-        """Marks the end of the last read on the current stream: the next writer waits for it."""
-        self._released = record_event(self._device)
-
-    def _view(self, slot: Slot) -> torch.Tensor:
-        return self.buffer.as_strided(slot.shape, slot.stride, slot.offset)
+COLLECTIVE = order.WaitWork("reduce.collective", "the mean and the next hop read what it writes")
 
 
 class Reducer:
@@ -175,7 +95,7 @@ class Reducer:
         """Runs one collective. On a lane."""
         try:
             group = self._groups.of(hop.ranks, lane)
-            self._handlers[hop.handler].launch(buffer, hop, group).wait()
+            COLLECTIVE(self._handlers[hop.handler].launch(buffer, hop, group))
             if hop.op == "mean":
                 buffer.buffer.div_(len(hop.ranks))
         except Exception as error:

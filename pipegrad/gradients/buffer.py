@@ -1,0 +1,118 @@
+"""Buffers that several streams write and a lane reads, and the record of each gradient in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipegrad.gradients import order
+from pipegrad.gradients.bucket import Bucket, Slot
+
+REUSE = order.Wait("buffer.reuse", "the last reader, or the zeroing, may still run on its stream")
+ZEROED = order.Record("buffer.zeroed", "what a producer writes must not be zeroed afterwards")
+WRITTEN = order.Record("buffer.written", "a collective must not read before the producer wrote")
+RELEASED = order.Record("buffer.released", "the next writer must not overwrite what is being read")
+
+
+class FlatBuffer:
+    """A flat tensor and who must be waited for: its writers by its reader, its reader by them.
+
+    Writers call `acquire`, write, and call `written`; a reader waits for the events of all of them
+    and calls `release`. All four are about the stream that is current, whichever it is.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        self._device = device
+        self._released: torch.Event | None = None
+
+    def acquire(self) -> None:
+        """Makes the current stream wait until the buffer may be written to."""
+        REUSE(self._released, self._device)
+
+    def written(self) -> torch.Event | None:
+        """Returns what a reader must wait for: a producer has written on the current stream."""
+        return WRITTEN(self._device)
+
+    def release(self) -> None:
+        """Marks the end of the last read on the current stream: the next writers wait for it."""
+        self._released = RELEASED(self._device)
+
+
+@dataclass(frozen=True)
+class GradientReady:
+    """One gradient is in its slot: whatever its fate, this is how the launch learns of it.
+
+    Attributes:
+        key: The parameter.
+        contributed: Whether this rank computed a gradient, or only zeros travel.
+        event: Recorded on the producer's stream right after the last write; None on CPU.
+    """
+
+    key: str
+    contributed: bool
+    event: torch.Event | None
+
+
+class BucketBuffer(FlatBuffer):
+    """The flat buffer of one bucket, views of its slots, and what has been written into it.
+
+    Allocated once and kept: ``(numel,)`` of the wire dtype, slots first, then one flag a slot.
+    """
+
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        super().__init__(bucket.numel, bucket.wire_dtype, device)
+        self.bucket = bucket
+        # .data gives each view a version counter of its own, which tells who was written to.
+        self.views = {slot.key: self._view(slot).data for slot in bucket.slots}
+        self._flag_index = {s.key: bucket.payload_numel + i for i, s in enumerate(bucket.slots)}
+        self._ready: dict[str, GradientReady] = {}
+
+    def reset(self, keys: Sequence[str]) -> None:
+        """Zeroes the slots of `keys` and forgets who has contributed.
+
+        Sync: writes on the current stream, behind the last reader of the buffer; what is recorded
+        then orders every later writer behind it.
+        """
+        self.acquire()
+        if len(keys) == len(self.views):
+            self.buffer.zero_()
+        else:
+            for key in keys:
+                self.views[key].zero_()
+        self.buffer[self.bucket.payload_numel :].fill_(1)
+        self._ready.clear()
+        self._released = ZEROED(self._device)
+
+    def fill(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> bool:
+        """Brings one gradient into its slot; returns True when the bucket is complete.
+
+        Sync: writes on the current stream, which is taken for the producer's. No write, and no
+        copy, if `gradient` already is the slot's view.
+        """
+        view = self.views[key]
+        if gradient is not view or not contributed:
+            self.acquire()
+        if gradient is None:
+            view.zero_()
+        elif gradient is not view:
+            view.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
+        if not contributed:
+            self.buffer[self._flag_index[key]].zero_()
+        self._ready[key] = GradientReady(key, contributed, self.written())
+        return len(self._ready) == len(self.views)
+
+    def producers(self) -> list[torch.Event]:
+        """Returns the events that a launch must wait for."""
+        return [ready.event for ready in self._ready.values() if ready.event is not None]
+
+    def anybody_contributed(self, key: str) -> bool:
+        """Whether any rank did. Blocks the host only where this rank itself did not."""
+        if self._ready[key].contributed:
+            return True
+        return bool(self.buffer[self._flag_index[key]].item())
+
+    def _view(self, slot: Slot) -> torch.Tensor:
+        return self.buffer.as_strided(slot.shape, slot.stride, slot.offset)

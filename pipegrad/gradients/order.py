@@ -1,0 +1,140 @@
+"""Order: each wait, record and hold of the gradient layer is a site with a name and a reason.
+
+Nothing else in the library touches streams, events or the ends of collectives. So order can be
+checked, by putting `pipegrad.testing.OrderChecker` in the place of the device's own streams, and
+doubted: a site can be switched off by name, and then a test must fail (``pytest -m mutation``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import TypeVar
+
+import torch
+
+from pipegrad.handler import Work
+
+T = TypeVar("T")
+
+
+class Backend:
+    """Streams and events as torch has them. On CPU there are none: order is that of threads."""
+
+    def stream(self, device: torch.device, name: str) -> torch.Stream | None:
+        """Returns a new side stream, or None where there are no streams."""
+        return None if device.type == "cpu" else torch.Stream(device)
+
+    def record(self, device: torch.device) -> torch.Event | None:
+        """Returns an event recorded on the current stream, or None where there are no streams."""
+        return (
+            None
+            if device.type == "cpu"
+            else torch.accelerator.current_stream(device).record_event()
+        )
+
+    def wait(self, event: torch.Event | None, device: torch.device) -> None:
+        """Makes the current stream wait for `event`."""
+        if event is not None:
+            torch.accelerator.current_stream(device).wait_event(event)
+
+    def wait_work(self, work: Work) -> None:
+        """Waits for a collective, on the host or on the current stream, as its backend does."""
+        work.wait()
+
+    def hand_over(self) -> object:
+        """Returns what this thread knows to be done, for the thread that goes on from here."""
+        return None
+
+    def take_over(self, handed: object) -> None:
+        """Goes on from what another thread handed over."""
+
+    def running(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+        """Makes `stream` current in this thread."""
+        return stream or contextlib.nullcontext()
+
+
+_backend = Backend()
+sites: dict[str, Site] = {}
+
+
+def backend() -> Backend:
+    """Returns whose streams are in use."""
+    return _backend
+
+
+@contextlib.contextmanager
+def using(other: Backend) -> Iterator[None]:
+    """Takes streams and events from `other`, in all threads."""
+    global _backend  # noqa: PLW0603 - lanes run in threads of their own and must see it too
+    before, _backend = _backend, other
+    try:
+        yield
+    finally:
+        _backend = before
+
+
+class Site:
+    """A place in the code that orders one thing behind another.
+
+    Args:
+        name: Unique; ``file.what``.
+        reason: What goes wrong without it.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        assert name not in sites
+        self.name = name
+        self.reason = reason
+        self.enabled = True
+        sites[name] = self
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Switches the site off. For tests: what it orders is then unordered."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+
+class Record(Site):
+    """Records an event on the current stream."""
+
+    def __call__(self, device: torch.device) -> torch.Event | None:
+        return _backend.record(device) if self.enabled else None
+
+
+class Wait(Site):
+    """Makes the current stream wait for an event."""
+
+    def __call__(self, event: torch.Event | None, device: torch.device) -> None:
+        if self.enabled:
+            _backend.wait(event, device)
+
+
+class WaitWork(Site):
+    """Waits for a collective: the host where its backend blocks it, else the current stream."""
+
+    def __call__(self, work: Work) -> None:
+        if self.enabled:
+            _backend.wait_work(work)
+
+
+class WaitHost(Site):
+    """Blocks the calling thread until another thread is done; returns whether it is."""
+
+    def __call__(self, future: Future[T], timeout_seconds: float) -> bool:
+        if not self.enabled:
+            return True
+        return bool(wait_for_futures([future], timeout_seconds).done)
+
+
+class Hold(Site):
+    """Keeps what it is given alive, by returning it for its caller to keep."""
+
+    def __call__(self, held: Callable[[], None]) -> Callable[[], None] | None:
+        return held if self.enabled else None
