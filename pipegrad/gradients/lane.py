@@ -124,8 +124,8 @@ class Lane:
                 for event in item.after:
                     PRODUCERS(event, self._device)
                 item.task()
-                event = TASK_DONE(self._device)
-            item.ticket.done.set_result((event, order.backend().hand_over()))
+                done = TASK_DONE(self._device)
+            item.ticket.done.set_result((done, order.backend().hand_over()))
         except BaseException as error:  # noqa: BLE001 - raised again by wait, in the caller's thread
             self._error = error
             item.ticket.done.set_exception(error)
