@@ -25,6 +25,10 @@ class ReduceError(PipegradError, RuntimeError):
     """A collective failed; carries bucket, process group ranks and, for a peer, its own words."""
 
 
+class OrderError(PipegradError, RuntimeError):
+    """Two accesses to one memory are left to luck; names both, their call sites, and the wait."""
+
+
 class PluginError(PipegradError):
     """A plug-in could not be used: names plug-in, distribution and version."""
 

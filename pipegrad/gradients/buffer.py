@@ -10,35 +10,37 @@ import torch
 from pipegrad.gradients import order
 from pipegrad.gradients.bucket import Bucket, Slot
 
-REUSE = order.Wait("buffer.reuse", "the last reader, or the zeroing, may still run on its stream")
-ZEROED = order.Record("buffer.zeroed", "what a producer writes must not be zeroed afterwards")
+ALLOCATED = order.Record("buffer.allocated", "whoever writes first must not be zeroed over")
+RESET_FREE = order.Wait("buffer.reset-free", "the last step may still be read on another stream")
+RESET = order.Record("buffer.reset", "what a producer writes must not be zeroed over")
+FILL_FREE = order.Wait("buffer.fill-free", "the zeroing may still run on another stream")
 WRITTEN = order.Record("buffer.written", "a collective must not read before the producer wrote")
-RELEASED = order.Record("buffer.released", "the next writer must not overwrite what is being read")
+RELEASED = order.Record("buffer.released", "a later step must not overwrite what is being read")
 
 
 class FlatBuffer:
-    """A flat tensor and who must be waited for: its writers by its reader, its reader by them.
+    """A flat tensor that any stream may write to: it knows what the next writer must wait for.
 
-    Writers call `acquire`, write, and call `written`; a reader waits for the events of all of them
-    and calls `release`. All four are about the stream that is current, whichever it is.
+    Writers call `acquire`, write, and call `written`; its reader waits for the events of all of
+    them and calls `release`. All three are about the stream that is current, whichever it is.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.buffer = torch.zeros(numel, dtype=dtype, device=device)
         self._device = device
-        self._released: torch.Event | None = None
+        self._free = ALLOCATED(device)
 
-    def acquire(self) -> None:
+    def acquire(self, site: order.Wait) -> None:
         """Makes the current stream wait until the buffer may be written to."""
-        REUSE(self._released, self._device)
+        site(self._free, self._device)
 
-    def written(self) -> torch.Event | None:
+    def written(self, site: order.Record) -> torch.Event | None:
         """Returns what a reader must wait for: a producer has written on the current stream."""
-        return WRITTEN(self._device)
+        return site(self._device)
 
-    def release(self) -> None:
-        """Marks the end of the last read on the current stream: the next writers wait for it."""
-        self._released = RELEASED(self._device)
+    def release(self, site: order.Record) -> None:
+        """Says that the next writers must wait for what the current stream has done until now."""
+        self._free = site(self._device)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class BucketBuffer(FlatBuffer):
         Sync: writes on the current stream, behind the last reader of the buffer; what is recorded
         then orders every later writer behind it.
         """
-        self.acquire()
+        self.acquire(RESET_FREE)
         if len(keys) == len(self.views):
             self.buffer.zero_()
         else:
@@ -84,7 +86,7 @@ class BucketBuffer(FlatBuffer):
                 self.views[key].zero_()
         self.buffer[self.bucket.payload_numel :].fill_(1)
         self._ready.clear()
-        self._released = ZEROED(self._device)
+        self.release(RESET)
 
     def fill(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> bool:
         """Brings one gradient into its slot; returns True when the bucket is complete.
@@ -94,14 +96,14 @@ class BucketBuffer(FlatBuffer):
         """
         view = self.views[key]
         if gradient is not view or not contributed:
-            self.acquire()
+            self.acquire(FILL_FREE)
         if gradient is None:
             view.zero_()
         elif gradient is not view:
             view.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
         if not contributed:
             self.buffer[self._flag_index[key]].zero_()
-        self._ready[key] = GradientReady(key, contributed, self.written())
+        self._ready[key] = GradientReady(key, contributed, self.written(WRITTEN))
         return len(self._ready) == len(self.views)
 
     def producers(self) -> list[torch.Event]:

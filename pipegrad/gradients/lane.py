@@ -41,9 +41,10 @@ class Ticket:
         Raises:
             BaseException: The first error that a task of the lane raised.
         """
-        if not HOST(self.done, timeout_seconds):
+        done = HOST(self.done, timeout_seconds)
+        if done is False:
             return False
-        if self.done.done():
+        if done:
             event, handed = self.done.result()
             order.backend().take_over(handed)
             RESULT(event, self._device)

@@ -127,9 +127,10 @@ class WaitWork(Site):
 class WaitHost(Site):
     """Blocks the calling thread until another thread is done; returns whether it is."""
 
-    def __call__(self, future: Future[T], timeout_seconds: float) -> bool:
+    def __call__(self, future: Future[T], timeout_seconds: float) -> bool | None:
+        """Returns None where nobody waited: then nothing is known, whatever has happened."""
         if not self.enabled:
-            return True
+            return None
         return bool(wait_for_futures([future], timeout_seconds).done)
 
 
