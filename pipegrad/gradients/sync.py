@@ -26,6 +26,7 @@ from pipegrad.agreement import FailureNotice, agree
 from pipegrad.errors import ReduceError, StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plan
+from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import make_equal, refuse_drift
 from pipegrad.gradients.manifest import (
@@ -287,7 +288,7 @@ class GradientSync:
         early = sum(parameter.left_early for parameter in parameters)
         copies = sum(parameter.finish() for parameter in parameters)
         for buffer in self._reducer.buffers.values():
-            buffer.release()
+            buffer.release(RELEASED)
         self._open = False
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
@@ -325,8 +326,7 @@ class GradientSync:
 
         Sync: on the current stream; one scalar all-reduce over all ranks.
         """
-        if self._open:
-            raise StepError("clip_grad_norm_() inside a step: call finish() first")
+        self._check_closed("clip_grad_norm_")
         parameters = [p for p in self._parameters.values() if p.gradient is not None]
         routes = dict(self.plan.routes)
         rank = self.topology.rank
@@ -350,18 +350,21 @@ class GradientSync:
     def synchronize_parameters(self) -> None:
         """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.
 
-        Sync: on the current stream; every rank must call it.
+        Sync: on the current stream; every rank must call it, outside of a step.
         """
+        self._check_closed("synchronize_parameters")
         make_equal(self.plan.packs, self._lookup, self._groups, self._device)
 
     def check_replicas(self) -> None:
         """Raises on every rank if copies of a parameter differ in a single bit.
 
-        Sync: two integers a parameter travel, and one for all; every rank must call it.
+        Sync: two integers a parameter travel, and one for all; every rank must call it, outside of
+        a step.
 
         Raises:
             ReduceError: Names parameters and ranks.
         """
+        self._check_closed("check_replicas")
         ranks = self.topology.ranks
         refuse_drift(self.plan.packs, self._lookup, self._groups, self._device, ranks)
 
@@ -403,6 +406,11 @@ class GradientSync:
             self._reducer.announce(
                 parameter.record.key, gradient, contributed=parameter.contributed
             )
+
+    def _check_closed(self, verb: str) -> None:
+        """Refuses what would run collectives between those of a step: ranks would mix them up."""
+        if self._open:
+            raise StepError(f"{verb}() inside a step: call finish() first")
 
     def _check_open(self, stage: int) -> None:
         if stage not in self._by_stage:
