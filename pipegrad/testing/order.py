@@ -1,0 +1,307 @@
+"""OrderChecker: is every access to a gradient's bytes ordered? Decided by clocks, not by luck.
+
+with OrderChecker() as checker:        # lanes made inside are streams, on CPU virtual ones
+    ...                                # whole training steps
+assert not checker.violations
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self, cast
+
+import torch
+
+from pipegrad.errors import OrderError
+from pipegrad.gradients import order
+from pipegrad.handler import Work
+from pipegrad.testing import cuda_trace
+from pipegrad.testing.clocks import Access, Clock, HappensBefore, Kind, Violation
+from pipegrad.testing.trace import Memories, Operation, Trace, call_site, spans
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class VirtualStream:
+    """A stream on CPU: its operations run at once, and count as if they ran at any legal time."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class VirtualEvent:
+    """What a virtual stream knew when the event was recorded."""
+
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation, with what its strand knew: it is behind operation t of s if clock[s] >= t."""
+
+    strand: str
+    tick: int
+    what: str
+    where: str
+    clock: Clock
+    accesses: tuple[Access, ...]
+
+    def behind(self, other: Entry) -> bool:
+        """Whether it is ordered behind `other`."""
+        return self.clock.get(other.strand, 0) >= other.tick
+
+
+class OrderChecker(order.Backend):
+    """Watches every operator, event, wait, collective and free, and finds accesses left to luck.
+
+    Two accesses to the same bytes, one of which writes (or frees), must be ordered by waits. That
+    is decided from what was waited for, not from when things happened to run: one run in any order
+    finds what could go wrong in all of them.
+
+    On CPU each lane is taken for a device's stream, with its events and waits, although operators
+    run at once; threads order nothing but what they hand over. On CUDA streams are the real ones.
+
+    It sees operators of torch, not code that bypasses its dispatcher (Triton kernels, replayed CUDA
+    graphs). Transfers and collectives outside of lanes are taken to end where they are called.
+
+    Args:
+        virtual_streams: Whether CPU tensors live on virtual streams. If False the order on CPU is
+            the real one there, of threads: what a gloo job on CPU relies on.
+        raises: Raise at the second access, instead of collecting.
+        log: Keep every operation, in ``log``.
+
+    Attributes:
+        violations: What was found, in the order in which it was found.
+        log: All operations, if asked for.
+    """
+
+    def __init__(
+        self, *, virtual_streams: bool = True, raises: bool = False, log: bool = False
+    ) -> None:
+        self.violations: list[Violation] = []
+        self.log: list[Entry] = []
+        self._virtual = virtual_streams
+        self._raises = raises
+        self._logs = log
+        self._order = HappensBefore()
+        self._memories = Memories(self._freed)
+        self._homes: dict[str, str] = {}  # memory -> the strand that allocated it
+        self._gone: deque[str] = deque()  # memories, freed and not yet looked at
+        self._flights: defaultdict[str, list[tuple[str, Clock]]] = defaultdict(list)
+        self._names = itertools.count(1)
+        self._lock = threading.RLock()
+        self._local = threading.local()
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._exit.enter_context(order.using(self))
+        self._exit.enter_context(self._watching())
+        if torch.cuda.is_available():
+            cuda_trace.follow(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+        with self._locked():
+            pass
+
+    @contextlib.contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Makes the virtual stream `name` current in this thread; ``compute`` is the default."""
+        before = self.current
+        self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def switch(self, name: str) -> None:
+        """Makes the virtual stream `name` current in this thread from now on."""
+        self._local.stream = name
+
+    @property
+    def current(self) -> str:
+        """Name of this thread's current virtual stream."""
+        return str(getattr(self._local, "stream", COMPUTE))
+
+    # What the library calls in the place of a device's streams.
+
+    def stream(self, device: torch.device, name: str) -> torch.Stream | None:
+        """Returns a virtual stream where the device has none."""
+        if device.type == "cpu" and self._virtual:
+            return cast("torch.Stream", VirtualStream(f"{name} #{next(self._names)}"))
+        return super().stream(device, name)
+
+    def record(self, device: torch.device) -> torch.Event | None:
+        """Returns an event that carries the clock of the current stream."""
+        if device.type == "cpu" and self._virtual:
+            with self._locked():
+                return cast("torch.Event", VirtualEvent(self._order.clock(self.current)))
+        return super().record(device)
+
+    def wait(self, event: object, device: torch.device) -> None:
+        """Orders the current stream behind the event."""
+        if isinstance(event, VirtualEvent):
+            with self._locked():
+                self._order.join(self.current, event.clock)
+        else:
+            super().wait(cast("torch.Event | None", event), device)
+
+    def wait_work(self, work: Work) -> None:
+        """Waits, and orders what comes behind the collectives started here since the last wait."""
+        super().wait_work(work)
+        with self._locked():
+            for home, clock in self._flights.pop(self._here, []):
+                self._order.join(home, clock)
+
+    def hand_over(self) -> object:
+        """Returns the clock of this thread."""
+        with self._locked():
+            return self._order.clock(self._thread)
+
+    def take_over(self, handed: object) -> None:
+        """Orders this thread behind the one that handed over."""
+        with self._locked():
+            self._order.join(self._thread, cast("Clock", handed or {}))
+
+    @contextlib.contextmanager
+    def running(self, stream: object) -> Iterator[None]:
+        """Makes a lane's stream current, and watches its operators."""
+        before, self._local.in_lane = getattr(self._local, "in_lane", False), True
+        current: contextlib.AbstractContextManager[object]
+        if isinstance(stream, VirtualStream):
+            current = self.on(stream.name)
+        else:
+            current = super().running(cast("torch.Stream | None", stream))
+        try:
+            with self._watching(), current:
+                yield
+        finally:
+            self._local.in_lane = before
+
+    # What a device's own events tell. See `pipegrad.testing.cuda_trace`.
+
+    def recorded(self, strand: str) -> Clock:
+        """Returns the clock of an event recorded on a strand."""
+        with self._locked():
+            self._order.join(strand, self._order.clock(self._thread))
+            return self._order.clock(strand)
+
+    def waited(self, strand: str | None, clock: Clock) -> None:
+        """Orders a strand, or the host where it is None, behind an event."""
+        with self._locked():
+            self._order.join(strand or self._thread, clock)
+
+    def everything(self) -> Clock:
+        """Returns the clock of a device that has come to rest."""
+        with self._locked():
+            return self._order.latest()
+
+    # What happens.
+
+    def before(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called ahead of each operator, with its tensors."""
+
+    def after(self, operation: Operation) -> Entry:
+        """Takes an operator that this thread has called."""
+        with self._locked():
+            home = strand = self._home(operation)
+            self._order.join(home, self._order.clock(self._thread))
+            in_lane = getattr(self._local, "in_lane", False)
+            in_flight = operation.group is not None and in_lane
+            if in_flight:
+                strand = f"collectives of {home} in group {operation.group}"
+                self._order.join(strand, self._order.clock(home))
+            tick, where = self._order.tick(strand), call_site()
+            accesses = [
+                # Outside of lanes torch itself holds what one stream hands to another.
+                Access(strand, tick, kind, operation.name, where, memory, covered, held=in_lane)
+                for kind, tensors in ((Kind.READ, operation.reads), (Kind.WRITE, operation.writes))
+                for memory, covered in ((self._memory(t, home), spans(t)) for t in tensors)
+                if covered
+            ]
+            clock = self._order.clock(strand)
+            entry = Entry(strand, tick, operation.name, where, clock, tuple(accesses))
+            if in_flight:
+                self._flights[self._here].append((home, clock))
+            if operation.syncs_host:
+                self._order.join(self._thread, clock)
+            if self._logs:
+                self.log.append(entry)
+            self._report([race for access in accesses for race in self._order.access(access)])
+            return entry
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Traces this thread's operators, once."""
+        if getattr(self._local, "watched", False):
+            yield
+            return
+        self._local.watched = True
+        try:
+            with Trace(self):
+                yield
+        finally:
+            self._local.watched = False
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock, once what was freed has been looked at: before any clock moves on."""
+        with self._lock:
+            while self._gone:
+                memory = self._gone.popleft()
+                home = self._homes.pop(memory)
+                clock = self._order.clock(home)
+                free = Access(
+                    home, clock.get(home, 0), Kind.FREE, "free", "at its last reference", memory,
+                    ((0, 2**63),),
+                )  # fmt: skip
+                self._report(self._order.access(free))
+            yield
+
+    def _freed(self, memory: str) -> None:
+        """Notes a free. Called by a finalizer, where nothing may lock or raise."""
+        if memory in self._homes:
+            self._gone.append(memory)
+
+    def _memory(self, tensor: torch.Tensor, home: str) -> str:
+        memory = self._memories.name(tensor)
+        self._homes.setdefault(memory, home)
+        return memory
+
+    def _report(self, found: Sequence[Violation]) -> None:
+        self.violations += found
+        if found and self._raises:
+            raise OrderError("\n".join(map(str, found)))
+
+    @property
+    def _thread(self) -> str:
+        """Name of this thread's strand."""
+        if not hasattr(self._local, "thread"):
+            self._local.thread = f"{threading.current_thread().name} #{next(self._names)}"
+        return str(self._local.thread)
+
+    @property
+    def _here(self) -> str:
+        return f"{self._thread}, {self.current}"
+
+    def _home(self, operation: Operation) -> str:
+        """Returns the strand on which an operator runs, its collective's launch included."""
+        for tensor in (*operation.writes, *operation.reads):
+            if tensor.device.type != "cpu":
+                return cuda_trace.strand(tensor.device)
+        return self.current if self._virtual else self._thread
+
+
+def watch_process() -> None:
+    """Checks everything from now on, in this thread and in lanes; raises at the first violation.
+
+    What ``PIPEGRAD_CHECK_ORDER=1`` does when pipegrad is imported.
+    """
+    OrderChecker(virtual_streams=False, raises=True).__enter__()

@@ -1,0 +1,228 @@
+"""Small programs that need every wait, record and hold of the gradient layer, on two gloo ranks.
+
+Each yields what it found, plain values, under a checker that has been told nothing of pipegrad.
+They are tests (`test_order.py`), and what the mutation gate kills its mutants with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from pipegrad import GradientSync
+from pipegrad.gradients.buffer import WRITTEN, FlatBuffer
+from pipegrad.gradients.groups import Groups
+from pipegrad.gradients.lane import Lane
+from pipegrad.gradients.order import sites
+from pipegrad.testing import OrderChecker
+from tests.gradients.cases import give, grads, rank, replicated, stage, tied
+from tests.testing.producers import CPU, Producers
+
+Result = tuple[Any, list[str]]  # what the program returned, and the violations
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of a checker; what it returns, the same on all ranks; how order is modelled."""
+
+    run: Callable[[OrderChecker], Any]
+    expected: Any
+    virtual_streams: bool = True
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    expected: Any, *, virtual_streams: bool = True
+) -> Callable[[Callable[[OrderChecker], Any]], Callable[[OrderChecker], Any]]:
+    def add(function: Callable[[OrderChecker], Any]) -> Callable[[OrderChecker], Any]:
+        PROGRAMS[function.__name__] = Program(function, expected, virtual_streams)
+        return function
+
+    return add
+
+
+def run_programs(names: Sequence[str], mutant: str | None = None) -> dict[str, Result]:
+    """Runs programs, with a site switched off. Runs on every rank."""
+    found: dict[str, Result] = {}
+    for name in names:
+        this = PROGRAMS[name]
+        with OrderChecker(virtual_streams=this.virtual_streams) as checker:
+            if mutant is None:
+                value = this.run(checker)
+            else:
+                with sites[mutant].off():
+                    value = this.run(checker)
+        found[name] = value, list(map(str, checker.violations))
+    return found
+
+
+def wrong(name: str, result: Result) -> str | None:
+    """Returns what is wrong with the result of a program, if anything."""
+    value, violations = result
+    if violations:
+        return violations[0]
+    expected = PROGRAMS[name].expected
+    return None if value == expected else f"{value} instead of {expected}"
+
+
+def model() -> nn.Module:
+    """Parameters that share buckets, one that fills its own, one that nobody uses."""
+    large = torch.zeros(64)
+    return stage(a=(3,), b=(2,), large=large, part=(5,), own=(2,), unused=(4,))
+
+
+def used(step: int) -> dict[str, float]:
+    """The gradients of this rank: means over two ranks come out whole."""
+    mine = 2.0 * (rank() + 1) + step
+    given = {"a": mine, "b": 3 * mine, "large": mine, "own": mine}
+    return given if rank() else given | {"part": 8.0}
+
+
+def means(step: int) -> dict[str, Any]:
+    whole = 3.0 + step
+    return {
+        "a": [whole] * 3,
+        "b": [3 * whole] * 2,
+        "large": [whole] * 64,
+        "part": [4.0] * 5,
+        "own": [whole] * 2,
+        "unused": None,
+    }
+
+
+def steps(
+    checker: OrderChecker, sync: GradientSync, module: nn.Module, numbers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Steps of one backward, with as many producers as the step says; then closes."""
+    producers = Producers(checker, list(module.parameters()))
+    found = []
+    for step, number in enumerate(numbers):
+        producers.number = number
+        sync.prepare()
+        sync.stage_last_backward(0)
+        with producers.backward():
+            total = torch.zeros(())
+            for name, gradient in used(step).items():
+                total = total + (module.get_parameter(name) * gradient).sum()
+            total.backward()
+        sync.stage_final(0)
+        sync.finish()
+        sync.clip_grad_norm_(1e9)
+        found.append(grads(module))
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+NUMBERS = (1, 2, 3, 3)
+
+
+@program([means(step) for step in range(4)])
+def viewed(checker: OrderChecker) -> Any:
+    """Autograd writes into the buckets, on several streams; lanes are threads, as with gloo."""
+    module = model()
+    return steps(checker, replicated(module, bucket_bytes=256, lanes=2), module, NUMBERS)
+
+
+@program([means(step) for step in range(4)])
+def inline(checker: OrderChecker) -> Any:
+    """The host runs ahead of its lanes, as with NCCL."""
+    module = model()
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        sync = replicated(module, bucket_bytes=256, lanes=2)
+    return steps(checker, sync, module, NUMBERS)
+
+
+@program([means(step) for step in range(4)])
+def copied(checker: OrderChecker) -> Any:
+    """Gradients of another dtype than the wire's are copied into their buckets and back."""
+    module = model()
+    sync = replicated(module, bucket_bytes=256, reduce_dtype=torch.float64)
+    return steps(checker, sync, module, NUMBERS)
+
+
+@program([means(step) for step in range(4)], virtual_streams=False)
+def threads(checker: OrderChecker) -> Any:
+    """No streams at all: what orders a gloo job on CPU."""
+    module = model()
+    return steps(checker, replicated(module, bucket_bytes=256, lanes=2), module, (1,) * 4)
+
+
+@program([{"a": [3.0 + step] * 3, "b": [9.0 + 3 * step] * 2} for step in range(3)])
+def wandering(checker: OrderChecker) -> Any:
+    """Every verb on a stream of its own: with copies pipegrad's buffers are safe all the same.
+
+    Everything is used everywhere, else the host would wait for a flag and order all behind it.
+    """
+    module = stage(a=(3,), b=(2,))
+    sync = replicated(module, bucket_bytes=256, reduce_dtype=torch.float64)
+    made = checker.record(CPU)  # parameters are the caller's to order, and so are gradients
+    found = []
+    for step in range(3):
+        with checker.on(f"prepare {step}"):
+            sync.prepare()
+        with checker.on(f"backward {step}"):
+            checker.wait(made, CPU)
+            give(module, a=used(step)["a"], b=used(step)["b"])
+            sync.stage_final(0)
+        with checker.on(f"finish {step}"):
+            sync.finish()
+            found.append(grads(module))
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+@program([{"w": [3.0] * 4, "v": [3.0] * 4}] * 2)
+def tie(checker: OrderChecker) -> Any:
+    """Tied gradients: a sum, with nothing behind the collective in its lane."""
+    module = stage(w=(4,), v=(4,))
+    sync = tied(module, "w", "v", bucket_bytes=0)
+    producers = Producers(checker, list(module.parameters()), 2)
+    found = []
+    for _ in range(2):
+        sync.prepare()
+        with producers.backward():
+            total = (module.get_parameter("w") + module.get_parameter("v")).sum()
+            (total * (rank() + 1.0)).backward()
+        sync.stage_final(rank())
+        sync.finish()
+        found.append(grads(module))
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+@program(None)
+def given_up(checker: OrderChecker) -> Any:
+    """A step fails, nobody waits for what was launched, and the buffers are freed."""
+    del checker
+    buffer = FlatBuffer(4, torch.float32, CPU)
+    lane = Lane("given up", CPU, threaded=False)
+    event = buffer.written(WRITTEN)
+    assert event is not None
+    lane.submit(lambda tensor=buffer.buffer: tensor.mul_(2), [event])  # type: ignore[misc]
+    lane.close()
+    del buffer, lane
+
+
+@program([2.0] * 4)
+def left_alone(checker: OrderChecker) -> Any:
+    """Only the task holds what it works on, and the host runs ahead of it."""
+    lane = Lane("left alone", CPU, threaded=False)
+    result = torch.ones(4)
+
+    def task(scratch: torch.Tensor = torch.ones(4)) -> None:  # noqa: B008 - held by the task alone
+        result.add_(scratch)
+
+    ticket = lane.submit(task, [checker.record(CPU)])  # type: ignore[list-item]
+    del task
+    ticket.wait(1)
+    return result.tolist()

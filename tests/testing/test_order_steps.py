@@ -1,0 +1,180 @@
+"""Whole training steps on every schedule of torch: nothing about a gradient is left to luck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from pipegrad import Topology
+from pipegrad.testing import OrderChecker, run_ranks
+from pipegrad.testing.order import Entry
+from tests.gradients.cases import replicated
+from tests.runtime.pipelines import LOOPS, VEES, Case
+from tests.runtime.training import Run, alone, truth
+from tests.testing.producers import Producers
+from tests.testing.programs import NUMBERS, model, steps
+
+SCHEDULES = ("GPipe", "1F1B", *LOOPS[:3], *VEES)
+FATES: dict[str, dict[str, Any]] = {
+    "bucketed": {"options": (("bucket_bytes", 2**20), ("lanes", 3))},
+    "oversized": {"options": (("bucket_bytes", 0), ("lanes", 2))},
+    "zero-filled": {"model": "half-used"},
+    "tied": {"model": "crossed", "options": (("bucket_bytes", 2048), ("lanes", 3))},
+    "mixed dtypes": {"model": "mixed-dtypes", "options": (("bucket_bytes", 4096),)},
+}
+PRODUCERS = (1, 2, 3)  # in each step; from the second one on, parameters leave one by one
+
+
+@dataclass
+class Watched:
+    """What one rank saw of one case."""
+
+    violations: list[str] = field(default_factory=list)
+    producers: set[str] = field(default_factory=set)
+    early: int = 0
+    collectives: list[int] = field(default_factory=list)  # a step
+    waiting_backwards: int = 0  # operations of a backward that are behind a reduction of its step
+    backwards: int = 0
+    ordered_firsts: int = 0  # pairs of lanes of which one's first collective waits for the other's
+    firsts: int = 0
+    bits: dict[str, set[str]] = field(default_factory=dict)
+
+
+def is_collective(entry: Entry) -> bool:
+    return entry.strand.startswith("collectives of pipegrad lane")
+
+
+def watch(cases: list[Case], virtual_streams: bool) -> list[Watched]:
+    """Trains each case under a checker. Runs on every rank."""
+    return [watch_case(case, virtual_streams) for case in cases]
+
+
+def watch_case(case: Case, virtual_streams: bool) -> Watched:
+    topology = Topology.create(pipeline=2)
+    truth(alone(case), topology.size("dp"))  # computed once, unwatched
+    starts: list[int] = []
+    with OrderChecker(virtual_streams=virtual_streams, log=True) as checker:
+        run = Run(case, topology)
+        producers = Producers(checker, run.cut.parameters())
+        for stage in run.cut.stages:
+            around = producers.around(stage.backward_one_chunk)
+            stage.backward_one_chunk = around  # type: ignore[method-assign]
+            elsewhere = producers.elsewhere(stage.backward_weight_one_chunk)
+            stage.backward_weight_one_chunk = elsewhere  # type: ignore[method-assign]
+        run.schedule.step = counting(run.schedule.step, producers, checker, starts)  # type: ignore[method-assign]
+        measured = run.train()
+    seen = Watched(list(map(str, checker.violations)), early=measured.early, bits=measured.bits)
+    seen.producers = {e.strand for e in checker.log if e.strand.startswith("producer")}
+    for start, end in zip(starts, [*starts[1:], len(checker.log)], strict=True):
+        look_at_step(seen, checker.log[start:end])
+    return seen
+
+
+def counting(
+    step: Callable[..., Any], producers: Producers, checker: OrderChecker, starts: list[int]
+) -> Callable[..., Any]:
+    """Returns `step`, with its own number of producers, and a mark where it starts."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        producers.number = PRODUCERS[len(starts) % len(PRODUCERS)]
+        starts.append(len(checker.log))
+        return step(*args, **kwargs)
+
+    return counted
+
+
+def look_at_step(seen: Watched, log: list[Entry]) -> None:
+    collectives = [entry for entry in log if is_collective(entry)]
+    backwards = [entry for entry in log if "in watched_backward" in entry.where]
+    firsts: dict[str, Entry] = {}
+    for entry in collectives:
+        firsts.setdefault(entry.strand.partition(" in group")[0], entry)
+    pairs = list(combinations(firsts.values(), 2))
+    seen.collectives.append(len(collectives))
+    seen.backwards += len(backwards)
+    seen.waiting_backwards += sum(any(b.behind(c) for c in collectives) for b in backwards)
+    seen.firsts += len(pairs)
+    seen.ordered_firsts += sum(a.behind(b) or b.behind(a) for a, b in pairs)
+
+
+def case_of(schedule: str, **changes: Any) -> Case:
+    return Case(schedule, **{"steps": len(PRODUCERS), **changes})
+
+
+MATRIX = {(s, f): case_of(s, **FATES[f]) for s in SCHEDULES for f in FATES}
+
+
+@pytest.fixture(scope="module")
+def matrix() -> dict[Case, list[Watched]]:
+    cases = list(MATRIX.values())
+    ranks = run_ranks(watch, 4, cases, True, timeout_seconds=110)
+    return {case: list(seen) for case, *seen in zip(cases, *ranks, strict=True)}
+
+
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str, fate: str, matrix: dict[Case, list[Watched]]) -> None:
+    """2 stages or 4, 2 replicas; 1, 2 and 3 producers of gradients."""
+    for seen in matrix[MATRIX[schedule, fate]]:
+        assert seen.violations == []
+        # It could have gone wrong: several streams wrote, and every step reduced.
+        assert seen.producers == {"producer 0", "producer 1", "producer 2"}
+        assert len(seen.collectives) == len(PRODUCERS)
+        assert min(seen.collectives) > 0
+        # No backward waits for a reduction of its step: between steps it does, by the buffers.
+        assert seen.backwards > 0
+        assert seen.waiting_backwards == 0
+
+
+def test_lanes_do_not_wait_for_each_other(matrix: dict[Case, list[Watched]]) -> None:
+    for schedule in SCHEDULES:
+        for seen in matrix[MATRIX[schedule, "tied"]]:
+            assert seen.firsts >= len(PRODUCERS)  # a pair of lanes or more, each step
+            assert seen.ordered_firsts == 0
+
+
+OTHERS = [
+    case_of("1F1B", options=(("lanes", 1), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("lanes", 2), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("lanes", 3), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("reduce_dtype", torch.float64),)),
+    case_of("ZBVZeroBubble", options=(("reduce_dtype", torch.float64),)),
+    case_of("1F1B", accumulate=2, clip=(0.5, 2.0)),
+    *(case_of(schedule) for schedule in LOOPS[3:]),
+]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["streams", "threads"])
+def others(request: pytest.FixtureRequest) -> list[list[Watched]]:
+    return run_ranks(watch, 4, OTHERS, request.param, timeout_seconds=60)
+
+
+def test_copies_accumulation_clipping_and_threads(others: list[list[Watched]]) -> None:
+    assert [seen.violations for rank in others for seen in rank] == [[]] * (4 * len(OTHERS))
+    assert all(min(seen.collectives[1::2]) > 0 for rank in others for seen in rank)
+
+
+def test_the_number_of_lanes_changes_no_bit(others: list[list[Watched]]) -> None:
+    for one, two, three, *_ in others:
+        assert one.bits == two.bits == three.bits
+        assert one.bits
+
+
+def sequences() -> list[tuple[str, int]]:
+    """Reduces the model that not all ranks use; returns lane and bytes of each collective."""
+    with OrderChecker(log=True) as checker:
+        module = model()
+        steps(checker, replicated(module, bucket_bytes=256, lanes=1), module, NUMBERS)
+    found = [(e.strand.partition(" in group")[0], e) for e in checker.log if is_collective(e)]
+    return [(lane, access.spans[-1][1]) for lane, e in found for access in e.accesses]
+
+
+def test_a_rank_that_lacks_gradients_issues_the_same_collectives() -> None:
+    first, second = run_ranks(sequences, 2)
+    assert first == second
+    assert len(first) > len(NUMBERS)
