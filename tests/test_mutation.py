@@ -1,0 +1,46 @@
+"""The mutation gate: without any one wait, record or hold, a program is wrong, and a test says so.
+
+``pytest -m mutation``; not in the default run. Every site of `pipegrad.gradients.order` is switched
+off in turn, in process, and the programs of `tests/testing/programs.py` run until one notices:
+a violation, a wrong number, an error, or a hang.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pipegrad.gradients.order import sites
+from pipegrad.testing import run_ranks
+from tests.testing.programs import PROGRAMS, run_programs, wrong
+
+pytestmark = pytest.mark.mutation
+TIMEOUT_SECONDS = 20.0
+
+
+def killed_by(mutant: str) -> str | None:
+    """Returns which program notices that a site is off, and how; None if none does."""
+    for name in PROGRAMS:
+        try:
+            replies = run_ranks(run_programs, 2, [name], mutant, timeout_seconds=TIMEOUT_SECONDS)
+        except TimeoutError:
+            return f"{name}: it hangs"
+        except Exception as error:  # noqa: BLE001 - a mutant may break anything
+            return f"{name}: {type(error).__name__}"
+        noticed = [found for reply in replies if (found := wrong(name, reply[name]))]
+        if noticed:
+            return f"{name}: {noticed[0].splitlines()[0]}"
+    return None
+
+
+def test_nothing_is_wrong_without_a_mutation() -> None:
+    replies = run_ranks(run_programs, 2, list(PROGRAMS))
+    assert [wrong(name, reply[name]) for reply in replies for name in PROGRAMS] == [None] * (
+        2 * len(PROGRAMS)
+    )
+
+
+@pytest.mark.parametrize("mutant", sites)
+def test_every_site_is_needed(mutant: str, record_property: pytest.FixtureRequest) -> None:
+    killer = killed_by(mutant)
+    record_property("killed by", killer)  # type: ignore[operator]
+    assert killer is not None, f"nothing notices that {mutant} is off: {sites[mutant].reason}"
