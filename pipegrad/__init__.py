@@ -4,6 +4,8 @@ Once: discover (`find_shared`) -> agree -> plan. Each step: compute -> launch ->
 read first is ``pipegrad/gradients/sync.py``.
 """
 
+import os
+
 from pipegrad.agreement import agree
 from pipegrad.errors import (
     AgreementError,
@@ -71,3 +73,9 @@ __all__ = [
     "handlers",
     "make_plan",
 ]
+
+if os.environ.get("PIPEGRAD_CHECK_ORDER") == "1":
+    from pipegrad.testing.order import watch_process
+
+    watch_process()
+    del watch_process
