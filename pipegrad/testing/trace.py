@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import weakref
@@ -12,10 +13,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # its documented home
 
 from pipegrad.testing.clocks import Span
 
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MAX_SPANS = 1024  # of one tensor; beyond that its bounds are taken for all of it
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -60,6 +63,11 @@ class Trace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._observer = observer
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch.compile and torch.export go on as if nobody watched them."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Any,  # noqa: ANN401 - torch.ops' overloads have no type of their own
@@ -67,12 +75,15 @@ class Trace(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Calls `func` and reports it."""
+        """Calls `func` and reports it, unless it is about tensors of another kind (fake, ...)."""
         kwargs = kwargs or {}
-        self._observer.before(_tensors((args, kwargs)))
+        if not all(t in _PLAIN for t in types):
+            return func(*args, **kwargs)
+        given = _tensors((*args, *kwargs.values()))
+        self._observer.before(given)
         out = func(*args, **kwargs)
-        operation = _operation(func, args, kwargs, out)
-        if operation.reads or operation.writes:
+        operation = _operation(_signature(func), given, args, kwargs, out)
+        if operation is not None:
             self._observer.after(operation)
         return out
 
@@ -82,6 +93,8 @@ def spans(tensor: torch.Tensor) -> tuple[Span, ...]:
     if tensor.numel() == 0:
         return ()
     size, start = tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.is_contiguous():
+        return ((start, start + tensor.numel() * size),)
     dims = sorted(zip(map(int, tensor.stride()), map(int, tensor.shape), strict=True))
     dense, rest = size, list[tuple[int, int]]()
     for stride, length in dims:
@@ -138,51 +151,80 @@ class Memories:
         self._on_free(name)
 
 
+class _Signature:
+    """What the schema of an operator says, read once."""
+
+    def __init__(self, func: Any) -> None:  # noqa: ANN401
+        schema = func._schema
+        aliases = [argument.alias_info for argument in schema.arguments]
+        self.func = func
+        self.name = str(func)
+        self.arguments = [argument.name for argument in schema.arguments]
+        self.written = [i for i, alias in enumerate(aliases) if alias and alias.is_write]
+        self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
+        self.is_collective = func.namespace == "c10d"
+        self.leaves_uninitialised = self.name.startswith(("aten.empty", "aten.new_empty"))
+        self.syncs_host = self.name == "aten._local_scalar_dense.default"
+
+    def argument(
+        self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
+        """Returns what a call passes for an argument, by position or by name."""
+        return args[index] if index < len(args) else kwargs.get(self.arguments[index])
+
+
+_signature = functools.cache(_Signature)
+
+
 def _operation(
-    func: Any,  # noqa: ANN401
+    signature: _Signature,
+    given: Sequence[torch.Tensor],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     out: object,
-) -> Operation:
-    given = _tensors((args, kwargs))
-    if func.namespace == "c10d":
-        reads, writes = _collective_accesses(func.__name__.split(".")[0], given, args)
-        group = _group(func, args, kwargs)
-        return Operation(str(func), reads, writes, group, False, lambda: None)
-    schema = func._schema
-    named = [*zip(schema.arguments, args, strict=False)]
-    named += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-    written = [t for a, v in named if a.alias_info and a.alias_info.is_write for t in _tensors(v)]
-    if not written and any(r.alias_info is not None for r in schema.returns):
-        return Operation(str(func), (), (), None, False, lambda: None)  # a view
-    known = {t.untyped_storage().data_ptr() for t in given}
-    made = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
-    uninitialised = str(func).startswith(("aten.empty", "aten.new_empty"))
+) -> Operation | None:
+    """Returns what a call did; None if it touched no memory, as a view does."""
+    if signature.is_collective:
+        reads, writes = _collective_accesses(signature, given, args)
+        group = _group(signature, args, kwargs)
+        return Operation(signature.name, reads, writes, group, False, _nothing) if given else None
+    if signature.is_view:
+        return None
+    written = _tensors([signature.argument(i, args, kwargs) for i in signature.written])
+    made = list[torch.Tensor]()
+    if not written:
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        made = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
+    if not (given or made):
+        return None
 
-    def run() -> None:
-        if uninitialised:
-            return
-        again = _tensors(func(*args, **kwargs))
-        for there, value in zip(_tensors(out), again, strict=True):
+    def again() -> None:
+        results = _tensors(signature.func(*args, **kwargs))
+        for there, value in zip(_tensors(out), results, strict=True):
             if any(there is tensor for tensor in made):
                 there.copy_(value)
 
     return Operation(
-        name=str(func),
+        name=signature.name,
         reads=tuple(t for t in given if not any(t is w for w in written)),
         # Fresh memory may still be in use, by what held it before, on the stream that asks for it.
         writes=(*written, *made),
         group=None,
-        syncs_host=str(func) == "aten._local_scalar_dense.default",
-        run=run,
+        syncs_host=signature.syncs_host,
+        run=_nothing if signature.leaves_uninitialised else again,
     )
 
 
+def _nothing() -> None:
+    """Is run again in the place of a collective, and of a tensor without contents."""
+
+
 def _collective_accesses(
-    name: str, given: Sequence[torch.Tensor], args: tuple[object, ...]
+    signature: _Signature, given: Sequence[torch.Tensor], args: tuple[object, ...]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Returns what a collective reads and what it writes; its schema does not say."""
-    if name == "send":
+    name = signature.name.removeprefix("c10d.")
+    if name.startswith("send"):
         return tuple(given), ()
     if name.startswith(
         ("_reduce_scatter", "_allgather", "reduce_scatter", "allgather", "alltoall")
@@ -192,23 +234,30 @@ def _collective_accesses(
     return (), tuple(given)  # in place, or written alone
 
 
-def _group(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str | None:  # noqa: ANN401
+def _group(
+    signature: _Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> str | None:
     """Returns the name of a collective's process group, None if the call itself waits."""
-    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | {**kwargs}
-    if arguments.get("async_op", True) is False:
+    passed = {
+        name: signature.argument(i, args, kwargs) for i, name in enumerate(signature.arguments)
+    }
+    if passed.get("async_op") is False:
         return None
-    group: Any = arguments["process_group"]
+    group: Any = passed["process_group"]
     return str(dist.ProcessGroup.unbox(group).group_name)
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     """Returns the tensors with memory in the arguments or results of an operator, in order."""
     if isinstance(tree, torch.Tensor):
-        has_memory = tree.layout is torch.strided and tree.device.type != "meta"
-        return [tree] if has_memory else []
-    if isinstance(tree, Mapping):
-        tree = tuple(tree.values())
-    return [t for x in tree for t in _tensors(x)] if isinstance(tree, list | tuple) else []
+        plain = type(tree) in _PLAIN and tree.layout is torch.strided
+        return [tree] if plain and tree.device.type != "meta" else []
+    found: list[torch.Tensor] = []
+    if isinstance(tree, list | tuple):
+        for branch in tree:
+            if isinstance(branch, list | tuple | torch.Tensor):
+                found += _tensors(branch)
+    return found
 
 
 def _merged(ranges: Iterable[Span]) -> Iterator[Span]:
