@@ -6,8 +6,9 @@ knows no rules. It drains the streams as an adversary would, and looks at the nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import torch
 
@@ -22,6 +23,7 @@ _POISON = 0x7F  # a NaN of every floating dtype that is not fp8
 class _Collective:
     """What a collective made of what it was given: its peers are not here to do it again."""
 
+    home: str
     given: list[torch.Tensor]
     made: list[torch.Tensor] = field(default_factory=list)
 
@@ -55,19 +57,24 @@ class Recording(OrderChecker):
         Raises:
             ValueError: If there are more than `at_most`.
         """
-        steps = self._steps()
-        strands: dict[str, list[int]] = {}
-        for number, step in enumerate(steps):
-            strands.setdefault(step.entry.strand, []).append(number)
-        for count, order in enumerate(_shuffles(steps, strands)):
+        for count, order in enumerate(_shuffles(self._strands())):
             if count == at_most:
                 raise ValueError(f"more than {at_most} orders: record a smaller program")
-            yield tuple(op for number in order for op in steps[number].operations)
+            yield order
 
-    def differing(self, at_most: int = 20_000) -> tuple[int, int]:
-        """Returns how many orders there are, and in how many any bit ends up differently."""
+    def priorities(self) -> Iterator[tuple[int, ...]]:
+        """Yields, of those, one for each ranking of the streams: the first that may run, does.
+
+        Far fewer than all, and the extremes: for programs of which nobody can run all.
+        """
+        strands = self._strands()
+        for ranking in permutations(strands):
+            yield next(_shuffles({strand: strands[strand] for strand in ranking}))
+
+    def differing(self, orders: Iterable[Sequence[int]]) -> tuple[int, int]:
+        """Returns how many orders these are, and in how many any bit ends up differently."""
         serial = self._run(range(len(self._operations)))
-        results = [self._run(order) == serial for order in self.orders(at_most)]
+        results = [self._run(order) == serial for order in orders]
         return len(results), results.count(False)
 
     # What it adds to checking.
@@ -86,7 +93,9 @@ class Recording(OrderChecker):
             for tensor in operation.writes:
                 self._meet(tensor, torch.full_like(_bytes(tensor), _POISON))
             if operation.name.startswith("c10d."):
-                self._collectives[len(self._operations)] = _Collective(self._local.given)
+                self._collectives[len(self._operations)] = _Collective(
+                    self._here, self._local.given
+                )
             self._operations.append((entry, operation))
             return entry
 
@@ -94,15 +103,16 @@ class Recording(OrderChecker):
         """Keeps what the collective made."""
         super().wait_work(work)
         with self._locked():
-            self._keep_results()
+            self._keep_results(self._here)
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._keep_results()
+        self._keep_results("")
 
-    def _keep_results(self) -> None:
+    def _keep_results(self, home: str) -> None:
+        """Keeps what the collectives of a lane made, or of all lanes where they are done."""
         for number, collective in self._collectives.items():
-            if not collective.made:
+            if not collective.made and home in ("", collective.home):
                 collective.made = [t.clone() for t in self._operations[number][1].writes]
 
     def _meet(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
@@ -133,44 +143,52 @@ class Recording(OrderChecker):
             else:
                 there.fill_(float("nan"))
 
-    def _steps(self) -> list[_Step]:
-        """Joins an operation that touches only its strand's own memory to the one behind it."""
+    def _strands(self) -> dict[str, list[_Step]]:
+        """Returns what each strand runs, in order.
+
+        What touches only memory of its strand alone is joined to what comes behind it: where else
+        it ran would change nothing.
+        """
         users: dict[str, set[str]] = {}
         for entry, _ in self._operations:
             for access in entry.accesses:
                 users.setdefault(access.memory, set()).add(entry.strand)
-        steps: list[_Step] = []
+        strands: dict[str, list[_Step]] = {}
         waiting: dict[str, list[int]] = {}
         for number, (entry, _) in enumerate(self._operations):
             mine = waiting.setdefault(entry.strand, [])
             mine.append(number)
             if any(len(users[access.memory]) > 1 for access in entry.accesses):
-                steps.append(_Step(entry, tuple(mine)))
+                strands.setdefault(entry.strand, []).append(_Step(entry, tuple(mine)))
                 mine.clear()
-        rest = [tuple(mine) for mine in waiting.values() if mine]
-        return steps + [_Step(self._operations[mine[-1]][0], mine) for mine in rest]
+        for strand, mine in waiting.items():
+            if mine:
+                last = _Step(self._operations[mine[-1]][0], tuple(mine))
+                strands.setdefault(strand, []).append(last)
+        return strands
 
 
-def _shuffles(steps: Sequence[_Step], strands: dict[str, list[int]]) -> Iterator[list[int]]:
-    """Yields every order of steps in which each comes behind all that its clock knows."""
-    done = dict.fromkeys(strands, 0)  # per strand: how many of its steps
-    order: list[int] = []
+def _shuffles(strands: Mapping[str, Sequence[_Step]]) -> Iterator[tuple[int, ...]]:
+    """Yields every order in which each step comes behind all that its clock knows."""
+    done = dict.fromkeys(strands, 0)  # of each strand: how many of its steps
+    order: list[_Step] = []
+    length = sum(map(len, strands.values()))
 
     def may_run(step: _Step) -> bool:
         return all(
-            next_index >= len(strands[strand])
-            or steps[strands[strand][next_index]].entry.tick > step.entry.clock.get(strand, 0)
-            for strand, next_index in done.items()
-            if strand != step.entry.strand
+            index >= len(strands[other])
+            or strands[other][index].entry.tick > step.entry.clock.get(other, 0)
+            for other, index in done.items()
+            if other != step.entry.strand
         )
 
-    def extend() -> Iterator[list[int]]:
-        if len(order) == len(steps):
-            yield list(order)
+    def extend() -> Iterator[tuple[int, ...]]:
+        if len(order) == length:
+            yield tuple(operation for step in order for operation in step.operations)
             return
-        for strand, numbers in strands.items():
-            if done[strand] < len(numbers) and may_run(steps[numbers[done[strand]]]):
-                order.append(numbers[done[strand]])
+        for strand, steps in strands.items():
+            if done[strand] < len(steps) and may_run(steps[done[strand]]):
+                order.append(steps[done[strand]])
                 done[strand] += 1
                 yield from extend()
                 done[strand] -= 1

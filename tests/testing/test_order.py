@@ -179,11 +179,11 @@ def test_an_adversary_gets_wrong_numbers_out_of_them(
 ) -> None:
     with Recording() as recording:
         race(recording, True)
-    orders, wrong_orders = recording.differing()
+    orders, wrong_orders = recording.differing(recording.orders())
     assert (orders > 0, wrong_orders) == (True, 0)
     with Recording() as recording:
         race(recording, False)
-    orders, wrong_orders = recording.differing()
+    orders, wrong_orders = recording.differing(recording.orders())
     assert 0 < wrong_orders < orders  # luck decides
 
 
