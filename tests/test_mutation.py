@@ -7,6 +7,8 @@ a violation, a wrong number, an error, or a hang.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from pipegrad.gradients.order import sites
@@ -40,7 +42,7 @@ def test_nothing_is_wrong_without_a_mutation() -> None:
 
 
 @pytest.mark.parametrize("mutant", sites)
-def test_every_site_is_needed(mutant: str, record_property: pytest.FixtureRequest) -> None:
+def test_every_site_is_needed(mutant: str, record_property: Callable[[str, object], None]) -> None:
     killer = killed_by(mutant)
-    record_property("killed by", killer)  # type: ignore[operator]
+    record_property("killed by", killer)
     assert killer is not None, f"nothing notices that {mutant} is off: {sites[mutant].reason}"

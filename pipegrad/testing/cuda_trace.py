@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +13,8 @@ if TYPE_CHECKING:
     from pipegrad.testing.clocks import Clock
     from pipegrad.testing.order import OrderChecker
 
-_following: list[OrderChecker] = []  # one for the process: torch's callbacks cannot be taken back
-_events: dict[int, Clock] = {}
+_registered: list[bool] = []  # torch's callbacks cannot be taken back
+_following: list[tuple[OrderChecker, dict[int, Clock]]] = []  # who is told, and events by address
 
 
 def strand(device: torch.device) -> str:
@@ -20,12 +22,14 @@ def strand(device: torch.device) -> str:
     return _name(torch.cuda.current_stream(device).cuda_stream)
 
 
-def follow(checker: OrderChecker) -> None:
-    """Tells `checker`, instead of the one before, of every event and synchronisation from now on.
+@contextlib.contextmanager
+def following(checker: OrderChecker) -> Iterator[None]:
+    """Tells `checker`, and nobody else meanwhile, of every event and synchronisation.
 
     Source: the callbacks of torch/cuda/_sanitizer.py.
     """
-    if not _following:
+    if not _registered:
+        _registered.append(True)
         torch._C._activate_gpu_trace()
         _gpu_trace.register_callback_for_event_record(_recorded)
         _gpu_trace.register_callback_for_event_wait(_waited)
@@ -33,8 +37,12 @@ def follow(checker: OrderChecker) -> None:
         _gpu_trace.register_callback_for_event_synchronization(_synchronized_event)
         _gpu_trace.register_callback_for_stream_synchronization(_synchronized_stream)
         _gpu_trace.register_callback_for_device_synchronization(_synchronized_device)
-    _following[:] = [checker]
-    _events.clear()
+    told = (checker, dict[int, "Clock"]())
+    _following.append(told)
+    try:
+        yield
+    finally:
+        _following.remove(told)
 
 
 def _name(stream: int) -> str:
@@ -42,24 +50,30 @@ def _name(stream: int) -> str:
 
 
 def _recorded(event: int, stream: int) -> None:
-    _events[event] = _following[0].recorded(_name(stream))
+    for checker, events in _following[-1:]:
+        events[event] = checker.recorded(_name(stream))
 
 
 def _waited(event: int, stream: int) -> None:
-    _following[0].waited(_name(stream), _events.get(event, {}))
+    for checker, events in _following[-1:]:
+        checker.waited(_name(stream), events.get(event, {}))
 
 
 def _deleted(event: int) -> None:
-    _events.pop(event, None)
+    for _, events in _following[-1:]:
+        events.pop(event, None)
 
 
 def _synchronized_event(event: int) -> None:
-    _following[0].waited(None, _events.get(event, {}))
+    for checker, events in _following[-1:]:
+        checker.waited(None, events.get(event, {}))
 
 
 def _synchronized_stream(stream: int) -> None:
-    _following[0].waited(None, _following[0].recorded(_name(stream)))
+    for checker, _ in _following[-1:]:
+        checker.waited(None, checker.recorded(_name(stream)))
 
 
 def _synchronized_device() -> None:
-    _following[0].waited(None, _following[0].everything())
+    for checker, _ in _following[-1:]:
+        checker.waited(None, checker.everything())

@@ -103,7 +103,7 @@ class OrderChecker(order.Backend):
         self._exit.enter_context(order.using(self))
         self._exit.enter_context(self._watching())
         if torch.cuda.is_available():
-            cuda_trace.follow(self)
+            self._exit.enter_context(cuda_trace.following(self))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -291,19 +291,21 @@ def test_a_violation_names_both_accesses_their_call_sites_and_the_wait() -> None
 def test_real_events_of_cuda_are_followed() -> None:
     """Fires torch's callbacks by hand: they are what a device's events come by."""
     checker = OrderChecker(virtual_streams=False)
-    cuda_trace.follow(checker)
 
     def clock(stream: int) -> object:
         return checker.recorded(f"stream {stream:#x}")
 
-    checker.waited("stream 0x10", {"x": 1})
-    _gpu_trace.EventRecordCallbacks.fire_callbacks(7, 16)
-    assert clock(32) == {}
-    _gpu_trace.EventWaitCallbacks.fire_callbacks(7, 32)
-    assert clock(32) == {"x": 1}
-    assert clock(48) == {}
-    _gpu_trace.EventSynchronizationCallbacks.fire_callbacks(7)
-    assert clock(48) == {"x": 1}  # the host waited, so all that it launches is behind
+    with cuda_trace.following(checker):
+        checker.waited("stream 0x10", {"x": 1})
+        _gpu_trace.EventRecordCallbacks.fire_callbacks(7, 16)
+        assert clock(32) == {}
+        _gpu_trace.EventWaitCallbacks.fire_callbacks(7, 32)
+        assert clock(32) == {"x": 1}
+        assert clock(48) == {}
+        _gpu_trace.EventSynchronizationCallbacks.fire_callbacks(7)
+        assert clock(48) == {"x": 1}  # the host waited, so all that it launches is behind
+        _gpu_trace.EventDeletionCallbacks.fire_callbacks(7)
+    _gpu_trace.EventRecordCallbacks.fire_callbacks(7, 16)  # nobody listens any more
 
 
 # Live.
