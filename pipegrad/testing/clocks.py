@@ -83,8 +83,8 @@ class Violation:
             f"  first:   {first}\n"
             f"  second:  {second}\n"
             f"  missing: {second.strand!r} must wait for an event that {first.strand!r} records "
-            f"after the first access (its operation {first.tick}); it has waited only for "
-            + (f"operation {self.known}" if self.known else "nothing there")
+            f"after the first access (its operation {first.tick}); it has waited for "
+            + (f"operation {self.known} at most" if self.known else "nothing there")
         )
 
 

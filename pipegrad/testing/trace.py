@@ -20,8 +20,7 @@ from pipegrad.testing.clocks import Span
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MAX_SPANS = 1024  # of one tensor; beyond that its bounds are taken for all of it
-_HERE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+_NOBODYS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<eval_")
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def spans(tensor: torch.Tensor) -> tuple[Span, ...]:
 def call_site() -> str:
     """Returns the innermost line that is neither torch's nor this tool's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOBODYS):
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
