@@ -67,6 +67,7 @@ class OrderChecker(order.Backend):
     On CPU each lane is taken for a device's stream, with its events and waits, although operators
     run at once; threads order nothing but what they hand over. On CUDA streams are the real ones.
 
+    Make what is to be checked inside, and end it there: lanes keep the streams they were made with.
     It sees operators of torch, not code that bypasses its dispatcher (Triton kernels, replayed CUDA
     graphs). Transfers and collectives outside of lanes are taken to end where they are called.
 
