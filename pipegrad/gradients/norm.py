@@ -26,7 +26,7 @@ def global_norm(
 
     Sync: on the current stream; one scalar all-reduce over `group`.
     """
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients]
+    norms = [_norm(gradient, norm_type).float() for gradient in gradients]
     zero = torch.zeros((), dtype=torch.float32, device=device)
     if math.isinf(norm_type):
         total = torch.stack([zero, *norms]).max()
@@ -37,6 +37,13 @@ def global_norm(
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.pow(1.0 / norm_type)
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Returns the norm of one gradient, computed in fp32 at least."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    return norm
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

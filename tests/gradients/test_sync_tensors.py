@@ -14,6 +14,7 @@ from pipegrad import (
     GradientHandler,
     make_plan,
 )
+from pipegrad.gradients.norm import global_norm
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.cases import (
@@ -336,3 +337,11 @@ def test_means_over_data_then_sums_over_stages(four: list[dict[str, Any]]) -> No
 def test_a_plan_made_elsewhere_is_the_ranks_own(four: list[dict[str, Any]]) -> None:
     own = [reply["grid_of_four"][1] for reply in four]
     assert [reply["grid_of_four"][2] for reply in four] == [own] * 4
+
+
+def test_the_norm_of_float64_gradients_and_of_mixed_ones() -> None:
+    gradients = [torch.full((4,), 3.0, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
+    for number in (1, 2):
+        norm = global_norm(gradients[:number], 2.0, group=None, device=torch.device("cpu"))
+        assert norm.dtype == torch.float32
+        assert norm.item() == pytest.approx(6.0 * number**0.5)
