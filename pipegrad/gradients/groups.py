@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from pipegrad.gradients.collective import blocks_host
+
 
 class Groups:
     """The communicators of one GradientSync. Two lanes never share one: they would serialise.
@@ -15,10 +17,16 @@ class Groups:
         wanted: (ranks, lane) of every group of any rank, in the order in which to make them.
         ranks: All ranks.
         rank: This rank.
+        device: Where they will be used.
     """
 
     def __init__(
-        self, wanted: Sequence[tuple[tuple[int, ...], int]], *, ranks: Sequence[int], rank: int
+        self,
+        wanted: Sequence[tuple[tuple[int, ...], int]],
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
     ) -> None:
         self.world: dist.ProcessGroup | None = None
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
@@ -29,6 +37,12 @@ class Groups:
             group = dist.new_group(list(members), group_desc=f"pipegrad lane {lane}")
             if rank in members:
                 self._groups[members, lane] = group
+        if not self.block_host(device):
+            # NCCL connects a communicator in its first collective, and blocks the host until all
+            # members are there. Lanes begin in the order of readiness, each rank with its own part
+            # of the list: they would wait for each other. Here all ranks connect in one order.
+            for group in self._groups.values():
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def of(self, ranks: tuple[int, ...], lane: int) -> dist.ProcessGroup:
         """Returns the group of `ranks` for one lane."""
@@ -36,11 +50,7 @@ class Groups:
 
     def block_host(self, device: torch.device) -> bool:
         """Whether waiting for a collective on `device` blocks the calling thread (gloo does)."""
-        if device.type == "cpu" or self.world is None:
-            return True
-        backends = dist.get_backend_config(self.world)
-        pairs = dict(pair.split(":") for pair in backends.split(",") if ":" in pair)
-        return pairs.get(device.type, backends) == "gloo"
+        return self.world is None or blocks_host(self.world, device)
 
     def close(self) -> None:
         """Destroys all groups; every rank must call it."""

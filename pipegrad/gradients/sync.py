@@ -162,7 +162,9 @@ class GradientSync:
         self._agree_on_plan(planner, agree_seconds)
         self._device = device_of(modules, manifests)
         self._notice = FailureNotice(str(max(number for number, _ in told)))
-        self._groups = Groups(self.plan.groups, ranks=ranks, rank=topology.rank)
+        self._groups = Groups(
+            self.plan.groups, ranks=ranks, rank=topology.rank, device=self._device
+        )
         self._reducer = Reducer(
             self.plan,
             lanes=lanes,
@@ -262,10 +264,12 @@ class GradientSync:
 
         A gradient that no rank contributed to is None again, as in one process.
 
-        Sync: the current stream waits for the lanes; the host only where collectives block it.
+        Sync: the current stream waits for the lanes; the host only where collectives block it, and
+        for the flag of each parameter that this rank has no gradient of.
 
         Raises:
-            ReduceError: If a collective failed, on every rank that waits for one that never ends.
+            ReduceError: If a collective failed, on every rank that waits for one that never ends:
+                within a second where collectives block the host, else when their backend gives up.
             StepError: If a stage is not final, or a gradient changed after it was.
         """
         if self._accumulating:

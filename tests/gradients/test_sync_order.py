@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,20 @@ from pipegrad import (
     Topology,
     Work,
 )
-from tests.gradients.cases import Case, Done, give, grads, on, replicated, run_world, stage
+from pipegrad.gradients.groups import Groups
+from pipegrad_handlers.pipeline_shared import PipelineShared
+from tests.gradients.cases import (
+    Case,
+    Done,
+    give,
+    grads,
+    on,
+    rank,
+    replicated,
+    run_world,
+    stage,
+    tied,
+)
 
 TWO: list[Case] = []
 
@@ -197,3 +211,46 @@ def partial_sums() -> Any:
 def test_a_partial_sum_does_not_leave(two: list[dict[str, Any]]) -> None:
     """w * w + w has the gradient 2 w + 1 = 5."""
     assert [reply["partial_sums"] for reply in two] == [[({"w": [5.0]}, 0)] * 3] * 2
+
+
+@on(TWO)
+def connected_lazily() -> Any:
+    """NCCL, played on gloo: a group's first collective waits for its members, no other does."""
+    connected: set[str] = set()
+    running: list[dist.Work] = []
+    all_reduce = dist.all_reduce
+
+    def lazily(tensor: torch.Tensor, *, group: dist.ProcessGroup, **_: object) -> Done:
+        if group.group_name not in connected:
+            connected.add(group.group_name)
+            dist.barrier(group)
+        work = all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        running.append(work)
+        return Done()
+
+    names = ("u", "v", "w")[:: 1 - 2 * rank()]  # each rank is ready with another lane first
+    module = stage(**dict.fromkeys(names, (1,)))
+    with (
+        mock.patch.object(Groups, "block_host", return_value=False),
+        mock.patch.object(dist, "all_reduce", lazily),
+    ):
+        sync = tied(module, "u", "v", "w", bucket_bytes=0, lanes=3, handlers=[PipelineShared])
+        connected_first = len(connected)
+        for _ in range(2):  # in the second step they leave as they come
+            module.zero_grad()
+            sync.prepare()
+            sync.stage_last_backward(rank())
+            give(module, **dict.fromkeys(names, 1.0))
+            sync.stage_final(rank())
+            for work in running:
+                work.wait()
+            sync.finish()
+    return connected_first, sync.statistics().early, grads(module)
+
+
+def test_communicators_are_connected_before_lanes_begin_in_different_orders(
+    two: list[dict[str, Any]],
+) -> None:
+    right = (3, 3, {"u": [2.0], "v": [2.0], "w": [2.0]})
+    assert [reply["connected_lazily"] for reply in two] == [right] * 2
