@@ -19,7 +19,8 @@ _following: list[tuple[OrderChecker, dict[int, Clock]]] = []  # who is told, and
 
 def strand(device: torch.device) -> str:
     """Returns the name of the current stream of `device`."""
-    return _name(torch.cuda.current_stream(device).cuda_stream)
+    with torch.cuda.device(device):
+        return _name(torch.cuda.current_stream(device).cuda_stream)
 
 
 @contextlib.contextmanager
@@ -46,7 +47,8 @@ def following(checker: OrderChecker) -> Iterator[None]:
 
 
 def _name(stream: int) -> str:
-    return f"stream {stream:#x}" if stream else "default stream"
+    # An address is one in the process; each device has a default stream, at 0.
+    return f"stream {stream:#x}" if stream else f"default of cuda:{torch.cuda.current_device()}"
 
 
 def _recorded(event: int, stream: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -163,7 +164,10 @@ class _Signature:
         self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
         self.is_collective = func.namespace == "c10d"
         self.leaves_uninitialised = self.name.startswith(("aten.empty", "aten.new_empty"))
-        self.syncs_host = self.name == "aten._local_scalar_dense.default"
+        self.reads_item = self.name == "aten._local_scalar_dense.default"
+        self.copies = self.name in ("aten._to_copy.default", "aten.copy_.default")
+        # What ones_like is given counts for its shape alone.
+        self.reads_nothing = bool(re.match(r"aten\.(new_\w+|\w+_like)\.", self.name))
 
     def argument(
         self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -203,15 +207,29 @@ def _operation(
             if any(there is tensor for tensor in made):
                 there.copy_(value)
 
+    used = [t for t in given if not any(t is w for w in written)]
     return Operation(
         name=signature.name,
-        reads=tuple(t for t in given if not any(t is w for w in written)),
+        reads=() if signature.reads_nothing else tuple(used),
         # Fresh memory may still be in use, by what held it before, on the stream that asks for it.
         writes=(*written, *made),
         group=None,
-        syncs_host=signature.syncs_host,
+        syncs_host=signature.reads_item
+        or (signature.copies and _crosses(used, (*written, *made), args, kwargs)),
         run=_nothing if signature.leaves_uninitialised else again,
     )
+
+
+def _crosses(
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> bool:
+    """Whether a copy goes between host and device, and the host waits for it."""
+    non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
+    devices = {tensor.device.type for tensor in (*reads, *writes)}
+    return "cpu" in devices and len(devices) > 1 and not non_blocking
 
 
 def _nothing() -> None:
