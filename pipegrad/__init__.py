@@ -23,6 +23,7 @@ from pipegrad.errors import (
 )
 from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plan
+from pipegrad.gradients.bucketer import Bucketer
 from pipegrad.gradients.shared import find_shared
 from pipegrad.gradients.sync import GradientSync, Statistics
 from pipegrad.handler import (
@@ -41,6 +42,7 @@ from pipegrad.topology import Topology
 
 __all__ = [
     "AgreementError",
+    "Bucketer",
     "FlatBucket",
     "Float32Grad",
     "GradAttribute",

@@ -10,7 +10,7 @@ import torch
 from pipegrad.gradients import order
 from pipegrad.gradients.bucket import Bucket, Slot
 
-ALLOCATED = order.Record("buffer.allocated", "whoever writes first must not be zeroed over")
+ALLOCATED = order.Record("buffer.allocated", "fresh memory may be zeroed or in use still")
 RESET_FREE = order.Wait("buffer.reset-free", "the last step may still be read on another stream")
 RESET = order.Record("buffer.reset", "what a producer writes must not be zeroed over")
 FILL_FREE = order.Wait("buffer.fill-free", "the zeroing may still run on another stream")
@@ -19,16 +19,17 @@ RELEASED = order.Record("buffer.released", "a later step must not overwrite what
 
 
 class FlatBuffer:
-    """A flat tensor that any stream may write to: it knows what the next writer must wait for.
+    """A flat tensor, just made, that any stream may write to: it knows what for they must wait.
 
     Writers call `acquire`, write, and call `written`; its reader waits for the events of all of
     them and calls `release`. All three are about the stream that is current, whichever it is.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
-        self._device = device
-        self._free = ALLOCATED(device)
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self._device = buffer.device
+        self._home = order.backend().current(buffer.device)
+        self._free = ALLOCATED(buffer.device)
 
     def acquire(self, site: order.Wait) -> None:
         """Makes the current stream wait until the buffer may be written to."""
@@ -41,6 +42,10 @@ class FlatBuffer:
     def release(self, site: order.Record) -> None:
         """Says that the next writers must wait for what the current stream has done until now."""
         self._free = site(self._device)
+
+    def return_home(self, site: order.Wait) -> None:
+        """Makes the stream that it was made on wait likewise: when freed, the memory is its own."""
+        site(self._free, self._device, self._home)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class BucketBuffer(FlatBuffer):
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        super().__init__(bucket.numel, bucket.wire_dtype, device)
+        super().__init__(torch.zeros(bucket.numel, dtype=bucket.wire_dtype, device=device))
         self.bucket = bucket
         # .data gives each view a version counter of its own, which tells who was written to.
         self.views = {slot.key: self._view(slot).data for slot in bucket.slots}

@@ -19,18 +19,16 @@ PRODUCERS = order.Wait("lane.producers", "a task reads what other streams have j
 TASK_DONE = order.Record("lane.task-done", "who waits for a task must not run ahead of its stream")
 HOST = order.WaitHost("lane.host", "the task of a thread may not have run, nor recorded its event")
 RESULT = order.Wait("lane.result", "the current stream reads and overwrites what the task wrote")
-HELD = order.Hold("lane.held", "memory of a running task must not be given to somebody else")
 LAST = order.Record("lane.last", "close orders behind all that runs, failed or not waited for")
 CLOSED = order.Wait("lane.closed", "after close the buffers are freed, on the current stream")
 
 
 class Ticket:
-    """A task on its way. Holds the task, and so its tensors, until it has been waited for."""
+    """A task on its way."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.done: Future[Done] = Future()
         self._device = device
-        self._held = HELD(task)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Waits for the task and all before it in its lane; returns False after the timeout.
@@ -48,7 +46,6 @@ class Ticket:
             event, handed = self.done.result()
             order.backend().take_over(handed)
             RESULT(event, self._device)
-        self._held = None
         return True
 
 
@@ -88,11 +85,9 @@ class Lane:
 
         Sync: returns at once. `task` runs with the side stream current, which first waits for the
         events in `after`. After a task has failed the following ones are dropped, and fail alike.
-
-        Returns:
-            What to wait for. Keep it until then, unless something else holds the task's tensors.
+        Whoever submits holds the tensors of the task until it has been waited for.
         """
-        self._last = Ticket(task, self._device)
+        self._last = Ticket(self._device)
         item = _Item(task, after, order.backend().hand_over(), self._last)
         if self._queue is None:
             self._run(item)
@@ -110,9 +105,7 @@ class Lane:
         Sync: the current stream waits for what runs, so that buffers may be freed on it.
         """
         if self._stream is not None:
-            with order.backend().running(self._stream):
-                last = LAST(self._device)
-            CLOSED(last, self._device)
+            CLOSED(LAST(self._device, self._stream), self._device)
         if self._queue is not None:
             self._queue.put(None)
 

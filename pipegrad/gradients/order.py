@@ -8,7 +8,7 @@ doubted: a site can be switched off by name, and then a test must fail (``pytest
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import TypeVar
@@ -27,18 +27,27 @@ class Backend:
         """Returns a new side stream, or None where there are no streams."""
         return None if device.type == "cpu" else torch.Stream(device)
 
-    def record(self, device: torch.device) -> torch.Event | None:
-        """Returns an event recorded on the current stream, or None where there are no streams."""
-        return (
-            None
-            if device.type == "cpu"
-            else torch.accelerator.current_stream(device).record_event()
-        )
+    def current(self, device: torch.device) -> torch.Stream | None:
+        """Returns the current stream, or None where there are no streams."""
+        return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
-    def wait(self, event: torch.Event | None, device: torch.device) -> None:
-        """Makes the current stream wait for `event`."""
-        if event is not None:
-            torch.accelerator.current_stream(device).wait_event(event)
+    def record(
+        self, device: torch.device, stream: torch.Stream | None = None
+    ) -> torch.Event | None:
+        """Returns an event recorded on a stream, the current one if None; None without streams."""
+        on = stream or self.current(device)
+        return None if on is None else on.record_event()
+
+    def wait(
+        self,
+        event: torch.Event | None,
+        device: torch.device,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        """Makes a stream, the current one if None, wait for `event`."""
+        on = stream or self.current(device)
+        if event is not None and on is not None:
+            on.wait_event(event)
 
     def wait_work(self, work: Work) -> None:
         """Waits for a collective, on the host or on the current stream, as its backend does."""
@@ -102,18 +111,25 @@ class Site:
 
 
 class Record(Site):
-    """Records an event on the current stream."""
+    """Records an event on the current stream, or on another one."""
 
-    def __call__(self, device: torch.device) -> torch.Event | None:
-        return _backend.record(device) if self.enabled else None
+    def __call__(
+        self, device: torch.device, stream: torch.Stream | None = None
+    ) -> torch.Event | None:
+        return _backend.record(device, stream) if self.enabled else None
 
 
 class Wait(Site):
-    """Makes the current stream wait for an event."""
+    """Makes the current stream, or another one, wait for an event."""
 
-    def __call__(self, event: torch.Event | None, device: torch.device) -> None:
+    def __call__(
+        self,
+        event: torch.Event | None,
+        device: torch.device,
+        stream: torch.Stream | None = None,
+    ) -> None:
         if self.enabled:
-            _backend.wait(event, device)
+            _backend.wait(event, device, stream)
 
 
 class WaitWork(Site):
@@ -135,7 +151,7 @@ class WaitHost(Site):
 
 
 class Hold(Site):
-    """Keeps what it is given alive, by returning it for its caller to keep."""
+    """Keeps what it is given alive, by returning it to who keeps it."""
 
-    def __call__(self, held: Callable[[], None]) -> Callable[[], None] | None:
+    def __call__(self, held: T) -> T | None:
         return held if self.enabled else None

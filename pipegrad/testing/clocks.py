@@ -73,7 +73,7 @@ class Violation:
     def hazard(self) -> str:
         """What may go wrong, in the usual words."""
         if self.second.kind is Kind.FREE:
-            return "freed while in flight"
+            return "freed and used again while in flight"
         return f"{self.second.kind.value} not ordered after {self.first.kind.value}"
 
     def __str__(self) -> str:

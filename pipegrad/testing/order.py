@@ -73,7 +73,8 @@ class OrderChecker(order.Backend):
 
     Args:
         virtual_streams: Whether CPU tensors live on virtual streams. If False the order on CPU is
-            the real one there, of threads: what a gloo job on CPU relies on.
+            the real one there, of threads: what a gloo job on CPU relies on. So it must be where
+            a program has CUDA tensors too.
         raises: Raise at the second access, instead of collecting.
         log: Keep every operation, in ``log``.
 
@@ -93,7 +94,9 @@ class OrderChecker(order.Backend):
         self._order = HappensBefore()
         self._memories = Memories(self._freed)
         self._homes: dict[str, str] = {}  # memory -> the strand that allocated it
-        self._gone: deque[str] = deque()  # memories, freed and not yet looked at
+        self._gone: deque[tuple[str, str]] = deque()  # strand that may use a freed memory again
+        self._free: defaultdict[str, list[str]] = defaultdict(list)
+        self._threads: set[str] = set()
         self._flights: defaultdict[str, list[tuple[str, Clock]]] = defaultdict(list)
         self._names = itertools.count(1)
         self._lock = threading.RLock()
@@ -109,13 +112,11 @@ class OrderChecker(order.Backend):
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
-        with self._locked():
-            pass
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
         """Makes the virtual stream `name` current in this thread; ``compute`` is the default."""
-        before = self.current
+        before = self.on_now
         self.switch(name)
         try:
             yield
@@ -127,7 +128,7 @@ class OrderChecker(order.Backend):
         self._local.stream = name
 
     @property
-    def current(self) -> str:
+    def on_now(self) -> str:
         """Name of this thread's current virtual stream."""
         return str(getattr(self._local, "stream", COMPUTE))
 
@@ -139,20 +140,29 @@ class OrderChecker(order.Backend):
             return cast("torch.Stream", VirtualStream(f"{name} #{next(self._names)}"))
         return super().stream(device, name)
 
-    def record(self, device: torch.device) -> torch.Event | None:
-        """Returns an event that carries the clock of the current stream."""
+    def current(self, device: torch.device) -> torch.Stream | None:
+        """Returns the current stream, which may be a virtual one."""
         if device.type == "cpu" and self._virtual:
-            with self._locked():
-                return cast("torch.Event", VirtualEvent(self._order.clock(self.current)))
-        return super().record(device)
+            return cast("torch.Stream", VirtualStream(self.on_now))
+        return super().current(device)
 
-    def wait(self, event: object, device: torch.device) -> None:
-        """Orders the current stream behind the event."""
+    def record(self, device: torch.device, stream: object = None) -> torch.Event | None:
+        """Returns an event that carries the clock of a stream."""
+        name = self._virtual_name(device, stream)
+        if name is None:
+            return super().record(device, cast("torch.Stream | None", stream))
+        with self._locked():
+            return cast("torch.Event", VirtualEvent(self._order.clock(name)))
+
+    def wait(self, event: object, device: torch.device, stream: object = None) -> None:
+        """Orders a stream behind the event."""
         if isinstance(event, VirtualEvent):
             with self._locked():
-                self._order.join(self.current, event.clock)
+                self._order.join(self._virtual_name(device, stream) or self.on_now, event.clock)
         else:
-            super().wait(cast("torch.Event | None", event), device)
+            super().wait(
+                cast("torch.Event | None", event), device, cast("torch.Stream | None", stream)
+            )
 
     def wait_work(self, work: Work) -> None:
         """Waits, and orders what comes behind the collectives started here since the last wait."""
@@ -235,7 +245,8 @@ class OrderChecker(order.Backend):
                 self._order.join(self._thread, clock)
             if self._logs:
                 self.log.append(entry)
-            self._report([race for access in accesses for race in self._order.access(access)])
+            found = self._reuse(strand, where)
+            self._report(found + [r for access in accesses for r in self._order.access(access)])
             return entry
 
     @contextlib.contextmanager
@@ -253,23 +264,34 @@ class OrderChecker(order.Backend):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock, once what was freed has been looked at: before any clock moves on."""
+        """Holds the lock, once it is known what each strand may use again."""
         with self._lock:
             while self._gone:
-                memory = self._gone.popleft()
-                home = self._homes.pop(memory)
-                clock = self._order.clock(home)
-                free = Access(
-                    home, clock.get(home, 0), Kind.FREE, "free", "at its last reference", memory,
-                    ((0, 2**63),),
-                )  # fmt: skip
-                self._report(self._order.access(free))
+                home, memory = self._gone.popleft()
+                self._free[home].append(memory)
             yield
 
     def _freed(self, memory: str) -> None:
         """Notes a free. Called by a finalizer, where nothing may lock or raise."""
-        if memory in self._homes:
-            self._gone.append(memory)
+        home = self._homes.pop(memory, None)
+        if home is not None:
+            self._gone.append((self._thread if home in self._threads else home, memory))
+
+    def _reuse(self, home: str, where: str) -> list[Violation]:
+        """Takes the next operation of a strand for the one that gets what was freed on it."""
+        tick, everything = self._order.clock(home)[home], ((0, 2**63),)
+        return [
+            violation
+            for memory in self._free.pop(home, ())
+            for violation in self._order.access(
+                Access(home, tick, Kind.FREE, "reuse of what was freed", where, memory, everything)
+            )
+        ]
+
+    def _virtual_name(self, device: torch.device, stream: object) -> str | None:
+        if device.type != "cpu" or not self._virtual:
+            return None
+        return stream.name if isinstance(stream, VirtualStream) else self.on_now
 
     def _memory(self, tensor: torch.Tensor, home: str) -> str:
         memory = self._memories.name(tensor)
@@ -286,18 +308,19 @@ class OrderChecker(order.Backend):
         """Name of this thread's strand."""
         if not hasattr(self._local, "thread"):
             self._local.thread = f"{threading.current_thread().name} #{next(self._names)}"
+            self._threads.add(self._local.thread)
         return str(self._local.thread)
 
     @property
     def _here(self) -> str:
-        return f"{self._thread}, {self.current}"
+        return f"{self._thread}, {self.on_now}"
 
     def _home(self, operation: Operation) -> str:
         """Returns the strand on which an operator runs, its collective's launch included."""
         for tensor in (*operation.writes, *operation.reads):
             if tensor.device.type != "cpu":
                 return cuda_trace.strand(tensor.device)
-        return self.current if self._virtual else self._thread
+        return self.on_now if self._virtual else self._thread
 
 
 def watch_process() -> None:

@@ -34,7 +34,7 @@ class Producers:
         for k, node in enumerate(self._nodes):
             node.register_prehook(self._switch(k))
         self._leaves: list[Any] = []
-        self._caller = checker.current
+        self._caller = checker.on_now
         self._calls = 0
 
     @contextmanager
@@ -42,7 +42,7 @@ class Producers:
         """Around a call of backward."""
         # Last in line: behind the hook of pipegrad, which belongs to the producer's stream.
         backs = [p.register_post_accumulate_grad_hook(self._back) for p in self._parameters]
-        self._caller = self._checker.current
+        self._caller = self._checker.on_now
         try:
             yield
         finally:

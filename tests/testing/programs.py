@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-from pipegrad import GradientSync
+from pipegrad import Bucketer, GradientSync
+from pipegrad.gradients import collective
 from pipegrad.gradients.buffer import WRITTEN, FlatBuffer
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Lane
@@ -204,25 +206,57 @@ def tie(checker: OrderChecker) -> Any:
 def given_up(checker: OrderChecker) -> Any:
     """A step fails, nobody waits for what was launched, and the buffers are freed."""
     del checker
-    buffer = FlatBuffer(4, torch.float32, CPU)
+    buffer = FlatBuffer(torch.zeros(4))
     lane = Lane("given up", CPU, threaded=False)
     event = buffer.written(WRITTEN)
     assert event is not None
     lane.submit(lambda tensor=buffer.buffer: tensor.mul_(2), [event])  # type: ignore[misc]
     lane.close()
     del buffer, lane
+    torch.zeros(4)  # in the same memory, perhaps
 
 
-@program([2.0] * 4)
-def left_alone(checker: OrderChecker) -> Any:
-    """Only the task holds what it works on, and the host runs ahead of it."""
-    lane = Lane("left alone", CPU, threaded=False)
-    result = torch.ones(4)
+def sums(checker: OrderChecker) -> Any:
+    """Inputs from two streams, callbacks on a third; buckets that fill, overflow and are reused."""
+    bucketer, found = Bucketer(capacity_bytes=64), list[tuple[str, list[float]]]()
+    inputs = {name: torch.ones(numel) for name, numel in (("fits", 4), ("large", 40))}
+    made = checker.record(CPU)
+    for stream in ("a", "b", "c"):
+        with checker.on(stream):
+            checker.wait(made, CPU)  # the inputs are the caller's to order
+    for turn in range(3):
+        for stream, name in (("a", "fits"), ("b", "fits"), ("a", "large"), ("b", "fits")):
+            with checker.on(stream):
+                take = partial(taken, found, f"{turn} {stream} {name}")
+                bucketer.reduce_scatter(inputs[name].chunk(2), callback=take)
+                bucketer.all_reduce(inputs[name], callback=take)
+        with checker.on("c"):
+            bucketer.flush()
+    bucketer.release()
+    return sorted(found) == sorted(expected_sums()) or found
 
-    def task(scratch: torch.Tensor = torch.ones(4)) -> None:  # noqa: B008 - held by the task alone
-        result.add_(scratch)
 
-    ticket = lane.submit(task, [checker.record(CPU)])  # type: ignore[list-item]
-    del task
-    ticket.wait(1)
-    return result.tolist()
+def taken(found: list[tuple[str, list[float]]], name: str, result: torch.Tensor) -> None:
+    result.mul_(2)
+    found.append((name, (result + 0).tolist()))
+
+
+def expected_sums() -> list[tuple[str, list[float]]]:
+    calls = (("a", "fits", 4), ("b", "fits", 4), ("a", "large", 40), ("b", "fits", 4))
+    return [
+        (f"{turn} {stream} {name}", [4.0] * size)
+        for turn in range(3)
+        for stream, name, numel in calls
+        for size in (numel // 2, numel)
+    ]
+
+
+@program(True)
+def sums_in_threads(checker: OrderChecker) -> Any:
+    return sums(checker)
+
+
+@program(True)
+def sums_inline(checker: OrderChecker) -> Any:
+    with mock.patch.object(collective, "blocks_host", return_value=False):
+        return sums(checker)
