@@ -1,0 +1,34 @@
+"""The programs of the tests on a card, without one: right, and wrong without each site."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipegrad.gradients.order import sites
+from pipegrad.testing import OrderChecker
+from tests.gpu.programs import EXPECTED, HERE, TWINS, Program, Virtual, dropped
+
+
+def run(program: Program) -> tuple[Any, int]:
+    with OrderChecker() as checker:
+        found = program(Virtual(checker), {})
+    return found, len(checker.violations)
+
+
+@pytest.mark.parametrize("program", EXPECTED, ids=lambda program: program.__name__)
+def test_programs_are_right_on_virtual_streams(program: Program) -> None:
+    assert run(program) == (EXPECTED[program], 0)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_site_about_streams_has_a_program_that_needs_it(name: str) -> None:
+    with sites[name].off():
+        _, violations = run(TWINS[name].program)
+    assert violations
+
+
+def test_memory_that_is_dropped_too_early_is_found() -> None:
+    _, violations = run(dropped)
+    assert violations
