@@ -58,7 +58,7 @@ def main(pipeline: int | None, steps: int, text: Path | None) -> None:
         starts = torch.randint(len(corpus) - CONTEXT, (BATCH,))
         batch = torch.stack([corpus[s : s + CONTEXT + 1] for s in starts])
         share, losses = batch.chunk(replicas)[topology.coordinate("dp")], list[Tensor]()
-        inputs = [share[:, :-1]] if stage.is_first else []
+        inputs = [share[:, :-1].contiguous()] if stage.is_first else []
         schedule.step(*inputs, target=share[:, 1:] if stage.is_last else None, losses=losses)
         loss = torch.stack(losses).mean().detach() / replicas if losses else torch.zeros(())
         dist.all_reduce(loss)
