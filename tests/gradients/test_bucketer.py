@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from pipegrad import Bucketer
 from pipegrad.gradients import bucketer as module
-from pipegrad.gradients import collective, order
+from pipegrad.gradients import collective
 from pipegrad.gradients.buffer import FlatBuffer
-from pipegrad.testing import OrderChecker
 from tests.gradients.cases import Case, bits, on, outcome, rank, run_world
-from tests.testing.producers import CPU
 
 TWO: list[Case] = []
 FOUR: list[Case] = []
@@ -810,7 +808,7 @@ def test_what_cannot_be_summed_is_refused_before_anything_is_touched(
     assert [reply["refusals"] for reply in two] == [(expected, 0)] * 2
 
 
-# --- other backends, and order
+# --- other backends
 
 
 @on(FOUR)
@@ -842,114 +840,3 @@ def test_other_backends_get_one_tensor_and_full_buckets_are_not_copied(
     for number, reply in enumerate(four):
         sums = [(4, 1.0), (5, 1.0), (3, 1.0)]
         assert reply["elsewhere"] == (sums, [[4.0 + 4j * number] * 2], 1)
-
-
-class Late:
-    """A message that is sent when it is waited for, or as soon as posted; kept until then."""
-
-    def __init__(self, post: Callable[[], Any], *, lazy: bool) -> None:
-        self.post = post
-        self.work = None if lazy else post()
-        self.done = False
-
-    def wait(self) -> None:
-        if not self.done:
-            self.done = True
-            (self.work or self.post()).wait()
-
-
-def exchanges(checker: OrderChecker) -> Any:
-    """Rank 0 sends as late as it may. What nobody waits for is ended behind the next call."""
-    del checker
-    late: list[Late] = []
-    receive, send = dist.irecv, dist.isend
-
-    def irecv(tensor: torch.Tensor, **options: Any) -> Late:
-        late.append(Late(lambda: receive(tensor, **options), lazy=False))
-        return late[-1]
-
-    def isend(tensor: torch.Tensor, **options: Any) -> Late:
-        late.append(Late(lambda: send(tensor, **options), lazy=rank() == 0))
-        return late[-1]
-
-    got: list[Any] = []
-    bucketer = Bucketer(capacity_bytes=2 * 4 * 4)
-    with mock.patch.object(dist, "irecv", irecv), mock.patch.object(dist, "isend", isend):
-        for value in (1.0, 2.0, 3.0):
-            bucketer.reduce_scatter([torch.full((3,), value)] * 2, callback=got.append)
-            for message in late:
-                message.wait()
-            bucketer.flush()
-        for message in late:
-            message.wait()
-    return [view.tolist() for view in got]
-
-
-def streams(checker: OrderChecker) -> Any:
-    """Each step has two streams that add, and flushes on a third.
-
-    Those that began buckets wait for the third before their memory is freed; nothing else waits.
-    """
-    got: list[Any] = []
-    bucketer = Bucketer(capacity_bytes=2**10)
-    for step in range(3):
-        views: list[torch.Tensor] = []
-        adding = [f"adds {step} {k}" for k in range(2)]
-        for stream in adding:
-            with checker.on(stream):
-                rows = [torch.ones(3) for _ in range(2)]
-                bucketer.reduce_scatter(rows, callback=views.append)
-                bucketer.all_reduce(torch.ones(3), callback=views.append)
-        with checker.on(f"flushes {step}"):
-            bucketer.flush()
-            got += [view.tolist() for view in views]
-            end = checker.record(CPU)
-        for stream in ("adds 0 0", *adding):
-            with checker.on(stream):
-                checker.wait(end, CPU)
-        views.clear()
-    bucketer.release()
-    return got
-
-
-NEEDED = {
-    "staging.fill-free": streams,
-    "staging.written": streams,
-    "bucketer.result": streams,
-    "bucketer.released": streams,
-    "collective.received": exchanges,
-    "collective.sent": exchanges,
-}
-RIGHT = {"streams": [[2.0] * 3] * 12, "exchanges": [[2.0] * 3, [4.0] * 3, [6.0] * 3]}
-
-
-def noticed(program: Callable[[OrderChecker], Any]) -> str | None:
-    with OrderChecker() as checker:
-        value = program(checker)
-    if checker.violations:
-        return str(checker.violations[0])
-    return None if value == RIGHT[program.__name__] else f"{value} is wrong"
-
-
-@on(TWO)
-def programs() -> Any:
-    return [noticed(program) for program in (streams, exchanges)]
-
-
-@on(TWO)
-def mutants() -> Any:
-    found = {}
-    for site, program in NEEDED.items():
-        with order.sites[site].off():
-            found[site] = noticed(program)
-        dist.barrier()
-    return found
-
-
-def test_calls_from_several_streams_are_ordered(two: list[dict[str, Any]]) -> None:
-    assert [reply["programs"] for reply in two] == [[None, None]] * 2
-
-
-def test_each_wait_and_record_is_needed(two: list[dict[str, Any]]) -> None:
-    for site in NEEDED:
-        assert any(reply["mutants"][site] for reply in two), site

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipegrad import Bucketer, GradientSync
@@ -214,6 +215,48 @@ def given_up(checker: OrderChecker) -> Any:
     lane.close()
     del buffer, lane
     torch.zeros(4)  # in the same memory, perhaps
+
+
+class Late:
+    """A message that is sent when it is waited for, or as soon as posted; kept until then."""
+
+    def __init__(self, post: Callable[[], Any], *, lazy: bool) -> None:
+        self.post = post
+        self.work = None if lazy else post()
+        self.done = False
+
+    def wait(self) -> None:
+        if not self.done:
+            self.done = True
+            (self.work or self.post()).wait()
+
+
+@program([[2.0] * 3, [4.0] * 3, [6.0] * 3])
+def exchanges(checker: OrderChecker) -> Any:
+    """Rank 0 sends as late as it may. What nobody waits for is ended behind the next call."""
+    del checker
+    late: list[Late] = []
+    receive, send = dist.irecv, dist.isend
+
+    def irecv(tensor: torch.Tensor, **options: Any) -> Late:
+        late.append(Late(lambda: receive(tensor, **options), lazy=False))
+        return late[-1]
+
+    def isend(tensor: torch.Tensor, **options: Any) -> Late:
+        late.append(Late(lambda: send(tensor, **options), lazy=rank() == 0))
+        return late[-1]
+
+    got: list[torch.Tensor] = []
+    bucketer = Bucketer(capacity_bytes=2 * 4 * 4)
+    with mock.patch.object(dist, "irecv", irecv), mock.patch.object(dist, "isend", isend):
+        for value in (1.0, 2.0, 3.0):
+            bucketer.reduce_scatter([torch.full((3,), value)] * 2, callback=got.append)
+            for message in late:
+                message.wait()
+            bucketer.flush()
+        for message in late:
+            message.wait()
+    return [view.tolist() for view in got]
 
 
 def sums(checker: OrderChecker) -> Any:
