@@ -128,3 +128,4 @@ class Lane:
 def _drain(tasks: queue.SimpleQueue[_Item | None], run: Callable[[_Item], None]) -> None:
     while (item := tasks.get()) is not None:
         run(item)
+        del item  # or its tensors would live until the next one

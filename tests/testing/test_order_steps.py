@@ -145,6 +145,7 @@ OTHERS = [
     case_of("1F1B", options=(("reduce_dtype", torch.float64),)),
     case_of("ZBVZeroBubble", options=(("reduce_dtype", torch.float64),)),
     case_of("1F1B", accumulate=2, clip=(0.5, 2.0)),
+    case_of("1F1B", wrapper="compile"),
     *(case_of(schedule) for schedule in LOOPS[3:]),
 ]
 
@@ -154,7 +155,9 @@ def others(request: pytest.FixtureRequest) -> list[list[Watched]]:
     return run_ranks(watch, 4, OTHERS, request.param, timeout_seconds=60)
 
 
-def test_copies_accumulation_clipping_and_threads(others: list[list[Watched]]) -> None:
+def test_copies_accumulation_clipping_compiled_stages_and_threads(
+    others: list[list[Watched]],
+) -> None:
     assert [seen.violations for rank in others for seen in rank] == [[]] * (4 * len(OTHERS))
     assert all(min(seen.collectives[1::2]) > 0 for rank in others for seen in rank)
 
