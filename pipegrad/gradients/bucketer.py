@@ -16,13 +16,13 @@ from pipegrad.gradients.buffer import FlatBuffer
 from pipegrad.gradients.lane import Lane, Ticket
 from pipegrad.gradients.staging import Callback, Calls, Key, Staging, check
 
+RESULT = order.Record("bucketer.result", "fresh memory may still be in use on the launching stream")
 HELD = order.Hold("bucketer.held", "memory of a bucket in flight must not be given to another")
+RELEASED = order.Record("bucketer.released", "what is read must not be overwritten or given away")
 HOME = order.Wait("bucketer.home", "memory goes back to the stream that asked for it, if another")
+
 IN_FLIGHT = 2  # with more buckets than these, a call waits for the oldest
 _POLL_SECONDS = 60.0
-
-RESULT = order.Record("bucketer.result", "fresh memory may still be in use on the launching stream")
-RELEASED = order.Record("bucketer.released", "what is read must not be overwritten or given away")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Bucketer:
     Sync: calls return at once (but for the wait above); inputs may then be changed, or freed on
     the stream that was current. Collectives wait for every stream that added to their bucket, and
     run on a side stream, with gloo in a thread. Callbacks run with the current stream behind them.
-    A result belongs to the stream whose call made its bucket leave, for who keeps a view of it
-    beyond the callback. Not thread-safe.
+    For who keeps a view beyond the callback: a reduce_scatter's result is memory of the stream
+    whose call made its bucket leave, an all_reduce's of the one that began it. Not thread-safe.
 
     Args:
         capacity_bytes: Of the inputs in a bucket, those for all ranks together; what a bucket takes

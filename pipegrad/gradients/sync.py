@@ -192,7 +192,8 @@ class GradientSync:
             divisor: Every gradient is divided by it, once, when it is final: the number of
                 microbatches, where each microbatch's loss is a mean.
 
-        Sync: zeroes on the current stream, which must be the one that backward is called from.
+        Sync: zeroes gradients on the current stream: call backward from it, or from one that waits
+        for it. pipegrad's own buffers are safe whichever streams its verbs are called on.
 
         Raises:
             StepError: If a gradient still is the reduced one of the step before, if a parameter is

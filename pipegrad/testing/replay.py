@@ -16,7 +16,7 @@ from pipegrad.handler import Work
 from pipegrad.testing.order import Entry, OrderChecker
 from pipegrad.testing.trace import Operation
 
-_POISON = 0x7F  # a NaN of every floating dtype that is not fp8
+_POISON = 0xFF  # bytes of which every floating dtype makes a NaN
 
 
 @dataclass
@@ -49,7 +49,6 @@ class Recording(OrderChecker):
         self._operations: list[tuple[Entry, Operation]] = []
         self._collectives: dict[int, _Collective] = {}
         self._storages: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._given: list[torch.Tensor] = []
 
     def orders(self, at_most: int = 20_000) -> Iterator[tuple[int, ...]]:
         """Yields every order in which the streams may run what was recorded.
@@ -141,7 +140,7 @@ class Recording(OrderChecker):
             if same:
                 there.copy_(made)
             else:
-                there.fill_(float("nan"))
+                there.view(torch.uint8).fill_(_POISON)
 
     def _strands(self) -> dict[str, list[_Step]]:
         """Returns what each strand runs, in order.
