@@ -1,7 +1,7 @@
 """Times a step's reduction on cards, pipegrad's and the one by flattening, with CUDA's own events.
 
-torchrun --nproc-per-node 8 benchmarks/bucket_path/cuda.py              # a card for each rank
-torchrun --nproc-per-node 2 benchmarks/bucket_path/cuda.py --one-card   # all ranks on card 0
+torchrun --nproc-per-node 8 benchmarks/bucket_path/on_cards.py              # a card for each rank
+torchrun --nproc-per-node 2 benchmarks/bucket_path/on_cards.py --one-card   # all ranks on card 0
 
 With --one-card ranks take turns on the card and talk through sockets: that it runs, and that its
 results are right, is all that it shows then; the times mean nothing.
