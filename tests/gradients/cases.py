@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,6 +46,16 @@ def on(world: list[Case]) -> Callable[[Case], Case]:
 
 def run_world(num_ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
     return run_ranks(run_cases, num_ranks, cases, timeout_seconds=50)
+
+
+def replies(num_ranks: int, cases: list[Case]) -> Any:
+    """Returns a fixture: a world of cases runs once for its module."""
+
+    @pytest.fixture(scope="module")
+    def replies() -> list[dict[str, Any]]:
+        return run_world(num_ranks, cases)
+
+    return replies
 
 
 def run_cases(cases: list[Case]) -> dict[str, Any]:

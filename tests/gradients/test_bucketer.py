@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
 from pipegrad.gradients import collective
-from tests.gradients.cases import Case, on, run_world
+from tests.gradients.cases import Case, on, replies
 from tests.gradients.sums import Calls, spied
 
 FOUR: list[Case] = []
 
 
-@pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    return run_world(4, FOUR)
+four = replies(4, FOUR)
 
 
 @on(FOUR)

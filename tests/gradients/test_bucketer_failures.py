@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,21 +15,15 @@ from pipegrad import Bucketer
 from pipegrad.gradients import bucketer as module
 from pipegrad.gradients import collective
 from pipegrad.gradients.buffer import FlatBuffer
-from tests.gradients.cases import Case, on, outcome, rank, run_world
+from tests.gradients.cases import Case, on, outcome, rank, replies
 from tests.gradients.sums import Calls, inputs, spied
 
 TWO: list[Case] = []
 FOUR: list[Case] = []
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_world(2, TWO)
-
-
-@pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    return run_world(4, FOUR)
+two = replies(2, TWO)
+four = replies(4, FOUR)
 
 
 def raising(calls: Calls, value: float) -> Callable[[torch.Tensor], None]:

@@ -7,26 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from tests.gradients.cases import Case, bits, on, outcome, rank, run_world
+from tests.gradients.cases import Case, bits, on, outcome, rank, replies
 from tests.gradients.sums import Calls, inputs, spied
 
 TWO: list[Case] = []
 FOUR: list[Case] = []
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_world(2, TWO)
-
-
-@pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    return run_world(4, FOUR)
+two = replies(2, TWO)
+four = replies(4, FOUR)
 
 
 @on(FOUR)

@@ -26,7 +26,7 @@ from tests.gradients.cases import (
     on,
     outcome,
     rank,
-    run_world,
+    replies,
     stage,
     step,
     tied,
@@ -35,9 +35,7 @@ from tests.gradients.cases import (
 TWO: list[Case] = []
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_world(2, TWO)
+two = replies(2, TWO)
 
 
 @on(TWO)

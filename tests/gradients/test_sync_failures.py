@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,7 +31,7 @@ from tests.gradients.cases import (
     outcome,
     rank,
     replicated,
-    run_world,
+    replies,
     stage,
     step,
     tied,
@@ -41,9 +40,7 @@ from tests.gradients.cases import (
 TWO: list[Case] = []
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_world(2, TWO)
+two = replies(2, TWO)
 
 
 class FailsOnOne(PipelineShared):

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,7 +32,7 @@ from tests.gradients.cases import (
     on,
     rank,
     replicated,
-    run_world,
+    replies,
     stage,
     tied,
 )
@@ -41,9 +40,7 @@ from tests.gradients.cases import (
 TWO: list[Case] = []
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_world(2, TWO)
+two = replies(2, TWO)
 
 
 class Gate(GradientHandler):

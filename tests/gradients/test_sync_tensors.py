@@ -27,7 +27,7 @@ from tests.gradients.cases import (
     on,
     outcome,
     rank,
-    run_world,
+    replies,
     stage,
     step,
     tied,
@@ -37,14 +37,8 @@ TWO: list[Case] = []
 FOUR: list[Case] = []
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_world(2, TWO)
-
-
-@pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    return run_world(4, FOUR)
+two = replies(2, TWO)
+four = replies(4, FOUR)
 
 
 @on(TWO)
