@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,6 +129,13 @@ class GradientSync:
         self.topology = topology
         self._accessor = accessor or GradAttribute()
         self._handlers: dict[str, GradientHandler] = {}
+        options: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "reduce_dtype": reduce_dtype,
+            "lanes": lanes,
+            "allow_unsynced": allow_unsynced,
+            "stage_ticks": stage_ticks,
+        }
 
         def describe() -> tuple[int, RankManifest]:
             check_arguments(modules, topology, bucket_bytes, lanes, stage_ticks)
@@ -138,28 +146,18 @@ class GradientSync:
                 "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
                 "shared": list(map(str, self._ties)),
                 "handlers": identities,
-                "bucket_bytes": bucket_bytes,
-                "reduce_dtype": reduce_dtype,
-                "lanes": lanes,
+                **options,
                 "allow_unsynced": list(allow_unsynced),
                 "stage_ticks": stage_ticks and list(stage_ticks),
             }
             return next(_instances), describe_rank(modules, self._accessor, settings)
 
-        planner = partial(
-            make_plan,
-            bucket_bytes=bucket_bytes,
-            reduce_dtype=reduce_dtype,
-            lanes=lanes,
-            stage_ticks=stage_ticks,
-            allow_unsynced=allow_unsynced,
-        )
         ranks = sorted(topology.ranks)
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in told]
         self.manifest: Manifest = merge(manifests, topology, self._ties)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
-        self._agree_on_plan(planner, agree_seconds)
+        self._agree_on_plan(partial(make_plan, **options), agree_seconds)
         self._device = device_of(modules, manifests)
         self._notice = FailureNotice(str(max(number for number, _ in told)))
         self._groups = Groups(
