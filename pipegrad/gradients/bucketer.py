@@ -233,9 +233,7 @@ class Bucketer:
             if (key.device, threaded) not in self._lanes:
                 lane = Lane("pipegrad bucketer", key.device, threaded=threaded)
                 self._lanes[key.device, threaded] = lane
-            ranks = dist.get_process_group_ranks(key.group)
-            sums = result.buffer[: staging.numel]
-            task = partial(_reduce, key, sums, staging.rows, ranks)
+            task = partial(_reduce, key, result.buffer[: staging.numel], staging.rows)
             ticket = self._lanes[key.device, threaded].submit(
                 task, [e for e in events if e is not None]
             )
@@ -291,7 +289,7 @@ def _fresh(numel: int, key: Key) -> FlatBuffer:
     return FlatBuffer(torch.empty(numel, dtype=key.dtype, device=key.device))
 
 
-def _reduce(key: Key, result: torch.Tensor, rows: torch.Tensor, ranks: Sequence[int]) -> None:
+def _reduce(key: Key, result: torch.Tensor, rows: torch.Tensor) -> None:
     """Runs a collective. On a lane."""
     try:
         if key.in_place:
@@ -301,7 +299,7 @@ def _reduce(key: Key, result: torch.Tensor, rows: torch.Tensor, ranks: Sequence[
     except Exception as error:
         raise ReduceError(
             f"{key.kind} of {rows.nbytes} bytes of {key.dtype} on {key.device} over ranks "
-            f"{list(ranks)} failed: {error}"
+            f"{dist.get_process_group_ranks(key.group)} failed: {error}"
         ) from error
 
 

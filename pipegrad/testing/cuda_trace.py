@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from pipegrad.testing.clocks import Clock
     from pipegrad.testing.order import OrderChecker
 
-_registered: list[bool] = []  # torch's callbacks cannot be taken back
 _following: list[tuple[OrderChecker, dict[int, Clock]]] = []  # who is told, and events by address
 
 
@@ -25,25 +25,29 @@ def strand(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def following(checker: OrderChecker) -> Iterator[None]:
-    """Tells `checker`, and nobody else meanwhile, of every event and synchronisation.
-
-    Source: the callbacks of torch/cuda/_sanitizer.py.
-    """
-    if not _registered:
-        _registered.append(True)
-        torch._C._activate_gpu_trace()
-        _gpu_trace.register_callback_for_event_record(_recorded)
-        _gpu_trace.register_callback_for_event_wait(_waited)
-        _gpu_trace.register_callback_for_event_deletion(_deleted)
-        _gpu_trace.register_callback_for_event_synchronization(_synchronized_event)
-        _gpu_trace.register_callback_for_stream_synchronization(_synchronized_stream)
-        _gpu_trace.register_callback_for_device_synchronization(_synchronized_device)
+    """Tells `checker`, and nobody else meanwhile, of every event and synchronisation."""
+    _listen()
     told = (checker, dict[int, "Clock"]())
     _following.append(told)
     try:
         yield
     finally:
         _following.remove(told)
+
+
+@functools.cache
+def _listen() -> None:
+    """Registers callbacks, for good: torch takes none back.
+
+    Source: torch/cuda/_sanitizer.py.
+    """
+    torch._C._activate_gpu_trace()
+    _gpu_trace.register_callback_for_event_record(_recorded)
+    _gpu_trace.register_callback_for_event_wait(_waited)
+    _gpu_trace.register_callback_for_event_deletion(_deleted)
+    _gpu_trace.register_callback_for_event_synchronization(_synchronized_event)
+    _gpu_trace.register_callback_for_stream_synchronization(_synchronized_stream)
+    _gpu_trace.register_callback_for_device_synchronization(_synchronized_device)
 
 
 def _name(stream: int) -> str:
