@@ -24,6 +24,7 @@ from pipegrad.errors import (
 from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plan
 from pipegrad.gradients.bucketer import Bucketer
+from pipegrad.gradients.manifest import Manifest, make_manifest
 from pipegrad.gradients.shared import find_shared
 from pipegrad.gradients.sync import GradientSync, Statistics
 from pipegrad.handler import (
@@ -35,8 +36,8 @@ from pipegrad.handler import (
     Placement,
     Reduction,
     Work,
+    handlers,
 )
-from pipegrad.registry import handlers
 from pipegrad.runtime.torch_pipelining import attach
 from pipegrad.topology import Topology
 
@@ -51,6 +52,7 @@ __all__ = [
     "GradientSync",
     "HandlerSpec",
     "Hop",
+    "Manifest",
     "ParameterRecord",
     "PipegradError",
     "Placement",
@@ -73,6 +75,7 @@ __all__ = [
     "attach",
     "find_shared",
     "handlers",
+    "make_manifest",
     "make_plan",
 ]
 

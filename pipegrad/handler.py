@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from pipegrad.registry import Registry
+
 if TYPE_CHECKING:
     from pipegrad.topology import Topology
 
@@ -129,3 +131,6 @@ class GradientHandler(ABC):
 
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]
 """How a handler is chosen: an instance, a class, a name, or a table of name and options."""
+
+# mypy takes type[T] for something to be called (python/mypy#4717); a base is only compared with.
+handlers = Registry("pipegrad.handlers", GradientHandler)  # type: ignore[type-abstract]

@@ -7,11 +7,9 @@ sets or hash seeds: every rank sees the same list. Sole user of ``importlib.meta
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Generic, TypeVar
@@ -23,7 +21,7 @@ from pipegrad.errors import (
     PluginNotFoundError,
     PluginOptionError,
 )
-from pipegrad.handler import GradientHandler
+from pipegrad.options import closest_first, complaints_of
 
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 
@@ -137,6 +135,20 @@ class Registry(Generic[T]):
             options=tuple((option, repr(options[option])) for option in sorted(options)),
         )
 
+    def resolve_all(
+        self, specs: Sequence[T | type[T] | str | Mapping[str, object]]
+    ) -> dict[str, ResolvedPlugin[T]]:
+        """Returns the plug-ins of a list by name; one that is listed again has ``#index`` added.
+
+        Raises:
+            PluginError: As `resolve` does.
+        """
+        found: dict[str, ResolvedPlugin[T]] = {}
+        for index, resolved in enumerate(map(self.resolve, specs)):
+            name = resolved.name
+            found[f"{name}#{index}" if name in found else name] = resolved
+        return found
+
     def _installed(self) -> tuple[Plugin, ...]:
         """Returns the plug-ins of entry points; a distribution that is seen twice counts once."""
         only_ours = _plugins_disabled()
@@ -203,7 +215,7 @@ class Registry(Generic[T]):
         known = [f"{p.distribution}::{p.name}" if "::" in target else p.name for p in self.list()]
         message = (
             f"no plug-in of group {self.group!r} is called {target!r}; known, closest first: "
-            f"{_closest_first(target, known)}. Install the distribution that brings it, register "
+            f"{closest_first(target, known)}. Install the distribution that brings it, register "
             f"it in this process, or give its class as 'module:attr'."
         )
         if _plugins_disabled():
@@ -221,7 +233,8 @@ def _split(spec: object) -> tuple[object, dict[str, object]]:
 
 
 def _construct(plugin: Plugin, cls: type[T], options: Mapping[str, object]) -> T:
-    _check_options(plugin, inspect.signature(cls), options)
+    if complaints := complaints_of(cls, options):
+        raise PluginOptionError(f"plug-in {plugin} {complaints}")
     try:
         return cls(**options)
     except Exception as error:
@@ -230,32 +243,8 @@ def _construct(plugin: Plugin, cls: type[T], options: Mapping[str, object]) -> T
         ) from error
 
 
-def _check_options(
-    plugin: Plugin, signature: inspect.Signature, options: Mapping[str, object]
-) -> None:
-    every = signature.parameters.values()
-    named = [p for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    allowed = [p.name for p in named]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in every)
-    unknown = [o for o in sorted(options) if o not in allowed and not takes_any]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in options]
-    if unknown or missing:
-        complaints = [f"has no option {option!r}" for option in unknown]
-        complaints += [f"needs the option {option!r}" for option in missing]
-        raise PluginOptionError(
-            f"plug-in {plugin} {', '.join(complaints)}; allowed, closest first: "
-            f"{_closest_first((unknown + missing)[0], allowed)}"
-        )
-
-
 def _sorted(plugins: Iterable[Plugin]) -> tuple[Plugin, ...]:
     return tuple(sorted(plugins, key=lambda p: (p.name, p.distribution, p.value)))
-
-
-def _closest_first(word: str, known: Iterable[str]) -> str:
-    names = sorted(set(known))
-    close = difflib.get_close_matches(word, names)
-    return ", ".join(close + [name for name in names if name not in close]) or "none"
 
 
 def _normalized(distribution: str) -> str:
@@ -271,7 +260,3 @@ def _value(found: object) -> str:
     """Returns ``module:qualname`` of a class or function; of anything else what it prints as."""
     qualname = getattr(found, "__qualname__", None)
     return f"{found.__module__}:{qualname}" if qualname else repr(found)
-
-
-# mypy takes type[T] for something to be called (python/mypy#4717); a base is only compared with.
-handlers = Registry("pipegrad.handlers", GradientHandler)  # type: ignore[type-abstract]

@@ -32,9 +32,9 @@ TORCH_PRIVATE = {
 
 # A part of pipegrad may import from its own layer and from those above it.
 LAYERS = [
-    {"errors"},
-    {"topology", "agreement"},
-    {"handler", "registry"},
+    {"errors", "options"},
+    {"registry", "topology", "agreement"},
+    {"handler"},
     {"gradients"},
     {"runtime"},
     {"train"},

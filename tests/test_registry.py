@@ -19,8 +19,8 @@ from pipegrad.errors import (
     PluginNotFoundError,
     PluginOptionError,
 )
-from pipegrad.handler import GradientHandler, ParameterRecord, Reduction
-from pipegrad.registry import DISABLE_VARIABLE, Plugin, Registry, handlers
+from pipegrad.handler import GradientHandler, ParameterRecord, Reduction, handlers
+from pipegrad.registry import DISABLE_VARIABLE, Plugin, Registry
 from pipegrad.topology import Topology
 
 GROUP = "test_registry.handlers"

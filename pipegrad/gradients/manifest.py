@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import AgreementError, PlanError, TopologyError
-from pipegrad.gradients.shared import Place, Tie, named
+from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
+from pipegrad.gradients.shared import Place, Shared, Tie, declared, named
 from pipegrad.handler import ParameterRecord
 
 if TYPE_CHECKING:
-    from pipegrad.gradients.accessor import GradientAccessor
     from pipegrad.topology import Topology
 
 _SAMPLE_NUMEL = 1024
@@ -73,7 +73,7 @@ def describe_rank(
     """Returns this rank's manifest. Reads a sample of every parameter, communicates nothing.
 
     Raises:
-        PlanError: If a parameter is on the meta device, or parameters are on several devices.
+        PlanError: If parameters are on several devices.
     """
     devices = sorted({str(p.device) for module in modules.values() for p in module.parameters()})
     if len(devices) > 1:
@@ -91,7 +91,7 @@ def describe_rank(
                 entries[stage, first.name] = replace(first, aliases=aliases)
                 continue
             seen[id(parameter)] = place[1]
-            entries[place] = _entry(place, parameter, accessor)
+            entries[place] = _entry(place[1], parameter, accessor)
             objects.setdefault(id(parameter), []).append(place)
             # Reading a sharded parameter would communicate; the plan refuses its stage.
             digest = None if wrappers.get(stage) in _SHARDED else _fingerprint(parameter)
@@ -110,14 +110,9 @@ def describe_rank(
     )
 
 
-def _entry(place: Place, parameter: nn.Parameter, accessor: GradientAccessor) -> ParameterEntry:
-    if parameter.is_meta:
-        raise PlanError(
-            f"parameter {place[1]!r} of stage {place[0]} is on the meta device: "
-            f"materialise the stage first"
-        )
+def _entry(name: str, parameter: nn.Parameter, accessor: GradientAccessor) -> ParameterEntry:
     return ParameterEntry(
-        name=place[1],
+        name=name,
         aliases=(),
         shape=tuple(parameter.shape),
         stride=tuple(parameter.stride()),
@@ -128,6 +123,8 @@ def _entry(place: Place, parameter: nn.Parameter, accessor: GradientAccessor) ->
 
 
 def _fingerprint(parameter: nn.Parameter) -> str | None:
+    if parameter.is_meta:
+        return None
     flat = parameter.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // _SAMPLE_NUMEL)][:_SAMPLE_NUMEL].contiguous().cpu()
     if sample.numel() < 2 or bool((sample == sample[0]).all()):
@@ -241,6 +238,40 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
     return Manifest(tuple(stages), tuple(sorted(g for g in groups if len(g) > 1)), tuple(wrappers))
 
 
+def make_manifest(
+    modules: Mapping[int, nn.Module],
+    topology: Topology,
+    *,
+    shared: Shared = (),
+    accessor: GradientAccessor | None = None,
+) -> Manifest:
+    """Returns the model that the ranks of a job would agree on, from all its stages at hand.
+
+    Offline: needs no process group, and the stages may be on the meta device. `make_plan` makes of
+    it the plan of any rank.
+
+    Args:
+        modules: Every stage of the model, ``{stage: module}``.
+        topology: From any rank's point of view.
+        shared: As `GradientSync` takes it.
+        accessor: Where gradients live; ``parameter.grad`` by default.
+
+    Raises:
+        TopologyError: If the modules are not those of the topology's stages.
+        PlanError: If a tie names what no stage holds, or parameters that cannot be one.
+    """
+    if sorted(modules) != list(range(topology.num_stages)):
+        raise TopologyError(
+            f"the topology has stages 0..{topology.num_stages - 1}, but the modules given are "
+            f"those of stages {sorted(modules)}: give all of them"
+        )
+    manifests = []
+    for rank in sorted(topology.ranks):
+        local = {stage: modules[stage] for stage in topology.at(rank).local_stages}
+        manifests.append(describe_rank(local, accessor or GradAttribute(), {}))
+    return merge(manifests, topology, declared(shared))
+
+
 def fingerprints(manifests: Sequence[RankManifest]) -> dict[Place, str]:
     """Returns each place's fingerprint as its lowest rank took it."""
     found: dict[Place, str] = {}
@@ -332,6 +363,11 @@ def check_arguments(
             f"the topology has ranks {list(topology.ranks)}, the default process group {world}: "
             f"give a mesh of all ranks, with further dimensions if need be"
         )
+    for (stage, name), _, parameter in named(modules):
+        if parameter.is_meta:
+            raise PlanError(
+                f"parameter {name!r} of stage {stage} is on the meta device: materialise the stage"
+            )
     if bucket_bytes < 0 or lanes < 1:
         raise PlanError(
             f"bucket_bytes={bucket_bytes} must be at least 0 and lanes={lanes} at least 1"

@@ -52,7 +52,7 @@ from pipegrad.gradients.shared import (
     unwrapped,
 )
 from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
-from pipegrad.registry import handlers as registry
+from pipegrad.handler import handlers as registry
 from pipegrad.topology import Topology
 
 _instances = count()
@@ -102,6 +102,7 @@ class GradientSync:
 
     Attributes:
         topology: As given.
+        handlers: The resolved handlers by name, with distribution and version.
         manifest: What the ranks agreed on.
         plan: This rank's buckets and collectives; printable.
 
@@ -128,7 +129,6 @@ class GradientSync:
     ) -> None:
         self.topology = topology
         self._accessor = accessor or GradAttribute()
-        self._handlers: dict[str, GradientHandler] = {}
         options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "reduce_dtype": reduce_dtype,
@@ -139,13 +139,13 @@ class GradientSync:
 
         def describe() -> tuple[int, RankManifest]:
             check_arguments(modules, topology, bucket_bytes, lanes, stage_ticks)
-            identities = self._resolve(handlers)
+            self.handlers = registry.resolve_all(handlers)
             self._ties = declared(shared)
             link_local(modules, self._ties)
             settings = {
                 "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
                 "shared": list(map(str, self._ties)),
-                "handlers": identities,
+                "handlers": [found.identity for found in self.handlers.values()],
                 **options,
                 "allow_unsynced": list(allow_unsynced),
                 "stage_ticks": stage_ticks and list(stage_ticks),
@@ -167,7 +167,7 @@ class GradientSync:
             self.plan,
             lanes=lanes,
             groups=self._groups,
-            handlers=self._handlers,
+            handlers=self._plugins,
             notice=self._notice,
             device=self._device,
         )
@@ -423,23 +423,18 @@ class GradientSync:
                 f"stage {stage} cannot become final outside a step: call prepare() first"
             )
 
+    @property
+    def _plugins(self) -> dict[str, GradientHandler]:
+        return {name: resolved.plugin for name, resolved in self.handlers.items()}
+
     def _lookup(self, key: str) -> nn.Parameter:
         return self._parameters[key].parameter
-
-    def _resolve(self, specs: Sequence[HandlerSpec]) -> list[object]:
-        identities: list[object] = []
-        for spec in specs:
-            resolved = registry.resolve(spec)
-            name, number = resolved.name, len(identities)
-            self._handlers[f"{name}#{number}" if name in self._handlers else name] = resolved.plugin
-            identities.append(resolved.identity)
-        return identities
 
     def _agree_on_plan(self, planner: Callable[..., Plan], agree_seconds: float) -> None:
         """Plans, and makes sure that all ranks' handlers said the same; they may be impure."""
 
         def plan() -> str:
-            self.plan: Plan = planner(self.manifest, self.topology, list(self._handlers.items()))
+            self.plan: Plan = planner(self.manifest, self.topology, list(self._plugins.items()))
             check_executable(self.plan)
             return self.plan.digest
 

@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 
-from pipegrad import GradAttribute, Topology, find_shared, make_plan
-from pipegrad.gradients.manifest import describe_rank, merge
-from pipegrad.gradients.shared import declared
+from pipegrad import Topology, find_shared, make_manifest, make_plan
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.runtime.models import build
@@ -19,12 +17,8 @@ def plans() -> str:
     """Returns the plans of all ranks, made offline, and their digests."""
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)))
     model = build("crossed")
-    shared = find_shared(model)
-    ranks = [
-        describe_rank({rank // 2: stage_module(model, rank // 2, 4)}, GradAttribute(), {})
-        for rank in topology.ranks
-    ]
-    manifest = merge(ranks, topology, declared(shared))
+    stages = {stage: stage_module(model, stage, 4) for stage in range(4)}
+    manifest = make_manifest(stages, topology, shared=find_shared(model))
     handlers = [("pipeline-shared", PipelineShared()), ("data-parallel", DataParallel())]
     made = [
         make_plan(manifest, topology.at(rank), handlers, bucket_bytes=1024, lanes=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from pipegrad.gradients.manifest import (
     describe_rank,
     device_of,
     fingerprints,
+    make_manifest,
     merge,
 )
 from pipegrad.gradients.shared import declared
@@ -123,8 +125,6 @@ def test_fingerprints_are_of_bits_that_vary() -> None:
 
 def test_a_rank_refuses_what_it_cannot_train() -> None:
     meta = nn.Parameter(torch.zeros(2, device="meta"))
-    with pytest.raises(PlanError, match="'a' of stage 4 is on the meta device: materialise"):
-        describe({4: stage(a=meta)})
     with pytest.raises(PlanError, match=r"several devices, \['cpu', 'meta'\]"):
         describe({4: stage(a=meta, b=(2,))})
 
@@ -136,6 +136,11 @@ def test_a_rank_refuses_what_it_cannot_train() -> None:
             {"modules": {1: nn.Module()}},
             TopologyError,
             r"given modules for stages \[1\], but .*\[0\]",
+        ),
+        (
+            {"modules": {0: nn.Linear(2, 2, device="meta")}},
+            PlanError,
+            "'weight' of stage 0 is on the meta device: materialise",
         ),
         ({"modules": {}}, TopologyError, r"rank 0 was given modules for stages \[\]"),
         ({"bucket_bytes": -1}, PlanError, "bucket_bytes=-1 must be at least 0"),
@@ -165,6 +170,20 @@ def test_a_rank_without_parameters_takes_the_others_device_type() -> None:
 
 
 # --- all ranks
+
+
+def test_the_manifest_of_stages_on_the_meta_device_is_that_of_the_ranks() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
+    model[2].weight = model[0].weight
+    cut = {stage: model[stage : stage + 1] for stage in range(3)}
+    v = topology(2, 2, (0, 1, 0))
+    ranks = [describe({s: copy.deepcopy(cut[s]) for s in v.at(r).local_stages}) for r in v.ranks]
+    shared = [["0.weight", "2.weight"]]
+    made = make_manifest({s: m.to("meta") for s, m in cut.items()}, v, shared=shared)
+    assert made == merge(ranks, v, declared(shared))
+    assert [r.holders for r in made.records(v)] == [(0, 2)]
+    with pytest.raises(TopologyError, match=r"stages 0\.\.2, but .* stages \[0, 1\]"):
+        make_manifest({0: cut[0], 1: cut[1]}, v)
 
 
 def tied(index: int) -> nn.Module:
