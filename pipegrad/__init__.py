@@ -6,9 +6,11 @@ read first is ``pipegrad/gradients/sync.py``.
 
 import os
 
+from pipegrad import schedules
 from pipegrad.agreement import agree
 from pipegrad.errors import (
     AgreementError,
+    ConfigError,
     PipegradError,
     PlanError,
     PluginConflictError,
@@ -18,6 +20,7 @@ from pipegrad.errors import (
     PluginNotFoundError,
     PluginOptionError,
     ReduceError,
+    ScheduleError,
     StepError,
     TopologyError,
 )
@@ -38,12 +41,15 @@ from pipegrad.handler import (
     Work,
     handlers,
 )
+from pipegrad.runtime.split import Cut, split
 from pipegrad.runtime.torch_pipelining import attach
 from pipegrad.topology import Topology
 
 __all__ = [
     "AgreementError",
     "Bucketer",
+    "ConfigError",
+    "Cut",
     "FlatBucket",
     "Float32Grad",
     "GradAttribute",
@@ -66,6 +72,7 @@ __all__ = [
     "PluginOptionError",
     "ReduceError",
     "Reduction",
+    "ScheduleError",
     "Statistics",
     "StepError",
     "Topology",
@@ -77,6 +84,8 @@ __all__ = [
     "handlers",
     "make_manifest",
     "make_plan",
+    "schedules",
+    "split",
 ]
 
 if os.environ.get("PIPEGRAD_CHECK_ORDER") == "1":

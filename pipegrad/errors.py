@@ -13,6 +13,14 @@ class PlanError(PipegradError, ValueError):
     """These gradients cannot be reduced as asked: names parameter, handler and ranks."""
 
 
+class ScheduleError(PipegradError, ValueError):
+    """Actions of a schedule are missing, doubled or never possible; the message holds the grid."""
+
+
+class ConfigError(PipegradError, ValueError):
+    """A configuration cannot be used: names file, key and value, and says what would do."""
+
+
 class StepError(PipegradError, RuntimeError):
     """The verbs of a step were called out of order, or a gradient changed after it was final."""
 

@@ -7,11 +7,15 @@ sets or hash seeds: every rank sees the same list. Sole user of ``importlib.meta
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from pipegrad.errors import (
@@ -51,6 +55,20 @@ class Plugin:
     def source(self) -> str:
         """Distribution and version, for messages."""
         return f"{self.distribution} {self.version}".strip() or "of no distribution"
+
+    @property
+    def summary(self) -> str:
+        """First line of its docstring, read in its source: nothing is imported. "" if unknown."""
+        module, _, qualname = self.value.partition(":")
+        try:
+            node: ast.AST = ast.parse(Path(_origin(module)).read_text())
+        except (OSError, SyntaxError, ValueError):
+            return ""
+        for name in qualname.split("."):
+            inside = (n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == name)
+            node = next(inside, ast.Pass())
+        text = ast.get_docstring(node) if isinstance(node, ast.ClassDef) else None
+        return (text or "").partition("\n")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +239,20 @@ class Registry(Generic[T]):
         if _plugins_disabled():
             message += f" {DISABLE_VARIABLE} is set: other distributions' plug-ins are ignored."
         return message
+
+
+def _origin(module: str) -> str:
+    """Returns the file of a module; of its packages none is imported to find it."""
+    path: Sequence[str] | None = None
+    spec = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        spec = find_spec(name) if path is None else PathFinder.find_spec(name, path)
+        path = (spec and spec.submodule_search_locations) or []
+    if spec is None or spec.origin is None:
+        raise ValueError(f"no source of {module!r}")
+    return spec.origin
 
 
 def _split(spec: object) -> tuple[object, dict[str, object]]:

@@ -13,6 +13,7 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -320,6 +321,8 @@ class GradientSync:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
 
+        An infinite `max_norm` measures and scales nothing.
+
         A parameter counts once, however many ranks hold it, if its copies are reduced over those
         ranks; one that no handler reduces counts on every rank that holds it. The norm, and so the
         factor, has the same bits on all ranks: every rank must call this.
@@ -338,16 +341,16 @@ class GradientSync:
             for p in parameters
             if all(rank == hop.ranks[0] for hop in routes.get(p.record.key, ()))
         ]
-        gradients = [p.gradient for p in parameters]
         norm = global_norm(
             [g for g in counted if g is not None],
             norm_type,
             group=self._groups.world,
             device=self._device,
         )
-        clip_([g for g in gradients if g is not None], norm, max_norm)
-        for parameter in parameters:
-            parameter.mark_reduced()
+        if not math.isinf(max_norm):
+            clip_([p.gradient for p in parameters if p.gradient is not None], norm, max_norm)
+            for parameter in parameters:
+                parameter.mark_reduced()
         return norm
 
     def synchronize_parameters(self) -> None:

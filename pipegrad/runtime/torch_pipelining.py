@@ -9,12 +9,18 @@ gradients (REDUCE_GRAD) through ``stage.perform_reduce_grad`` or, in the oldest 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineScheduleRuntime,
+)
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipegrad.agreement import agree
@@ -22,6 +28,7 @@ from pipegrad.errors import PlanError, TopologyError
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
+from pipegrad.schedules import Schedule
 from pipegrad.topology import Topology
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -83,6 +90,30 @@ def attach(
         _follow_stage(stage, sync)
     _follow_step(schedule, sync)
     return sync
+
+
+def on_torch(
+    schedule: Schedule,
+    stages: Sequence[PipelineStage],
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> TorchSchedule:
+    """Returns a torch schedule that runs ours, with the transfers that torch adds.
+
+    Args:
+        schedule: The same on all ranks.
+        stages: This rank's stages, as the schedule places them.
+        loss_fn: Of a microbatch's output and target; a mean.
+
+    Raises:
+        ScheduleError: If the schedule can never be run.
+    """
+    runtime = _PipelineScheduleRuntime(list(stages), schedule.num_microbatches, loss_fn=loss_fn)
+    runtime.pipeline_order = {
+        rank: [cell and _Action.from_str(str(cell)) for cell in row]
+        for rank, row in enumerate(schedule.grid)
+    }
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    return runtime
 
 
 def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:

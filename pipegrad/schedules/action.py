@@ -1,0 +1,165 @@
+"""Actions, and the schedules made of them: plain data without torch, printable as a grid."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from pipegrad.errors import ScheduleError
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """One compute: ``2F0`` is stage 2, forward, microbatch 0.
+
+    Kinds: F forward, B full backward; or, split, I the input's gradient and W the weights'.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline computes, in order.
+
+    Attributes:
+        name: What it is called in messages.
+        num_microbatches: Number of microbatches of a step.
+        stage_to_rank: For each stage its pipeline rank.
+        actions: For each pipeline rank its actions, in order.
+    """
+
+    name: str
+    num_microbatches: int
+    stage_to_rank: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Size of the pipeline."""
+        return len(self.actions)
+
+    @cached_property
+    def ticks(self) -> dict[Action, int]:
+        """When each action begins if all take one unit of time and transfers none.
+
+        Raises:
+            ScheduleError: If an action is missing, doubled, on the wrong rank, or never possible.
+        """
+        self._check_complete()
+        found: dict[Action, int] = {}
+        heads, free = [0] * self.num_ranks, [0] * self.num_ranks
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(self.actions):
+                while heads[rank] < len(row):
+                    action = row[heads[rank]]
+                    needed = list(self._needs(action))
+                    if any(need not in found for need in needed):
+                        break
+                    found[action] = max(free[rank], *(found[need] + 1 for need in needed), 0)
+                    free[rank] = found[action] + 1
+                    heads[rank] += 1
+                    moved = True
+        stuck = {r: str(row[heads[r]]) for r, row in enumerate(self.actions) if heads[r] < len(row)}
+        if stuck:
+            raise ScheduleError(
+                f"schedule {self.name!r} cannot go on: ranks and the actions whose inputs never "
+                f"come: {stuck}; order them after what they need\n{_rows(self.actions)}"
+            )
+        return found
+
+    @property
+    def stage_ticks(self) -> tuple[int, ...]:
+        """For each stage the tick of its last backward: from then on its gradients are final."""
+        last = [0] * len(self.stage_to_rank)
+        for action, tick in self.ticks.items():
+            if action.kind in ("B", "W"):
+                last[action.stage] = max(last[action.stage], tick)
+        return tuple(last)
+
+    @property
+    def grid(self) -> tuple[tuple[Action | None, ...], ...]:
+        """For each rank what it does at each tick, None where it is idle."""
+        width = 1 + max(self.ticks.values())
+        rows = [[None] * width for _ in self.actions]  # type: list[list[Action | None]]
+        for row, actions in zip(rows, self.actions, strict=True):
+            for action in actions:
+                row[self.ticks[action]] = action
+        return tuple(map(tuple, rows))
+
+    def __str__(self) -> str:
+        return _rows(self.grid)
+
+    def _needs(self, action: Action) -> Iterator[Action]:
+        """Yields what must have been computed before `action`, on whichever rank."""
+        stage, kind, microbatch = action
+        if kind == "F" and stage > 0:
+            yield Action(stage - 1, "F", microbatch)
+        if kind == "W":
+            yield Action(stage, "I", microbatch)
+        if kind in ("B", "I"):
+            yield Action(stage, "F", microbatch)
+            if stage + 1 < len(self.stage_to_rank):
+                yield self._input_gradient(stage + 1, microbatch)
+
+    def _input_gradient(self, stage: int, microbatch: int) -> Action:
+        full = Action(stage, "B", microbatch)
+        return full if full in self._present else Action(stage, "I", microbatch)
+
+    @cached_property
+    def _present(self) -> frozenset[Action]:
+        return frozenset(action for row in self.actions for action in row)
+
+    def _check_complete(self) -> None:
+        counts = Counter(action for row in self.actions for action in row)
+        wrong = [f"{action} {n} times" for action, n in counts.items() if n > 1]
+        for rank, row in enumerate(self.actions):
+            places = dict(enumerate(self.stage_to_rank))
+            wrong += [f"{a} on rank {rank}" for a in row if places.get(a.stage) != rank]
+        for stage in range(len(self.stage_to_rank)):
+            for microbatch in range(self.num_microbatches):
+                kinds = {k for k in ("F", "B", "I", "W") if (stage, k, microbatch) in counts}
+                if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                    wrong.append(f"stage {stage} microbatch {microbatch} has {sorted(kinds)}")
+        if wrong:
+            raise ScheduleError(
+                f"schedule {self.name!r} is not complete: expected F and B (or F, I and W) of each "
+                f"stage and microbatch once, on the stage's rank; found {', '.join(wrong[:5])}\n"
+                f"{_rows(self.actions)}"
+            )
+
+
+def _rows(rows: tuple[tuple[Action | None, ...], ...]) -> str:
+    width = max((len(str(action)) for row in rows for action in row if action), default=1)
+    lines = (
+        f"rank {rank}  " + " ".join(("" if a is None else str(a)).ljust(width) for a in row)
+        for rank, row in enumerate(rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class ScheduleGenerator(ABC):
+    """Makes schedules: the contract of the entry-point group ``pipegrad.schedules``.
+
+    Options are keyword-only arguments of ``__init__``.
+    """
+
+    @abstractmethod
+    def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Returns the schedule of a pipeline. Pure: every rank makes the same.
+
+        Raises:
+            ScheduleError: If it is not defined for these numbers; says for which it is.
+        """
