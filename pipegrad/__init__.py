@@ -25,7 +25,7 @@ from pipegrad.errors import (
     TopologyError,
 )
 from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor
-from pipegrad.gradients.bucket import Plan, make_plan
+from pipegrad.gradients.bucket import Plan, make_plan, make_plans
 from pipegrad.gradients.bucketer import Bucketer
 from pipegrad.gradients.manifest import Manifest, make_manifest
 from pipegrad.gradients.shared import find_shared
@@ -84,6 +84,7 @@ __all__ = [
     "handlers",
     "make_manifest",
     "make_plan",
+    "make_plans",
     "schedules",
     "split",
 ]

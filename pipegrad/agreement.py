@@ -6,7 +6,9 @@ a rank that stays away can then be named, and nothing depends on the backend or 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -126,6 +128,23 @@ def _next_meeting(ranks: tuple[int, ...]) -> str:
     meetings[ranks] += 1
     members = hashlib.sha256(repr(ranks).encode()).hexdigest()
     return f"{members}/{meetings[ranks]}"
+
+
+def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.0) -> None:
+    """Runs `function` on each machine's first rank; the others return when it has run.
+
+    For words that all ranks have to say: torchrun ends all ranks as soon as one has ended.
+    """
+    if not dist.is_initialized():
+        function()
+        return
+    key = f"pipegrad/told/{os.environ.get('GROUP_RANK', '0')}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        function()
+        _store().set(key, "")
+        return
+    with contextlib.suppress(dist.DistStoreError):  # they end in any case
+        _store().wait([key], timedelta(seconds=timeout_seconds))
 
 
 class FailureNotice:

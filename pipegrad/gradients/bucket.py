@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -136,18 +136,32 @@ def make_plan(
     manifest: Manifest,
     topology: Topology,
     handlers: Sequence[tuple[str, GradientHandler]],
+    **options: Any,  # noqa: ANN401 - those of make_plans, checked there
+) -> Plan:
+    """Returns the plan of ``topology.rank``. Pure: any rank's plan can be made on any machine.
+
+    Takes what `make_plans` takes, and raises what it raises.
+    """
+    return make_plans(manifest, topology, handlers, ranks=[topology.rank], **options)[topology.rank]
+
+
+def make_plans(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
     *,
     bucket_bytes: int,
     reduce_dtype: torch.dtype | None = None,
     lanes: int = 1,
     stage_ticks: Sequence[int] | None = None,
     allow_unsynced: Sequence[str] = (),
-) -> Plan:
-    """Returns the plan of ``topology.rank``. Pure: any rank's plan can be made on any machine.
+    ranks: Sequence[int] | None = None,
+) -> dict[int, Plan]:
+    """Returns the plans of several ranks. Pure.
 
     Args:
         manifest: The agreed model.
-        topology: Ranks and stages; ``topology.at(r)`` gives the plan of another rank.
+        topology: Ranks and stages, from any rank's point of view.
         handlers: Name and instance, in the order of the configuration (which changes nothing).
         bucket_bytes: Wire bytes at which a bucket is closed; a larger gradient travels alone.
         reduce_dtype: dtype on the wire; the gradient's own if None.
@@ -155,6 +169,7 @@ def make_plan(
         stage_ticks: For each stage when its gradients are final, in any unit. By default stages
             become final from the last to the first, as in every 1F1B-like schedule.
         allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
+        ranks: Whose plans; all by default.
 
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
@@ -176,17 +191,21 @@ def make_plan(
         {key: _Kind(records[key], route, ticks) for key, route in shared_routes(routes).items()},
         bucket_bytes,
     )
-    here = routes[topology.rank]
-    mine = _localised(buckets, here)
-    return Plan(
-        rank=topology.rank,
-        buckets=mine,
-        launches=_launches(mine, topology.rank, lanes),
-        routes=tuple(here.items()),
-        packs=_localised(packs, here),
-        groups=_groups(routes, buckets, lanes),
-        digest=hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest(),
-    )
+    groups = _groups(routes, buckets, lanes)
+    digest = hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest()
+    plans: dict[int, Plan] = {}
+    for rank in topology.ranks if ranks is None else ranks:
+        mine = _localised(buckets, routes[rank])
+        plans[rank] = Plan(
+            rank=rank,
+            buckets=mine,
+            launches=_launches(mine, rank, lanes),
+            routes=tuple(routes[rank].items()),
+            packs=_localised(packs, routes[rank]),
+            groups=groups,
+            digest=digest,
+        )
+    return plans
 
 
 class _Kind:

@@ -55,11 +55,9 @@ def plans(
     **options: object,
 ) -> dict[int, Plan]:
     return {
-        rank: make_plan(
-            manifest, topology.at(rank), handlers, bucket_bytes=bucket_bytes, **options  # type: ignore[arg-type]
-        )
+        rank: make_plan(manifest, topology.at(rank), handlers, bucket_bytes=bucket_bytes, **options)
         for rank in topology.ranks
-    }  # fmt: skip
+    }
 
 
 def contents(plan: Plan) -> list[list[str]]:

@@ -1,0 +1,181 @@
+"""The command line: parses and prints, decides nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+import torch.distributed as dist
+from rich.console import Console, RenderableType
+
+from pipegrad.agreement import once_a_machine
+from pipegrad.errors import PipegradError, ReduceError
+from pipegrad.handler import handlers as handler_registry
+from pipegrad.registry import Plugin
+from pipegrad.schedules import registry as schedule_registry
+from pipegrad.train.config import Config, load
+from pipegrad.train.job import Job
+from pipegrad.train.outline import outline, rendered, table
+from pipegrad.train.report import Report, manifest_of
+from pipegrad.train.trainer import Trainer, world
+
+_PLAIN_WIDTH = 160  # where there is no terminal to fit into
+_CHANGES = (
+    click.argument("config", type=Path),
+    click.option(
+        "--handler", "handlers", multiple=True, metavar="NAME", help="Replaces the file's."
+    ),
+    click.option("--schedule", metavar="NAME", help="Replaces the file's."),
+    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="train.steps=10"),
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _configured(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command a configuration to load: the file, and the options that change it."""
+
+    @functools.wraps(command)
+    def configured(
+        config: Path,
+        handlers: Sequence[str],
+        schedule: str | None,
+        settings: Sequence[str],
+        **others: object,
+    ) -> None:
+        command(partial(load, config, settings, handlers=handlers, schedule=schedule), **others)
+
+    return functools.reduce(lambda made, add: add(made), reversed(_CHANGES), configured)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pipegrad")
+def main() -> None:
+    """Gradients that travel between pipeline stages: train, plan, and see what is installed."""
+
+
+@main.command()
+@_configured
+@click.option("--dry-run", is_flag=True, help="Set everything up, print the plan, and exit.")
+def train(loaded: Callable[[], Config], dry_run: bool) -> None:
+    """Train what CONFIG describes: under torchrun on all its ranks, or alone on one.
+
+    torchrun --nproc-per-node 4 -m pipegrad train CONFIG
+    """
+    with world():
+        console = _console(quiet=dist.get_rank() != 0)
+        try:
+            trainer = Trainer(loaded)
+            folder = Path() if dry_run else trainer.make_folder()
+        except PipegradError as error:
+            _fail_alike(error)
+        if dry_run:
+            _print(console, rendered(trainer.outline))
+        else:
+            _run(trainer, folder, console)
+        trainer.close()
+
+
+def _run(trainer: Trainer, folder: Path, console: Console) -> None:
+    config = trainer.job.config
+    report = Report(console, folder, config) if dist.get_rank() == 0 else None
+    try:
+        if report is None:
+            for number in range(1, config.train.steps + 1):
+                trainer.step(number)
+        else:
+            with report.running(manifest_of(config, trainer.outline)):
+                for number in range(1, config.train.steps + 1):
+                    report.step(trainer.step(number))
+        replicas = _replicas(trainer)
+    except PipegradError as error:
+        click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)
+        _exit()
+    if report is not None:
+        report.close(replicas)
+
+
+def _replicas(trainer: Trainer) -> str:
+    try:
+        trainer.sync.check_replicas()
+    except ReduceError as error:
+        return f"DIFFER: {error}"
+    return "bit-identical"
+
+
+@main.command()
+@_configured
+@click.option("--ranks", type=click.IntRange(min=1), help="How many; by default as CONFIG says.")
+@_JSON
+def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None:
+    """Print what all ranks of CONFIG will do, without starting any."""
+    try:
+        told = _planned(loaded(), ranks)
+    except PipegradError as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        _print(_console(), rendered(told))
+
+
+def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
+    job = Job(config, ranks)
+    try:
+        model = job.model("meta")
+    except PipegradError:  # a factory that reads its own tensors needs real ones
+        model = job.model()
+    return outline(job, job.cut(model))
+
+
+@main.command("handlers")
+@_JSON
+def list_handlers(as_json: bool) -> None:
+    """List the gradient handlers that are installed; none is imported."""
+    _list(handler_registry, as_json)
+
+
+@main.command("schedules")
+@_JSON
+def list_schedules(as_json: bool) -> None:
+    """List the schedules that are installed; none is imported."""
+    _list(schedule_registry, as_json)
+
+
+def _list(plugins: Iterable[Plugin], as_json: bool) -> None:
+    rows = [asdict(plugin) | {"summary": plugin.summary} for plugin in plugins]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    columns = ["name", "distribution", "version", "summary"]
+    _print(_console(), [table(columns, ([row[c] for c in columns] for row in rows))])
+
+
+def _console(*, quiet: bool = False) -> Console:
+    console = Console(highlight=False, markup=False, emoji=False, quiet=quiet)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    return console
+
+
+def _print(console: Console, parts: Iterable[RenderableType]) -> None:
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _fail_alike(error: PipegradError) -> NoReturn:
+    """Prints what all ranks say, once a machine, and ends this one."""
+    once_a_machine(lambda: click.echo(f"Error: {error}", err=True))
+    _exit()
+
+
+def _exit() -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(1)

@@ -1,0 +1,1 @@
+"""A training job from a configuration file: what ``pipegrad train`` and ``pipegrad plan`` do."""

@@ -1,0 +1,352 @@
+"""The configuration: TOML and ``--set``, validated. An error names file, key, value, and a way out.
+
+Descriptions of the fields are the reference: errors quote them, ``docs/config.md`` lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from pipegrad.errors import ConfigError
+from pipegrad.options import closest_first
+
+_SHOWN_CHARACTERS = 80
+_COMPLAINTS = {
+    "model_type": "should be a table",
+    "string_pattern_mismatch": "should look like 'module:function'",
+}
+
+
+class Table(BaseModel):
+    """A table whose keys are all known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Named(Table):
+    """Something chosen by name, and its own options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description="what is chosen; all further keys are its own options")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that are not ours."""
+        return dict(self.model_extra or {})
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Name and options in one table, as a registry takes it."""
+        return {"name": self.name, **self.options}
+
+
+def _named(value: object) -> object:
+    if not isinstance(value, str | Mapping | Named):
+        raise PydanticCustomError("choice", "should be a name, or a table of name and options")
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _listed(value: object) -> object:
+    return [_named(value)] if isinstance(value, str | Mapping) else value
+
+
+Choice = Annotated[Named, BeforeValidator(_named)]
+
+
+class Gradients(Table):
+    """How gradients travel."""
+
+    bucket_bytes: int = Field(
+        default=25 * 2**20, ge=0, description="wire bytes at which a bucket closes"
+    )
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="dtype on the wire, 'float32', 'bfloat16' or 'float16'; else each its own",
+    )
+    lanes: int = Field(
+        default=2, ge=1, le=64, description="side streams, each with its own communicators"
+    )
+    allow_unsynced: list[str] = Field(
+        default=[], description="shell-style patterns of tied parameters that may drift apart"
+    )
+    clip_norm: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest global gradient norm, all ranks together; else no clipping",
+    )
+
+
+class Model(Table):
+    """Which model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    factory: str = Field(
+        pattern=r"^[\w.]+:[\w.]+$",
+        description="'module:function' that returns the uncut model as an ordered nn.Sequential, "
+        "from bytes (batch, sequence) to logits (batch, sequence, 256 or more); the module may lie "
+        "beside the configuration; all further keys are the function's keyword arguments",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The factory's keyword arguments."""
+        return dict(self.model_extra or {})
+
+
+class Parallel(Table):
+    """Which rank does what."""
+
+    pipeline: int | None = Field(
+        default=None, ge=1, description="pipeline ranks; by default all ranks / parallel.data"
+    )
+    data: int | None = Field(
+        default=None,
+        ge=1,
+        description="data-parallel replicas; by default all ranks / parallel.pipeline",
+    )
+    schedule: Choice = Field(
+        default=Named(name="1f1b"),
+        description="a name that `pipegrad schedules` lists, or a table of name and options",
+    )
+    microbatches: int = Field(default=4, ge=1, description="microbatches a step, on every replica")
+    boundaries: list[int] | None = Field(
+        default=None,
+        description="index of the first layer of every stage but the first; by default the stages "
+        "hold as equal numbers of parameters as can be",
+    )
+
+
+class Data(Table):
+    """What is read: bytes of text, each byte a token."""
+
+    files: list[str] = Field(
+        default=[], description="UTF-8 text files; by default what CPython carries"
+    )
+    batch_size: int = Field(default=16, ge=1, description="sequences a step, all ranks together")
+    sequence_length: int = Field(default=128, ge=1, description="tokens a sequence")
+
+
+class LearningRate(Named):
+    """One learning-rate schedule."""
+
+    name: str = Field(description="a class of torch.optim.lr_scheduler; further keys are its own")
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps until the next one of the list takes over; not for the last",
+    )
+
+
+class Optimizer(Named):
+    """Which optimizer, and its options as torch.optim spells them."""
+
+    name: str = Field(
+        default="AdamW", description="a class of torch.optim; further keys are its own"
+    )
+    decay_norms_and_biases: bool = Field(
+        default=True,
+        description="false: weight decay only for parameters of two or more dimensions",
+    )
+    schedule: Annotated[list[LearningRate], BeforeValidator(_listed)] = Field(
+        default=[],
+        description="learning-rate schedules, one after the other: a table, or a list of them",
+    )
+
+
+class Train(Table):
+    """How long, and where to."""
+
+    steps: int = Field(default=100, ge=1, description="number of optimizer steps")
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="of the model's start, of dropout and of the batches"
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="'fp32', or 'bf16': forward under autocast, parameters stay fp32",
+    )
+    device: str = Field(
+        default="auto",
+        description="'cpu', 'cuda', ...; 'auto' takes the accelerator if each rank has its own",
+    )
+    output: str = Field(
+        default="runs/run",
+        description="folder of the run; one that exists is kept, and -2, -3, ... added",
+    )
+    log_every: int = Field(
+        default=10, ge=1, description="steps between lines where there is no terminal"
+    )
+
+
+class Config(Table):
+    """A whole configuration."""
+
+    gradient_handlers: list[Choice] = Field(
+        default=[Named(name="pipeline-shared"), Named(name="data-parallel")],
+        description="names that `pipegrad handlers` lists, or tables of name and options",
+    )
+    gradients: Gradients = Gradients()
+    model: Model
+    parallel: Parallel = Parallel()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+
+    _path: Path = PrivateAttr(default=Path())
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """The file it was read from."""
+        return self._path
+
+    def refuse(self, key: str, complaint: str, *, cause: Exception | None = None) -> NoReturn:
+        """Raises a ConfigError about the value of a key.
+
+        Args:
+            key: Dotted, as in ``--set``.
+            complaint: What was expected, and what would do.
+            cause: What the error comes from.
+        """
+        value: Any = self
+        for part in re.findall(r"\w+", key):
+            value = value[int(part)] if isinstance(value, list) else getattr(value, part)
+        if isinstance(value, Named):
+            value = value.spec if value.options else value.name
+        source = _source(key, self._path, self._sources)
+        raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
+
+
+def load(
+    path: Path,
+    settings: Sequence[str] = (),
+    *,
+    handlers: Sequence[str] = (),
+    schedule: str | None = None,
+) -> Config:
+    """Returns the configuration in the file at `path`, with what the command line changes.
+
+    Args:
+        path: A TOML file.
+        settings: ``key=value`` in TOML; a value that is not TOML is a string.
+        handlers: Replace ``gradient_handlers`` if there are any.
+        schedule: Replaces ``parallel.schedule``.
+
+    Raises:
+        ConfigError: Lists everything that is wrong, one line each.
+    """
+    values = _read(path)
+    sources: dict[str, str] = {}
+    changes = [(f"--set {setting}", _setting(setting)) for setting in settings]
+    if handlers:
+        changes.append(("--handler", {"gradient_handlers": list(handlers)}))
+    if schedule is not None:
+        changes.append((f"--schedule {schedule}", {"parallel": {"schedule": schedule}}))
+    for source, change in changes:
+        for key in _merge(values, change):
+            sources[key] = source
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        lines = [_line(detail, path, sources) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from error
+    config._path = path
+    config._sources = sources
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: there is no such file: give the path of a TOML file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+
+
+def _setting(setting: str) -> dict[str, Any]:
+    key, equals, value = setting.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {setting}: expected key=value, as in --set train.steps=10")
+    for text in (value, json.dumps(value, ensure_ascii=False)):
+        try:
+            return tomllib.loads(f"{key} = {text}")
+        except tomllib.TOMLDecodeError:
+            continue
+    raise ConfigError(f"--set {setting}: {key!r} is not a dotted key, as in --set train.steps=10")
+
+
+def _merge(into: dict[str, Any], change: Mapping[str, Any]) -> Iterator[str]:
+    """Puts a change into nested tables; yields the dotted keys that it sets."""
+    for key, value in change.items():
+        if not isinstance(value, Mapping):
+            into[key] = value
+            yield key
+            continue
+        if not isinstance(into.get(key), dict):
+            into[key] = {}
+        yield from (f"{key}.{below}" for below in _merge(into[key], value))
+
+
+def _line(detail: ErrorDetails, path: Path, sources: Mapping[str, str]) -> str:
+    """Returns one error as a line: source, key, value, what is wrong, what would do."""
+    places = list(detail["loc"])
+    key = _dotted(places)
+    source = _source(key, path, sources)
+    table, field = _field(places)
+    if detail["type"] == "extra_forbidden":
+        known = closest_first(str(places[-1]), table.model_fields)
+        shown = _shown(detail["input"])
+        return f"{source}: {key} = {shown}: unknown key; known, closest first: {known}"
+    about = table.model_fields[field].description if field in table.model_fields else None
+    hint = f" ({about})" if about else ""
+    if detail["type"] == "missing":
+        return f"{source}: {key} is missing{hint}"
+    complaint = _COMPLAINTS.get(detail["type"], detail["msg"].removeprefix("Input "))
+    return f"{source}: {key} = {_shown(detail['input'])}: {complaint}{hint}"
+
+
+def _field(places: Sequence[int | str]) -> tuple[type[Table], str]:
+    """Returns the innermost table that a place is in, and the field of it."""
+    table: type[Table] = Config
+    field = str(places[0]) if places else ""
+    for place in places[1:]:
+        inner = table.model_fields[field].annotation if field in table.model_fields else None
+        if isinstance(inner, type) and issubclass(inner, Table):
+            table, field = inner, str(place)
+    return table, field
+
+
+def _dotted(places: Sequence[int | str]) -> str:
+    text = ""
+    for place in places:
+        text += f"[{place}]" if isinstance(place, int) else f".{place}" if text else place
+    return text
+
+
+def _source(key: str, path: Path, sources: Mapping[str, str]) -> str:
+    """Returns where the value of `key` comes from: the last setting of it, or the file."""
+    found = [
+        source
+        for known, source in sources.items()
+        if key == known or key.startswith((f"{known}.", f"{known}[")) or known.startswith(f"{key}.")
+    ]
+    return found[-1] if found else str(path)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "(default)"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -1,0 +1,80 @@
+"""Text as bytes, and the batches of a run: the same on every rank, whatever the cut."""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipegrad.train.config import Config
+
+
+class Corpus:
+    """A text in memory, a byte a token.
+
+    Args:
+        text: The bytes.
+        sequence_length: Tokens of a sequence; each is followed by one more, the last target.
+    """
+
+    def __init__(self, text: bytes, sequence_length: int) -> None:
+        self._tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._length = sequence_length
+        self.digest = hashlib.sha256(text).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def batch(
+        self, step: int, *, seed: int, size: int, share: int = 0, num_shares: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Returns tokens and what follows each of them, both int64 ``(size / num_shares, length)``.
+
+        Every rank draws the same `size` places in the text, and reads its share of them.
+        """
+        generator = torch.Generator().manual_seed((seed << 32) + step)
+        places = torch.randint(len(self) - self._length, (size,), generator=generator)
+        own = places.chunk(num_shares)[share]
+        sequences = self._tokens[own[:, None] + torch.arange(self._length + 1)].long()
+        return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+
+
+def read_corpus(config: Config) -> Corpus:
+    """Returns the text of all files in order; without files, what CPython's help says (466 KB).
+
+    Raises:
+        ConfigError: If a file is missing, empty, or is not text, or all of it is too short.
+    """
+    files, length = config.data.files, config.data.sequence_length
+    if files:
+        text = b"".join(_read(config, Path(file)) for file in files)
+    else:
+        text = "".join(body for _, body in sorted(pydoc_data.topics.topics.items())).encode()
+    if len(text) <= length:
+        config.refuse(
+            "data.sequence_length",
+            f"the text has {len(text)} bytes: choose at most {len(text) - 1}",
+        )
+    return Corpus(text, length)
+
+
+def _read(config: Config, path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        config.refuse("data.files", f"there is no {path} in {Path.cwd()}", cause=error)
+    except OSError as error:
+        config.refuse("data.files", f"{path} cannot be read: {error.strerror}", cause=error)
+    if not text:
+        config.refuse("data.files", f"{path} is empty")
+    try:
+        zero = text.decode().find("\0")
+    except UnicodeDecodeError as error:
+        found = f"byte {text[error.start]:#04x} at {error.start}"
+        config.refuse("data.files", f"{path} is not UTF-8 text: {found}; convert it", cause=error)
+    if zero >= 0:
+        config.refuse("data.files", f"{path} is binary, not text: it has a zero byte")
+    return text

@@ -1,0 +1,215 @@
+"""What a configuration means for a number of ranks. Needs no process group: plans work offline."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Callable
+from functools import cached_property, reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipegrad.errors import PipegradError, TopologyError
+from pipegrad.gradients.bucket import Plan, make_plans
+from pipegrad.gradients.manifest import Manifest, make_manifest
+from pipegrad.handler import GradientHandler, handlers
+from pipegrad.options import complaints_of
+from pipegrad.registry import ResolvedPlugin
+from pipegrad.runtime.split import Cut, split
+from pipegrad.schedules import Schedule, ScheduleGenerator
+from pipegrad.schedules import registry as schedules
+from pipegrad.topology import Topology
+from pipegrad.train.config import Config
+
+NUM_TOKENS = 256  # a byte a token
+
+
+class Job:
+    """A configuration applied to a number of ranks, or refused; nothing here communicates.
+
+    Args:
+        config: The configuration.
+        num_ranks: All ranks; if None as many as the configuration asks for.
+
+    Attributes:
+        num_ranks: All ranks.
+        pipeline: Pipeline ranks.
+        data: Data-parallel replicas.
+        generator: The schedule's plug-in.
+        schedule: What every pipeline rank computes.
+        handlers: The handlers by name.
+
+    Raises:
+        ConfigError: If sizes contradict each other, or a plug-in cannot be used.
+    """
+
+    def __init__(self, config: Config, num_ranks: int | None = None) -> None:
+        self.config = config
+        wanted = config.parallel
+        self.num_ranks = num_ranks or (wanted.pipeline or 1) * (wanted.data or 1)
+        self.pipeline, self.data = self._sizes()
+        share = self.data * wanted.microbatches
+        if config.data.batch_size % share:
+            config.refuse(
+                "data.batch_size",
+                f"{self.data} replicas x {wanted.microbatches} microbatches do not divide it: "
+                f"choose a multiple of {share}",
+            )
+        folder = str(config.path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)  # factories and handlers may lie beside the configuration
+        self.handlers = self._handlers()
+        self.generator: ResolvedPlugin[ScheduleGenerator] = self._said(
+            "parallel.schedule", schedules.resolve, wanted.schedule.spec
+        )
+        self.schedule: Schedule = self._said("parallel.schedule", self._schedule)
+
+    def topology(self, rank: int = 0) -> Topology:
+        """Returns the topology as plain data, seen from a rank."""
+        axes = (("pp", self.pipeline), ("dp", self.data))
+        return Topology.build(axes=axes, rank=rank, stage_to_rank=self.schedule.stage_to_rank)
+
+    def model(self, device: str = "cpu") -> nn.Sequential:
+        """Returns the uncut model; every call and every rank gets the same start.
+
+        Args:
+            device: Where the factory's tensors are made: ``"meta"`` to plan without memory.
+        """
+        factory, options = self._factory, self.config.model.options
+        if complaint := complaints_of(factory, options):
+            self.config.refuse("model.factory", f"it {complaint}")
+        seed = self.config.train.seed
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            with torch.device(device):
+                model = factory(**options)
+        except Exception as error:  # noqa: BLE001 - somebody's code
+            self.config.refuse("model.factory", f"{options} will not do: {error!r}", cause=error)
+        if not isinstance(model, nn.Sequential):
+            self.config.refuse(
+                "model.factory",
+                f"it returned {type(model).__name__}, expected an nn.Sequential: the uncut model's "
+                f"layers in order, each taking what the one before returns",
+            )
+        return model
+
+    def try_out(self, model: nn.Sequential) -> None:
+        """Runs one sequence through the uncut model, which keeps nothing of it.
+
+        Raises:
+            ConfigError: If the model does not make logits of bytes.
+        """
+        length = self.config.data.sequence_length
+        tokens = torch.arange(NUM_TOKENS - 1, NUM_TOKENS - 1 - length, -1).remainder(NUM_TOKENS)
+        training = model.training
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                logits = model.eval()(tokens[None])
+        except Exception as error:  # noqa: BLE001 - somebody's code
+            complaint = f"its model fails on {length} bytes: {error!r}"
+            self.config.refuse("model.factory", complaint, cause=error)
+        finally:
+            model.train(training)
+        expected = f"expected logits (1, {length}, {NUM_TOKENS} or more), one a possible byte"
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        if not isinstance(shape, tuple) or len(shape) != 3 or shape[:2] != (1, length):
+            self.config.refuse("model.factory", f"its model returns {shape}; {expected}")
+        if shape[2] < NUM_TOKENS or not logits.is_floating_point():
+            self.config.refuse(
+                "model.factory", f"its model returns {logits.dtype} {shape}; {expected}"
+            )
+        if not bool(logits.isfinite().all()):
+            self.config.refuse("model.factory", "its model returns logits that are not finite")
+
+    def cut(self, model: nn.Sequential) -> Cut:
+        """Returns the stages of all ranks."""
+        boundaries = self.config.parallel.boundaries
+        key = "parallel.pipeline" if boundaries is None else "parallel.boundaries"
+        num_stages = len(self.schedule.stage_to_rank)
+        try:
+            return split(model, num_stages, boundaries=boundaries)
+        except TopologyError as error:
+            self.config.refuse(key, str(error), cause=error)
+
+    def manifest(self, cut: Cut) -> Manifest:
+        """Returns what the ranks will agree on."""
+        return make_manifest(cut.modules, self.topology(), shared=cut.shared)
+
+    def plans(self, manifest: Manifest) -> dict[int, Plan]:
+        """Returns every rank's plan.
+
+        Raises:
+            PlanError: As `make_plan` does.
+        """
+        plugins = [(name, resolved.plugin) for name, resolved in self.handlers.items()]
+        ticks = self.schedule.stage_ticks
+        topology = self.topology()
+        return make_plans(manifest, topology, plugins, stage_ticks=ticks, **self.gradient_options)
+
+    @property
+    def gradient_options(self) -> dict[str, Any]:
+        """What `attach` and `make_plan` both take."""
+        wanted = self.config.gradients
+        return {
+            "bucket_bytes": wanted.bucket_bytes,
+            "reduce_dtype": wanted.reduce_dtype and getattr(torch, wanted.reduce_dtype),
+            "lanes": wanted.lanes,
+            "allow_unsynced": wanted.allow_unsynced,
+        }
+
+    def _sizes(self) -> tuple[int, int]:
+        pipeline, data = self.config.parallel.pipeline, self.config.parallel.data
+        for key, size in (("parallel.pipeline", pipeline), ("parallel.data", data)):
+            if size is not None and self.num_ranks % size:
+                self.config.refuse(
+                    key,
+                    f"{self.num_ranks} ranks cannot be cut into groups of {size}: start a multiple "
+                    f"of {size}, or choose a divisor of {self.num_ranks}",
+                )
+        if pipeline is not None and data is not None and pipeline * data != self.num_ranks:
+            self.config.refuse(
+                "parallel.data",
+                f"pipeline {pipeline} x data {data} are {pipeline * data} ranks, but there are "
+                f"{self.num_ranks}: start that many, or leave one of the two out",
+            )
+        pipeline = pipeline or self.num_ranks // (data or 1)
+        return pipeline, self.num_ranks // pipeline
+
+    def _handlers(self) -> dict[str, ResolvedPlugin[GradientHandler]]:
+        specs = [choice.spec for choice in self.config.gradient_handlers]
+        for index, spec in enumerate(specs):
+            self._said(f"gradient_handlers[{index}]", handlers.resolve, spec)
+        return handlers.resolve_all(specs)
+
+    def _schedule(self) -> Schedule:
+        schedule = self.generator.plugin.generate(
+            num_ranks=self.pipeline, num_microbatches=self.config.parallel.microbatches
+        )
+        if not schedule.ticks:
+            raise TypeError(f"{self.generator} made a schedule without actions")
+        return schedule
+
+    @cached_property
+    def _factory(self) -> Callable[..., object]:
+        module, _, path = self.config.model.factory.partition(":")
+        try:
+            found: Any = reduce(getattr, path.split("."), importlib.import_module(module))
+        except Exception as error:  # noqa: BLE001 - somebody's code
+            self.config.refuse("model.factory", f"cannot be imported: {error!r}", cause=error)
+        if not callable(found):
+            self.config.refuse("model.factory", f"is {type(found).__name__}, expected a function")
+        return found  # type: ignore[no-any-return]  # whatever it is, it can be called
+
+    def _said(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+        """Returns what the function returns; what it raises is said of the key."""
+        try:
+            return function(*arguments)
+        except Exception as error:  # noqa: BLE001 - somebody's plug-in
+            told = str(error) if isinstance(error, PipegradError) else repr(error)
+            self.config.refuse(key, told, cause=error)

@@ -1,0 +1,104 @@
+"""The optimizer of a rank's parameters and its learning-rate schedules, by torch's names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from pipegrad.options import closest_first, complaints_of
+from pipegrad.train.config import Config, LearningRate
+
+
+def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns the configured optimizer of `parameters`.
+
+    Raises:
+        ConfigError: If torch has no such optimizer, or it does not take these options.
+    """
+    wanted = config.optimizer
+    known = _classes(torch.optim, torch.optim.Optimizer)
+    if wanted.name not in known:
+        config.refuse("optimizer.name", f"torch.optim has none; {_known(wanted.name, known)}")
+    if wanted.name == "LBFGS":
+        config.refuse("optimizer.name", "it evaluates the loss itself: choose a first-order one")
+    kind = known[wanted.name]
+    if complaint := complaints_of(kind, wanted.options, given=("params",)):
+        config.refuse("optimizer.name", complaint)
+    try:
+        optimizer: torch.optim.Optimizer = kind(_groups(config, kind, parameters), **wanted.options)
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        config.refuse("optimizer.name", f"{wanted.options} will not do: {error}", cause=error)
+    return optimizer
+
+
+def _groups(
+    config: Config, kind: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Returns the parameters, those that are not to decay in a group of their own."""
+    if config.optimizer.decay_norms_and_biases:
+        return [{"params": list(parameters)}]
+    if "weight_decay" not in inspect.signature(kind).parameters:
+        config.refuse(
+            "optimizer.decay_norms_and_biases", f"{kind.__name__} has no weight decay at all"
+        )
+    decayed = {"params": [p for p in parameters if p.ndim > 1]}
+    undecayed = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
+    return [group for group in (decayed, undecayed) if group["params"]]
+
+
+def make_learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """Returns the configured learning-rate schedules as one; None without any.
+
+    Raises:
+        ConfigError: If torch has no such schedule, or it does not take these options.
+    """
+    parts = config.optimizer.schedule
+    if not parts:
+        return None
+    schedulers = [_scheduler(config, index, part, optimizer) for index, part in enumerate(parts)]
+    for index, part in enumerate(parts):
+        if (part.steps is None) != (index == len(parts) - 1):
+            config.refuse(
+                f"optimizer.schedule[{index}].steps",
+                "every schedule but the last needs it, and the last has none",
+            )
+    if len(schedulers) == 1:
+        return schedulers[0]
+    milestones = list(accumulate(part.steps or 0 for part in parts[:-1]))
+    return SequentialLR(optimizer, schedulers, milestones)
+
+
+def _scheduler(
+    config: Config, index: int, part: LearningRate, optimizer: torch.optim.Optimizer
+) -> LRScheduler:
+    known = _classes(lr_scheduler, LRScheduler)
+    key = f"optimizer.schedule[{index}].name"
+    if part.name not in known:
+        found = _known(part.name, known)
+        config.refuse(key, f"torch.optim.lr_scheduler has none; {found}")
+    kind = known[part.name]
+    if issubclass(kind, ReduceLROnPlateau | SequentialLR | lr_scheduler.ChainedScheduler):
+        config.refuse(key, "it cannot be given by name and plain options: list others in a row")
+    if complaint := complaints_of(kind, part.options, given=("optimizer",)):
+        config.refuse(key, complaint)
+    try:
+        scheduler: LRScheduler = kind(optimizer, **part.options)
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        config.refuse(key, f"{part.options} will not do: {error!r}", cause=error)
+    return scheduler
+
+
+def _classes(module: Any, base: type) -> dict[str, Any]:  # noqa: ANN401 - modules, and their classes
+    found = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base)}
+    return {name: c for name, c in found.items() if c is not base and not name.startswith("_")}
+
+
+def _known(name: str, known: dict[str, Any]) -> str:
+    return f"known, closest first: {closest_first(name, known)}"

@@ -1,0 +1,283 @@
+"""Trainer: one rank of a job. Everything that can fail is agreed on before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional
+
+from pipegrad.agreement import agree
+from pipegrad.errors import StepError
+from pipegrad.gradients.manifest import same
+from pipegrad.runtime.torch_pipelining import attach, on_torch
+from pipegrad.topology import Topology
+from pipegrad.train.config import Config
+from pipegrad.train.data import Corpus, read_corpus
+from pipegrad.train.job import Job
+from pipegrad.train.optimizer import make_learning_rate, make_optimizer
+from pipegrad.train.outline import outline
+
+_PREPARE_SECONDS = 600.0  # for the slowest rank to read its text and build the model
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What a step did, the same on all ranks; a line of ``metrics.jsonl``.
+
+    Attributes:
+        step: From 1.
+        loss: Mean over all tokens of the batch, before the update.
+        grad_norm: Of all gradients of all ranks, each parameter once, before clipping.
+        step_seconds: Wall-clock time of the slowest rank.
+        tokens_per_second: Tokens of the whole batch by that time.
+        collectives: Collectives that reduced gradients, each counted by every rank that took part.
+        bytes_reduced: Bytes they reduced, counted alike.
+        exposed_seconds: Longest time that a rank was blocked, waiting for them.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    step_seconds: float
+    tokens_per_second: float
+    collectives: int
+    bytes_reduced: int
+    exposed_seconds: float
+
+
+class Trainer:
+    """One rank of a training job, ready for its first step. All ranks construct it together.
+
+    Args:
+        load: Returns the configuration; called on every rank, which must all return the same.
+
+    Attributes:
+        job: What the configuration means.
+        sync: The gradient layer.
+        outline: What the job will do, as plain data.
+
+    Raises:
+        PipegradError: If anything is wrong with configuration, files, model, plug-ins or devices:
+            on all ranks, with the same words.
+    """
+
+    def __init__(self, load: Callable[[], Config]) -> None:
+        config = self._agreed_configuration(load)
+        texts = agree(
+            "preparing the job", lambda: self._prepare(config), timeout_seconds=_PREPARE_SECONDS
+        )
+        same("the text", dict(enumerate(texts)))
+        self._place_stages()
+        agree("the optimizer", self._make_optimizer)
+
+    def step(self, number: int) -> StepMetrics:
+        """Trains on the batch of a step; returns what it did, on every rank.
+
+        Raises:
+            StepError: If loss or gradients are not finite; on all ranks, parameters as they were.
+            PipegradError: As `GradientSync` does.
+        """
+        config, begin = self.job.config, time.perf_counter()
+        losses: list[Tensor] = []
+        self._forward_and_backward(number, losses)
+        clip = config.gradients.clip_norm
+        norm = self.sync.clip_grad_norm_(math.inf if clip is None else clip).item()
+        if not math.isfinite(norm):
+            self._refuse_step(number, norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        if self._learning_rate is not None:
+            self._learning_rate.step()
+        loss = torch.stack(losses).mean().item() / self.job.data if losses else 0.0
+        did = self.sync.statistics()
+        seconds = time.perf_counter() - begin
+        rows = _every_rank([loss, seconds, did.exposed_seconds, did.collectives, did.reduced_bytes])
+        all_losses, all_seconds, exposed, collectives, nbytes = zip(*rows, strict=True)
+        tokens = config.data.batch_size * config.data.sequence_length
+        return StepMetrics(
+            step=number,
+            loss=sum(all_losses),
+            grad_norm=norm,
+            step_seconds=max(all_seconds),
+            tokens_per_second=tokens / max(all_seconds),
+            collectives=int(sum(collectives)),
+            bytes_reduced=int(sum(nbytes)),
+            exposed_seconds=max(exposed),
+        )
+
+    def make_folder(self) -> Path:
+        """Returns the run's folder, which rank 0 makes: one that exists is never written to.
+
+        Raises:
+            ConfigError: If it cannot be made; on all ranks.
+        """
+        made = agree("the output folder", self._make_folder if dist.get_rank() == 0 else str)
+        return Path(made[0])
+
+    def close(self) -> None:
+        """Ends the lanes and destroys their process groups; every rank must call it."""
+        self.sync.close()
+
+    # Before the first step.
+
+    def _agreed_configuration(self, load: Callable[[], Config]) -> Config:
+        configs = agree("the configuration", load)
+        same("the configuration", {r: str(c.model_dump()) for r, c in enumerate(configs)})
+        return configs[dist.get_rank()]
+
+    def _prepare(self, config: Config) -> str:
+        """Does everything that this rank can do alone; returns the digest of its text."""
+        self.job = Job(config, dist.get_world_size())
+        self._corpus: Corpus = read_corpus(config)
+        self._device = _device(config)
+        model = self.job.model()
+        self.job.try_out(model)
+        cut = self.job.cut(model)
+        self.outline: dict[str, Any] = outline(self.job, cut)
+        local = self.job.topology(dist.get_rank()).local_stages
+        self._modules = {stage: cut.modules[stage] for stage in local}
+        self._shared = cut.shared
+        torch.manual_seed(config.train.seed + 1 + dist.get_rank())  # dropout differs by rank
+        return self._corpus.digest
+
+    def _place_stages(self) -> None:
+        job, device = self.job, self._device
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+        topology = Topology.create(
+            pipeline=job.pipeline,
+            stage_to_rank=job.schedule.stage_to_rank,
+            device_type=device.type,
+        )
+        stages = []
+        for index, module in self._modules.items():
+            placed = module.to(device)
+            if job.config.train.precision == "bf16":
+                autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+                placed.forward = autocast(placed.forward)
+            group = topology.group_along("pp")
+            stages.append(PipelineStage(placed, index, topology.num_stages, device, group=group))
+        self._schedule = on_torch(job.schedule, stages, _cross_entropy)
+        self.sync = attach(
+            self._schedule,
+            topology=topology,
+            shared=self._shared,
+            handlers=[choice.spec for choice in job.config.gradient_handlers],
+            **job.gradient_options,
+        )
+
+    def _make_optimizer(self) -> None:
+        """Makes the optimizer of this rank's parameters; a rank without any has none."""
+        parameters = [self.sync.parameter(r) for r in self.sync.records() if r.requires_grad]
+        self._optimizer = self._learning_rate = None
+        if parameters:
+            self._optimizer = make_optimizer(self.job.config, parameters)
+            self._learning_rate = make_learning_rate(self.job.config, self._optimizer)
+
+    def _make_folder(self) -> str:
+        config = self.job.config
+        wanted = Path(config.train.output)
+        number = 1
+        while True:
+            folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                config.refuse("train.output", f"cannot be made: {error.strerror}", cause=error)
+            else:
+                return str(folder)
+
+    # In a step.
+
+    def _forward_and_backward(self, number: int, losses: list[Tensor]) -> None:
+        config, topology = self.job.config, self.sync.topology
+        tokens, target = self._corpus.batch(
+            number,
+            seed=config.train.seed,
+            size=config.data.batch_size,
+            share=topology.coordinate(topology.data),
+            num_shares=self.job.data,
+        )
+        first, last = 0 in self._modules, topology.num_stages - 1 in self._modules
+        self._schedule.step(
+            *([tokens.to(self._device)] if first else []),
+            target=target.to(self._device) if last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+
+    def _refuse_step(self, number: int, norm: float) -> NoReturn:
+        raise StepError(
+            f"step {number}: the norm of the gradients is {norm}, and this update would destroy "
+            f"the parameters: lower optimizer.lr, set gradients.clip_norm, or warm up"
+        )
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Returns the mean loss of a microbatch, in fp32."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def _every_rank(row: list[float]) -> list[list[float]]:
+    """Returns every rank's row, on every rank; float64, so that counts of bytes are exact."""
+    rows = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64)
+    rows[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
+    dist.all_reduce(rows)
+    return [[float(x) for x in found] for found in rows.tolist()]
+
+
+def _device(config: Config) -> torch.device:
+    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a card."""
+    wanted = config.train.device
+    local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
+    found = torch.accelerator.current_accelerator(check_available=True)
+    cards = torch.accelerator.device_count() if found is not None else 0
+    if wanted == "auto":
+        wanted = found.type if found is not None and cards >= num_local else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if found is None or wanted != found.type:
+        there = "cpu" if found is None else f"{found.type} or cpu"
+        config.refuse("train.device", f"this machine has {there}")
+    if local >= cards:
+        config.refuse(
+            "train.device",
+            f"{num_local} ranks need a {wanted} device each, this machine has {cards}: start "
+            f"fewer ranks, or choose 'cpu'",
+        )
+    return torch.device(wanted, local)
+
+
+_LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+
+
+@contextlib.contextmanager
+def world() -> Iterator[None]:
+    """Joins torchrun's ranks, or is a world of one; a process group that is there is left alone.
+
+    After an error nothing is torn down: peers may be stuck in a collective with this rank.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
