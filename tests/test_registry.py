@@ -22,6 +22,7 @@ from pipegrad.errors import (
 from pipegrad.handler import GradientHandler, ParameterRecord, Reduction, handlers
 from pipegrad.registry import DISABLE_VARIABLE, Plugin, Registry
 from pipegrad.topology import Topology
+from tests.distributions import write_distribution
 
 GROUP = "test_registry.handlers"
 
@@ -74,33 +75,13 @@ class Unfinished(GradientHandler):
     pass
 
 
-def write_distribution(
-    site: Path,
-    name: str,
-    *,
-    entry_points: Mapping[str, str],
-    version: str = "1.0",
-    modules: Mapping[str, str] | None = None,
-) -> Path:
-    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    info.joinpath("METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    )
-    lines = [f"[{GROUP}]", *(f"{key} = {value}" for key, value in entry_points.items())]
-    info.joinpath("entry_points.txt").write_text("\n".join(lines))
-    for module, source in (modules or {}).items():
-        site.joinpath(f"{module}.py").write_text(source)
-    return site
-
-
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a distribution in a directory of its own at the front of sys.path."""
 
     def install(name: str, **contents: Any) -> Path:
         site = tmp_path / f"site{len(list(tmp_path.iterdir()))}"
-        write_distribution(site, name, **contents)
+        write_distribution(site, name, group=GROUP, **contents)
         monkeypatch.syspath_prepend(site)
         return site
 
@@ -142,6 +123,41 @@ def test_listing_is_sorted_by_name_then_distribution_then_value(
     assert tuple(registry) == expected
 
 
+def test_a_summary_is_read_from_the_source_and_imports_nothing(
+    install: Install, registry: Handlers
+) -> None:
+    source = """
+import no_such_module
+class Outer:
+    class Sum:
+        '''Sums everything.
+
+        And more.
+        '''
+class Bare: pass
+value = 3
+"""
+    values = ["Outer.Sum", "Bare", "value", "Absent", "Outer.Absent.Sum"]
+    install(
+        "acme-handlers",
+        entry_points={value: f"acme:{value}" for value in values}
+        | {"none": "absent_module:Sum", "deep": "os.path.absent:X", "wrong": "wrong:X"},
+        modules={"acme": source, "wrong": "class X(:"},
+    )
+    summaries = {plugin.name: plugin.summary for plugin in registry}
+    assert summaries.pop("Outer.Sum") == "Sums everything."
+    assert set(summaries.values()) == {""}
+    assert "acme" not in sys.modules
+
+
+def test_resolve_all_numbers_what_is_listed_again(install: Install, registry: Handlers) -> None:
+    acme(install)
+    table = {"name": "acme-sum", "axis": "pp"}
+    found = registry.resolve_all(["acme-sum", table, Plain])
+    assert list(found) == ["acme-sum", "acme-sum#1", f"{__name__}:Plain"]
+    assert [resolved.plugin.axis for resolved in list(found.values())[:2]] == ["dp", "pp"]  # type: ignore[attr-defined]
+
+
 def test_listing_has_what_is_registered(install: Install, registry: Handlers) -> None:
     acme(install)
     registry.register("local", Local)
@@ -162,7 +178,7 @@ def test_listing_imports_nothing(install: Install, registry: Handlers) -> None:
 def test_listing_is_the_same_for_every_hash_seed_and_path_order(tmp_path: Path) -> None:
     names = ["delta", "alpha", "gamma", "beta"]
     sites = [
-        str(write_distribution(tmp_path / n, n, entry_points={"sum": f"{n}:Sum", n: f"{n}:X"}))
+        str(write_distribution(tmp_path / n, n, group=GROUP, entry_points={"sum": "x:Y", n: "x:Z"}))
         for n in names
     ]
     script = f"""

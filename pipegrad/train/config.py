@@ -209,6 +209,15 @@ class Config(Table):
         """The file it was read from."""
         return self._path
 
+    def flat(self) -> dict[str, Any]:
+        """Returns every value by its dotted key, those of one table after the other."""
+        tables = self.model_dump()
+        handlers = tables.pop("gradient_handlers")
+        values = {
+            f"{t}.{key}": value for t, table in tables.items() for key, value in table.items()
+        }
+        return {"gradient_handlers": handlers, **values}
+
     def refuse(self, key: str, complaint: str, *, cause: Exception | None = None) -> NoReturn:
         """Raises a ConfigError about the value of a key.
 

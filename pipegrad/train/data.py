@@ -65,7 +65,9 @@ def _read(config: Config, path: Path) -> bytes:
     try:
         text = path.read_bytes()
     except FileNotFoundError as error:
-        config.refuse("data.files", f"there is no {path} in {Path.cwd()}", cause=error)
+        config.refuse(
+            "data.files", f"there is no {path}, seen from the working directory", cause=error
+        )
     except OSError as error:
         config.refuse("data.files", f"{path} cannot be read: {error.strerror}", cause=error)
     if not text:

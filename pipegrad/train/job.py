@@ -117,13 +117,14 @@ class Job:
         finally:
             model.train(training)
         expected = f"expected logits (1, {length}, {NUM_TOKENS} or more), one a possible byte"
-        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        if not isinstance(shape, tuple) or len(shape) != 3 or shape[:2] != (1, length):
-            self.config.refuse("model.factory", f"its model returns {shape}; {expected}")
-        if shape[2] < NUM_TOKENS or not logits.is_floating_point():
-            self.config.refuse(
-                "model.factory", f"its model returns {logits.dtype} {shape}; {expected}"
-            )
+        if not isinstance(logits, torch.Tensor):
+            found = type(logits).__name__
+            self.config.refuse("model.factory", f"its model returns a {found}; {expected}")
+        shape = (*logits.shape, 0, 0, 0)[:3]
+        right = logits.ndim == 3 and shape[:2] == (1, length) and shape[2] >= NUM_TOKENS
+        if not right or not logits.is_floating_point():
+            found = f"{logits.dtype} {tuple(logits.shape)}"
+            self.config.refuse("model.factory", f"its model returns {found}; {expected}")
         if not bool(logits.isfinite().all()):
             self.config.refuse("model.factory", "its model returns logits that are not finite")
 

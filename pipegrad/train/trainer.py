@@ -135,7 +135,9 @@ class Trainer:
 
     def _agreed_configuration(self, load: Callable[[], Config]) -> Config:
         configs = agree("the configuration", load)
-        same("the configuration", {r: str(c.model_dump()) for r, c in enumerate(configs)})
+        said = [config.flat() for config in configs]
+        for key in dict.fromkeys(key for flat in said for key in flat):
+            same(key, {rank: str(flat.get(key)) for rank, flat in enumerate(said)})
         return configs[dist.get_rank()]
 
     def _prepare(self, config: Config) -> str:

@@ -1,0 +1,100 @@
+"""split: balanced or as told, names kept, nothing copied."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrad import TopologyError, find_shared, split
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    """A Sequential of layers with so many parameters."""
+    modules = []
+    for size in sizes:
+        module = nn.Module()
+        if size:
+            module.weight = nn.Parameter(torch.zeros(size))
+        modules.append(module)
+    return nn.Sequential(*modules)
+
+
+def held(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_stages_hold_the_models_own_layers_under_their_own_names() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 5, False))
+    model[3].weight = model[0].weight
+    cut = split(model, 2)
+    assert cut.boundaries == (1,)
+    names = [name for stage in cut.modules.values() for name, _ in stage.named_parameters()]
+    assert names == ["0.weight", "1.weight", "1.bias", "3.weight"]
+    assert cut.modules[1][0] is model[1]  # type: ignore[index]
+    assert cut.shared == find_shared(model) == [["0.weight", "3.weight"]]
+    tokens = torch.arange(5)
+    torch.testing.assert_close(cut.modules[1](cut.modules[0](tokens)), model(tokens))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_largest_stage_is_as_small_as_can_be(seed: int) -> None:
+    chance = random.Random(seed)
+    sizes = [chance.randrange(10) for _ in range(chance.randint(1, 8))]
+    model, num_stages = layers(*sizes), chance.randint(1, len(sizes))
+    cut = split(model, num_stages)
+    best = min(
+        max(sum(sizes[a:b]) for a, b in itertools.pairwise((0, *starts, len(sizes))))
+        for starts in itertools.combinations(range(1, len(sizes)), num_stages - 1)
+    )
+    assert max(map(held, cut.modules.values())) == best
+    assert split(model, num_stages).boundaries == cut.boundaries
+
+
+def test_a_parameter_counts_once_in_a_stage_and_once_in_each() -> None:
+    model = layers(10, 4, 4, 4)
+    for at in (1, 2):
+        model[at].weight = model[0].weight
+    assert split(model, 2).boundaries == (3,)  # 10 once, against 4; not 10 + 10 + 10
+    assert split(layers(10, 4, 4, 4), 2).boundaries == (1,)
+
+
+def test_equal_layers_are_spread_evenly() -> None:
+    assert split(layers(*[3] * 8), 4).boundaries == (2, 4, 6)
+    assert sorted(map(held, split(layers(*[3] * 6), 4).modules.values())) == [3, 3, 6, 6]
+
+
+def test_many_layers_take_no_time() -> None:
+    assert len(split(layers(*[3] * 300), 16).modules) == 16
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "expected"), [([1, 2], (1, 2)), ((2, 3), (2, 3)), ([1, 3], (1, 3))]
+)
+def test_boundaries_are_taken_as_told(boundaries: list[int], expected: tuple[int, ...]) -> None:
+    cut = split(layers(1, 2, 3, 4), 3, boundaries=boundaries)
+    assert cut.boundaries == expected
+    assert sum(len(list(m.children())) for m in cut.modules.values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "num_stages", "boundaries", "message"),
+    [
+        (nn.Linear(2, 2), 1, None, "only an nn.Sequential can be cut .* found Linear"),
+        (layers(1, 2), 3, None, "2 layers cannot be cut into 3 stages: choose 1 to 2"),
+        (layers(1, 2), 0, None, "cannot be cut into 0 stages"),
+        (layers(1, 2, 3), 2, [], r"boundaries \[\] do not cut 3 layers into 2 stages"),
+        (layers(1, 2, 3), 2, [3], "ascending indices from 1 to 2"),
+        (layers(1, 2, 3), 2, [0], r"boundaries \[0\]"),
+        (layers(1, 2, 3), 3, [2, 1], "give 2 ascending"),
+        (layers(1, 2, 3), 3, [1, 1], "give 2 ascending"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    model: nn.Module, num_stages: int, boundaries: list[int] | None, message: str
+) -> None:
+    with pytest.raises(TopologyError, match=message):
+        split(model, num_stages, boundaries=boundaries)

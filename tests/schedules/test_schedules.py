@@ -1,0 +1,118 @@
+"""Schedules are complete, possible and as their docstrings draw them; others are refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+
+import pytest
+
+from pipegrad import ScheduleError, schedules
+from pipegrad.errors import PluginOptionError
+from pipegrad.schedules import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules.gpipe import GPipe
+from pipegrad.schedules.interleaved import InterleavedOneForwardOneBackward
+from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
+
+
+@pytest.mark.parametrize(
+    ("generator", "numbers"),
+    [
+        (GPipe(), (3, 3)),
+        (OneForwardOneBackward(), (3, 4)),
+        (InterleavedOneForwardOneBackward(), (2, 2)),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_the_docstring_draws_the_grid(
+    generator: ScheduleGenerator, numbers: tuple[int, int]
+) -> None:
+    num_ranks, num_microbatches = numbers
+    made = generator.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    drawn = re.search(r"::\n\n(.*?)\n\n", inspect.getdoc(generator) or "", re.DOTALL)
+    assert drawn is not None
+    assert textwrap.dedent(drawn[1]) == str(made)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 15, 20])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_one_stage_a_rank_takes_as_long_as_it_must(
+    name: str, num_ranks: int, num_microbatches: int
+) -> None:
+    made = schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    assert made.stage_to_rank == tuple(range(num_ranks))
+    assert len(made.grid[0]) == 2 * (num_microbatches + num_ranks - 1)
+    assert [live(made, rank) for rank in range(num_ranks)] == [
+        min(num_microbatches, num_ranks - rank if name == "1f1b" else num_microbatches)
+        for rank in range(num_ranks)
+    ]
+    assert sorted(made.stage_ticks, reverse=True) == list(made.stage_ticks)
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_interleaving_makes_the_bubble_smaller(
+    rounds: int, num_ranks: int, stages_per_rank: int
+) -> None:
+    numbers = {"num_ranks": num_ranks, "num_microbatches": rounds * num_ranks}
+    options = {"stages_per_rank": stages_per_rank}
+    made = schedules.build("interleaved-1f1b", **numbers, **options)
+    assert made.stage_to_rank == tuple(range(num_ranks)) * stages_per_rank
+    work = 2 * numbers["num_microbatches"] * stages_per_rank
+    assert len(made.grid[0]) == work + 2 * (num_ranks - 1)
+
+
+def live(schedule: Schedule, rank: int) -> int:
+    """Returns the most microbatches whose activations a rank holds at a time."""
+    held, most = 0, 0
+    for action in schedule.actions[rank]:
+        held += 1 if action.kind == "F" else -1
+        most = max(most, held)
+    return most
+
+
+def test_interleaved_states_what_it_takes() -> None:
+    with pytest.raises(ScheduleError, match=r"multiple of 4 .* found 6; the nearest is"):
+        schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=6)
+    with pytest.raises(ScheduleError, match="the nearest is 4"):
+        schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=1)
+    with pytest.raises(PluginOptionError, match="stages_per_rank is 0, expected at least 1"):
+        schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=4, stages_per_rank=0)
+
+
+def rows(*texts: str, stages: tuple[int, ...] = (0, 1), num_microbatches: int = 1) -> Schedule:
+    """Returns a schedule from its rows, ``"0F0 0B0"``."""
+    kinds: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+    actions = [
+        tuple(Action(int(word[0]), kinds[word[1]], int(word[2:])) for word in text.split())
+        for text in texts
+    ]
+    return Schedule("mine", num_microbatches, stages, tuple(actions))
+
+
+def test_split_backward_is_placed_too() -> None:
+    made = rows("0F0 0I0 0W0", "1F0 1I0 1W0")
+    assert str(made) == "rank 0  0F0         0I0 0W0\nrank 1      1F0 1I0 1W0"
+    assert made.stage_ticks == (4, 3)
+    assert str(made.grid[0][1]) == "None"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (rows("0F0 0B0", "1F0"), r"found stage 1 microbatch 0 has \['F'\]"),
+        (rows("0F0 0B0 0B0", "1F0 1B0"), "found 0B0 2 times"),
+        (rows("0F0 0B0 1B0", "1F0"), "found 1B0 on rank 0"),
+        (rows("0F0 0B0", "1F0 1B0 1I0"), r"found stage 1 microbatch 0 has \['B', 'F', 'I'\]"),
+        (rows("0F0 0B0 2F0", "1F0 1B0"), "found 2F0 on rank 0"),
+        (rows("0B0 0F0", "1F0 1B0"), r"never come: \{0: '0B0', 1: '1F0'\}"),
+        (rows("0F0 0W0 0I0", "1F0 1I0 1W0"), r"never come: \{0: '0W0'\}"),
+    ],
+)
+def test_what_can_never_be_run_is_refused_with_its_rows(wrong: Schedule, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message) as caught:
+        _ = wrong.ticks
+    assert "\nrank 0  0" in str(caught.value)
