@@ -8,8 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, ParameterRecord, Reduction, Topology
-from pipegrad.testing import run_ranks
+from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.data_parallel import DataParallel
+
+
+class TestDataParallel(HandlerContract):
+    handler = "data-parallel"
+    beside = ("pipeline-shared",)
 
 
 @pytest.mark.parametrize(("rank", "copies"), [(0, (0, 1)), (5, (4, 5))])

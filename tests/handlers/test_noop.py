@@ -11,7 +11,14 @@ from torch import nn
 from pipegrad import GradientSync, Topology, handlers, make_plan
 from pipegrad.gradients.bucket import Plan
 from pipegrad.gradients.manifest import Manifest, ParameterEntry
-from pipegrad.testing import run_ranks
+from pipegrad.testing import HandlerContract, run_ranks
+
+
+class TestNoop(HandlerContract):
+    handler = "noop"
+
+    def expected(self, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return own
 
 
 def entry(name: str) -> ParameterEntry:

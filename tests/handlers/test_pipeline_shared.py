@@ -7,8 +7,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, ParameterRecord, Reduction, Topology, find_shared
-from pipegrad.testing import run_ranks
+from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
+
+
+class TestPipelineShared(HandlerContract):
+    handler = "pipeline-shared"
+    beside = ("data-parallel",)
 
 
 def record(name: str, stage: int, holders: tuple[int, ...]) -> ParameterRecord:

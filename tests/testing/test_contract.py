@@ -1,0 +1,271 @@
+"""HandlerContract catches wrong handlers: each fails the checks that fit, and tells why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from unittest import SkipTest
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipegrad import (
+    FlatBucket,
+    GradientHandler,
+    HandlerSpec,
+    Hop,
+    ParameterRecord,
+    Reduction,
+    Topology,
+    Work,
+    handlers,
+)
+from pipegrad.testing import HandlerContract
+from pipegrad_handlers.data_parallel import DataParallel
+from pipegrad_handlers.noop import Done
+
+HASH_SEEDS = "test_no_plan_depends_on_hash_seeds"  # starts Python twice
+Parameters = Sequence[ParameterRecord]
+Reductions = Iterable[Reduction]
+
+
+class Sums(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        return [Reduction(p, topology.ranks_along("dp"), "sum") for p in parameters]
+
+
+class Forgets(DataParallel):
+    def __init__(self) -> None:
+        self._known: set[tuple[int, str]] = set()
+
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        for reduction in super().reductions(parameters, topology):
+            if (topology.rank, reduction.record.key) not in self._known:
+                self._known.add((topology.rank, reduction.record.key))
+                yield reduction
+
+
+class PrefersTheFirst(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        yield from super().reductions(parameters, topology)
+        yield Reduction(parameters[0], (topology.rank,))
+
+
+class LeavesOutRank3(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        return [] if topology.rank == 3 else super().reductions(parameters, topology)
+
+
+class LeavesOutItself(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        others = [r for r in topology.ranks_along("dp") if r != topology.rank]
+        return [Reduction(p, tuple(others), "mean") for p in parameters]
+
+
+class CannotPlan(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        raise KeyError("no such table")
+
+
+class LooksAtTheProcess(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        for reduction in super().reductions(parameters, topology):
+            if not (dist.is_initialized() and reduction.record.name == "weight"):
+                yield reduction
+
+
+class LooksAtItsRank(LooksAtTheProcess):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        wrong = dist.is_initialized() and dist.get_rank() == 2
+        return [] if wrong else DataParallel().reductions(parameters, topology)
+
+
+class SendsNothing(DataParallel):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        return Done()
+
+
+class DoesNotWait(DataParallel):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        super().launch(bucket, reduction, group)
+        return Done()
+
+
+class ReadsTooEarly(DataParallel):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        sent = bucket.buffer.clone()
+        work: Work = dist.all_reduce(sent, group=group, async_op=True)
+        bucket.buffer.copy_(sent)
+        return work
+
+
+class CutsTheWire(DataParallel):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        if dist.get_rank() == 2:
+            raise RuntimeError("the wire is cut")
+        return super().launch(bucket, reduction, group)
+
+
+class StaysAway(DataParallel):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        return Done() if dist.get_rank() == 2 else super().launch(bucket, reduction, group)
+
+
+class CarriesOver(DataParallel):
+    def __init__(self) -> None:
+        self._carried: dict[int, torch.Tensor] = {}
+
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        before = self._carried.get(id(bucket))
+        self._carried[id(bucket)] = bucket.buffer.clone()
+        if before is not None:
+            bucket.buffer.add_(before)
+        return super().launch(bucket, reduction, group)
+
+
+class AddsSomething(DataParallel):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        bucket.buffer.add_(1e-9)
+        return super().launch(bucket, reduction, group)
+
+
+class RoundsByRank(DataParallel):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        dist.all_reduce(bucket.buffer, group=group)
+        bucket.buffer.mul_(1 + 2e-7 * dist.get_rank())
+        return Done()
+
+
+class TakesPositions(DataParallel):
+    def __init__(self, axis: str = "dp", /) -> None:
+        self.axis = axis
+
+
+class TakesAnything(DataParallel):
+    def __init__(self, **options: object) -> None:
+        self.options = options
+
+
+class Hashes(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        for reduction in super().reductions(parameters, topology):
+            if hash(reduction.record.name) % 2:
+                yield reduction
+
+
+PLAN = "test_all_ranks_make_one_plan"
+ENDS = "test_a_step_ends_on_every_rank"
+VALUES = "test_gradients_are_those_of_one_process"
+NONE = "test_a_gradient_that_nobody_has_stays_none"
+SECOND = "test_a_second_step_carries_nothing_over"
+
+WRONG: dict[type[GradientHandler], dict[str, str]] = {
+    Sums: {VALUES: r"20 gradients are wrong.*'weight' on rank 0: found .*, expected .*, own \["},
+    Forgets: {"test_a_plan_made_again_is_the_same": r"must be pure:\nrank 0: .*\nrank 0: "},
+    PrefersTheFirst: {"test_the_order_of_parameters_changes_nothing": "rank 0 .*'0.weight', 'sum'"},
+    LeavesOutRank3: {PLAN: r"PlanError: .*LeavesOutRank3'.*rank 3 has no reduction of it"},
+    LeavesOutItself: {PLAN: r"PlanError: .*rank 0 among them"},
+    CannotPlan: {PLAN: r"KeyError: 'no such table'"},
+    LooksAtTheProcess: {
+        "test_ranks_plan_what_is_planned_offline": "must not look at the process it runs in",
+        VALUES: "4 gradients are wrong",
+    },
+    LooksAtItsRank: {ENDS: r"AgreementError: .*ranks \[0, 1, 3\]: .*ranks \[2\]: "},
+    SendsNothing: {VALUES: r"whether the work of launch\(\) ends before the sum is there"},
+    CutsTheWire: {ENDS: "rank 2: .*the wire is cut"},
+    CarriesOver: {
+        SECOND: "keep nothing of a step",
+        "test_a_missing_gradient_counts_as_zeros": "gradients are wrong",
+        NONE: "make something of zeros",
+    },
+    AddsSomething: {NONE: "'weight_bf16'.*make something of zeros"},
+    RoundsByRank: {"test_copies_have_the_same_bits": "ranks 0 and 1 hold 'weight'"},
+    TakesPositions: {"test_its_options_are_keywords": r"takes \['axis'\] by position"},
+    TakesAnything: {"test_an_unknown_option_is_refused_by_name": "nothing, it was accepted"},
+}
+
+
+def contract(handler: HandlerSpec) -> HandlerContract:
+    class Contract(HandlerContract):
+        pass
+
+    Contract.handler, Contract.beside = handler, ("pipeline-shared",)
+    return Contract()
+
+
+def failures(checked: HandlerContract) -> Mapping[str, str]:
+    """Runs all checks but that of hash seeds; returns what failed."""
+    found = {}
+    for name in dir(checked):
+        if name.startswith("test_") and name != HASH_SEEDS:
+            try:
+                getattr(checked, name)()
+            except AssertionError as error:
+                found[name] = str(error)
+            except SkipTest as error:
+                assert "test_" in str(error)  # noqa: PT017 - says which check to look at
+    return found
+
+
+@pytest.mark.parametrize("handler", WRONG, ids=lambda handler: handler.__name__)
+def test_a_wrong_handler_fails_the_checks_that_fit(handler: type[GradientHandler]) -> None:
+    found = failures(contract(handler))
+    assert found.keys() == WRONG[handler].keys()
+    for check, words in WRONG[handler].items():
+        assert re.search(words, found[check], re.DOTALL)
+        assert found[check].startswith(f"handler '{__name__}:{handler.__name__}'")
+
+
+@pytest.mark.parametrize("handler", [DoesNotWait, ReadsTooEarly])
+def test_a_sum_that_nobody_waits_for_is_wrong(handler: type[GradientHandler]) -> None:
+    """Which checks fail beside that one is left to luck, as its values are."""
+    with pytest.raises(AssertionError, match="ends before the sum is there"):
+        contract(handler).test_gradients_are_those_of_one_process()
+
+
+def test_a_copy_that_runs_ahead_of_the_sum_is_not_ordered() -> None:
+    with pytest.raises(
+        AssertionError, match=r"without async_op[\s\S]*read not ordered after write"
+    ):
+        contract(ReadsTooEarly).test_every_access_is_ordered()
+
+
+def test_a_rank_that_stays_away_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipegrad.testing.contract.TIMEOUT_SECONDS", 4)
+    with pytest.raises(AssertionError, match="TimeoutError: not finished after 4 s: rank"):
+        contract(StaysAway).test_a_step_ends_on_every_rank()
+
+
+def test_a_plan_that_depends_on_hash_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"another PYTHONHASHSEED[\s\S]*: \w+\n.*: \w+$"):
+        contract(Hashes).test_no_plan_depends_on_hash_seeds()
+
+
+def test_a_class_that_other_processes_cannot_import_is_told() -> None:
+    class Local(DataParallel):
+        pass
+
+    with pytest.raises(AssertionError, match=r"PluginLoadError: .*<locals>"):
+        contract(Local).test_all_ranks_make_one_plan()
+
+
+def test_a_name_that_other_ranks_do_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(handlers._registered, "mine", DataParallel)
+    with pytest.raises(AssertionError, match=r"handler 'mine' .* in this process alone"):
+        contract("mine").test_it_is_found_and_says_where_it_comes_from()
+
+
+class Option:
+    """Prints its address."""
+
+
+def test_an_option_that_is_another_on_each_rank_is_told() -> None:
+    table = {"name": TakesAnything, "option": Option()}
+    with pytest.raises(AssertionError, match=r"whose repr\(\) tells their value"):
+        contract(table).test_it_is_found_and_says_where_it_comes_from()
+
+
+def test_an_instance_is_refused() -> None:
+    with pytest.raises(AssertionError, match="give the class of"):
+        contract(DataParallel()).test_all_ranks_make_one_plan()
