@@ -39,6 +39,7 @@ LAYERS = [
     {"runtime"},
     {"train"},
     {"cli"},
+    {"__main__"},
 ]
 
 
@@ -151,7 +152,8 @@ def test_all_names_what_is_public() -> None:
 
 
 def test_the_installed_entry_points_are_those_of_pyproject() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"] | {"console_scripts": project["scripts"]}
     installed: dict[str, dict[str, str]] = {}
     for entry in metadata.distribution("pipegrad").entry_points:
         installed.setdefault(entry.group, {})[entry.name] = entry.value

@@ -13,6 +13,11 @@ def tied(*, width: int = 8, layers: int = 2, dropout: float = 0.0) -> nn.Sequent
     return nn.Sequential(embedding, *blocks, nn.LayerNorm(width), head)
 
 
+def bare() -> nn.Sequential:
+    """Its last two layers have no parameters."""
+    return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), nn.GELU(), nn.Identity())
+
+
 def needs(*, width: int) -> nn.Sequential:
     return tied(width=width)
 

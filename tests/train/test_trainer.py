@@ -1,0 +1,178 @@
+"""A job trains as one process does, whatever the cut; and says what it did."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from pipegrad import StepError
+from pipegrad.testing import run_ranks
+from pipegrad.train.config import load
+from pipegrad.train.data import read_corpus
+from pipegrad.train.job import Job
+from pipegrad.train.trainer import StepMetrics, Trainer
+
+ROOT = Path(__file__).parents[2]
+TIED_GPT = ROOT / "examples" / "tied_gpt.toml"
+STEPS = 25
+
+SMALL = """
+[model]
+factory = "factories:tied"
+[data]
+batch_size = 8
+sequence_length = 16
+[train]
+steps = 3
+"""
+
+
+def one_process(path: Path, *settings: str) -> list[tuple[float, float]]:
+    """Returns loss and gradient norm of each step of the uncut model, trained by hand."""
+    config = load(path, settings)
+    corpus, model = read_corpus(config), Job(config, 1).model()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    undecayed = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}],
+        lr=3e-3,
+    )
+    told = []
+    for step in range(1, STEPS + 1):
+        begin = 0.1 + 0.9 * min(step - 1, 20) / 20  # LinearLR, then the cosine of 180 steps
+        turn = 0.5 * (1 + math.cos(math.pi * max(step - 21, 0) / 180))
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * begin * turn
+        tokens, target = corpus.batch(step, seed=0, size=16)
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append((loss.item(), norm.item()))
+    return told
+
+
+CUTS = {
+    1: {"alone": []},
+    2: {"pipeline 2": [], "data 2": ["parallel.data=2"]},
+    4: {
+        "pipeline 4": [],
+        "2 x 2": ["parallel.pipeline=2"],
+        "data 4": ["parallel.pipeline=1"],
+        "gpipe": ["parallel.schedule=gpipe"],
+        "interleaved, 2 x 2": ["parallel.pipeline=2", "parallel.schedule=interleaved-1f1b"],
+        "boundaries": ["parallel.pipeline=2", "parallel.boundaries=[1]", "parallel.microbatches=2"],
+        "other buckets": ["gradients.bucket_bytes=4096", "gradients.lanes=3"],
+    },
+}
+
+
+def losses(cuts: dict[str, list[str]]) -> dict[str, list[StepMetrics]]:
+    """Trains the example in every cut, on a rank."""
+    found = {}
+    for name, settings in cuts.items():
+        trainer = Trainer(partial(load, TIED_GPT, settings))
+        job, rank = trainer.job, dist.get_rank()
+        offline = job.plans(job.manifest(job.cut(job.model("meta"))))
+        assert offline[rank] == trainer.sync.plan
+        found[name] = [trainer.step(number) for number in range(1, STEPS + 1)]
+        trainer.sync.check_replicas()
+        trainer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[tuple[float, float]]:
+    return one_process(TIED_GPT)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_cut_has_the_losses_of_one_process(
+    num_ranks: int, truth: list[tuple[float, float]]
+) -> None:
+    first, *others = run_ranks(losses, num_ranks, CUTS[num_ranks], timeout_seconds=100)
+    assert others == [first] * (num_ranks - 1)  # every rank knows all numbers
+    for name, steps in first.items():
+        assert [step.step for step in steps] == list(range(1, STEPS + 1))
+        for step, (loss, norm) in zip(steps, truth, strict=True):
+            assert step.loss == pytest.approx(loss, rel=1e-4), name
+            assert step.grad_norm == pytest.approx(norm, rel=1e-3), name
+        assert steps[-1].loss < 0.7 * steps[0].loss
+    if num_ranks == 4:
+        tied, replicated = first["pipeline 4"][0], first["data 4"][0]
+        assert (tied.collectives, tied.bytes_reduced) == (2, 2 * 4 * (256 * 64 + 1))  # and one flag
+        assert replicated.collectives == 4
+        assert replicated.bytes_reduced > 4 * 4 * 216_000
+
+
+def results(folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
+    os.chdir(folder)
+    return {name: result(settings) for name, settings in cases.items()}
+
+
+def result(settings: list[str]) -> Any:
+    trainer = Trainer(partial(load, Path("small.toml"), settings))
+    try:
+        steps = [dataclasses.astuple(trainer.step(number)) for number in (1, 2, 3)]
+    except StepError as error:
+        finite = all(
+            bool(p.isfinite().all()) for m in trainer._modules.values() for p in m.parameters()
+        )
+        return str(error), finite
+    trainer.close()
+    return steps
+
+
+CASES = {
+    "fp32": [],
+    "bf16": ["train.precision=bf16"],
+    "dropout": ["model.dropout=0.5"],
+    "no decay": ["optimizer.decay_norms_and_biases=false"],
+    "a stage without parameters": ["model.factory=factories:bare", "parallel.boundaries=[3]"],
+    "sgd by name": ["optimizer={name='SGD', lr=0.1, momentum=0.9}"],
+    "half the wire": ["gradients.reduce_dtype=bfloat16"],
+    "explodes": ["model.factory=factories:explodes"],
+}
+
+
+@pytest.fixture(scope="module")
+def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "small.toml").write_text(SMALL)
+    (folder / "factories.py").write_text((Path(__file__).parent / "factories.py").read_text())
+    return run_ranks(results, 2, str(folder), CASES)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "explodes"])
+def test_it_trains(replies: list[dict[str, Any]], name: str) -> None:
+    first, second = (reply[name] for reply in replies)
+    assert first == second
+    assert all(math.isfinite(loss) for _, loss, *_ in first)
+    assert len({loss for _, loss, *_ in first}) == 3
+
+
+def test_bf16_is_near_and_not_the_same(replies: list[dict[str, Any]]) -> None:
+    exact, near = (replies[0][name][0][1] for name in ("fp32", "bf16"))
+    assert near != exact
+    assert near == pytest.approx(exact, rel=2e-2)
+
+
+def test_gradients_that_are_not_finite_end_the_run_and_spare_the_parameters(
+    replies: list[dict[str, Any]],
+) -> None:
+    (first, finite), (second, also_finite) = (reply["explodes"] for reply in replies)
+    assert first == second
+    assert first.startswith("step 1: the norm of the gradients is nan")
+    assert finite
+    assert also_finite
