@@ -6,9 +6,11 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import click
@@ -27,6 +29,7 @@ from pipegrad.train.report import Report, manifest_of
 from pipegrad.train.trainer import Trainer, world
 
 _PLAIN_WIDTH = 160  # where there is no terminal to fit into
+_REPLICAS_WIDTH = 120
 _CHANGES = (
     click.argument("config", type=Path),
     click.option(
@@ -85,19 +88,18 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
 def _run(trainer: Trainer, folder: Path, console: Console) -> None:
     config = trainer.job.config
     report = Report(console, folder, config) if dist.get_rank() == 0 else None
+    manifest = manifest_of(config, trainer.outline)
     try:
-        if report is None:
+        with report.running(manifest) if report else nullcontext():
             for number in range(1, config.train.steps + 1):
-                trainer.step(number)
-        else:
-            with report.running(manifest_of(config, trainer.outline)):
-                for number in range(1, config.train.steps + 1):
-                    report.step(trainer.step(number))
+                metrics = trainer.step(number)
+                if report:
+                    report.step(metrics)
         replicas = _replicas(trainer)
     except PipegradError as error:
         click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)
         _exit()
-    if report is not None:
+    if report:
         report.close(replicas)
 
 
@@ -105,7 +107,7 @@ def _replicas(trainer: Trainer) -> str:
     try:
         trainer.sync.check_replicas()
     except ReduceError as error:
-        return f"DIFFER: {error}"
+        return shorten(f"DIFFER: {error}", _REPLICAS_WIDTH)
     return "bit-identical"
 
 

@@ -1,6 +1,7 @@
 """The configuration: TOML and ``--set``, validated. An error names file, key, value, and a way out.
 
-Descriptions of the fields are the reference: errors quote them, ``docs/config.md`` lists them.
+Descriptions of the fields are the reference: errors quote them, and ``docs/config.md`` is made of
+them.
 """
 
 from __future__ import annotations

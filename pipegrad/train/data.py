@@ -35,7 +35,8 @@ class Corpus:
 
         Every rank draws the same `size` places in the text, and reads its share of them.
         """
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        mixed = hashlib.sha256(f"{seed} {step}".encode()).digest()[:4]  # torch takes 32 bits on CPU
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed))
         places = torch.randint(len(self) - self._length, (size,), generator=generator)
         own = places.chunk(num_shares)[share]
         sequences = self._tokens[own[:, None] + torch.arange(self._length + 1)].long()

@@ -148,7 +148,7 @@ def rendered(told: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
-    """Returns a plain table; columns but the first are aligned to the right if they are numbers."""
+    """Returns a table without lines but that below its head."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         made.add_column(column, overflow="fold")

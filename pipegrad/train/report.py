@@ -55,7 +55,7 @@ class Report:
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=16),
             TimeRemainingColumn(),
             TextColumn("{task.fields[line]}"),
             console=self._console,
@@ -72,8 +72,8 @@ class Report:
         self._lines.write(json.dumps(asdict(metrics)) + "\n")
         self._lines.flush()
         line = (
-            f"loss {metrics.loss:.6f}  grad norm {metrics.grad_norm:.3f}  "
-            f"{metrics.step_seconds:.3f} s  {metrics.tokens_per_second:,.0f} tokens/s"
+            f"loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
+            f"{metrics.tokens_per_second:,.0f} tokens/s"
         )
         self._progress.update(self._task, completed=metrics.step, line=line)
         last = metrics.step == self._config.train.steps

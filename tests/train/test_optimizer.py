@@ -1,0 +1,92 @@
+"""Optimizers and learning rates by torch's names do what torch's own do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+from pipegrad.train.config import Config
+from pipegrad.train.optimizer import make_learning_rate, make_optimizer
+
+
+def config(**optimizer: Any) -> Config:
+    return Config.model_validate({"model": {"factory": "a:b"}, "optimizer": optimizer})
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape)) for shape in [(2, 3), (3,), (), (1, 3)]]
+
+
+def test_options_are_torchs_own() -> None:
+    made = make_optimizer(config(lr=0.5, betas=[0.8, 0.9], weight_decay=0.3), parameters())
+    assert type(made) is torch.optim.AdamW
+    [group] = made.param_groups
+    assert (group["lr"], *group["betas"], group["weight_decay"]) == (0.5, 0.8, 0.9, 0.3)
+    assert len(group["params"]) == 4
+
+
+def test_norms_and_biases_may_be_spared() -> None:
+    spared = config(name="SGD", lr=1.0, weight_decay=0.5, decay_norms_and_biases=False)
+    made = make_optimizer(spared, given := parameters())
+    decayed, undecayed = made.param_groups
+    assert [p.shape for p in decayed["params"]] == [(2, 3), (1, 3)]
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.5, 0.0)
+    for parameter in given:
+        parameter.grad = torch.zeros_like(parameter)
+    made.step()
+    assert [float(p.detach().flatten()[0]) for p in given] == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_a_rank_with_vectors_only_has_one_group() -> None:
+    spared = config(decay_norms_and_biases=False)
+    [group] = make_optimizer(spared, [nn.Parameter(torch.ones(3))]).param_groups
+    assert group["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "name", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"]
+)
+def test_any_first_order_optimizer(name: str) -> None:
+    made = make_optimizer(config(name=name, lr=0.1), given := parameters())
+    for parameter in given:
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    assert all(bool((p < 1).all()) for p in given)
+
+
+def rates(schedule: Any, steps: int) -> list[float]:
+    wanted = config(name="SGD", lr=1.0, schedule=schedule)
+    optimizer = make_optimizer(wanted, parameters())
+    scheduler = make_learning_rate(wanted, optimizer)
+    return list(stepped(optimizer, scheduler, steps))
+
+
+def stepped(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> Any:
+    for _ in range(steps):
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def test_no_schedule_is_a_constant_rate() -> None:
+    assert rates([], 3) == [1.0, 1.0, 1.0]
+
+
+def test_schedules_follow_one_another() -> None:
+    warm = {"name": "LinearLR", "start_factor": 0.1, "total_iters": 5, "steps": 5}
+    found = rates([warm, {"name": "CosineAnnealingLR", "T_max": 10}], 15)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    parts = [LinearLR(optimizer, 0.1, total_iters=5), CosineAnnealingLR(optimizer, 10)]
+    assert found == list(stepped(optimizer, SequentialLR(optimizer, parts, [5]), 15))
+    assert found[0] == pytest.approx(0.1)
+    assert max(found) == found[5] == pytest.approx(1.0)
+
+
+def test_one_schedule_needs_no_list() -> None:
+    assert rates({"name": "StepLR", "step_size": 2, "gamma": 0.5}, 5) == [1, 1, 0.5, 0.5, 0.25]
+    assert rates([{"name": "StepLR", "step_size": 2, "gamma": 0.5}], 3) == [1, 1, 0.5]
