@@ -91,10 +91,12 @@ def _run(trainer: Trainer, folder: Path, console: Console) -> None:
     manifest = manifest_of(config, trainer.outline)
     try:
         with report.running(manifest) if report else nullcontext():
-            for number in range(1, config.train.steps + 1):
+            for number in range(trainer.first_step, config.train.steps + 1):
                 metrics = trainer.step(number)
                 if report:
                     report.step(metrics)
+                if config.train.saves_after(number):
+                    trainer.save(folder / f"checkpoint-{number}", number)
         replicas = _replicas(trainer)
     except PipegradError as error:
         click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)

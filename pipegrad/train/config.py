@@ -183,9 +183,23 @@ class Train(Table):
         default="runs/run",
         description="folder of the run; one that exists is kept, and -2, -3, ... added",
     )
+    save_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between checkpoints in the run's folder, and one at the end; else none",
+    )
+    resume: str | None = Field(
+        default=None,
+        description="folder of a checkpoint to go on from, of any cut of the same model",
+    )
     log_every: int = Field(
         default=10, ge=1, description="steps between lines where there is no terminal"
     )
+
+    def saves_after(self, number: int) -> bool:
+        """Whether a checkpoint is written after a step."""
+        every = self.save_every
+        return every is not None and (number % every == 0 or number == self.steps)
 
 
 class Config(Table):

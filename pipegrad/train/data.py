@@ -35,12 +35,16 @@ class Corpus:
 
         Every rank draws the same `size` places in the text, and reads its share of them.
         """
-        mixed = hashlib.sha256(f"{seed} {step}".encode()).digest()[:4]  # torch takes 32 bits on CPU
-        generator = torch.Generator().manual_seed(int.from_bytes(mixed))
+        generator = torch.Generator().manual_seed(mixed(seed, step))
         places = torch.randint(len(self) - self._length, (size,), generator=generator)
         own = places.chunk(num_shares)[share]
         sequences = self._tokens[own[:, None] + torch.arange(self._length + 1)].long()
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+
+
+def mixed(*numbers: int) -> int:
+    """Returns one seed made of several numbers; of 32 bits, torch's CPU generator takes no more."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:4])
 
 
 def read_corpus(config: Config) -> Corpus:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,9 @@ from pipegrad.errors import StepError
 from pipegrad.gradients.manifest import same
 from pipegrad.runtime.torch_pipelining import attach, on_torch
 from pipegrad.topology import Topology
+from pipegrad.train.checkpoint import State
 from pipegrad.train.config import Config
-from pipegrad.train.data import Corpus, read_corpus
+from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 from pipegrad.train.outline import outline
@@ -65,6 +67,7 @@ class Trainer:
 
     Attributes:
         job: What the configuration means.
+        first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
         outline: What the job will do, as plain data.
 
@@ -81,6 +84,10 @@ class Trainer:
         same("the text", dict(enumerate(texts)))
         self._place_stages()
         agree("the optimizer", self._make_optimizer)
+        self._state = State(self.sync, self._modules, self._optimizer)
+        self.first_step = 1
+        if config.train.resume is not None:
+            self._resume(config)
 
     def step(self, number: int) -> StepMetrics:
         """Trains on the batch of a step; returns what it did, on every rank.
@@ -90,6 +97,8 @@ class Trainer:
             PipegradError: As `GradientSync` does.
         """
         config, begin = self.job.config, time.perf_counter()
+        # Dropout differs by rank and step, and a run that goes on draws what it would have drawn.
+        torch.manual_seed(mixed(config.train.seed, number, dist.get_rank()))
         losses: list[Tensor] = []
         self._forward_and_backward(number, losses)
         clip = config.gradients.clip_norm
@@ -117,6 +126,10 @@ class Trainer:
             bytes_reduced=int(sum(nbytes)),
             exposed_seconds=max(exposed),
         )
+
+    def save(self, folder: Path, number: int) -> None:
+        """Writes a checkpoint of the step that has been made; every rank must call it."""
+        self._state.save(folder, number)
 
     def make_folder(self) -> Path:
         """Returns the run's folder, which rank 0 makes: one that exists is never written to.
@@ -152,7 +165,6 @@ class Trainer:
         local = self.job.topology(dist.get_rank()).local_stages
         self._modules = {stage: cut.modules[stage] for stage in local}
         self._shared = cut.shared
-        torch.manual_seed(config.train.seed + 1 + dist.get_rank())  # dropout differs by rank
         return self._corpus.digest
 
     def _place_stages(self) -> None:
@@ -188,6 +200,19 @@ class Trainer:
         if parameters:
             self._optimizer = make_optimizer(self.job.config, parameters)
             self._learning_rate = make_learning_rate(self.job.config, self._optimizer)
+
+    def _resume(self, config: Config) -> None:
+        metadata = agree("the checkpoint", lambda: self._state.check(config))[0]
+        done = self._state.load(Path(config.train.resume or ""), metadata)
+        self.sync.synchronize_parameters()
+        self.first_step = done + 1
+        if done >= config.train.steps:
+            config.refuse("train.steps", f"the checkpoint is of step {done}: nothing is left to do")
+        if self._learning_rate is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch misses the optimizer's steps before these
+                for _ in range(done):
+                    self._learning_rate.step()
 
     def _make_folder(self) -> str:
         config = self.job.config

@@ -67,6 +67,7 @@ CALLS = [
     ["train", "small.toml"],
     ["train", "small.toml", "--set", "train.log_every=5", "--handler", "noop"],
     ["train", "small.toml", "--dry-run"],
+    ["train", "small.toml", "--set", "train.save_every=5", "--set", "train.output=saved"],
 ]
 
 
@@ -115,6 +116,13 @@ def test_metrics_are_a_line_a_step(folder: Path) -> None:
         assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_seconds"])
         assert (row["collectives"], row["bytes_reduced"]) == (2, 2 * 4 * (256 * 8 + 1))
         assert 0 <= row["exposed_seconds"] < row["step_seconds"]
+
+
+@pytest.mark.usefixtures("said")
+def test_checkpoints_are_in_the_runs_folder(folder: Path) -> None:
+    saved = sorted(path.parent.name for path in (folder / "saved").glob("*/.metadata"))
+    assert saved == ["checkpoint-10", "checkpoint-12", "checkpoint-5"]
+    assert not list((folder / "runs").glob("*/checkpoint*"))
 
 
 @pytest.mark.usefixtures("said")

@@ -1,0 +1,121 @@
+"""A run that goes on from a checkpoint is the run that was never stopped, in any cut."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegrad import ConfigError
+from pipegrad.testing import run_ranks
+from pipegrad.train.config import load
+from pipegrad.train.trainer import Trainer
+
+JOB = """
+[model]
+factory = "factories:tied"
+dropout = 0.25
+[data]
+batch_size = 8
+sequence_length = 16
+[optimizer]
+lr = 1e-2
+schedule = {name = "StepLR", step_size = 2, gamma = 0.5}
+[gradients]
+clip_norm = 1.0
+[train]
+steps = 6
+"""
+WIDER = ["model.width=9"]
+STEADY = ["model.dropout=0"]
+VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
+
+
+def trained(settings: list[str], until: int, saved: str = "") -> tuple[list[float], dict[str, Any]]:
+    """Trains a job until a step, saves it there; returns losses and this rank's parameters."""
+    trainer = Trainer(partial(load, Path("job.toml"), settings))
+    steps = range(trainer.first_step, until + 1)
+    losses = [trainer.step(number).loss for number in steps]
+    if saved:
+        trainer.save(Path(saved), until)
+    held = {
+        name.partition(".")[2]: tensor.clone() for name, tensor in trainer._state.tensors().items()
+    }
+    trainer.close()
+    return losses, held
+
+
+def histories(folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    halfway, steady = "resume=halfway", "train.resume=steady"
+    found: dict[str, Any] = {
+        "through": trained([], 6),
+        "first half": trained([], 3, "halfway"),
+        "second half": trained([f"train.{halfway}"], 6),
+        "steady": trained(STEADY, 6),
+        "steady half": trained(STEADY, 3, "steady"),
+    }
+    for name, cut in {
+        "replicas": ["parallel.data=2"],
+        "four stages": VEE,
+        "gpipe": ["parallel.schedule=gpipe", "parallel.boundaries=[1]"],
+    }.items():
+        found[name] = trained([*STEADY, steady, *cut], 6)
+    for name, settings in {
+        "wider": [steady, *WIDER],
+        "nowhere": ["train.resume=nowhere"],
+        "over": [steady, "train.steps=3"],
+    }.items():
+        try:
+            trained(settings, 6)
+        except Exception as error:  # noqa: BLE001 - is asserted
+            found[name] = str(error), isinstance(error, ConfigError)
+    return found
+
+
+@pytest.fixture(scope="module")
+def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "job.toml").write_text(JOB)
+    (folder / "factories.py").write_text((Path(__file__).parent / "factories.py").read_text())
+    return run_ranks(histories, 2, str(folder))
+
+
+def test_going_on_is_never_having_stopped(replies: list[dict[str, Any]]) -> None:
+    for found in replies:
+        (whole, held), (first, _), (second, held_then) = (
+            found[name] for name in ("through", "first half", "second half")
+        )
+        assert first + second == whole
+        assert held.keys() == held_then.keys()
+        assert all(torch.equal(held[name], held_then[name]) for name in held)
+
+
+@pytest.mark.parametrize("cut", ["replicas", "four stages", "gpipe"])
+def test_any_cut_goes_on_from_any_other(replies: list[dict[str, Any]], cut: str) -> None:
+    whole, _ = replies[0]["steady"]
+    assert replies[0][cut][0] == pytest.approx(whole[3:], rel=1e-5)
+    every = {name: tensor for found in replies for name, tensor in found["steady"][1].items()}
+    for found in replies:
+        for name, tensor in found[cut][1].items():
+            torch.testing.assert_close(tensor, every[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wider", "it is of another model: '0.weight' is (256, 9) here and (256, 8) there"),
+        ("nowhere", "train.resume = 'nowhere': is not a whole checkpoint: it has no .metadata"),
+        ("over", "train.steps = 3: the checkpoint is of step 3: nothing is left to do"),
+    ],
+)
+def test_what_cannot_be_gone_on_from(
+    replies: list[dict[str, Any]], name: str, message: str
+) -> None:
+    said = [found[name] for found in replies]
+    assert said[0][0] == said[1][0]
+    assert message in said[0][0]
