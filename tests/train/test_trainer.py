@@ -139,7 +139,7 @@ CASES = {
     "bf16": ["train.precision=bf16"],
     "dropout": ["model.dropout=0.5"],
     "no decay": ["optimizer.decay_norms_and_biases=false"],
-    "a stage without parameters": ["model.factory=factories:bare", "parallel.boundaries=[3]"],
+    "a stage without parameters": ["model.factory=factories:bare", "parallel.boundaries=[2]"],
     "sgd by name": ["optimizer={name='SGD', lr=0.1, momentum=0.9}"],
     "half the wire": ["gradients.reduce_dtype=bfloat16"],
     "explodes": ["model.factory=factories:explodes"],
