@@ -262,7 +262,8 @@ def _store_server() -> TCPStore:
 
 
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:
-    settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "OMP_NUM_THREADS": 1}
+    settings = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
+    settings |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     own = {name: str(value) for name, value in settings.items()}
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **own}
 

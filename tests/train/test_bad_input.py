@@ -26,6 +26,7 @@ factory = "factories:tied"
 batch_size = 8
 sequence_length = 16
 [train]
+device = "cpu"
 steps = 2
 """
 

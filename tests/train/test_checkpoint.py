@@ -28,6 +28,7 @@ schedule = {name = "StepLR", step_size = 2, gamma = 0.5}
 [gradients]
 clip_norm = 1.0
 [train]
+device = "cpu"
 steps = 6
 """
 WIDER = ["model.width=9"]

@@ -39,6 +39,7 @@ factory = "factories:tied"
 batch_size = 8
 sequence_length = 16
 [train]
+device = "cpu"
 steps = 12
 """
 
@@ -263,7 +264,7 @@ def test_torchrun_trains_and_ends_badly_if_it_must(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def train(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [*TORCHRUN, "train", str(TIED_GPT), *options]
+        command = [*TORCHRUN, "train", str(TIED_GPT), "--set", "train.device=cpu", *options]
         return subprocess.run(
             command,
             cwd=tmp_path,

@@ -33,6 +33,7 @@ factory = "factories:tied"
 batch_size = 8
 sequence_length = 16
 [train]
+device = "cpu"
 steps = 3
 """
 
@@ -82,7 +83,7 @@ def losses(cuts: dict[str, list[str]]) -> dict[str, list[StepMetrics]]:
     """Trains the example in every cut, on a rank."""
     found = {}
     for name, settings in cuts.items():
-        trainer = Trainer(partial(load, TIED_GPT, settings))
+        trainer = Trainer(partial(load, TIED_GPT, [*settings, "train.device=cpu"]))
         job, rank = trainer.job, dist.get_rank()
         offline = job.plans(job.manifest(job.cut(job.model("meta"))))
         assert offline[rank] == trainer.sync.plan
