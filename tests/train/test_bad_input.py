@@ -18,17 +18,7 @@ import torch.distributed as dist
 from pipegrad.cli import main
 from pipegrad.testing import run_ranks
 from tests.distributions import write_distribution
-
-GOOD = """
-[model]
-factory = "factories:tied"
-[data]
-batch_size = 8
-sequence_length = 16
-[train]
-device = "cpu"
-steps = 2
-"""
+from tests.train.jobs import SMALL, with_job
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,7 @@ class Bad:
     """A configuration, and options of the command line; and what has to be said of them."""
 
     says: str
-    text: str = GOOD
+    text: str = SMALL
     options: Sequence[str] = field(default=())
 
 
@@ -59,7 +49,7 @@ CASES: dict[str, Bad] = {
     # keys
     "a table misspelt": Bad(
         "optimiser = .*unknown key; known, closest first: optimizer, data",
-        text=f"{GOOD}\n[optimiser]\nlr = 3",
+        text=f"{SMALL}\n[optimiser]\nlr = 3",
     ),
     "a key misspelt": put("train.stpes=3", says="--set train.stpes=3: train.stpes = 3: unknown"),
     "bytes misspelt": put("gradients.bucket_byte=3", says="closest first: bucket_bytes, "),
@@ -268,7 +258,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("bad")
     for name, case in CASES.items():
         if case.text:
-            (made / f"{name}.toml").write_text(case.text)
+            with_job(made, f"{name}.toml", case.text)
     (made / "a folder.toml").mkdir()
     (made / "not UTF-8.toml").write_bytes(b"a = '\xe9'")
     texts = {
@@ -283,7 +273,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / f"rank {rank}").mkdir()
         for name, content in (texts | only).items():
             (made / f"rank {rank}" / name).write_bytes(content)
-    (made / "factories.py").write_text((Path(__file__).parent / "factories.py").read_text())
     (made / "lopsided_handler.py").write_text(LOPSIDED)
     (made / "odd_schedule.py").write_text(ODD)
     entries = {"twice": "x:Y"}

@@ -14,23 +14,15 @@ from pipegrad import ConfigError
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
+from tests.train.jobs import with_job
 
-JOB = """
-[model]
-factory = "factories:tied"
-dropout = 0.25
-[data]
-batch_size = 8
-sequence_length = 16
-[optimizer]
-lr = 1e-2
-schedule = {name = "StepLR", step_size = 2, gamma = 0.5}
-[gradients]
-clip_norm = 1.0
-[train]
-device = "cpu"
-steps = 6
-"""
+SETTINGS = [
+    "model.dropout=0.25",
+    "optimizer.lr=1e-2",
+    "optimizer.schedule={name='StepLR', step_size=2, gamma=0.5}",
+    "gradients.clip_norm=1",
+    "train.steps=6",
+]
 WIDER = ["model.width=9"]
 STEADY = ["model.dropout=0"]
 VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
@@ -38,7 +30,7 @@ VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
 
 def trained(settings: list[str], until: int, saved: str = "") -> tuple[list[float], dict[str, Any]]:
     """Trains a job until a step, saves it there; returns losses and this rank's parameters."""
-    trainer = Trainer(partial(load, Path("job.toml"), settings))
+    trainer = Trainer(partial(load, Path("small.toml"), [*SETTINGS, *settings]))
     steps = range(trainer.first_step, until + 1)
     losses = [trainer.step(number).loss for number in steps]
     if saved:
@@ -80,9 +72,7 @@ def histories(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    (folder / "job.toml").write_text(JOB)
-    (folder / "factories.py").write_text((Path(__file__).parent / "factories.py").read_text())
+    folder = with_job(tmp_path_factory.mktemp("checkpoint"))
     return run_ranks(histories, 2, str(folder))
 
 

@@ -20,6 +20,7 @@ import pipegrad.cli
 from pipegrad.cli import main
 from pipegrad.testing import run_ranks
 from tests.distributions import write_distribution
+from tests.train.jobs import with_job
 
 ROOT = Path(__file__).parents[2]
 TIED_GPT = ROOT / "examples" / "tied_gpt.toml"
@@ -32,24 +33,11 @@ TORCHRUN = [
     "-m",
     "pipegrad",
 ]
-SMALL = """
-[model]
-factory = "factories:tied"
-[data]
-batch_size = 8
-sequence_length = 16
-[train]
-device = "cpu"
-steps = 12
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("cli")
-    (made / "small.toml").write_text(SMALL)
-    (made / "factories.py").write_text((Path(__file__).parent / "factories.py").read_text())
-    return made
+    return with_job(tmp_path_factory.mktemp("cli"))
 
 
 def printed(folder: str, calls: list[list[str]]) -> list[str]:

@@ -21,21 +21,11 @@ from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.trainer import StepMetrics, Trainer
+from tests.train.jobs import with_job
 
 ROOT = Path(__file__).parents[2]
 TIED_GPT = ROOT / "examples" / "tied_gpt.toml"
 STEPS = 25
-
-SMALL = """
-[model]
-factory = "factories:tied"
-[data]
-batch_size = 8
-sequence_length = 16
-[train]
-device = "cpu"
-steps = 3
-"""
 
 
 def one_process(path: Path, *settings: str) -> list[tuple[float, float]]:
@@ -149,9 +139,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("small")
-    (folder / "small.toml").write_text(SMALL)
-    (folder / "factories.py").write_text((Path(__file__).parent / "factories.py").read_text())
+    folder = with_job(tmp_path_factory.mktemp("small"))
     return run_ranks(results, 2, str(folder), CASES)
 
 
