@@ -11,6 +11,7 @@ from pipegrad.agreement import agree
 from pipegrad.errors import (
     AgreementError,
     ConfigError,
+    DriftError,
     PipegradError,
     PlanError,
     PluginConflictError,
@@ -50,6 +51,7 @@ __all__ = [
     "Bucketer",
     "ConfigError",
     "Cut",
+    "DriftError",
     "FlatBucket",
     "Float32Grad",
     "GradAttribute",

@@ -6,7 +6,6 @@ a rank that stays away can then be named, and nothing depends on the backend or 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pickle
@@ -131,7 +130,7 @@ def _next_meeting(ranks: tuple[int, ...]) -> str:
 
 
 def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.0) -> None:
-    """Runs `function` on each machine's first rank; the others return when it has run.
+    """Runs `function` on each machine's first rank; on others only if that one does not come.
 
     For words that all ranks have to say: torchrun ends all ranks as soon as one has ended.
     """
@@ -143,8 +142,10 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
         function()
         _store().set(key, "")
         return
-    with contextlib.suppress(dist.DistStoreError):  # they end in any case
+    try:
         _store().wait([key], timedelta(seconds=timeout_seconds))
+    except dist.DistError:  # that rank is stuck or gone
+        function()
 
 
 class FailureNotice:

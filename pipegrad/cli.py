@@ -10,15 +10,14 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import torch.distributed as dist
 from rich.console import Console, RenderableType
 
 from pipegrad.agreement import once_a_machine
-from pipegrad.errors import PipegradError, ReduceError
+from pipegrad.errors import DriftError, PipegradError, ReduceError
 from pipegrad.handler import handlers as handler_registry
 from pipegrad.registry import Plugin
 from pipegrad.schedules import registry as schedule_registry
@@ -28,15 +27,27 @@ from pipegrad.train.outline import outline, rendered, table
 from pipegrad.train.report import Report, manifest_of
 from pipegrad.train.trainer import Trainer, world
 
+_INTERRUPTED = 130  # what a shell says of SIGINT
 _PLAIN_WIDTH = 160  # where there is no terminal to fit into
-_REPLICAS_WIDTH = 120
 _CHANGES = (
     click.argument("config", type=Path),
     click.option(
-        "--handler", "handlers", multiple=True, metavar="NAME", help="Replaces the file's."
+        "--handler",
+        "handlers",
+        multiple=True,
+        metavar="NAME",
+        help="A gradient handler, by name or as module:attr. All of them replace the file's list.",
     ),
-    click.option("--schedule", metavar="NAME", help="Replaces the file's."),
-    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="train.steps=10"),
+    click.option(
+        "--schedule", metavar="NAME", help="A schedule, by name or as module:attr; for the file's."
+    ),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Changes a key, as in --set train.steps=10. TOML; repeat for several.",
+    ),
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -75,42 +86,43 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
         console = _console(quiet=dist.get_rank() != 0)
         try:
             trainer = Trainer(loaded)
-            folder = Path() if dry_run else trainer.make_folder()
+            if dry_run:
+                _print(console, rendered(trainer.outline) if trainer.outline else [])
+            else:
+                _run(trainer, Report(console, trainer.job.config))
+        except KeyboardInterrupt:
+            console.print("stopped; the run's folder holds what was done")
+            sys.exit(_INTERRUPTED)
         except PipegradError as error:
-            _fail_alike(error)
-        if dry_run:
-            _print(console, rendered(trainer.outline))
-        else:
-            _run(trainer, folder, console)
+            if isinstance(error, ReduceError) and not isinstance(error, DriftError):
+                click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)  # its own words
+            else:
+                once_a_machine(partial(click.echo, f"Error: {error}", err=True))
+            sys.exit(1)
         trainer.close()
 
 
-def _run(trainer: Trainer, folder: Path, console: Console) -> None:
+def _run(trainer: Trainer, report: Report) -> None:
     config = trainer.job.config
-    report = Report(console, folder, config) if dist.get_rank() == 0 else None
-    manifest = manifest_of(config, trainer.outline)
-    try:
-        with report.running(manifest) if report else nullcontext():
-            for number in range(trainer.first_step, config.train.steps + 1):
-                metrics = trainer.step(number)
-                if report:
-                    report.step(metrics)
-                if config.train.saves_after(number):
-                    trainer.save(folder / f"checkpoint-{number}", number)
-        replicas = _replicas(trainer)
-    except PipegradError as error:
-        click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)
-        _exit()
-    if report:
-        report.close(replicas)
-
-
-def _replicas(trainer: Trainer) -> str:
+    folder = trainer.make_folder(
+        lambda folder: report.begin(folder, manifest_of(config, trainer.outline))
+    )
+    with report.running() if dist.get_rank() == 0 else nullcontext():
+        for number in range(trainer.first_step, config.train.steps + 1):
+            metrics = trainer.step(number)
+            if dist.get_rank() == 0:
+                report.step(metrics)
+            if config.train.saves_after(number):
+                trainer.save(folder / f"checkpoint-{number}", number)
+    drift = None
     try:
         trainer.sync.check_replicas()
-    except ReduceError as error:
-        return shorten(f"DIFFER: {error}", _REPLICAS_WIDTH)
-    return "bit-identical"
+    except DriftError as error:
+        drift = error
+    if dist.get_rank() == 0:
+        report.close(folder, trainer.outline["device"], "DIFFER" if drift else "bit-identical")
+    if drift:
+        raise drift
 
 
 @main.command()
@@ -131,11 +143,15 @@ def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None
 
 def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
     job = Job(config, ranks)
+
+    def planned(device: str) -> dict[str, Any]:
+        cut = job.cut(job.model(device))
+        return outline(job, cut, job.manifest(cut))
+
     try:
-        model = job.model("meta")
-    except PipegradError:  # a factory that reads its own tensors needs real ones
-        model = job.model()
-    return outline(job, job.cut(model))
+        return planned("meta")
+    except Exception:  # noqa: BLE001 - a factory that reads its own tensors needs real ones
+        return planned("cpu")
 
 
 @main.command("handlers")
@@ -171,15 +187,3 @@ def _console(*, quiet: bool = False) -> Console:
 def _print(console: Console, parts: Iterable[RenderableType]) -> None:
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
-
-
-def _fail_alike(error: PipegradError) -> NoReturn:
-    """Prints what all ranks say, once a machine, and ends this one."""
-    once_a_machine(lambda: click.echo(f"Error: {error}", err=True))
-    _exit()
-
-
-def _exit() -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(1)

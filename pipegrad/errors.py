@@ -1,5 +1,11 @@
 """The whole error tree. A message says what was found, what was expected and what to do."""
 
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
 
 class PipegradError(Exception):
     """Anything pipegrad raises on purpose."""
@@ -33,6 +39,10 @@ class ReduceError(PipegradError, RuntimeError):
     """A collective failed; carries bucket, process group ranks and, for a peer, its own words."""
 
 
+class DriftError(ReduceError):
+    """Copies of a parameter differ; names parameters and ranks, alike on every rank."""
+
+
 class OrderError(PipegradError, RuntimeError):
     """Two accesses to one memory are left to luck; names both, their call sites, and the wait."""
 
@@ -59,3 +69,20 @@ class PluginContractError(PluginError, TypeError):
 
 class PluginOptionError(PluginError, ValueError):
     """A plug-in was given an unknown option, or not given one it needs."""
+
+
+def in_words(error: BaseException) -> str:
+    """Returns what an error says; of somebody else's also where: innermost, outside of torch."""
+    if isinstance(error, PipegradError):
+        return str(error)
+    ours = (
+        f"{os.sep}torch{os.sep}",
+        f"{Path(__file__).parent}{os.sep}",
+        f"{os.sep}importlib{os.sep}",
+    )
+    places = [
+        f" ({Path(frame.filename).name}:{frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and not any(part in frame.filename for part in ours)
+    ]
+    return f"{error!r}{places[-1] if places else ''}"

@@ -13,11 +13,15 @@ def complaints_of(
     """Returns what is wrong with the names of `options` for `function`; "" if nothing is.
 
     Args:
-        function: A class or function; its signature is read, it is not called.
+        function: A class or function; its signature is read, it is not called. Without one it
+            takes anything.
         options: Names that are to be passed by keyword.
         given: Parameters that the caller passes by itself: neither missing nor allowed.
     """
-    every = inspect.signature(function).parameters.values()
+    try:
+        every = inspect.signature(function).parameters.values()
+    except ValueError:  # some functions written in C
+        return ""
     by_name = [p for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     allowed = [p.name for p in by_name if p.name not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in every)
@@ -35,5 +39,6 @@ def complaints_of(
 def closest_first(word: str, known: Iterable[str]) -> str:
     """Returns the known names as one line: those close to `word`, then the others by name."""
     names = sorted(set(known))
-    close = difflib.get_close_matches(word, names)
+    plain = {name.lower(): name for name in reversed(names)}
+    close = [plain[found] for found in difflib.get_close_matches(word.lower(), plain)]
     return ", ".join(close + [name for name in names if name not in close]) or "none"

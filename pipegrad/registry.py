@@ -2,7 +2,7 @@
 
 Listing imports nothing and only the plug-in that is selected is loaded, so a broken one harms
 nobody else. The order of anything returned here depends on names alone, never on ``sys.path``,
-sets or hash seeds: every rank sees the same list. Sole user of ``importlib.metadata``.
+sets or hash seeds: every rank sees the same list. Sole reader of entry points.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Plugin:
         """First line of its docstring, read in its source: nothing is imported. "" if unknown."""
         module, _, qualname = self.value.partition(":")
         try:
-            node: ast.AST = ast.parse(Path(_origin(module)).read_text())
+            node: ast.AST = ast.parse(Path(_origin(module)).read_text(encoding="utf-8"))
         except (OSError, SyntaxError, ValueError):
             return ""
         for name in qualname.split("."):

@@ -66,6 +66,12 @@ class Bucket:
     payload_numel: int
 
     @property
+    def names(self) -> str:
+        """Its parameters in few words."""
+        keys = [slot.key for slot in self.slots]
+        return f"{len(keys)} parameters, {keys[0]} .. {keys[-1]}" if len(keys) > 1 else keys[0]
+
+    @property
     def numel(self) -> int:
         """Elements on the wire: the payload and one contributed flag a slot."""
         return self.payload_numel + len(self.slots)
@@ -119,15 +125,16 @@ class Plan:
             f"rank {self.rank}: {len(self.buckets)} buckets, {len(self.launches)} collectives, "
             f"{self.reduced_bytes / 2**20:.2f} MiB a step"
         )
-        lines = [summary, "launch  bucket  lane  ready  MiB        reduction"]
+        lines = [summary]
+        if self.launches:
+            lines.append("launch  bucket  lane  ready  MiB        reduction")
         buckets = {bucket.index: bucket for bucket in self.buckets}
         for number, launch in enumerate(self.launches):
             bucket = buckets[launch.bucket]
             hop = bucket.route[launch.hop]
             lines.append(
                 f"{number:<8}{bucket.index:<8}{launch.lane:<6}{launch.ready:<7}"
-                f"{bucket.nbytes / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: "
-                f"{len(bucket.slots)} parameters, {bucket.slots[0].key} .. {bucket.slots[-1].key}"
+                f"{bucket.nbytes / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: {bucket.names}"
             )
         return "\n".join(lines)
 

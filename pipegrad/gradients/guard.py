@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad.agreement import agree
-from pipegrad.errors import ReduceError
+from pipegrad.errors import DriftError
 from pipegrad.gradients.bucket import Bucket
 from pipegrad.gradients.groups import Groups
 
@@ -52,7 +52,7 @@ def refuse_drift(
     Sync: two integers a parameter travel, and one flag for all `ranks`, on the current stream.
 
     Raises:
-        ReduceError: On every rank alike, wherever the difference is; names parameters and ranks.
+        DriftError: On every rank alike, wherever the difference is; names parameters and ranks.
     """
     if groups.world is None:
         return
@@ -62,7 +62,7 @@ def refuse_drift(
     if bool(anywhere):
         everywhere = agree("check_replicas", lambda: found, ranks=ranks)
         drifted = sorted({difference for one in everywhere for difference in one})
-        raise ReduceError(
+        raise DriftError(
             "copies of one parameter have drifted apart; call synchronize_parameters() and find "
             "what changed one of them: "
             + "; ".join(f"{key!r} over ranks {list(members)}" for key, members in drifted)

@@ -76,9 +76,10 @@ class Lane:
         self._queue: queue.SimpleQueue[_Item | None] | None = None
         if threaded:
             self._queue = queue.SimpleQueue()
-            thread = threading.Thread(target=_drain, args=(self._queue, self._run), name=name)
-            thread.daemon = True
-            thread.start()
+            self._thread = threading.Thread(
+                target=_drain, args=(self._queue, self._run), name=name, daemon=True
+            )
+            self._thread.start()
 
     def submit(self, task: Task, after: Sequence[torch.Event]) -> Ticket:
         """Enqueues `task`, to run behind all that was submitted before.
@@ -102,12 +103,16 @@ class Lane:
     def close(self) -> None:
         """Ends the thread, once what was submitted is done.
 
+        One that is not done, because a step failed, is left behind: its collective may never end.
+
         Sync: the current stream waits for what runs, so that buffers may be freed on it.
         """
         if self._stream is not None:
             CLOSED(LAST(self._device, self._stream), self._device)
         if self._queue is not None:
             self._queue.put(None)
+            if self._last is None or self._last.done.done():
+                self._thread.join()  # an interpreter that ends meanwhile would abort the process
 
     def _run(self, item: _Item) -> None:
         try:

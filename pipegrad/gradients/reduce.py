@@ -99,10 +99,9 @@ class Reducer:
             if hop.op == "mean":
                 buffer.buffer.div_(len(hop.ranks))
         except Exception as error:
-            first = buffer.bucket.slots[0].key
             message = (
-                f"bucket {buffer.bucket.index} ({first} and {len(buffer.bucket.slots) - 1} more): "
-                f"{hop} over ranks {list(hop.ranks)} by handler {hop.handler!r} failed: {error}"
+                f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {hop} over ranks "
+                f"{list(hop.ranks)} by handler {hop.handler!r} failed: {error}"
             )
             raise ReduceError(self._notice.post(message)) from error
 

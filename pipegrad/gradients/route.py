@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipegrad.errors import PlanError
+from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.shared import matches_any
 from pipegrad.handler import GradientHandler, Op, ParameterRecord, Placement, Reduction
 
@@ -82,7 +82,7 @@ def _routes(
     hops: dict[str, list[RouteHop]] = {record.key: [] for record in records}
     known = set(records)
     for name, handler in handlers:
-        for reduction in handler.reductions(records, topology):
+        for reduction in _asked(name, handler, records, topology):
             _check_reduction(name, reduction, known, topology)
             ranks = tuple(sorted(reduction.ranks))
             if len(ranks) > 1:
@@ -90,6 +90,28 @@ def _routes(
                 hop = RouteHop(axes, ranks, reduction.op, reduction.placement, name)
                 hops[reduction.record.key].append(hop)
     return {key: _ordered(key, route, topology) for key, route in hops.items() if route}
+
+
+def _asked(
+    name: str,
+    handler: GradientHandler,
+    records: Sequence[ParameterRecord],
+    topology: Topology,
+) -> list[Reduction]:
+    """Returns what a handler says on one rank; what it raises names it."""
+    try:
+        asked = list(handler.reductions(records, topology))
+    except Exception as error:
+        raise PlanError(
+            f"handler {name!r}: reductions() of rank {topology.rank} failed: {in_words(error)}"
+        ) from error
+    for reduction in asked:
+        if not isinstance(reduction, Reduction):
+            raise PlanError(
+                f"handler {name!r}: reductions() of rank {topology.rank} gave {reduction!r}, "
+                f"expected Reductions"
+            )
+    return asked
 
 
 def _check_reduction(

@@ -305,16 +305,21 @@ class GradientSync:
             exposed_seconds=exposed_seconds,
         )
 
-    def abort(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> str | None:
         """Ends a step that failed: ranks that wait for this one's collectives are told.
 
         If nothing has been launched the next `prepare` starts afresh; what gradients hold then is
         the caller's to zero. Otherwise this object is of no further use.
+
+        Returns:
+            What a rank said that failed before this one, and so is the cause; None if none did.
         """
         self._open = False
-        self._notice.post(f"{type(error).__name__}: {error}")
+        own = self._notice.post(f"{type(error).__name__}: {error}")
         if self._reducer.num_launched:
             self._broken = error
+        first = self._notice.read()
+        return first if first != own else None
 
     # After finish.
 
@@ -368,7 +373,7 @@ class GradientSync:
         a step.
 
         Raises:
-            ReduceError: Names parameters and ranks.
+            DriftError: Names parameters and ranks.
         """
         self._check_closed("check_replicas")
         ranks = self.topology.ranks

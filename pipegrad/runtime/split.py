@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,15 +41,17 @@ def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None
         boundaries: Index of the first layer of stages 1, 2, ...; by parameter count if None.
 
     Raises:
-        TopologyError: If the model is not a Sequential, has fewer layers than there are stages, or
-            the boundaries do not cut it into `num_stages` stages.
+        TopologyError: If the model is more than a Sequential of layers, has fewer layers than
+            there are stages, or the boundaries do not cut it into `num_stages` stages.
     """
-    if not isinstance(model, nn.Sequential):
-        raise TopologyError(
-            f"only an nn.Sequential can be cut into stages, found {type(model).__name__}: return "
-            f"the model's layers in order, each taking what the one before returns"
-        )
-    layers = list(model)
+    _check_plain(model)
+    # With layers that are there twice; and not model[a:b], which would construct a subclass anew.
+    named = [
+        (name, layer)
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if name and "." not in name
+    ]
+    layers = [layer for _, layer in named]
     if not 1 <= num_stages <= len(layers):
         raise TopologyError(
             f"a model of {len(layers)} layers cannot be cut into {num_stages} stages: choose 1 to "
@@ -61,8 +64,28 @@ def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None
             f"boundaries {starts} do not cut {len(layers)} layers into {num_stages} stages: give "
             f"{num_stages - 1} ascending indices from 1 to {len(layers) - 1}"
         )
-    modules = {stage: model[a:b] for stage, (a, b) in enumerate(pairwise(edges))}
-    return Cut(modules, find_shared(model), tuple(starts))
+    modules = [nn.Sequential(OrderedDict(named[a:b])) for a, b in pairwise(edges)]
+    for module in modules:
+        module.training = model.training  # that of the layers is their own
+    return Cut(dict(enumerate(modules)), find_shared(model), tuple(starts))
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuses what is more than its layers in order: stages would lose it."""
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        raise TopologyError(
+            f"only an nn.Sequential, with its own forward, can be cut into stages, found "
+            f"{type(model).__name__}: return the model's layers in order, each taking what the "
+            f"one before returns"
+        )
+    own = [
+        name for name, _ in [*model.named_parameters(), *model.named_buffers()] if "." not in name
+    ]
+    if own:
+        raise TopologyError(
+            f"the model holds {own} beside its layers, which belong to no stage: put them into a "
+            f"layer"
+        )
 
 
 def _balanced(layers: Sequence[nn.Module], num_stages: int) -> list[int]:
@@ -93,9 +116,11 @@ def _sizes(layers: Sequence[nn.Module]) -> list[dict[int, int]]:
     held = [{id(p): p.numel() for p in layer.parameters()} for layer in layers]
     sizes: list[dict[int, int]] = []
     for start in range(len(layers)):
-        seen: dict[int, int] = {}
+        seen: set[int] = set()
+        total = 0
         sizes.append({})
         for end in range(start + 1, len(layers) + 1):
-            seen |= held[end - 1]
-            sizes[start][end] = sum(seen.values())
+            total += sum(numel for key, numel in held[end - 1].items() if key not in seen)
+            seen |= held[end - 1].keys()
+            sizes[start][end] = total
     return sizes

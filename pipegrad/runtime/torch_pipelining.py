@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipegrad.agreement import agree
-from pipegrad.errors import PlanError, TopologyError
+from pipegrad.errors import PlanError, ReduceError, TopologyError
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
@@ -127,7 +127,8 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
         try:
             result = step(*args, **kwargs)
         except Exception as error:
-            sync.abort(error)
+            if (cause := sync.abort(error)) is not None:
+                raise ReduceError(f"a step failed on another rank: {cause}") from error
             raise
         sync.finish()
         return result

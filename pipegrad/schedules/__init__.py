@@ -1,9 +1,10 @@
-"""Schedules as plain data: what every rank computes, in order. Imports no torch."""
+"""Schedules as plain data: what every rank computes, in order. Nothing here needs torch."""
 
-from pipegrad.registry import Registry
+from pipegrad.errors import ScheduleError
+from pipegrad.registry import Registry, ResolvedPlugin
 from pipegrad.schedules.action import Action, Kind, Schedule, ScheduleGenerator
 
-__all__ = ["Action", "Kind", "Schedule", "ScheduleGenerator", "build", "registry"]
+__all__ = ["Action", "Kind", "Schedule", "ScheduleGenerator", "build", "generate", "registry"]
 
 # mypy takes type[T] for something to be called (python/mypy#4717); a base is only compared with.
 registry = Registry("pipegrad.schedules", ScheduleGenerator)  # type: ignore[type-abstract]
@@ -22,5 +23,30 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: object
         PluginError: If there is no such schedule, or not with these options.
         ScheduleError: If it is not defined for these numbers.
     """
-    generator = registry.resolve({"name": name, **options}).plugin
-    return generator.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    generator = registry.resolve({"name": name, **options})
+    return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def generate(
+    generator: ResolvedPlugin[ScheduleGenerator], *, num_ranks: int, num_microbatches: int
+) -> Schedule:
+    """Returns the generator's schedule, which is what was asked for and can be run.
+
+    Raises:
+        ScheduleError: If it is not; or is not defined for these numbers.
+    """
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ScheduleError(
+            f"a schedule has at least 1 rank and 1 microbatch, not {num_ranks} and "
+            f"{num_microbatches}"
+        )
+    made = generator.plugin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    asked = (num_microbatches, num_ranks, set(range(num_ranks)))
+    if (made.num_microbatches, made.num_ranks, set(made.stage_to_rank)) != asked:
+        raise ScheduleError(
+            f"plug-in {generator} was asked for {num_ranks} ranks and {num_microbatches} "
+            f"microbatches, and made a schedule of {made.num_ranks} ranks and "
+            f"{made.num_microbatches} microbatches, with stages on ranks {made.stage_to_rank}"
+        )
+    _ = made.ticks  # raises if it can never be run
+    return made

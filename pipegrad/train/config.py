@@ -6,10 +6,9 @@ them.
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -20,6 +19,7 @@ from pipegrad.errors import ConfigError
 from pipegrad.options import closest_first
 
 _SHOWN_CHARACTERS = 80
+_NEARLY_TOML = {"true", "false", "yes", "no", "on", "off", "none", "null"}
 _COMPLAINTS = {
     "model_type": "should be a table",
     "string_pattern_mismatch": "should look like 'module:function'",
@@ -57,7 +57,7 @@ def _named(value: object) -> object:
 
 
 def _listed(value: object) -> object:
-    return [_named(value)] if isinstance(value, str | Mapping) else value
+    return [value] if isinstance(value, str | Mapping) else value
 
 
 Choice = Annotated[Named, BeforeValidator(_named)]
@@ -158,7 +158,9 @@ class Optimizer(Named):
         default=True,
         description="false: weight decay only for parameters of two or more dimensions",
     )
-    schedule: Annotated[list[LearningRate], BeforeValidator(_listed)] = Field(
+    schedule: Annotated[
+        list[Annotated[LearningRate, BeforeValidator(_named)]], BeforeValidator(_listed)
+    ] = Field(
         default=[],
         description="learning-rate schedules, one after the other: a table, or a list of them",
     )
@@ -177,10 +179,11 @@ class Train(Table):
     )
     device: str = Field(
         default="auto",
-        description="'cpu', 'cuda', ...; 'auto' takes the accelerator if each rank has its own",
+        description="'cpu', 'cuda', 'cuda:0', ...; 'auto' takes CUDA if each rank has a card",
     )
     output: str = Field(
         default="runs/run",
+        min_length=1,
         description="folder of the run; one that exists is kept, and -2, -3, ... added",
     )
     save_every: int | None = Field(
@@ -246,6 +249,8 @@ class Config(Table):
             value = value[int(part)] if isinstance(value, list) else getattr(value, part)
         if isinstance(value, Named):
             value = value.spec if value.options else value.name
+        if isinstance(value, Model):
+            value = {"factory": value.factory, **value.options}
         source = _source(key, self._path, self._sources)
         raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
 
@@ -270,14 +275,16 @@ def load(
     """
     values = _read(path)
     sources: dict[str, str] = {}
-    changes = [(f"--set {setting}", _setting(setting)) for setting in settings]
+    changes = [(f"--set {setting}", *_setting(setting)) for setting in settings]
     if handlers:
-        changes.append(("--handler", {"gradient_handlers": list(handlers)}))
+        changes.append(("--handler", ["gradient_handlers"], list(handlers)))
     if schedule is not None:
-        changes.append((f"--schedule {schedule}", {"parallel": {"schedule": schedule}}))
-    for source, change in changes:
-        for key in _merge(values, change):
-            sources[key] = source
+        changes.append((f"--schedule {schedule}", ["parallel", "schedule"], schedule))
+    for source, places, value in changes:
+        _assign(values, places, value)
+        key = ".".join(places)
+        sources.pop(key, None)  # the last one counts, and is the last
+        sources[key] = source
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -299,28 +306,41 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
 
 
-def _setting(setting: str) -> dict[str, Any]:
-    key, equals, value = setting.partition("=")
+def _setting(setting: str) -> tuple[list[str], Any]:
+    """Returns the places that a dotted key leads through, and the value."""
+    key, equals, text = setting.partition("=")
     if not equals:
         raise ConfigError(f"--set {setting}: expected key=value, as in --set train.steps=10")
-    for text in (value, json.dumps(value, ensure_ascii=False)):
-        try:
-            return tomllib.loads(f"{key} = {text}")
-        except tomllib.TOMLDecodeError:
-            continue
-    raise ConfigError(f"--set {setting}: {key!r} is not a dotted key, as in --set train.steps=10")
+    try:
+        inside: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"--set {setting}: {key!r} is not a dotted key, as in --set train.steps=10"
+        ) from error
+    places = []
+    while isinstance(inside, dict):
+        [(place, inside)] = inside.items()
+        places.append(place)
+    try:
+        return places, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text.strip().lower() in _NEARLY_TOML:
+            raise ConfigError(
+                f"--set {setting}: {text.strip()} is not TOML, and as a word it would count as "
+                f"true: write true or false, or '\"{text.strip()}\"' for the word"
+            ) from error
+        return places, text
 
 
-def _merge(into: dict[str, Any], change: Mapping[str, Any]) -> Iterator[str]:
-    """Puts a change into nested tables; yields the dotted keys that it sets."""
-    for key, value in change.items():
-        if not isinstance(value, Mapping):
-            into[key] = value
-            yield key
-            continue
-        if not isinstance(into.get(key), dict):
-            into[key] = {}
-        yield from (f"{key}.{below}" for below in _merge(into[key], value))
+def _assign(into: dict[str, Any], places: Sequence[str], value: object) -> None:
+    """Puts a value in its place, through tables; a name on the way becomes a table with it."""
+    *path, last = places
+    for place in path:
+        inner = into.get(place)
+        if not isinstance(inner, dict):
+            inner = into[place] = {"name": inner} if isinstance(inner, str) else {}
+        into = inner
+    into[last] = value
 
 
 def _line(detail: ErrorDetails, path: Path, sources: Mapping[str, str]) -> str:
@@ -360,11 +380,12 @@ def _dotted(places: Sequence[int | str]) -> str:
 
 
 def _source(key: str, path: Path, sources: Mapping[str, str]) -> str:
-    """Returns where the value of `key` comes from: the last setting of it, or the file."""
+    """Returns where a value comes from: the last setting of it, in it or around it, or the file."""
+    key = key.partition("[")[0]
     found = [
         source
         for known, source in sources.items()
-        if key == known or key.startswith((f"{known}.", f"{known}[")) or known.startswith(f"{key}.")
+        if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}.")
     ]
     return found[-1] if found else str(path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 from typing import Any
 
@@ -13,19 +13,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipegrad.errors import PipegradError, TopologyError
+from pipegrad.errors import PlanError, TopologyError, in_words
 from pipegrad.gradients.bucket import Plan, make_plans
 from pipegrad.gradients.manifest import Manifest, make_manifest
+from pipegrad.gradients.shared import matches_any
 from pipegrad.handler import GradientHandler, handlers
 from pipegrad.options import complaints_of
 from pipegrad.registry import ResolvedPlugin
 from pipegrad.runtime.split import Cut, split
-from pipegrad.schedules import Schedule, ScheduleGenerator
+from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
-
-NUM_TOKENS = 256  # a byte a token
 
 
 class Job:
@@ -81,7 +80,7 @@ class Job:
         """
         factory, options = self._factory, self.config.model.options
         if complaint := complaints_of(factory, options):
-            self.config.refuse("model.factory", f"it {complaint}")
+            self.config.refuse("model", f"the factory {complaint}")
         seed = self.config.train.seed
         random.seed(seed)
         np.random.seed(seed)
@@ -90,7 +89,7 @@ class Job:
             with torch.device(device):
                 model = factory(**options)
         except Exception as error:  # noqa: BLE001 - somebody's code
-            self.config.refuse("model.factory", f"{options} will not do: {error!r}", cause=error)
+            self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
         if not isinstance(model, nn.Sequential):
             self.config.refuse(
                 "model.factory",
@@ -98,35 +97,6 @@ class Job:
                 f"layers in order, each taking what the one before returns",
             )
         return model
-
-    def try_out(self, model: nn.Sequential) -> None:
-        """Runs one sequence through the uncut model, which keeps nothing of it.
-
-        Raises:
-            ConfigError: If the model does not make logits of bytes.
-        """
-        length = self.config.data.sequence_length
-        tokens = torch.arange(NUM_TOKENS - 1, NUM_TOKENS - 1 - length, -1).remainder(NUM_TOKENS)
-        training = model.training
-        try:
-            with torch.no_grad(), torch.random.fork_rng():
-                logits = model.eval()(tokens[None])
-        except Exception as error:  # noqa: BLE001 - somebody's code
-            complaint = f"its model fails on {length} bytes: {error!r}"
-            self.config.refuse("model.factory", complaint, cause=error)
-        finally:
-            model.train(training)
-        expected = f"expected logits (1, {length}, {NUM_TOKENS} or more), one a possible byte"
-        if not isinstance(logits, torch.Tensor):
-            found = type(logits).__name__
-            self.config.refuse("model.factory", f"its model returns a {found}; {expected}")
-        shape = (*logits.shape, 0, 0, 0)[:3]
-        right = logits.ndim == 3 and shape[:2] == (1, length) and shape[2] >= NUM_TOKENS
-        if not right or not logits.is_floating_point():
-            found = f"{logits.dtype} {tuple(logits.shape)}"
-            self.config.refuse("model.factory", f"its model returns {found}; {expected}")
-        if not bool(logits.isfinite().all()):
-            self.config.refuse("model.factory", "its model returns logits that are not finite")
 
     def cut(self, model: nn.Sequential) -> Cut:
         """Returns the stages of all ranks."""
@@ -142,16 +112,46 @@ class Job:
         """Returns what the ranks will agree on."""
         return make_manifest(cut.modules, self.topology(), shared=cut.shared)
 
-    def plans(self, manifest: Manifest) -> dict[int, Plan]:
-        """Returns every rank's plan.
+    def plans(self, manifest: Manifest, ranks: Sequence[int] | None = None) -> dict[int, Plan]:
+        """Returns the plans of some ranks, or of all.
 
         Raises:
             PlanError: As `make_plan` does.
         """
-        plugins = [(name, resolved.plugin) for name, resolved in self.handlers.items()]
-        ticks = self.schedule.stage_ticks
-        topology = self.topology()
-        return make_plans(manifest, topology, plugins, stage_ticks=ticks, **self.gradient_options)
+        return make_plans(
+            manifest,
+            self.topology(),
+            [(name, resolved.plugin) for name, resolved in self.handlers.items()],
+            stage_ticks=self.schedule.stage_ticks,
+            ranks=ranks,
+            **self.gradient_options,
+        )
+
+    def check_replicas_covered(self, manifest: Manifest) -> None:
+        """Refuses a trained parameter whose replicas would drift apart for want of a handler.
+
+        Raises:
+            PlanError: Names them, and what to do.
+        """
+        first = [rank for rank in self.topology().ranks if rank % self.data == 0]  # of each stage
+        for rank, plan in self.plans(manifest, ranks=first).items():
+            view = self.topology(rank)
+            replicas = set(view.ranks_along(view.data))
+            routes = dict(plan.routes)
+            bare = [
+                record.key
+                for record in manifest.records(view)
+                if record.requires_grad
+                and not any(replicas <= set(hop.ranks) for hop in routes.get(record.key, ()))
+                and not matches_any(self.config.gradients.allow_unsynced, (record.key, record.name))
+            ]
+            if bare and self.data > 1:
+                raise PlanError(
+                    f"no handler reduces the gradients of {bare[0]!r} and {len(bare) - 1} more "
+                    f"over the data-parallel ranks {sorted(replicas)}: these copies would drift "
+                    f"apart; add 'data-parallel' to gradient_handlers, or name them in "
+                    f"gradients.allow_unsynced"
+                )
 
     @property
     def gradient_options(self) -> dict[str, Any]:
@@ -189,12 +189,11 @@ class Job:
         return handlers.resolve_all(specs)
 
     def _schedule(self) -> Schedule:
-        schedule = self.generator.plugin.generate(
-            num_ranks=self.pipeline, num_microbatches=self.config.parallel.microbatches
+        return generate(
+            self.generator,
+            num_ranks=self.pipeline,
+            num_microbatches=self.config.parallel.microbatches,
         )
-        if not schedule.ticks:
-            raise TypeError(f"{self.generator} made a schedule without actions")
-        return schedule
 
     @cached_property
     def _factory(self) -> Callable[..., object]:
@@ -202,7 +201,9 @@ class Job:
         try:
             found: Any = reduce(getattr, path.split("."), importlib.import_module(module))
         except Exception as error:  # noqa: BLE001 - somebody's code
-            self.config.refuse("model.factory", f"cannot be imported: {error!r}", cause=error)
+            self.config.refuse(
+                "model.factory", f"cannot be imported: {in_words(error)}", cause=error
+            )
         if not callable(found):
             self.config.refuse("model.factory", f"is {type(found).__name__}, expected a function")
         return found  # type: ignore[no-any-return]  # whatever it is, it can be called
@@ -212,5 +213,4 @@ class Job:
         try:
             return function(*arguments)
         except Exception as error:  # noqa: BLE001 - somebody's plug-in
-            told = str(error) if isinstance(error, PipegradError) else repr(error)
-            self.config.refuse(key, told, cause=error)
+            self.config.refuse(key, in_words(error), cause=error)

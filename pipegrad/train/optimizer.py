@@ -30,11 +30,11 @@ def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.
         config.refuse("optimizer.name", "it evaluates the loss itself: choose a first-order one")
     kind = known[wanted.name]
     if complaint := complaints_of(kind, wanted.options, given=("params",)):
-        config.refuse("optimizer.name", complaint)
+        config.refuse("optimizer", f"{wanted.name} {complaint}")
     try:
         optimizer: torch.optim.Optimizer = kind(_groups(config, kind, parameters), **wanted.options)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        config.refuse("optimizer.name", f"{wanted.options} will not do: {error}", cause=error)
+        config.refuse("optimizer", f"{wanted.name} will not take that: {error}", cause=error)
     return optimizer
 
 
@@ -66,8 +66,8 @@ def make_learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LRSc
     for index, part in enumerate(parts):
         if (part.steps is None) != (index == len(parts) - 1):
             config.refuse(
-                f"optimizer.schedule[{index}].steps",
-                "every schedule but the last needs it, and the last has none",
+                f"optimizer.schedule[{index}]",
+                "every schedule but the last needs 'steps', and the last has none",
             )
     if len(schedulers) == 1:
         return schedulers[0]
@@ -79,7 +79,7 @@ def _scheduler(
     config: Config, index: int, part: LearningRate, optimizer: torch.optim.Optimizer
 ) -> LRScheduler:
     known = _classes(lr_scheduler, LRScheduler)
-    key = f"optimizer.schedule[{index}].name"
+    key = f"optimizer.schedule[{index}]"
     if part.name not in known:
         found = _known(part.name, known)
         config.refuse(key, f"torch.optim.lr_scheduler has none; {found}")
@@ -87,11 +87,11 @@ def _scheduler(
     if issubclass(kind, ReduceLROnPlateau | SequentialLR | lr_scheduler.ChainedScheduler):
         config.refuse(key, "it cannot be given by name and plain options: list others in a row")
     if complaint := complaints_of(kind, part.options, given=("optimizer",)):
-        config.refuse(key, complaint)
+        config.refuse(key, f"it {complaint}")
     try:
         scheduler: LRScheduler = kind(optimizer, **part.options)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        config.refuse(key, f"{part.options} will not do: {error!r}", cause=error)
+        config.refuse(key, f"torch will not take that: {error!r}", cause=error)
     return scheduler
 
 

@@ -18,13 +18,18 @@ from pipegrad.train.job import Job
 _MIB = 2**20
 
 
-def outline(job: Job, cut: Cut) -> dict[str, Any]:
+def outline(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
     """Returns what the job will do, as plain data that fits into JSON.
+
+    Args:
+        job: The job.
+        cut: Its stages, all of them.
+        manifest: What its ranks agreed on, or will.
 
     Raises:
         PlanError: If handlers contradict each other, or leave a shared parameter uncovered.
     """
-    manifest = job.manifest(cut)
+    job.check_replicas_covered(manifest)
     plans = job.plans(manifest)
     return {
         "ranks": job.num_ranks,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -33,25 +33,26 @@ def manifest_of(config: Config, outline: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Report:
-    """Shows and writes every step of a run.
+    """Shows and writes every step of a run, as it comes: nothing is lost if the run fails.
 
     Args:
         console: Where to; a bar if it is a terminal, else a line now and then.
-        folder: Where the files go.
         config: For the number of steps, and of steps between lines.
     """
 
-    def __init__(self, console: Console, folder: Path, config: Config) -> None:
+    def __init__(self, console: Console, config: Config) -> None:
         self._console = console
-        self._folder = folder
         self._config = config
         self._metrics: list[StepMetrics] = []
 
+    def begin(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Writes the manifest into a folder, and opens the file of metrics there."""
+        (folder / "manifest.json").write_text(f"{json.dumps(manifest, indent=2)}\n")
+        self._lines = (folder / "metrics.jsonl").open("x")
+
     @contextmanager
-    def running(self, manifest: Mapping[str, Any]) -> Iterator[None]:
-        """Writes the manifest, and takes steps until the run ends or fails: nothing is lost."""
-        text = json.dumps(manifest, indent=2)
-        (self._folder / "manifest.json").write_text(f"{text}\n")
+    def running(self) -> Iterator[None]:
+        """Takes steps until the run ends or fails."""
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -61,8 +62,7 @@ class Report:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        with (self._folder / "metrics.jsonl").open("x") as lines, self._progress:
-            self._lines: TextIO = lines
+        with self._lines, self._progress:
             self._task = self._progress.add_task("", total=self._config.train.steps, line="")
             yield
 
@@ -81,10 +81,12 @@ class Report:
         if due and not self._console.is_terminal:
             self._console.print(f"step {metrics.step:5}  {line}", soft_wrap=True)
 
-    def close(self, replicas: str) -> None:
+    def close(self, folder: Path, device: str, replicas: str) -> None:
         """Prints the summary.
 
         Args:
+            folder: Where the files are.
+            device: Kind of device that the ranks trained on.
             replicas: What `check_replicas` said at the end.
         """
         first, last, half = self._metrics[0], self._metrics[-1], len(self._metrics) // 2
@@ -92,13 +94,13 @@ class Report:
         seconds = statistics.median(m.step_seconds for m in later)
         exposed = statistics.median(m.exposed_seconds for m in later)
         rows = {
-            "steps": len(self._metrics),
+            "steps": f"{len(self._metrics)} on {device}",
             "loss": f"{first.loss:.4f} to {last.loss:.4f}",
             "step": f"{seconds * 1e3:.1f} ms (median), {exposed * 1e3:.1f} ms of it exposed",
             "tokens a second": f"{statistics.median(m.tokens_per_second for m in later):,.0f}",
             "a step reduces": f"{last.bytes_reduced / 2**20:.2f} MiB in {last.collectives} "
             f"collectives, all ranks counted",
             "replicas": replicas,
-            "files": f"{self._folder}/metrics.jsonl, manifest.json",
+            "files": f"{folder}/metrics.jsonl, manifest.json",
         }
         self._console.print(table(["run", ""], rows.items()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch.nn import functional
 from pipegrad.agreement import agree
 from pipegrad.errors import StepError
 from pipegrad.gradients.manifest import same
+from pipegrad.runtime.split import Cut
 from pipegrad.runtime.torch_pipelining import attach, on_torch
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint import State
@@ -30,6 +33,7 @@ from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 from pipegrad.train.outline import outline
+from pipegrad.train.trial import try_out_optimizer, try_out_stages
 
 _PREPARE_SECONDS = 600.0  # for the slowest rank to read its text and build the model
 
@@ -69,7 +73,7 @@ class Trainer:
         job: What the configuration means.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
-        outline: What the job will do, as plain data.
+        outline: What the job will do, as plain data; on rank 0, elsewhere empty.
 
     Raises:
         PipegradError: If anything is wrong with configuration, files, model, plug-ins or devices:
@@ -82,8 +86,11 @@ class Trainer:
             "preparing the job", lambda: self._prepare(config), timeout_seconds=_PREPARE_SECONDS
         )
         same("the text", dict(enumerate(texts)))
-        self._place_stages()
+        kinds = agree("placing the stages", self._place, timeout_seconds=_PREPARE_SECONDS)
+        same("the device", dict(enumerate(kinds)))
+        self._connect()
         agree("the optimizer", self._make_optimizer)
+        agree("the outline", self._make_outline)
         self._state = State(self.sync, self._modules, self._optimizer)
         self.first_step = 1
         if config.train.resume is not None:
@@ -93,7 +100,7 @@ class Trainer:
         """Trains on the batch of a step; returns what it did, on every rank.
 
         Raises:
-            StepError: If loss or gradients are not finite; on all ranks, parameters as they were.
+            StepError: If the gradients are not finite; on all ranks, parameters are as they were.
             PipegradError: As `GradientSync` does.
         """
         config, begin = self.job.config, time.perf_counter()
@@ -113,7 +120,8 @@ class Trainer:
         loss = torch.stack(losses).mean().item() / self.job.data if losses else 0.0
         did = self.sync.statistics()
         seconds = time.perf_counter() - begin
-        rows = _every_rank([loss, seconds, did.exposed_seconds, did.collectives, did.reduced_bytes])
+        told = [loss, seconds, did.exposed_seconds, did.collectives, did.reduced_bytes]
+        rows = _every_rank(told, self._device)
         all_losses, all_seconds, exposed, collectives, nbytes = zip(*rows, strict=True)
         tokens = config.data.batch_size * config.data.sequence_length
         return StepMetrics(
@@ -131,14 +139,20 @@ class Trainer:
         """Writes a checkpoint of the step that has been made; every rank must call it."""
         self._state.save(folder, number)
 
-    def make_folder(self) -> Path:
+    def make_folder(self, begin: Callable[[Path], None]) -> Path:
         """Returns the run's folder, which rank 0 makes: one that exists is never written to.
 
+        Args:
+            begin: Called there with the folder, to open what is to be written.
+
         Raises:
-            ConfigError: If it cannot be made; on all ranks.
+            ConfigError: If it cannot be made or begun; on all ranks.
         """
-        made = agree("the output folder", self._make_folder if dist.get_rank() == 0 else str)
-        return Path(made[0])
+
+        def make() -> str:
+            return self._make_folder(begin) if dist.get_rank() == 0 else ""
+
+        return Path(agree("the output folder", make)[0])
 
     def close(self) -> None:
         """Ends the lanes and destroys their process groups; every rank must call it."""
@@ -158,43 +172,61 @@ class Trainer:
         self.job = Job(config, dist.get_world_size())
         self._corpus: Corpus = read_corpus(config)
         self._device = _device(config)
-        model = self.job.model()
-        self.job.try_out(model)
-        cut = self.job.cut(model)
-        self.outline: dict[str, Any] = outline(self.job, cut)
-        local = self.job.topology(dist.get_rank()).local_stages
-        self._modules = {stage: cut.modules[stage] for stage in local}
-        self._shared = cut.shared
+        self._cut: Cut | None = self.job.cut(self.job.model())
+        try_out_stages(config, self._cut)
         return self._corpus.digest
 
-    def _place_stages(self) -> None:
+    def _place(self) -> str:
+        """Moves this rank's stages to its device; returns the kind of it."""
         job, device = self.job, self._device
+        assert self._cut is not None
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
+        local = job.topology(dist.get_rank()).local_stages
+        self._modules = {stage: self._cut.modules[stage].to(device) for stage in local}
+        if job.config.train.precision == "bf16":
+            for module in self._modules.values():
+                autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+                module.forward = autocast(module.forward)
+        return device.type
+
+    def _connect(self) -> None:
+        """Makes process groups, the schedule, and what reduces its gradients."""
+        job = self.job
         topology = Topology.create(
             pipeline=job.pipeline,
             stage_to_rank=job.schedule.stage_to_rank,
-            device_type=device.type,
+            device_type=self._device.type,
         )
-        stages = []
-        for index, module in self._modules.items():
-            placed = module.to(device)
-            if job.config.train.precision == "bf16":
-                autocast = torch.autocast(device.type, dtype=torch.bfloat16)
-                placed.forward = autocast(placed.forward)
-            group = topology.group_along("pp")
-            stages.append(PipelineStage(placed, index, topology.num_stages, device, group=group))
+        stages = [
+            PipelineStage(
+                module, index, topology.num_stages, self._device, group=topology.group_along("pp")
+            )
+            for index, module in self._modules.items()
+        ]
         self._schedule = on_torch(job.schedule, stages, _cross_entropy)
+        assert self._cut is not None
         self.sync = attach(
             self._schedule,
             topology=topology,
-            shared=self._shared,
+            shared=self._cut.shared,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
             **job.gradient_options,
         )
 
+    def _make_outline(self) -> None:
+        """Writes down what the job will do, and lets go of the stages of other ranks."""
+        assert self._cut is not None
+        self.job.check_replicas_covered(self.sync.manifest)
+        self.outline: dict[str, Any] = {}
+        if dist.get_rank() == 0:
+            told = outline(self.job, self._cut, self.sync.manifest)
+            self.outline = {"device": self._device.type, **told}
+        self._cut = None
+
     def _make_optimizer(self) -> None:
         """Makes the optimizer of this rank's parameters; a rank without any has none."""
+        try_out_optimizer(self.job.config, self._device)
         parameters = [self.sync.parameter(r) for r in self.sync.records() if r.requires_grad]
         self._optimizer = self._learning_rate = None
         if parameters:
@@ -214,18 +246,20 @@ class Trainer:
                 for _ in range(done):
                     self._learning_rate.step()
 
-    def _make_folder(self) -> str:
+    def _make_folder(self, begin: Callable[[Path], None]) -> str:
         config = self.job.config
-        wanted = Path(config.train.output)
         number = 1
         while True:
-            folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
             try:
+                folder = Path(config.train.output)
+                if number > 1:
+                    folder = folder.parent / f"{folder.resolve().name}-{number}"
                 folder.mkdir(parents=True)
+                begin(folder)
             except FileExistsError:
                 number += 1
-            except OSError as error:
-                config.refuse("train.output", f"cannot be made: {error.strerror}", cause=error)
+            except (OSError, ValueError) as error:
+                config.refuse("train.output", f"cannot be written: {error}", cause=error)
             else:
                 return str(folder)
 
@@ -251,7 +285,8 @@ class Trainer:
     def _refuse_step(self, number: int, norm: float) -> NoReturn:
         raise StepError(
             f"step {number}: the norm of the gradients is {norm}, and this update would destroy "
-            f"the parameters: lower optimizer.lr, set gradients.clip_norm, or warm up"
+            f"the parameters: lower optimizer.lr, set gradients.clip_norm, warm up, or look at "
+            f"what the handlers send"
         )
 
 
@@ -260,34 +295,37 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
-def _every_rank(row: list[float]) -> list[list[float]]:
+def _every_rank(row: list[float], device: torch.device) -> list[list[float]]:
     """Returns every rank's row, on every rank; float64, so that counts of bytes are exact."""
-    rows = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64)
-    rows[dist.get_rank()] = torch.tensor(row, dtype=torch.float64)
+    rows = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64, device=device)
+    rows[dist.get_rank()] = torch.tensor(row, dtype=torch.float64, device=device)
     dist.all_reduce(rows)
     return [[float(x) for x in found] for found in rows.tolist()]
 
 
 def _device(config: Config) -> torch.device:
-    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a card."""
-    wanted = config.train.device
+    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA card."""
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
     found = torch.accelerator.current_accelerator(check_available=True)
     cards = torch.accelerator.device_count() if found is not None else 0
+    wanted = config.train.device
     if wanted == "auto":
-        wanted = found.type if found is not None and cards >= num_local else "cpu"
-    if wanted == "cpu":
+        has_own = found is not None and found.type == "cuda" and cards >= num_local
+        wanted = "cuda" if has_own else "cpu"
+    kind, _, index = wanted.partition(":")
+    if kind == "cpu":
         return torch.device("cpu")
-    if found is None or wanted != found.type:
+    if found is None or kind != found.type:
         there = "cpu" if found is None else f"{found.type} or cpu"
         config.refuse("train.device", f"this machine has {there}")
-    if local >= cards:
+    place = index if index.isdigit() else str(local)
+    if int(place) >= cards or (index and not index.isdigit()):
         config.refuse(
             "train.device",
-            f"{num_local} ranks need a {wanted} device each, this machine has {cards}: start "
-            f"fewer ranks, or choose 'cpu'",
+            f"{num_local} ranks need a {kind} device each, this machine has {cards}: start fewer "
+            f"ranks, choose 'cpu', or name one that is there, as in '{kind}:0'",
         )
-    return torch.device(wanted, local)
+    return torch.device(kind, int(place))
 
 
 _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -297,14 +335,24 @@ _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 def world() -> Iterator[None]:
     """Joins torchrun's ranks, or is a world of one; a process group that is there is left alone.
 
-    After an error nothing is torn down: peers may be stuck in a collective with this rank.
+    A rank that fails leaves at once: threads of torch may wait for peers that are gone, and would
+    abort an interpreter that waits for its own end.
     """
     if dist.is_initialized():
         yield
         return
-    if "RANK" in os.environ:
-        dist.init_process_group()
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+        yield
+        dist.destroy_process_group()
+        return
+    dist.init_process_group()
+    try:
+        yield
+        dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001 - the process ends here
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)

@@ -62,11 +62,11 @@ def test_a_plan_prints_what_matters() -> None:
         "rank 5: 2 buckets, 3 collectives, 0.00 MiB a step\n"
         "launch  bucket  lane  ready  MiB        reduction\n"
         "0       0       0     0      0.000      replicate-mean(dp) over ranks [4, 5]: "
-        "1 parameters, 2.ln .. 2.ln\n"
+        "2.ln\n"
         "1       3       1     2      0.000      replicate-mean(dp) over ranks [4, 5]: "
-        "1 parameters, 0.emb .. 0.emb\n"
+        "0.emb\n"
         "2       3       1     3      0.000      replicate-sum(pp[0,2]) over ranks [1, 5]: "
-        "1 parameters, 0.emb .. 0.emb"
+        "0.emb"
     )
 
 

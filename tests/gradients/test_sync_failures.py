@@ -232,7 +232,11 @@ def test_ranks_that_disagree_all_end_with_the_same_error(two: list[dict[str, Any
         "import": ["AgreementError", "rank 1: PluginLoadError", "no_module_1"],
         "no handler": ["PluginNotFoundError: no plug-in", "'pipeline-shred'", "pipeline-shared"],
         "impure": ["AgreementError: ranks disagree on what the handlers reduce"],
-        "raises": ["AgreementError", "rank 1: KeyError: 'dp'"],
+        "raises": [
+            "AgreementError",
+            "rank 1: PlanError: handler",
+            "KeyError('dp') (test_sync_failures.py:155)",
+        ],
         "uncovered": ["PlanError: 'a' on stage 0 and 'a' on stage 1", "pipeline-shared"],
         "shard": ["PlanError", "SHARD", "'0.a'", "only REPLICATE can be run"],
         "arguments": ["AgreementError", "rank 1: PlanError", "lanes=0"],

@@ -285,7 +285,7 @@ def replicas() -> Any:
 def test_replicas_are_made_equal_and_a_single_bit_is_found(four: list[dict[str, Any]]) -> None:
     texts = {reply["replicas"][0] for reply in four}
     (text,) = texts
-    assert text.startswith("ReduceError: copies of one parameter have drifted apart")
+    assert text.startswith("DriftError: copies of one parameter have drifted apart")
     named = ["'0.tie' over ranks [1, 3]", "'0.tie' over ranks [2, 3]", "'0.own' over ranks [0, 1]"]
     assert [name for name in named if name not in text] == []
     assert "over ranks [0, 2]" not in text

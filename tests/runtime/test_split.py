@@ -12,6 +12,24 @@ from torch import nn
 from pipegrad import TopologyError, find_shared, split
 
 
+class Scaled(nn.Sequential):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(given)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Built(nn.Sequential):
+    """Its constructor takes no layers; of everything else it is a Sequential."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__(*[nn.Linear(2, 2) for _ in range(count)])
+
+
+def with_own() -> nn.Sequential:
+    model = layers(1, 2)
+    model.register_buffer("scale", torch.ones(1))
+    return model
+
+
 def layers(*sizes: int) -> nn.Sequential:
     """A Sequential of layers with so many parameters."""
     modules = []
@@ -38,6 +56,28 @@ def test_stages_hold_the_models_own_layers_under_their_own_names() -> None:
     assert cut.shared == find_shared(model) == [["0.weight", "3.weight"]]
     tokens = torch.arange(5)
     torch.testing.assert_close(cut.modules[1](cut.modules[0](tokens)), model(tokens))
+
+
+def test_a_subclass_with_a_constructor_of_its_own_is_cut_too() -> None:
+    model = Built()
+    cut = split(model, 2)
+    assert [type(module) for module in cut.modules.values()] == [nn.Sequential] * 2
+    assert cut.modules[1][0] is model[1]  # type: ignore[index]
+
+
+def test_a_layer_that_is_there_twice_is_in_both_stages() -> None:
+    twice = nn.Linear(3, 3)
+    model = nn.Sequential(twice, nn.GELU(), twice)
+    cut = split(model, 3)
+    assert cut.modules[0][0] is cut.modules[2][0] is twice  # type: ignore[index]
+    assert cut.shared == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
+
+
+def test_modes_are_kept() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    model[0].eval()
+    cut = split(model, 2)
+    assert [module[0].training for module in cut.modules.values()] == [False, True]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,7 +123,9 @@ def test_boundaries_are_taken_as_told(boundaries: list[int], expected: tuple[int
 @pytest.mark.parametrize(
     ("model", "num_stages", "boundaries", "message"),
     [
-        (nn.Linear(2, 2), 1, None, "only an nn.Sequential can be cut .* found Linear"),
+        (nn.Linear(2, 2), 1, None, "only an nn.Sequential, .* can be cut .* found Linear"),
+        (Scaled(nn.Linear(2, 2)), 1, None, "with its own forward, .* found Scaled"),
+        (with_own(), 2, None, r"holds \['scale'\] beside its layers"),
         (layers(1, 2), 3, None, "2 layers cannot be cut into 3 stages: choose 1 to 2"),
         (layers(1, 2), 0, None, "cannot be cut into 0 stages"),
         (layers(1, 2, 3), 2, [], r"boundaries \[\] do not cut 3 layers into 2 stages"),

@@ -81,3 +81,72 @@ def reads_its_start() -> nn.Sequential:
 
 
 not_callable = 3
+
+
+class Pair(nn.Module):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, hidden
+
+
+class Join(nn.Module):
+    def forward(self, hidden: tuple[Tensor, Tensor]) -> Tensor:
+        return hidden[0] + hidden[1]
+
+
+def two_tensors() -> nn.Sequential:
+    """Right in one piece, and cut anywhere but between its middle layers."""
+    return nn.Sequential(nn.Embedding(256, 256), Pair(), Join())
+
+
+def in_place() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(256, 256), nn.ReLU(inplace=True))
+
+
+class Ids(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + 0
+
+
+def integers() -> nn.Sequential:
+    return nn.Sequential(Ids(), nn.Embedding(256, 256))
+
+
+def frozen() -> nn.Sequential:
+    return tied().requires_grad_(requires_grad=False)
+
+
+def frozen_start() -> nn.Sequential:
+    """Its first layers are not trained."""
+    model = nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), nn.Linear(256, 256))
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+class Counting(nn.Module):
+    """Counts its forwards; and is in evaluation mode where the factory says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    count: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.count += 1
+        return hidden
+
+
+def counting() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(256, 256), Counting(), nn.Dropout().eval(), nn.Linear(256, 256)
+    )
+
+
+class Scaled(nn.Sequential):
+    """More than its layers in order; made like a factory."""
+
+    def __init__(self) -> None:
+        super().__init__(*tied())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 2 * super().forward(tokens)  # type: ignore[no-any-return, no-untyped-call]

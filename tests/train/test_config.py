@@ -122,13 +122,18 @@ def test_names_tables_and_lists_of_them(path: Path) -> None:
         ("gradients.clip_norm=2", "gradients.clip_norm", 2.0),
         ("parallel . data = 2", "parallel.data", 2),
         ('train.output=a"b', "train.output", 'a"b'),
-        ("train.output=", "train.output", ""),
+        ("model.note=", "model.note", ""),
+        ("model.bias=false", "model.bias", False),
+        ("model.note='false'", "model.note", "false"),
     ],
 )
 def test_settings_are_toml_or_else_strings(
     path: Path, setting: str, key: str, value: object
 ) -> None:
-    assert load(path, [setting]).flat()[key] == value
+    config = load(path, [setting])
+    assert {**config.flat(), **{f"model.{k}": v for k, v in config.model.options.items()}}[
+        key
+    ] == value
 
 
 def test_the_last_setting_counts_and_options_of_the_command_line_replace(path: Path) -> None:
@@ -142,18 +147,36 @@ def test_the_last_setting_counts_and_options_of_the_command_line_replace(path: P
 def test_a_setting_changes_one_key_of_a_table(path: Path) -> None:
     path.write_text(MINIMAL + '[optimizer]\nlr = 3\nschedule = {name = "StepLR", step_size = 3}\n')
     config = load(path, ["optimizer.schedule.step_size=4", "model.width=2"])
-    assert config.optimizer.schedule[0].options == {"step_size": 4}
+    assert config.optimizer.schedule[0].spec == {"name": "StepLR", "step_size": 4}
     assert config.model.options == {"width": 2}
     assert config.optimizer.options == {"lr": 3}
 
 
+def test_a_table_given_as_a_value_replaces(path: Path) -> None:
+    path.write_text(MINIMAL + "[optimizer]\nlr = 3\nweight_decay = 0.1\n")
+    assert load(path, ["optimizer={name='SGD', lr=1}"]).optimizer.options == {"lr": 1}
+
+
+def test_a_setting_below_a_name_keeps_the_name(path: Path) -> None:
+    path.write_text(MINIMAL + '[parallel]\nschedule = "interleaved-1f1b"\n')
+    config = load(path, ["parallel.schedule.stages_per_rank=3"])
+    assert config.parallel.schedule.spec == {"name": "interleaved-1f1b", "stages_per_rank": 3}
+
+
+@pytest.mark.parametrize("word", ["no", "False", "TRUE", "None", "on"])
+def test_words_that_look_like_truth_are_refused(path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word} is not TOML, and as a word it would count as"):
+        load(path, [f"optimizer.amsgrad={word}"])
+
+
 def test_a_refusal_names_where_the_value_comes_from(path: Path) -> None:
-    config = load(path, ["train.steps=5"], schedule="gpipe")
+    config = load(path, ["train.steps=4", "model.width=3", "train.steps=5"], schedule="gpipe")
     told = {
         "train.steps": "--set train.steps=5: train.steps = 5: no",
         "train.seed": f"{path}: train.seed = 0: no",
         "parallel.data": f"{path}: parallel.data = (default): no",
         "parallel.schedule": "--schedule gpipe: parallel.schedule = 'gpipe': no",
+        "model": "--set model.width=3: model = {'factory': 'somewhere:model', 'width': 3}: no",
         "gradient_handlers[1]": f"{path}: gradient_handlers[1] = 'data-parallel': no",
     }
     for key, expected in told.items():

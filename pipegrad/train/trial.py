@@ -1,0 +1,96 @@
+"""What only running shows, run before the first step: stages, the optimizer, its learning rate."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import in_words
+from pipegrad.runtime.split import Cut
+from pipegrad.train.config import Config
+from pipegrad.train.optimizer import make_learning_rate, make_optimizer
+
+NUM_TOKENS = 256  # a byte a token
+
+
+def try_out_stages(config: Config, cut: Cut) -> None:
+    """Sends one sequence through all stages as a pipeline would; nothing is kept of it.
+
+    Raises:
+        ConfigError: If a stage fails, or does not return one tensor that can be sent on, or the
+            last one not logits of bytes; or if there is nothing to train.
+    """
+    modules = [cut.modules[stage] for stage in sorted(cut.modules)]
+    if not any(p.requires_grad for module in modules for p in module.parameters()):
+        config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
+    length = config.data.sequence_length
+    tokens = torch.arange(NUM_TOKENS - 1, NUM_TOKENS - 1 - length, -1).remainder(NUM_TOKENS)
+    buffers = [(b, b.clone()) for module in modules for b in module.buffers()]
+    found: Tensor = tokens[None]
+    with torch.random.fork_rng(devices=[]):
+        for stage, module in enumerate(modules):
+            found = _sent(config, stage, module, found)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    shape = (*found.shape, 0, 0, 0)[:3]
+    if found.ndim != 3 or shape[:2] != (1, length) or shape[2] < NUM_TOKENS:
+        config.refuse(
+            "model",
+            f"it returns {found.dtype} {tuple(found.shape)} for {length} bytes; expected logits "
+            f"(1, {length}, {NUM_TOKENS} or more), one a possible byte",
+        )
+    if not bool(found.isfinite().all()):
+        config.refuse("model", "it returns logits that are not finite")
+
+
+def _sent(config: Config, stage: int, module: nn.Module, given: Tensor) -> Tensor:
+    """Returns what a stage sends to the next one, cut off from the stage as by a transfer."""
+    layers = [name for name, _ in module.named_children()]
+    who = f"stage {stage} (layers {layers[0]} to {layers[-1]})"
+    try:
+        found: object = module(given)
+    except Exception as error:  # noqa: BLE001 - somebody's code
+        told = f"{who} fails on {given.dtype} {tuple(given.shape)}: {in_words(error)}"
+        config.refuse("model", told, cause=error)
+    if not isinstance(found, Tensor) or not found.is_floating_point() or found.shape[:1] != (1,):
+        kind = type(found).__name__
+        told = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {kind}"
+        config.refuse(
+            "model",
+            f"{who} returns {told}; expected one tensor of floats, the batch first: other "
+            f"boundaries may do",
+        )
+    return found.detach().requires_grad_()
+
+
+def try_out_optimizer(config: Config, device: torch.device) -> None:
+    """Makes a step of the optimizer and every step of its learning rate, on a matrix of its own.
+
+    Raises:
+        ConfigError: If torch takes options and fails with them later.
+    """
+    probe = nn.Parameter(torch.ones(2, 2, device=device))
+    probe.grad = torch.ones_like(probe)
+    optimizer = make_optimizer(config, [probe])
+    learning_rate = make_learning_rate(config, optimizer)
+    try:
+        optimizer.step()
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        config.refuse("optimizer", f"its first step fails: {error!r}", cause=error)
+    if learning_rate is None:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the optimizer's steps between these
+            for _ in range(config.train.steps):
+                learning_rate.step()
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        told = f"fails within {config.train.steps} steps: {error!r}"
+        config.refuse("optimizer.schedule", told, cause=error)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if not all(map(math.isfinite, rates)):
+        config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
