@@ -71,6 +71,13 @@ class PluginOptionError(PluginError, ValueError):
     """A plug-in was given an unknown option, or not given one it needs."""
 
 
+def root_of(error: BaseException) -> BaseException:
+    """Returns the error that the first ``raise ... from`` of a chain came from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def in_words(error: BaseException) -> str:
     """Returns what an error says; of somebody else's also where: innermost, outside of torch."""
     if isinstance(error, PipegradError):

@@ -26,6 +26,7 @@ def open_to_all(model: object, width: int = 3, **others: object) -> None: ...
         (plain, ["width"], [], "needs the option 'model'; allowed"),
         (open_to_all, ["anything"], ["model"], ""),
         (open_to_all, ["model"], ["model"], "has no option 'model'"),
+        (max, ["x"], [], ""),
         (list, ["x"], [], "has no option 'x'; allowed, closest first: none"),
     ],
 )
@@ -39,4 +40,5 @@ def test_complaints(
 
 def test_close_names_come_first() -> None:
     assert closest_first("stpes", ["seed", "steps", "device"]) == "steps, device, seed"
+    assert closest_first("Adamw", ["Adam", "AdamW", "SGD"]) == "AdamW, Adam, SGD"
     assert closest_first("x", []) == "none"

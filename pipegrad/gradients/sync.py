@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from pipegrad.agreement import FailureNotice, agree
-from pipegrad.errors import ReduceError, StepError
+from pipegrad.errors import ReduceError, StepError, root_of
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plan
 from pipegrad.gradients.buffer import RELEASED
@@ -315,7 +315,8 @@ class GradientSync:
             What a rank said that failed before this one, and so is the cause; None if none did.
         """
         self._open = False
-        own = self._notice.post(f"{type(error).__name__}: {error}")
+        root = root_of(error)  # torch wraps what a stage raises
+        own = self._notice.post(f"{type(root).__name__}: {root}")
         if self._reducer.num_launched:
             self._broken = error
         first = self._notice.read()

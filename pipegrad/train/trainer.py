@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 
 from pipegrad.agreement import agree
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, in_words, root_of
 from pipegrad.gradients.manifest import same
 from pipegrad.runtime.split import Cut
 from pipegrad.runtime.torch_pipelining import attach, on_torch
@@ -353,6 +353,7 @@ def world() -> Iterator[None]:
     except BaseException as error:  # noqa: BLE001 - the process ends here
         if not isinstance(error, SystemExit):
             traceback.print_exception(error)
+            print(f"Error on rank {dist.get_rank()}: {in_words(root_of(error))}", file=sys.stderr)  # noqa: T201
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)

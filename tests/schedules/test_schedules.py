@@ -79,6 +79,9 @@ def test_interleaved_states_what_it_takes() -> None:
         schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=6)
     with pytest.raises(ScheduleError, match="the nearest is 4"):
         schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=1)
+    for numbers in ((0, 4), (4, 0), (-1, 4)):
+        with pytest.raises(ScheduleError, match="at least 1 rank and 1 microbatch"):
+            schedules.build("1f1b", num_ranks=numbers[0], num_microbatches=numbers[1])
     with pytest.raises(PluginOptionError, match="stages_per_rank is 0, expected at least 1"):
         schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=4, stages_per_rank=0)
 

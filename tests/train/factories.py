@@ -150,3 +150,21 @@ class Scaled(nn.Sequential):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return 2 * super().forward(tokens)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Late(nn.Module):
+    """Fails in the third step of four microbatches; torch runs it once more, to learn shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = -1  # the trial is one of its own
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 9:
+            raise ValueError("no more")
+        return hidden
+
+
+def late() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), Late())

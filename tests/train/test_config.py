@@ -48,7 +48,13 @@ def reference() -> str:
 def _reference() -> Iterator[str]:
     yield "# The configuration of `pipegrad train`\n"
     yield "TOML. Unknown keys are errors. Files and folders are seen from the working directory."
-    yield "`--set key=value` changes a key; `--handler` and `--schedule` have options of their own."
+    yield "`--set key=value` changes a key, `--handler NAME` and `--schedule NAME` replace what is chosen."
+    yield "What is chosen by name may be a table, with options of its own:\n"
+    yield "```toml"
+    yield 'gradient_handlers = ["pipeline-shared", { name = "acme::sum", axis = "dp" }]'
+    yield "[parallel]"
+    yield 'schedule = { name = "interleaved-1f1b", stages_per_rank = 2 }'
+    yield "```"
     for title, table in TABLES.items():
         yield f"\n## {title}\n\n| key | default | meaning |\n|---|---|---|"
         for name, field in table.model_fields.items():

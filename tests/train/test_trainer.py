@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.trainer import StepMetrics, Trainer
+from tests.train.factories import tied
 from tests.train.jobs import with_job
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,20 @@ def one_process(path: Path, *settings: str) -> list[tuple[float, float]]:
         told.append((loss.item(), norm.item()))
     return told
 
+
+V_SCHEDULE = """
+from pipegrad.schedules import Action, Schedule, ScheduleGenerator
+class V(ScheduleGenerator):
+    def generate(self, *, num_ranks, num_microbatches):
+        def row(stages):
+            forwards = [Action(s, "F", m) for s in stages for m in range(num_microbatches)]
+            backwards = [Action(s, "B", m) for s in stages[::-1] for m in range(num_microbatches)]
+            return (*forwards, *backwards)
+        last = 2 * num_ranks - 1
+        rows = tuple(row([r, last - r]) for r in range(num_ranks))
+        places = (*range(num_ranks), *reversed(range(num_ranks)))
+        return Schedule("v", num_microbatches, places, rows)
+"""
 
 CUTS = {
     1: {"alone": []},
@@ -114,22 +130,30 @@ def results(folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
 
 def result(settings: list[str]) -> Any:
     trainer = Trainer(partial(load, Path("small.toml"), settings))
+    buffers = [float(b.sum()) for m in trainer._modules.values() for b in m.buffers()]
+    modes = [layer.training for m in trainer._modules.values() for layer in m.children()]
     try:
-        steps = [dataclasses.astuple(trainer.step(number)) for number in (1, 2, 3)]
+        steps = [dataclasses.astuple(trainer.step(number))[:3] for number in (1, 2, 3)]
     except StepError as error:
         finite = all(
             bool(p.isfinite().all()) for m in trainer._modules.values() for p in m.parameters()
         )
         return str(error), finite
     trainer.close()
-    return steps
+    assert not [t for t in threading.enumerate() if t.name.startswith("pipegrad lane")]
+    return steps, buffers, modes
 
 
 CASES = {
     "fp32": [],
     "bf16": ["train.precision=bf16"],
     "dropout": ["model.dropout=0.5"],
-    "no decay": ["optimizer.decay_norms_and_biases=false"],
+    "dropout, replicas": ["model.dropout=0.5", "parallel.data=2"],
+    "a model that counts": ["model.factory=factories:counting", "parallel.boundaries=[1]"],
+    "frozen layers first": ["model.factory=factories:frozen_start", "parallel.boundaries=[1]"],
+    "a V": ["parallel.schedule=v_schedule:V"],
+    "decay": ["optimizer.weight_decay=10"],
+    "less decay": ["optimizer.weight_decay=10", "optimizer.decay_norms_and_biases=false"],
     "a stage without parameters": ["model.factory=factories:bare", "parallel.boundaries=[2]"],
     "sgd by name": ["optimizer={name='SGD', lr=0.1, momentum=0.9}"],
     "half the wire": ["gradients.reduce_dtype=bfloat16"],
@@ -140,21 +164,76 @@ CASES = {
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = with_job(tmp_path_factory.mktemp("small"))
+    (folder / "v_schedule.py").write_text(V_SCHEDULE)
     return run_ranks(results, 2, str(folder), CASES)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "explodes"])
 def test_it_trains(replies: list[dict[str, Any]], name: str) -> None:
-    first, second = (reply[name] for reply in replies)
+    (first, _, _), (second, _, _) = (reply[name] for reply in replies)
     assert first == second
-    assert all(math.isfinite(loss) for _, loss, *_ in first)
-    assert len({loss for _, loss, *_ in first}) == 3
+    assert all(math.isfinite(loss) for _, loss, _ in first)
+    assert len({loss for _, loss, _ in first}) == 3
 
 
-def test_bf16_is_near_and_not_the_same(replies: list[dict[str, Any]]) -> None:
-    exact, near = (replies[0][name][0][1] for name in ("fp32", "bf16"))
-    assert near != exact
-    assert near == pytest.approx(exact, rel=2e-2)
+def steps(replies: list[dict[str, Any]], name: str) -> list[tuple[int, float, float]]:
+    return replies[0][name][0]  # type: ignore[no-any-return]
+
+
+def test_options_change_what_they_say(replies: list[dict[str, Any]]) -> None:
+    plain = steps(replies, "fp32")
+    assert steps(replies, "dropout")[0] != plain[0]
+    assert steps(replies, "dropout, replicas")[0] != steps(replies, "dropout")[0]
+    for name in ("decay", "sgd by name"):  # the first step is the same, what it did is not
+        assert steps(replies, name)[0] == plain[0]
+        assert steps(replies, name)[2] != plain[2]
+    assert steps(replies, "less decay")[2] not in (plain[2], steps(replies, "decay")[2])
+    assert steps(replies, "half the wire")[0][1:] != plain[0][1:]
+    assert steps(replies, "half the wire")[0] == pytest.approx(plain[0], rel=1e-2)
+    for found, expected in zip(steps(replies, "a V"), plain, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_trying_a_model_out_leaves_no_trace(replies: list[dict[str, Any]]) -> None:
+    (_, first, _), (_, second, modes) = (reply["a model that counts"] for reply in replies)
+    assert (first, second) == ([], [0.0])
+    assert modes == [True, False, True]  # as the factory made them
+
+
+def test_bf16_is_autocast_of_one_process(replies: list[dict[str, Any]]) -> None:
+    config = load(TIED_GPT, ["data.sequence_length=16", "model.factory=factories:tied"])
+    torch.manual_seed(0)
+    model, corpus = tied(), read_corpus(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, loss, norm in steps(replies, "bf16"):
+        tokens, target = corpus.batch(number, seed=0, size=8)
+        losses = []
+        for part, goal in zip(tokens.chunk(4), target.chunk(4), strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(part)
+            losses.append(functional.cross_entropy(logits.flatten(0, 1).float(), goal.flatten()))
+            (losses[-1] / 4).backward()
+        true_norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+        assert norm == pytest.approx(true_norm.item(), rel=1e-3)
+    assert steps(replies, "bf16")[0][1] != steps(replies, "fp32")[0][1]
+
+
+def fail_late(folder: str) -> None:
+    os.chdir(folder)
+    settings = ["model.factory=factories:late", "parallel.boundaries=[1]"]
+    trainer = Trainer(partial(load, Path("small.toml"), settings))
+    for number in (1, 2, 3):
+        trainer.step(number)
+
+
+def test_a_stage_that_fails_in_a_step_is_told_to_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"Stage 1. failed to run forward") as caught:
+        run_ranks(fail_late, 2, str(with_job(tmp_path)))
+    told = "Then on rank 0: ReduceError: a step failed on another rank: rank 1: ValueError: no more"
+    assert told in caught.value.__notes__
 
 
 def test_gradients_that_are_not_finite_end_the_run_and_spare_the_parameters(
