@@ -25,7 +25,8 @@ from pipegrad.train.config import Config, load
 from pipegrad.train.job import Job
 from pipegrad.train.outline import outline, rendered, table
 from pipegrad.train.report import Report, manifest_of
-from pipegrad.train.trainer import Trainer, world
+from pipegrad.train.trainer import Trainer
+from pipegrad.train.world import world
 
 _INTERRUPTED = 130  # what a shell says of SIGINT
 _PLAIN_WIDTH = 160  # where there is no terminal to fit into

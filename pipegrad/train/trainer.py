@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,12 +13,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 
 from pipegrad.agreement import agree
-from pipegrad.errors import StepError, in_words, root_of
+from pipegrad.errors import StepError
 from pipegrad.gradients.manifest import same
 from pipegrad.runtime.split import Cut
 from pipegrad.runtime.torch_pipelining import attach, on_torch
@@ -34,6 +29,7 @@ from pipegrad.train.job import Job
 from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 from pipegrad.train.outline import outline
 from pipegrad.train.trial import try_out_optimizer, try_out_stages
+from pipegrad.train.world import device_of_rank
 
 _PREPARE_SECONDS = 600.0  # for the slowest rank to read its text and build the model
 
@@ -171,7 +167,7 @@ class Trainer:
         """Does everything that this rank can do alone; returns the digest of its text."""
         self.job = Job(config, dist.get_world_size())
         self._corpus: Corpus = read_corpus(config)
-        self._device = _device(config)
+        self._device = device_of_rank(config)
         self._cut: Cut | None = self.job.cut(self.job.model())
         try_out_stages(config, self._cut)
         return self._corpus.digest
@@ -301,59 +297,3 @@ def _every_rank(row: list[float], device: torch.device) -> list[list[float]]:
     rows[dist.get_rank()] = torch.tensor(row, dtype=torch.float64, device=device)
     dist.all_reduce(rows)
     return [[float(x) for x in found] for found in rows.tolist()]
-
-
-def _device(config: Config) -> torch.device:
-    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA card."""
-    local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
-    found = torch.accelerator.current_accelerator(check_available=True)
-    cards = torch.accelerator.device_count() if found is not None else 0
-    wanted = config.train.device
-    if wanted == "auto":
-        has_own = found is not None and found.type == "cuda" and cards >= num_local
-        wanted = "cuda" if has_own else "cpu"
-    kind, _, index = wanted.partition(":")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if found is None or kind != found.type:
-        there = "cpu" if found is None else f"{found.type} or cpu"
-        config.refuse("train.device", f"this machine has {there}")
-    place = index if index.isdigit() else str(local)
-    if int(place) >= cards or (index and not index.isdigit()):
-        config.refuse(
-            "train.device",
-            f"{num_local} ranks need a {kind} device each, this machine has {cards}: start fewer "
-            f"ranks, choose 'cpu', or name one that is there, as in '{kind}:0'",
-        )
-    return torch.device(kind, int(place))
-
-
-_LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-
-
-@contextlib.contextmanager
-def world() -> Iterator[None]:
-    """Joins torchrun's ranks, or is a world of one; a process group that is there is left alone.
-
-    A rank that fails leaves at once: threads of torch may wait for peers that are gone, and would
-    abort an interpreter that waits for its own end.
-    """
-    if dist.is_initialized():
-        yield
-        return
-    if "RANK" not in os.environ:
-        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
-        return
-    dist.init_process_group()
-    try:
-        yield
-        dist.destroy_process_group()
-    except BaseException as error:  # noqa: BLE001 - the process ends here
-        if not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-            print(f"Error on rank {dist.get_rank()}: {in_words(root_of(error))}", file=sys.stderr)  # noqa: T201
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)

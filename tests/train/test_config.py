@@ -48,7 +48,7 @@ def reference() -> str:
 def _reference() -> Iterator[str]:
     yield "# The configuration of `pipegrad train`\n"
     yield "TOML. Unknown keys are errors. Files and folders are seen from the working directory."
-    yield "`--set key=value` changes a key, `--handler NAME` and `--schedule NAME` replace what is chosen."
+    yield "`--set key=value` changes a key, `--handler` and `--schedule` replace what is chosen."
     yield "What is chosen by name may be a table, with options of its own:\n"
     yield "```toml"
     yield 'gradient_handlers = ["pipeline-shared", { name = "acme::sum", axis = "dp" }]'
