@@ -116,6 +116,34 @@ def on_torch(
     return runtime
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """Returns its input; the gradient that goes back is contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        return gradient.contiguous()
+
+
+def contiguous(forward: Callable[..., torch.Tensor], *, first: bool) -> Callable[..., torch.Tensor]:
+    """Returns a stage's forward with ends that can be sent: transfers take contiguous tensors only.
+
+    Args:
+        forward: Takes one tensor and returns one.
+        first: Whether the stage is the first, which sends no gradient back.
+    """
+
+    @functools.wraps(forward)
+    def sendable(given: torch.Tensor) -> torch.Tensor:
+        received: torch.Tensor = given if first else _ContiguousGradient.apply(given)  # type: ignore[no-untyped-call]
+        return forward(received).contiguous()
+
+    return sendable
+
+
 def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
     step = schedule.step
 

@@ -42,19 +42,20 @@ class State:
         self._parameters = {
             record.key.partition(".")[2]: sync.parameter(record) for record in sync.records()
         }
-        own = {
+        self._modules = modules
+        self._own = {
             name for m in modules.values() for name, _ in m.named_parameters(remove_duplicate=False)
-        }
-        self._buffers = {
-            name: found
-            for module in modules.values()
-            for name, found in module.state_dict().items()
-            if name not in own
         }
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their keys in a checkpoint."""
-        named = {**self._parameters, **self._buffers}
+        buffers = {
+            name: found
+            for module in self._modules.values()
+            for name, found in module.state_dict().items()
+            if name not in self._own and isinstance(found, Tensor)
+        }
+        named = {**self._parameters, **buffers}
         return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
 
     def save(self, folder: Path, step: int) -> None:
@@ -65,11 +66,15 @@ class State:
                 state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
         save(state, checkpoint_id=folder)
 
-    def check(self, config: Config) -> Metadata:
+    def check(self, config: Config, kept: set[str]) -> Metadata:
         """Returns what the checkpoint ``train.resume`` holds. Local.
 
+        Args:
+            config: The configuration.
+            kept: What the optimizer keeps of a matrix.
+
         Raises:
-            ConfigError: If it cannot be read, or is of another model.
+            ConfigError: If it cannot be read, or is of another model or optimizer.
         """
         folder = Path(config.train.resume or "")
         try:
@@ -87,6 +92,18 @@ class State:
                     f"it is of another model: {key.partition('.')[2]!r} is {tuple(tensor.shape)} "
                     f"here and {shape} there",
                 )
+        for name, parameter in self._parameters.items():
+            there = {
+                key.rpartition(".")[2]
+                for key in metadata.state_dict_metadata
+                if key.rpartition(".")[0] == f"optimizer.{name}"
+            }
+            if parameter.ndim == 2 and parameter.requires_grad and there and there != kept:
+                config.refuse(
+                    "optimizer",
+                    f"it keeps {sorted(kept)} of {name!r}, but the optimizer of the checkpoint "
+                    f"kept {sorted(there)}: choose the same",
+                )
         return metadata
 
     def load(self, folder: Path, metadata: Metadata) -> int:
@@ -94,11 +111,16 @@ class State:
 
         Every rank must call it, and make replicas equal then.
         """
-        state: dict[str, Tensor] = {STEP: torch.tensor(0), **self.tensors()}
+        held = self.tensors()
+        # Into memory of its own: a buffer may be a constant, expanded.
+        state = {STEP: torch.tensor(0), **{key: held[key].contiguous().clone() for key in held}}
         for key, found in metadata.state_dict_metadata.items():
             if isinstance(found, TensorStorageMetadata) and self._owner(key) is not None:
                 state[key] = torch.empty(found.size, dtype=found.properties.dtype)
         load(state, checkpoint_id=folder)
+        for key, tensor in held.items():
+            if not torch.equal(tensor, state[key]):
+                tensor.copy_(state[key])
         if self._optimizer is not None:
             self._restore(self._optimizer, state)
         return int(state[STEP])
@@ -117,7 +139,7 @@ class State:
         told["state"] = {}
         for key, value in state.items():
             name = self._owner(key)
-            if name is not None:
-                place = index[id(self._parameters[name])]
+            place = index.get(id(self._parameters[name])) if name is not None else None
+            if place is not None:  # none is that of a parameter that is no longer trained
                 told["state"].setdefault(place, {})[key.rpartition(".")[2]] = value
         optimizer.load_state_dict(told)

@@ -20,7 +20,7 @@ from pipegrad.agreement import agree
 from pipegrad.errors import StepError
 from pipegrad.gradients.manifest import same
 from pipegrad.runtime.split import Cut
-from pipegrad.runtime.torch_pipelining import attach, on_torch
+from pipegrad.runtime.torch_pipelining import attach, contiguous, on_torch
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint import State
 from pipegrad.train.config import Config
@@ -184,6 +184,9 @@ class Trainer:
             for module in self._modules.values():
                 autocast = torch.autocast(device.type, dtype=torch.bfloat16)
                 module.forward = autocast(module.forward)
+        for stage, module in self._modules.items():
+            if len(self._cut.modules) > 1:
+                module.forward = contiguous(module.forward, first=stage == 0)
         return device.type
 
     def _connect(self) -> None:
@@ -222,7 +225,7 @@ class Trainer:
 
     def _make_optimizer(self) -> None:
         """Makes the optimizer of this rank's parameters; a rank without any has none."""
-        try_out_optimizer(self.job.config, self._device)
+        self._kept = try_out_optimizer(self.job.config, self._device)
         parameters = [self.sync.parameter(r) for r in self.sync.records() if r.requires_grad]
         self._optimizer = self._learning_rate = None
         if parameters:
@@ -230,7 +233,7 @@ class Trainer:
             self._learning_rate = make_learning_rate(self.job.config, self._optimizer)
 
     def _resume(self, config: Config) -> None:
-        metadata = agree("the checkpoint", lambda: self._state.check(config))[0]
+        metadata = agree("the checkpoint", lambda: self._state.check(config, self._kept))[0]
         done = self._state.load(Path(config.train.resume or ""), metadata)
         self.sync.synchronize_parameters()
         self.first_step = done + 1

@@ -28,14 +28,21 @@ def try_out_stages(config: Config, cut: Cut) -> None:
         config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
     length = config.data.sequence_length
     tokens = torch.arange(NUM_TOKENS - 1, NUM_TOKENS - 1 - length, -1).remainder(NUM_TOKENS)
-    buffers = [(b, b.clone()) for module in modules for b in module.buffers()]
+    buffers = [
+        (layer, name, buffer, buffer.clone())
+        for module in modules
+        for layer in module.modules()
+        for name, buffer in layer.named_buffers(recurse=False)
+    ]
     found: Tensor = tokens[None]
     with torch.random.fork_rng(devices=[]):
         for stage, module in enumerate(modules):
             found = _sent(config, stage, module, found)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    for layer, name, buffer, before in buffers:
+        setattr(layer, name, buffer)  # a forward may have put another one there, or written into it
+        if not torch.equal(buffer, before):
+            with torch.no_grad():
+                buffer.copy_(before)
     shape = (*found.shape, 0, 0, 0)[:3]
     if found.ndim != 3 or shape[:2] != (1, length) or shape[2] < NUM_TOKENS:
         config.refuse(
@@ -56,19 +63,21 @@ def _sent(config: Config, stage: int, module: nn.Module, given: Tensor) -> Tenso
     except Exception as error:  # noqa: BLE001 - somebody's code
         told = f"{who} fails on {given.dtype} {tuple(given.shape)}: {in_words(error)}"
         config.refuse("model", told, cause=error)
-    if not isinstance(found, Tensor) or not found.is_floating_point() or found.shape[:1] != (1,):
+    if not isinstance(found, Tensor) or not found.is_floating_point():
         kind = type(found).__name__
         told = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {kind}"
         config.refuse(
             "model",
-            f"{who} returns {told}; expected one tensor of floats, the batch first: other "
-            f"boundaries may do",
+            f"{who} returns {told}; expected one tensor of floats: other boundaries may do",
         )
     return found.detach().requires_grad_()
 
 
-def try_out_optimizer(config: Config, device: torch.device) -> None:
+def try_out_optimizer(config: Config, device: torch.device) -> set[str]:
     """Makes a step of the optimizer and every step of its learning rate, on a matrix of its own.
+
+    Returns:
+        What the optimizer keeps of a matrix, by its names in the optimizer's state.
 
     Raises:
         ConfigError: If torch takes options and fails with them later.
@@ -81,8 +90,9 @@ def try_out_optimizer(config: Config, device: torch.device) -> None:
         optimizer.step()
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
         config.refuse("optimizer", f"its first step fails: {error!r}", cause=error)
+    kept = set(optimizer.state[probe])
     if learning_rate is None:
-        return
+        return kept
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch misses the optimizer's steps between these
@@ -94,3 +104,4 @@ def try_out_optimizer(config: Config, device: torch.device) -> None:
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     if not all(map(math.isfinite, rates)):
         config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
+    return kept

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 
@@ -59,21 +60,21 @@ def world() -> Iterator[None]:
         dist.destroy_process_group()
         return
     dist.init_process_group()
-    code: object = 0
+    rank, code = dist.get_rank(), 0
     try:
         yield
         dist.destroy_process_group()
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     except SystemExit as told:
-        code = told.code
+        code = told.code if isinstance(told.code, int) else int(told.code is not None)
     except BaseException as error:  # noqa: BLE001 - the process ends here
         traceback.print_exception(error)
-        place = f"Error on rank {dist.get_rank()}"
-        print(f"{place}: {in_words(root_of(error))}", file=sys.stderr)  # noqa: T201
+        print(f"Error on rank {rank}: {in_words(root_of(error))}", file=sys.stderr)  # noqa: T201
         code = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code)
 
 
 # [Note: how a rank ends] An interpreter that finalizes kills the threads that come back to it, and

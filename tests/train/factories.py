@@ -168,3 +168,58 @@ class Late(nn.Module):
 
 def late() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), Late())
+
+
+class Swap(nn.Module):
+    """Swaps two dimensions; what it returns is not contiguous."""
+
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.transpose(*self.dims)
+
+
+def sequence_first() -> nn.Sequential:
+    """The batch is the second dimension between its stages."""
+    inside = nn.Linear(256, 256)
+    return nn.Sequential(
+        nn.Embedding(256, 256), Swap(0, 1), inside, Swap(0, 1), nn.Linear(256, 256)
+    )
+
+
+def channels_first() -> nn.Sequential:
+    """What crosses its boundary is not contiguous, forth and back."""
+    layers = [
+        nn.Embedding(256, 256),
+        Swap(1, 2),
+        nn.BatchNorm1d(256),
+        Swap(1, 2),
+        nn.Linear(256, 256),
+    ]
+    return nn.Sequential(*layers)
+
+
+class Average(nn.Module):
+    """Keeps a running average, in a new tensor each time; and a note that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
+
+    average: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * hidden.detach().mean()
+        return hidden * (1 + self.average)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+def averaging() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(256, 256), Average(), nn.Linear(256, 256))

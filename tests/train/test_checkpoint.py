@@ -23,6 +23,11 @@ SETTINGS = [
     "gradients.clip_norm=1",
     "train.steps=6",
 ]
+AVERAGING = [
+    "model={factory='factories:averaging'}",
+    "parallel.boundaries=[2]",
+    "optimizer={name='SGD', lr=0.1}",
+]
 WIDER = ["model.width=9"]
 STEADY = ["model.dropout=0"]
 VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
@@ -51,6 +56,8 @@ def histories(folder: str) -> dict[str, Any]:
         "second half": trained([f"train.{halfway}"], 6),
         "steady": trained(STEADY, 6),
         "steady half": trained(STEADY, 3, "steady"),
+        "averaging": trained(AVERAGING, 3, "averaging"),
+        "averaging again": trained([*AVERAGING, "train.resume=averaging"], 3),  # reads, no step
     }
     for name, cut in {
         "replicas": ["parallel.data=2"],
@@ -62,6 +69,7 @@ def histories(folder: str) -> dict[str, Any]:
         "wider": [steady, *WIDER],
         "nowhere": ["train.resume=nowhere"],
         "over": [steady, "train.steps=3"],
+        "another optimizer": [steady, "optimizer={name='SGD', momentum=0.9}"],
     }.items():
         try:
             trained(settings, 6)
@@ -86,6 +94,13 @@ def test_going_on_is_never_having_stopped(replies: list[dict[str, Any]]) -> None
         assert all(torch.equal(held[name], held_then[name]) for name in held)
 
 
+def test_what_a_forward_keeps_is_kept(replies: list[dict[str, Any]]) -> None:
+    (losses, kept), (none, again) = (replies[0][n] for n in ("averaging", "averaging again"))
+    assert (len(losses), none) == (3, [])
+    assert float(kept["1.average"]) == float(again["1.average"]) != 0
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
 @pytest.mark.parametrize("cut", ["replicas", "four stages", "gpipe"])
 def test_any_cut_goes_on_from_any_other(replies: list[dict[str, Any]], cut: str) -> None:
     whole, _ = replies[0]["steady"]
@@ -100,6 +115,7 @@ def test_any_cut_goes_on_from_any_other(replies: list[dict[str, Any]], cut: str)
     ("name", "message"),
     [
         ("wider", "it is of another model: '0.weight' is (256, 9) here and (256, 8) there"),
+        ("another optimizer", "but the optimizer of the checkpoint kept ['exp_avg', 'exp_avg_sq'"),
         ("nowhere", "train.resume = 'nowhere': is not a whole checkpoint: it has no .metadata"),
         ("over", "train.steps = 3: the checkpoint is of step 3: nothing is left to do"),
     ],

@@ -151,6 +151,10 @@ CASES = {
     "dropout, replicas": ["model.dropout=0.5", "parallel.data=2"],
     "a model that counts": ["model.factory=factories:counting", "parallel.boundaries=[1]"],
     "frozen layers first": ["model.factory=factories:frozen_start", "parallel.boundaries=[1]"],
+    "sequence first": ["model.factory=factories:sequence_first", "parallel.boundaries=[2]"],
+    "sequence first, alone": ["model.factory=factories:sequence_first", "parallel.data=2"],
+    "channels first": ["model.factory=factories:channels_first", "parallel.boundaries=[2]"],
+    "channels first back": ["model.factory=factories:channels_first", "parallel.boundaries=[1]"],
     "a V": ["parallel.schedule=v_schedule:V"],
     "decay": ["optimizer.weight_decay=10"],
     "less decay": ["optimizer.weight_decay=10", "optimizer.decay_norms_and_biases=false"],
@@ -190,8 +194,9 @@ def test_options_change_what_they_say(replies: list[dict[str, Any]]) -> None:
     assert steps(replies, "less decay")[2] not in (plain[2], steps(replies, "decay")[2])
     assert steps(replies, "half the wire")[0][1:] != plain[0][1:]
     assert steps(replies, "half the wire")[0] == pytest.approx(plain[0], rel=1e-2)
-    for found, expected in zip(steps(replies, "a V"), plain, strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for one, other in (("a V", "fp32"), ("sequence first", "sequence first, alone")):
+        for found, expected in zip(steps(replies, one), steps(replies, other), strict=True):
+            assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_trying_a_model_out_leaves_no_trace(replies: list[dict[str, Any]]) -> None:
