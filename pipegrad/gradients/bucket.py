@@ -184,20 +184,14 @@ def make_plans(
     routes = make_routes(manifest, topology, handlers, allow_unsynced)
     ticks = stage_ticks or range(topology.num_stages - 1, -1, -1)
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
-    buckets = _buckets(
-        manifest,
-        {
-            key: _Kind(records[key], route, ticks, reduce_dtype, manifest)
-            for key, route in shared_routes(routes).items()
-            if records[key].requires_grad
-        },
-        bucket_bytes,
-    )
-    packs = _buckets(
-        manifest,
-        {key: _Kind(records[key], route, ticks) for key, route in shared_routes(routes).items()},
-        bucket_bytes,
-    )
+    agreed = [(records[key], route) for key, route in shared_routes(routes).items()]
+    gradients = [
+        _Kind(record, route, ticks, reduce_dtype, manifest)
+        for record, route in agreed
+        if record.requires_grad
+    ]
+    buckets = _buckets(manifest, gradients, bucket_bytes)
+    packs = _buckets(manifest, [_Kind(*pair, ticks) for pair in agreed], bucket_bytes)
     groups = _groups(routes, buckets, lanes)
     digest = hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest()
     plans: dict[int, Plan] = {}
@@ -240,12 +234,10 @@ class _Kind:
         return (self.ready, self.record.holders, signature(self.route), dtypes)
 
 
-def _buckets(manifest: Manifest, kinds: Mapping[str, _Kind], capacity_bytes: int) -> list[Bucket]:
+def _buckets(manifest: Manifest, kinds: Iterable[_Kind], capacity_bytes: int) -> list[Bucket]:
     """Cuts each kind, in reverse position, where it exceeds the capacity; numbers the result."""
     families: dict[tuple[object, ...], list[_Kind]] = {}
-    for kind in sorted(
-        kinds.values(), key=lambda k: (k.record.position, k.record.key), reverse=True
-    ):
+    for kind in sorted(kinds, key=lambda k: (k.record.position, k.record.key), reverse=True):
         families.setdefault(kind.key, []).append(kind)
     cuts = [cut for family in families.values() for cut in _cut(family, capacity_bytes)]
     # Within one tick the bucket that backward completes first goes first.

@@ -138,21 +138,7 @@ class GradientSync:
             "stage_ticks": stage_ticks,
         }
 
-        def describe() -> tuple[int, RankManifest]:
-            check_arguments(modules, topology, bucket_bytes, lanes, stage_ticks)
-            self.handlers = registry.resolve_all(handlers)
-            self._ties = declared(shared)
-            link_local(modules, self._ties)
-            settings = {
-                "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
-                "shared": list(map(str, self._ties)),
-                "handlers": [found.identity for found in self.handlers.values()],
-                **options,
-                "allow_unsynced": list(allow_unsynced),
-                "stage_ticks": stage_ticks and list(stage_ticks),
-            }
-            return next(_instances), describe_rank(modules, self._accessor, settings)
-
+        describe = partial(self._describe, modules, shared, handlers, options)
         ranks = sorted(topology.ranks)
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in told]
@@ -432,6 +418,29 @@ class GradientSync:
             raise StepError(
                 f"stage {stage} cannot become final outside a step: call prepare() first"
             )
+
+    def _describe(
+        self,
+        modules: Mapping[int, nn.Module],
+        shared: Shared,
+        handlers: Sequence[HandlerSpec],
+        options: Mapping[str, Any],
+    ) -> tuple[int, RankManifest]:
+        """Does what this rank alone can get wrong; returns what it says of itself."""
+        topology, ticks = self.topology, options["stage_ticks"]
+        check_arguments(modules, topology, options["bucket_bytes"], options["lanes"], ticks)
+        self.handlers = registry.resolve_all(handlers)
+        self._ties = declared(shared)
+        link_local(modules, self._ties)
+        settings = {
+            "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
+            "shared": list(map(str, self._ties)),
+            "handlers": [found.identity for found in self.handlers.values()],
+            **options,
+            "allow_unsynced": list(options["allow_unsynced"]),
+            "stage_ticks": ticks and list(ticks),
+        }
+        return next(_instances), describe_rank(modules, self._accessor, settings)
 
     @property
     def _plugins(self) -> dict[str, GradientHandler]:
