@@ -62,7 +62,9 @@ class State:
         """Writes a checkpoint; every rank must call it. It is whole once it has ``.metadata``."""
         state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
         for name, parameter in self._parameters.items():
-            for key, value in (self._optimizer.state[parameter] if self._optimizer else {}).items():
+            # get: asking a frozen parameter's state would make it one.
+            kept = self._optimizer.state.get(parameter, {}) if self._optimizer else {}
+            for key, value in kept.items():
                 state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
         save(state, checkpoint_id=folder)
 
@@ -92,13 +94,14 @@ class State:
                     f"it is of another model: {key.partition('.')[2]!r} is {tuple(tensor.shape)} "
                     f"here and {shape} there",
                 )
-        for name, parameter in self._parameters.items():
-            there = {
-                key.rpartition(".")[2]
-                for key in metadata.state_dict_metadata
-                if key.rpartition(".")[0] == f"optimizer.{name}"
-            }
-            if parameter.ndim == 2 and parameter.requires_grad and there and there != kept:
+        kept_there: dict[str, set[str]] = {}
+        for key in metadata.state_dict_metadata:
+            owner = self._owner(key)
+            if owner is not None:
+                kept_there.setdefault(owner, set()).add(key.rpartition(".")[2])
+        for name, there in kept_there.items():
+            parameter = self._parameters[name]
+            if parameter.ndim == 2 and parameter.requires_grad and there != kept:
                 config.refuse(
                     "optimizer",
                     f"it keeps {sorted(kept)} of {name!r}, but the optimizer of the checkpoint "
