@@ -104,14 +104,14 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
 
 
 def _run(trainer: Trainer, report: Report) -> None:
-    config = trainer.job.config
+    config, first = trainer.job.config, dist.get_rank() == 0
     folder = trainer.make_folder(
         lambda folder: report.begin(folder, manifest_of(config, trainer.outline))
     )
-    with report.running() if dist.get_rank() == 0 else nullcontext():
+    with report.running() if first else nullcontext():
         for number in range(trainer.first_step, config.train.steps + 1):
             metrics = trainer.step(number)
-            if dist.get_rank() == 0:
+            if first:
                 report.step(metrics)
             if config.train.saves_after(number):
                 trainer.save(folder / f"checkpoint-{number}", number)
@@ -120,7 +120,7 @@ def _run(trainer: Trainer, report: Report) -> None:
         trainer.sync.check_replicas()
     except DriftError as error:
         drift = error
-    if dist.get_rank() == 0:
+    if first:
         report.close(folder, trainer.outline["device"], "DIFFER" if drift else "bit-identical")
     if drift:
         raise drift

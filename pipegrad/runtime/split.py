@@ -44,7 +44,7 @@ def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None
         TopologyError: If the model is more than a Sequential of layers, has fewer layers than
             there are stages, or the boundaries do not cut it into `num_stages` stages.
     """
-    _check_plain(model)
+    model = only_layers(model)
     # With layers that are there twice; and not model[a:b], which would construct a subclass anew.
     named = [
         (name, layer)
@@ -70,8 +70,12 @@ def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None
     return Cut(dict(enumerate(modules)), find_shared(model), tuple(starts))
 
 
-def _check_plain(model: nn.Module) -> None:
-    """Refuses what is more than its layers in order: stages would lose it."""
+def only_layers(model: object) -> nn.Sequential:
+    """Returns `model` if it is no more than its layers in order: stages would lose the rest.
+
+    Raises:
+        TopologyError: If it is anything else.
+    """
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise TopologyError(
             f"only an nn.Sequential, with its own forward, can be cut into stages, found "
@@ -86,6 +90,7 @@ def _check_plain(model: nn.Module) -> None:
             f"the model holds {own} beside its layers, which belong to no stage: put them into a "
             f"layer"
         )
+    return model
 
 
 def _balanced(layers: Sequence[nn.Module], num_stages: int) -> list[int]:

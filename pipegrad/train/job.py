@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import random
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from pipegrad.gradients.shared import matches_any
 from pipegrad.handler import GradientHandler, handlers
 from pipegrad.options import complaints_of
 from pipegrad.registry import ResolvedPlugin
-from pipegrad.runtime.split import Cut, split
+from pipegrad.runtime.split import Cut, only_layers, split
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.topology import Topology
@@ -90,13 +90,10 @@ class Job:
                 model = factory(**options)
         except Exception as error:  # noqa: BLE001 - somebody's code
             self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
-        if not isinstance(model, nn.Sequential):
-            self.config.refuse(
-                "model.factory",
-                f"it returned {type(model).__name__}, expected an nn.Sequential: the uncut model's "
-                f"layers in order, each taking what the one before returns",
-            )
-        return model
+        try:
+            return only_layers(model)
+        except TopologyError as error:
+            self.config.refuse("model.factory", f"of what it returns, {error}", cause=error)
 
     def cut(self, model: nn.Sequential) -> Cut:
         """Returns the stages of all ranks."""
@@ -116,9 +113,10 @@ class Job:
         """Returns the plans of some ranks, or of all.
 
         Raises:
-            PlanError: As `make_plan` does.
+            PlanError: As `make_plan` does; and if a trained parameter's replicas would drift apart
+                for want of a handler.
         """
-        return make_plans(
+        plans = make_plans(
             manifest,
             self.topology(),
             [(name, resolved.plugin) for name, resolved in self.handlers.items()],
@@ -126,32 +124,10 @@ class Job:
             ranks=ranks,
             **self.gradient_options,
         )
-
-    def check_replicas_covered(self, manifest: Manifest) -> None:
-        """Refuses a trained parameter whose replicas would drift apart for want of a handler.
-
-        Raises:
-            PlanError: Names them, and what to do.
-        """
-        first = [rank for rank in self.topology().ranks if rank % self.data == 0]  # of each stage
-        for rank, plan in self.plans(manifest, ranks=first).items():
-            view = self.topology(rank)
-            replicas = set(view.ranks_along(view.data))
-            routes = dict(plan.routes)
-            bare = [
-                record.key
-                for record in manifest.records(view)
-                if record.requires_grad
-                and not any(replicas <= set(hop.ranks) for hop in routes.get(record.key, ()))
-                and not matches_any(self.config.gradients.allow_unsynced, (record.key, record.name))
-            ]
-            if bare and self.data > 1:
-                raise PlanError(
-                    f"no handler reduces the gradients of {bare[0]!r} and {len(bare) - 1} more "
-                    f"over the data-parallel ranks {sorted(replicas)}: these copies would drift "
-                    f"apart; add 'data-parallel' to gradient_handlers, or name them in "
-                    f"gradients.allow_unsynced"
-                )
+        if self.data > 1:
+            for plan in plans.values():
+                self._check_replicas(plan, manifest)
+        return plans
 
     @property
     def gradient_options(self) -> dict[str, Any]:
@@ -163,6 +139,25 @@ class Job:
             "lanes": wanted.lanes,
             "allow_unsynced": wanted.allow_unsynced,
         }
+
+    def _check_replicas(self, plan: Plan, manifest: Manifest) -> None:
+        """Refuses trained parameters that no handler reduces over their data-parallel replicas."""
+        view = self.topology(plan.rank)
+        replicas = view.ranks_along(view.data)
+        routes = dict(plan.routes)
+        bare = [
+            record.key
+            for record in manifest.records(view)
+            if record.requires_grad
+            and not any(set(replicas) <= set(hop.ranks) for hop in routes.get(record.key, ()))
+            and not matches_any(self.config.gradients.allow_unsynced, (record.key, record.name))
+        ]
+        if bare:
+            raise PlanError(
+                f"no handler reduces the gradients of {bare[0]!r} and {len(bare) - 1} more over "
+                f"the data-parallel ranks {list(replicas)}: these copies would drift apart; add "
+                f"'data-parallel' to gradient_handlers, or name them in gradients.allow_unsynced"
+            )
 
     def _sizes(self) -> tuple[int, int]:
         pipeline, data = self.config.parallel.pipeline, self.config.parallel.data
@@ -197,9 +192,8 @@ class Job:
 
     @cached_property
     def _factory(self) -> Callable[..., object]:
-        module, _, path = self.config.model.factory.partition(":")
         try:
-            found: Any = reduce(getattr, path.split("."), importlib.import_module(module))
+            found: Any = pkgutil.resolve_name(self.config.model.factory)
         except Exception as error:  # noqa: BLE001 - somebody's code
             self.config.refuse(
                 "model.factory", f"cannot be imported: {in_words(error)}", cause=error

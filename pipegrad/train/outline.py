@@ -27,9 +27,8 @@ def outline(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
         manifest: What its ranks agreed on, or will.
 
     Raises:
-        PlanError: If handlers contradict each other, or leave a shared parameter uncovered.
+        PlanError: As `Job.plans` does.
     """
-    job.check_replicas_covered(manifest)
     plans = job.plans(manifest)
     return {
         "ranks": job.num_ranks,
@@ -61,10 +60,9 @@ def _stage(job: Job, cut: Cut, manifest: Manifest, stage: int) -> dict[str, Any]
     entries = manifest.stages[stage]
     parameters = list(cut.modules[stage].parameters())
     view = job.topology()
-    place = job.schedule.stage_to_rank[stage]
     return {
         "stage": stage,
-        "ranks": [r for r in view.ranks if view.at(r).coordinate(view.pipeline) == place],
+        "ranks": [rank for rank in view.ranks if stage in view.at(rank).local_stages],
         "layers": [name for name, _ in cut.modules[stage].named_children()],
         "parameters": len(entries),
         "elements": sum(p.numel() for p in parameters),

@@ -214,13 +214,19 @@ class Trainer:
         )
 
     def _make_outline(self) -> None:
-        """Writes down what the job will do, and lets go of the stages of other ranks."""
+        """Writes down what the job will do, and lets go of the stages of other ranks.
+
+        Only rank 0 needs all plans; the others find the same error in those of one replica.
+        """
         assert self._cut is not None
-        self.job.check_replicas_covered(self.sync.manifest)
         self.outline: dict[str, Any] = {}
+        topology, manifest = self.sync.topology, self.sync.manifest
         if dist.get_rank() == 0:
-            told = outline(self.job, self._cut, self.sync.manifest)
+            told = outline(self.job, self._cut, manifest)
             self.outline = {"device": self._device.type, **told}
+        else:
+            replica = [r for r in topology.ranks if not topology.at(r).coordinate(topology.data)]
+            self.job.plans(manifest, ranks=replica)
         self._cut = None
 
     def _make_optimizer(self) -> None:
@@ -266,20 +272,20 @@ class Trainer:
 
     def _forward_and_backward(self, number: int, losses: list[Tensor]) -> None:
         config, topology = self.job.config, self.sync.topology
-        tokens, target = self._corpus.batch(
-            number,
-            seed=config.train.seed,
-            size=config.data.batch_size,
-            share=topology.coordinate(topology.data),
-            num_shares=self.job.data,
-        )
         first, last = 0 in self._modules, topology.num_stages - 1 in self._modules
-        self._schedule.step(
-            *([tokens.to(self._device)] if first else []),
-            target=target.to(self._device) if last else None,
-            losses=losses,
-            return_outputs=False,
-        )
+        given: list[Tensor] = []
+        target: Tensor | None = None
+        if first or last:
+            tokens, following = self._corpus.batch(
+                number,
+                seed=config.train.seed,
+                size=config.data.batch_size,
+                share=topology.coordinate(topology.data),
+                num_shares=self.job.data,
+            )
+            given = [tokens.to(self._device)] if first else []
+            target = following.to(self._device) if last else None
+        self._schedule.step(*given, target=target, losses=losses, return_outputs=False)
 
     def _refuse_step(self, number: int, norm: float) -> NoReturn:
         raise StepError(

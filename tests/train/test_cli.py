@@ -174,8 +174,8 @@ def test_a_plan_has_as_many_ranks_as_the_file_asks_for(folder: Path) -> None:
 
 def test_a_plan_takes_no_memory_where_the_factory_allows(folder: Path) -> None:
     path = str(folder / "small.toml")
-    big = plan(path, "--set", "model.width=1000000", "--set", "model.layers=0")
-    assert big["stages"][0]["bytes"] == 4 * (256 + 2) * 10**6
+    big = plan(path, "--set", "model.width=1000000000", "--set", "model.layers=0")  # a terabyte
+    assert big["stages"][0]["bytes"] == 4 * (256 + 2) * 10**9
     real = plan(path, "--set", "model.factory=factories:reads_its_start")
     assert real["stages"] == plan(path)["stages"]
 
