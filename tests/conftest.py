@@ -1,10 +1,39 @@
-"""Prints the mutation score last."""
+"""Fixtures of the tests of the registry; prints the mutation score last."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pipegrad.handler import GradientHandler
+from pipegrad.registry import Registry
+from tests.distributions import write_distribution
+from tests.plugins import GROUP, Handlers, Install
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a distribution in a directory of its own at the front of sys.path."""
+
+    def install(name: str, **contents: Any) -> Path:
+        site = tmp_path / f"site{len(list(tmp_path.iterdir()))}"
+        write_distribution(site, name, group=GROUP, **contents)
+        monkeypatch.syspath_prepend(site)
+        return site
+
+    yield install
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def registry() -> Handlers:
+    return Registry(GROUP, GradientHandler)  # type: ignore[type-abstract]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
