@@ -66,7 +66,7 @@ def rounds() -> dict[str, object]:
     if rank != 1:  # a subset counts its own meetings
         said["subset"] = agree("some", lambda: rank, ranks=[2, 0])
     said["all again"] = agree("all", lambda: rank)
-    said["quick"] = time.monotonic() - began < 5
+    said["quick"] = time.monotonic() - began < 30
     return said
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_stays_away_is_named_within_the_timeout() -> None:
     assert [said for said, _ in replies] == [
         ("AgreementError", text), ("away", ""), ("AgreementError", text),
     ]  # fmt: skip
-    assert all(seconds < 3 for _, seconds in replies)
+    assert all(seconds < 20 for _, seconds in replies)
 
 
 def one_comes_late() -> list[Outcome]:

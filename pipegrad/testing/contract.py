@@ -21,7 +21,7 @@ from pipegrad.testing.ranks import run_ranks
 from pipegrad.testing.rehearsal import STEPS, TOPOLOGIES, Seen, Specs
 
 T = TypeVar("T")
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 120.0
 
 
 class HandlerContract:

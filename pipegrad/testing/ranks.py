@@ -75,7 +75,7 @@ class _Report:
 
 
 def run_ranks(
-    function: Callable[..., ResultT], num_ranks: int, *args: object, timeout_seconds: float = 60.0
+    function: Callable[..., ResultT], num_ranks: int, *args: object, timeout_seconds: float = 300.0
 ) -> list[ResultT]:
     """Returns what ``function(*args)`` returned on each rank, in rank order.
 

@@ -62,7 +62,7 @@ STEPS: Final = ("first", "again", "missing")
 _GIVERS: Final = {"weight": (1, 3), "weight_f64": (0, 1, 2, 3), "tied": (3,)}
 _ENDED = "rehearsal/ended"
 _LATE_SECONDS = 0.3
-_TIMEOUT_SECONDS = 90.0
+_TIMEOUT_SECONDS = 300.0
 _PRINT_PLANS = """
 import pickle, sys
 from pipegrad.testing import rehearsal

@@ -45,7 +45,7 @@ def on(world: list[Case]) -> Callable[[Case], Case]:
 
 
 def run_world(num_ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, num_ranks, cases, timeout_seconds=50)
+    return run_ranks(run_cases, num_ranks, cases)
 
 
 def replies(num_ranks: int, cases: list[Case]) -> Any:

@@ -73,7 +73,7 @@ def missing() -> Any:
 def test_missing_gradients_are_zeros_or_none_and_never_hang(two: list[dict[str, Any]]) -> None:
     right = {"a": [1.0, 1.0], "b": None, "c": [5.0, 5.0], "d": None}
     assert [reply["missing"] for reply in two] == [[right] * 6] * 2
-    assert all(reply["missing seconds"] < 5 for reply in two)
+    assert all(reply["missing seconds"] < 20 for reply in two)
 
 
 @on(TWO)

@@ -84,7 +84,7 @@ def test_a_failure_in_a_lane_is_every_ranks_error(two: list[dict[str, Any]]) -> 
         assert prepared.startswith("ReduceError: this GradientSync failed before")
         assert "no route to host" in prepared
         assert finished.startswith("StepError: finish() without prepare()")
-        assert seconds < 4
+        assert seconds < 20
 
 
 @on(TWO)
@@ -107,7 +107,7 @@ def refused_on_one() -> Any:
 def test_a_refused_prepare_does_not_part_the_ranks(two: list[dict[str, Any]]) -> None:
     for said, seconds in (reply["refused_on_one"] for reply in two):
         assert "no route to host" in said
-        assert seconds < 4
+        assert seconds < 20
 
 
 @on(TWO)
@@ -127,7 +127,7 @@ def test_a_step_aborted_on_one_rank_ends_on_those_that_wait(two: list[dict[str, 
     said, seconds = two[0]["abort_on_one"]
     assert said.startswith("ReduceError: ")
     assert "rank 1: MemoryError: too large" in said
-    assert seconds < 4
+    assert seconds < 20
 
 
 class Optioned(PipelineShared):
@@ -214,7 +214,7 @@ def test_ranks_that_disagree_all_end_with_the_same_error(two: list[dict[str, Any
     absent, seconds = first.pop("absent")
     assert "AgreementError: GradientSync: nothing heard" in absent
     assert "nothing heard from ranks [1] within 0.5 s" in absent
-    assert seconds < 3
+    assert seconds < 20
     expected = {
         "handlers": ["AgreementError: ranks disagree on handlers", "ranks [0]", "data-parallel"],
         "options": ["AgreementError: ranks disagree on handlers", "'size', '0'", "'size', '1'"],
@@ -251,4 +251,4 @@ def test_ranks_that_disagree_all_end_with_the_same_error(two: list[dict[str, Any
         said, _ = first[name]
         assert said == second[name][0], name
         assert [part for part in parts if part not in said] == [], name
-    assert max(seconds for _, seconds in (*first.values(), *second.values())) < 5
+    assert max(seconds for _, seconds in (*first.values(), *second.values())) < 20

@@ -61,7 +61,7 @@ class Gate(GradientHandler):
             self.events.append(f"launch {bucket.buffer[0]:g}")
             mine = sum(event.startswith("launch") for event in self.events)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._allowed >= mine, timeout=10)
+            self._changed.wait_for(lambda: self._allowed >= mine, timeout=60)
         return Done()
 
     def note(self, event: str) -> None:
@@ -77,7 +77,7 @@ class Gate(GradientHandler):
         """Waits until as many launches have begun."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: sum(e.startswith("launch") for e in self.events) >= number, timeout=10
+                lambda: sum(e.startswith("launch") for e in self.events) >= number, timeout=60
             )
 
 

@@ -132,7 +132,7 @@ def spawned(name: str) -> dict[Case, Measured] | Exception:
     """Returns also a failure, which then is not run again for every case."""
     num_ranks, pipeline, cases = WORLDS[name]
     try:
-        return merged(run_ranks(run_cases, num_ranks, pipeline, cases, timeout_seconds=100))
+        return merged(run_ranks(run_cases, num_ranks, pipeline, cases))
     except Exception as error:  # noqa: BLE001 - raised by world
         return error
 

@@ -354,7 +354,7 @@ def test_live(live: str, waits: bool) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     if live and not waits:

@@ -112,7 +112,7 @@ MATRIX = {(s, f): case_of(s, **FATES[f]) for s in SCHEDULES for f in FATES}
 @pytest.fixture(scope="module")
 def matrix() -> dict[Case, list[Watched]]:
     cases = list(MATRIX.values())
-    ranks = run_ranks(watch, 4, cases, True, timeout_seconds=110)
+    ranks = run_ranks(watch, 4, cases, True)
     return {case: list(seen) for case, *seen in zip(cases, *ranks, strict=True)}
 
 
@@ -152,7 +152,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module", params=[True, False], ids=["streams", "threads"])
 def others(request: pytest.FixtureRequest) -> list[list[Watched]]:
-    return run_ranks(watch, 4, OTHERS, request.param, timeout_seconds=60)
+    return run_ranks(watch, 4, OTHERS, request.param)
 
 
 def test_copies_accumulation_clipping_compiled_stages_and_threads(

@@ -355,7 +355,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replies(folder: Path) -> list[dict[str, Outcome]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        return run_ranks(outcomes, 2, str(folder), CASES, timeout_seconds=100)
+        return run_ranks(outcomes, 2, str(folder), CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -365,7 +365,7 @@ def test_bad_input(replies: list[dict[str, Outcome]], name: str) -> None:
     assert first.said.startswith("Error: ")
     assert first.said == second.said
     assert (first.code, second.code) == (1, 1)
-    assert max(first.seconds, second.seconds) < 10
+    assert max(first.seconds, second.seconds) < 30
     assert "tokens/s" not in first.said
 
 

@@ -108,7 +108,7 @@ def truth() -> list[tuple[float, float]]:
 def test_every_cut_has_the_losses_of_one_process(
     num_ranks: int, truth: list[tuple[float, float]]
 ) -> None:
-    first, *others = run_ranks(losses, num_ranks, CUTS[num_ranks], timeout_seconds=100)
+    first, *others = run_ranks(losses, num_ranks, CUTS[num_ranks])
     assert others == [first] * (num_ranks - 1)  # every rank knows all numbers
     for name, steps in first.items():
         assert [step.step for step in steps] == list(range(1, STEPS + 1))
