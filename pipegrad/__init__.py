@@ -42,8 +42,14 @@ from pipegrad.handler import (
     Work,
     handlers,
 )
+from pipegrad.runtime.scheduler import Scheduler, StepResult
 from pipegrad.runtime.split import Cut, split
+from pipegrad.runtime.stage import Stage
 from pipegrad.runtime.torch_pipelining import attach
+from pipegrad.schedules.action import Schedule
+from pipegrad.schedules.lower import lower
+from pipegrad.schedules.program import Link, Program
+from pipegrad.schedules.verify import Proof, verify
 from pipegrad.topology import Topology
 
 __all__ = [
@@ -60,6 +66,7 @@ __all__ = [
     "GradientSync",
     "HandlerSpec",
     "Hop",
+    "Link",
     "Manifest",
     "ParameterRecord",
     "PipegradError",
@@ -72,11 +79,17 @@ __all__ = [
     "PluginLoadError",
     "PluginNotFoundError",
     "PluginOptionError",
+    "Program",
+    "Proof",
     "ReduceError",
     "Reduction",
+    "Schedule",
     "ScheduleError",
+    "Scheduler",
+    "Stage",
     "Statistics",
     "StepError",
+    "StepResult",
     "Topology",
     "TopologyError",
     "Work",
@@ -84,11 +97,13 @@ __all__ = [
     "attach",
     "find_shared",
     "handlers",
+    "lower",
     "make_manifest",
     "make_plan",
     "make_plans",
     "schedules",
     "split",
+    "verify",
 ]
 
 if os.environ.get("PIPEGRAD_CHECK_ORDER") == "1":

@@ -181,6 +181,37 @@ class FailureNotice:
         return f"pipegrad/failed/{self._name}/{self._step}"
 
 
+class Board:
+    """Words that one rank leaves for others, who wait until they are there.
+
+    Args:
+        name: The same on all ranks, and of no other board.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def post(self, key: str, words: bytes) -> None:
+        """Leaves `words`; returns at once."""
+        _store().set(f"pipegrad/board/{self._name}/{key}", words)  # type: ignore[arg-type]
+
+    def wait(self, key: str, timeout: timedelta) -> bytes:
+        """Returns what was left.
+
+        Raises:
+            AgreementError: If nothing was, in time.
+        """
+        full = f"pipegrad/board/{self._name}/{key}"
+        try:
+            _store().wait([full], timeout)
+        except dist.DistStoreError as error:
+            raise AgreementError(
+                f"nothing heard within {timeout.total_seconds():g} s of {key!r}: look at the output "
+                f"of the other ranks, one failed or is stuck"
+            ) from error
+        return bytes(_store().get(full))
+
+
 def _store() -> Store:
     world = dist.group.WORLD
     assert world is not None

@@ -8,7 +8,7 @@ doubted: a site can be switched off by name, and then a test must fail (``pytest
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import TypeVar
@@ -18,6 +18,7 @@ import torch
 from pipegrad.handler import Work
 
 T = TypeVar("T")
+WorkT = TypeVar("WorkT", bound=Work)
 
 
 class Backend:
@@ -49,8 +50,12 @@ class Backend:
         if event is not None and on is not None:
             on.wait_event(event)
 
+    def start(self, transfer: Callable[[], WorkT]) -> WorkT:
+        """Starts a transfer; what it reads or writes is in use until its work is waited for."""
+        return transfer()
+
     def wait_work(self, work: Work) -> None:
-        """Waits for a collective, on the host or on the current stream, as its backend does."""
+        """Waits for a transfer or collective, on the host or on the current stream, as its backend does."""
         work.wait()
 
     def hand_over(self) -> object:

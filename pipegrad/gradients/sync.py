@@ -27,7 +27,7 @@ from torch import nn
 from pipegrad.agreement import FailureNotice, agree
 from pipegrad.errors import ReduceError, StepError, root_of
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.bucket import Plan, make_plan
+from pipegrad.gradients.bucket import Plan, make_plans
 from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import make_equal, refuse_drift
@@ -144,7 +144,8 @@ class GradientSync:
         manifests = [manifest for _, manifest in told]
         self.manifest: Manifest = merge(manifests, topology, self._ties)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
-        self._agree_on_plan(partial(make_plan, **options), agree_seconds)
+        self._planner: Callable[..., dict[int, Plan]] = partial(make_plans, **options)
+        self._agree_on_plan(agree_seconds)
         self._device = device_of(modules, manifests)
         self._notice = FailureNotice(str(max(number for number, _ in told)))
         self._groups = Groups(
@@ -375,6 +376,16 @@ class GradientSync:
         """Returns the records of the parameters that this rank holds."""
         return self.manifest.records(self.topology)
 
+    def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
+        """Returns the plans of any ranks, made here."""
+        handlers = list(self._plugins.items())
+        return self._planner(self.manifest, self.topology, handlers, ranks=ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's gradients are."""
+        return self._device
+
     def statistics(self) -> Statistics:
         """Returns what the last finished step did."""
         return self._statistics
@@ -449,11 +460,12 @@ class GradientSync:
     def _lookup(self, key: str) -> nn.Parameter:
         return self._parameters[key].parameter
 
-    def _agree_on_plan(self, planner: Callable[..., Plan], agree_seconds: float) -> None:
+    def _agree_on_plan(self, agree_seconds: float) -> None:
         """Plans, and makes sure that all ranks' handlers said the same; they may be impure."""
 
         def plan() -> str:
-            self.plan: Plan = planner(self.manifest, self.topology, list(self._plugins.items()))
+            rank = self.topology.rank
+            self.plan: Plan = self.plans([rank])[rank]
             check_executable(self.plan)
             return self.plan.digest
 

@@ -3,8 +3,19 @@
 from pipegrad.errors import ScheduleError
 from pipegrad.registry import Registry, ResolvedPlugin
 from pipegrad.schedules.action import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules.torch_csv import read_csv, write_csv
 
-__all__ = ["Action", "Kind", "Schedule", "ScheduleGenerator", "build", "generate", "registry"]
+__all__ = [
+    "Action",
+    "Kind",
+    "Schedule",
+    "ScheduleGenerator",
+    "build",
+    "generate",
+    "read_csv",
+    "registry",
+    "write_csv",
+]
 
 # mypy takes type[T] for something to be called (python/mypy#4717); a base is only compared with.
 registry = Registry("pipegrad.schedules", ScheduleGenerator)  # type: ignore[type-abstract]

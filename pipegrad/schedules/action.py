@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from pipegrad.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W"]
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 class Action(NamedTuple):
@@ -56,7 +57,7 @@ class Schedule:
         Raises:
             ScheduleError: If an action is missing, doubled, on the wrong rank, or never possible.
         """
-        self._check_complete()
+        self.check_complete()
         found: dict[Action, int] = {}
         heads, free = [0] * self.num_ranks, [0] * self.num_ranks
         moved = True
@@ -72,11 +73,12 @@ class Schedule:
                     free[rank] = found[action] + 1
                     heads[rank] += 1
                     moved = True
-        stuck = {r: str(row[heads[r]]) for r, row in enumerate(self.actions) if heads[r] < len(row)}
+        stuck = {r: row[heads[r]] for r, row in enumerate(self.actions) if heads[r] < len(row)}
         if stuck:
             raise ScheduleError(
                 f"schedule {self.name!r} cannot go on: ranks and the actions whose inputs never "
-                f"come: {stuck}; order them after what they need\n{_rows(self.actions)}"
+                f"come: { {r: str(a) for r, a in stuck.items()} }; order them after what they need"
+                f"\n{self.marked(stuck.values())}"
             )
         return found
 
@@ -102,6 +104,37 @@ class Schedule:
     def __str__(self) -> str:
         return _rows(self.grid)
 
+    def marked(self, actions: Iterable[Action]) -> str:
+        """Returns the actions of every rank, in order, with ``>1B0<`` around some of them."""
+        return _rows(self.actions, frozenset(actions))
+
+    def check_complete(self) -> None:
+        """Raises unless each stage and microbatch has F and B, or F, I and W, once, on its rank.
+
+        Raises:
+            ScheduleError: Shows the grid, with what is wrong marked.
+        """
+        counts = Counter(action for row in self.actions for action in row)
+        wrong = {action: f"{action} {n} times" for action, n in counts.items() if n > 1}
+        for rank, row in enumerate(self.actions):
+            places = dict(enumerate(self.stage_to_rank))
+            wrong |= {a: f"{a} on rank {rank}" for a in row if places.get(a.stage) != rank}
+        for stage in range(len(self.stage_to_rank)):
+            for microbatch in range(self.num_microbatches):
+                kinds = {k for k in _KINDS if (stage, k, microbatch) in counts}
+                if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                    said = f"stage {stage} microbatch {microbatch} has {sorted(kinds)}"
+                    found = [Action(stage, k, microbatch) for k in _KINDS if k in kinds]
+                    wrong |= dict.fromkeys(found or [Action(stage, "F", microbatch)], said)
+        extra = [a for a in counts if not 0 <= a.microbatch < self.num_microbatches]
+        wrong |= {a: f"{a} of {self.num_microbatches} microbatches" for a in extra}
+        if wrong:
+            raise ScheduleError(
+                f"schedule {self.name!r} is not complete: expected F and B (or F, I and W) of each "
+                f"stage and microbatch once, on the stage's rank; found "
+                f"{', '.join(list(dict.fromkeys(wrong.values()))[:5])}\n{self.marked(wrong)}"
+            )
+
     def _needs(self, action: Action) -> Iterator[Action]:
         """Yields what must have been computed before `action`, on whichever rank."""
         stage, kind, microbatch = action
@@ -122,29 +155,18 @@ class Schedule:
     def _present(self) -> frozenset[Action]:
         return frozenset(action for row in self.actions for action in row)
 
-    def _check_complete(self) -> None:
-        counts = Counter(action for row in self.actions for action in row)
-        wrong = [f"{action} {n} times" for action, n in counts.items() if n > 1]
-        for rank, row in enumerate(self.actions):
-            places = dict(enumerate(self.stage_to_rank))
-            wrong += [f"{a} on rank {rank}" for a in row if places.get(a.stage) != rank]
-        for stage in range(len(self.stage_to_rank)):
-            for microbatch in range(self.num_microbatches):
-                kinds = {k for k in ("F", "B", "I", "W") if (stage, k, microbatch) in counts}
-                if kinds not in ({"F", "B"}, {"F", "I", "W"}):
-                    wrong.append(f"stage {stage} microbatch {microbatch} has {sorted(kinds)}")
-        if wrong:
-            raise ScheduleError(
-                f"schedule {self.name!r} is not complete: expected F and B (or F, I and W) of each "
-                f"stage and microbatch once, on the stage's rank; found {', '.join(wrong[:5])}\n"
-                f"{_rows(self.actions)}"
-            )
 
+def _rows(
+    rows: tuple[tuple[Action | None, ...], ...], marked: frozenset[Action] = frozenset()
+) -> str:
+    def cell(action: Action | None) -> str:
+        if action is None:
+            return ""
+        return f">{action}<" if action in marked else str(action)
 
-def _rows(rows: tuple[tuple[Action | None, ...], ...]) -> str:
-    width = max((len(str(action)) for row in rows for action in row if action), default=1)
+    width = max((len(cell(action)) for row in rows for action in row), default=1)
     lines = (
-        f"rank {rank}  " + " ".join(("" if a is None else str(a)).ljust(width) for a in row)
+        f"rank {rank}  " + " ".join(cell(action).ljust(width) for action in row)
         for rank, row in enumerate(rows)
     )
     return "\n".join(line.rstrip() for line in lines)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from collections.abc import Callable
 
 import pytest
 
 from pipegrad import ScheduleError, schedules
 from pipegrad.errors import PluginOptionError
 from pipegrad.schedules import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules.eager import EagerOneForwardOneBackward
 from pipegrad.schedules.gpipe import GPipe
+from pipegrad.schedules.hop_aware import HopAwareOneForwardOneBackward
 from pipegrad.schedules.interleaved import InterleavedOneForwardOneBackward
 from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
 
@@ -21,6 +24,8 @@ from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
     [
         (GPipe(), (3, 3)),
         (OneForwardOneBackward(), (3, 4)),
+        (EagerOneForwardOneBackward(), (3, 6)),
+        (HopAwareOneForwardOneBackward(hop_seconds=(0, 0.5), compute_seconds=1), (3, 5)),
         (InterleavedOneForwardOneBackward(), (2, 2)),
     ],
     ids=lambda given: type(given).__name__,
@@ -35,19 +40,26 @@ def test_the_docstring_draws_the_grid(
     assert textwrap.dedent(drawn[1]) == str(made)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+LIVE: dict[str, Callable[[int, int], int]] = {
+    "gpipe": lambda later, num_microbatches: num_microbatches,
+    "1f1b": lambda later, num_microbatches: min(num_microbatches, later + 1),
+    "eager-1f1b": lambda later, num_microbatches: min(num_microbatches, 2 * later + 1),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5, 15, 20])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", LIVE)
 def test_one_stage_a_rank_takes_as_long_as_it_must(
     name: str, num_ranks: int, num_microbatches: int
 ) -> None:
     made = schedules.build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     assert made.stage_to_rank == tuple(range(num_ranks))
     assert len(made.grid[0]) == 2 * (num_microbatches + num_ranks - 1)
-    assert [live(made, rank) for rank in range(num_ranks)] == [
-        min(num_microbatches, num_ranks - rank if name == "1f1b" else num_microbatches)
-        for rank in range(num_ranks)
-    ]
+    expected = [LIVE[name](num_ranks - 1 - rank, num_microbatches) for rank in range(num_ranks)]
+    assert [live(made, rank) for rank in range(num_ranks)] == expected
+    kinds = [[action.kind for action in row] for row in made.actions]
+    assert [row.index("B") for row in kinds] == expected
     assert sorted(made.stage_ticks, reverse=True) == list(made.stage_ticks)
 
 

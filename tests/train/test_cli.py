@@ -212,7 +212,9 @@ def test_schedules_are_listed() -> None:
     rows = json.loads(CliRunner().invoke(main, ["schedules", "--json"]).output)
     assert [(row["name"], row["distribution"]) for row in rows] == [
         ("1f1b", "pipegrad"),
+        ("eager-1f1b", "pipegrad"),
         ("gpipe", "pipegrad"),
+        ("hop-aware-1f1b", "pipegrad"),
         ("interleaved-1f1b", "pipegrad"),
     ]
     assert all(row["summary"] for row in rows)

@@ -1,0 +1,483 @@
+"""Scheduler: trains and evaluates a pipeline, its reductions interleaved with its compute.
+
+scheduler = Scheduler([Stage(module, 0)], topology, schedule="1f1b", num_microbatches=8, loss_fn=f)
+for x, y in data:
+    result = scheduler.step(x, target=y)
+    scheduler.sync.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipegrad.agreement import Board, FailureNotice, agree
+from pipegrad.errors import ReduceError, ScheduleError, StepError, TopologyError
+from pipegrad.gradients.manifest import same
+from pipegrad.gradients.shared import Shared
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.handler import HandlerSpec
+from pipegrad.runtime.executor import Executor, Loss, PeerFailedError
+from pipegrad.runtime.stage import Stage, Wiring, wire
+from pipegrad.runtime.transfer import BufferPool, Edges, Spec, Transfers
+from pipegrad.schedules import Schedule, generate, registry
+from pipegrad.schedules.lower import DEPTH, lower
+from pipegrad.schedules.program import Collective, Link, Program
+from pipegrad.schedules.verify import Proof, verify
+from pipegrad.topology import Topology
+
+Tensor = torch.Tensor
+ScheduleSpec = Schedule | str | Mapping[str, Any]
+Ends = dict[int, tuple[tuple[str, ...], tuple[str, ...]]]  # stage -> its inputs and outputs
+
+_LEARN_SECONDS = 600.0  # for the slowest rank's first step, in which kernels may be compiled
+_instances = count()
+
+
+class StepResult:
+    """What a step found.
+
+    Attributes:
+        outputs: Of `Scheduler.evaluate`, on ranks with the last stage: each of its outputs, whole
+            again. Elsewhere empty.
+    """
+
+    def __init__(
+        self,
+        told: Tensor,
+        work: dist.Work | None,
+        outputs: tuple[Tensor, ...],
+    ) -> None:
+        self.outputs = outputs
+        self._told = told
+        self._work = work
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, a float32 scalar: mean over microbatches and data ranks, on every rank.
+
+        Sync: waits for it, the first time.
+
+        Raises:
+            StepError: If a rank failed in this step, after this one had ended it.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._told[1].item():
+            raise StepError("the step failed on another rank after this one had ended it")
+        return self._told[0]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A kind of step that can be run."""
+
+    program: Program
+    proof: Proof
+    executor: Executor
+
+
+class Scheduler:
+    """Runs the stages of this rank through a schedule; gradients are those of one process.
+
+    All ranks of the topology construct it together; what is wrong on one of them is an error on
+    all, before anything is sent. The schedule is lowered to a Program and the Program is proven
+    (`verify`) there. In the first step each stage tells the next what its outputs look like.
+
+    Args:
+        stages: This rank's, as the schedule places them.
+        topology: Over all ranks; where stages are is taken from the schedule.
+        schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`.
+        num_microbatches: Into how many a batch is cut, along the first dimension.
+        loss_fn: Of the last stage's outputs, in order, and a microbatch's target; one element.
+        shared: As `GradientSync`.
+        handlers: As `GradientSync`.
+        depth: How many receives of an edge are posted ahead.
+        **options: Further arguments of `GradientSync`.
+
+    Attributes:
+        schedule: What every rank computes.
+        program: What every rank does; printable.
+        proof: What that needs: live activations and buffers of each rank.
+        sync: The gradient layer: clipping, statistics, its plan.
+        topology: With the schedule's stages.
+
+    Raises:
+        PipegradError: If anything does not fit together; on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        topology: Topology,
+        *,
+        schedule: ScheduleSpec,
+        num_microbatches: int | None = None,
+        loss_fn: Loss | None = None,
+        shared: Shared = (),
+        handlers: Sequence[HandlerSpec] = ("pipeline-shared", "data-parallel"),
+        depth: int = DEPTH,
+        **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._depth = depth
+        self._stages = {stage.index: stage for stage in stages}
+        ranks = sorted(topology.ranks)
+
+        def describe() -> tuple[str, Ends]:
+            self.schedule = _schedule_of(schedule, topology, num_microbatches)
+            self.topology = topology.with_stages(self.schedule.stage_to_rank)
+            _check_stages(self.schedule, stages, self.topology)
+            verify(lower(self.schedule, depth=depth))
+            ends = {s.index: (s.inputs, s.outputs) for s in stages}
+            return f"depth {depth}\n{self.schedule}", ends
+
+        told = dict(zip(ranks, agree("Scheduler", describe, ranks=ranks), strict=True))
+        same("the schedule", {rank: said for rank, (said, _) in told.items()})
+        self._wiring = _wired({rank: ends for rank, (_, ends) in told.items()})
+        self.sync = GradientSync(
+            {stage.index: stage.module for stage in stages},
+            self.topology,
+            shared=shared,
+            handlers=handlers,
+            stage_ticks=self.schedule.stage_ticks,
+            **options,
+        )
+        self._device = self.sync.device
+        self._collectives = _collectives(self.sync)
+        self.program = self._lowered(self._wiring.links)
+        self.proof = verify(self.program)
+        self._edges = Edges(self.program.channels, self.topology, self._device)
+        self._losses = dist.new_group(ranks, group_desc="pipegrad loss") if len(ranks) > 1 else None
+        self._pool = BufferPool(self._device)
+        self._name = f"{next(_instances)}"
+        self._notice = FailureNotice(f"step {self._name}")
+        self._num_runs = 0
+        self._ready: dict[bool, _Ready] = {}  # forward only or not
+
+    # What users call.
+
+    def step(
+        self,
+        *inputs: object,
+        target: object = None,
+        loss_divisor: float | None = None,
+        **named: object,
+    ) -> StepResult:
+        """Runs forward and backward of a batch; gradients are complete and reduced afterwards.
+
+        Every rank must call it. Values need only be given on the ranks of stages that name them,
+        the target on that of the last stage. Tensors are cut along their first dimension into
+        microbatches; anything else, and tensors without dimensions, every microbatch gets whole.
+
+        Args:
+            *inputs: External inputs, in the order of their first use.
+            target: Cut like inputs; goes to the loss.
+            loss_divisor: The losses of all microbatches are summed, and divided by this: the number
+                of microbatches by default, where each loss is a mean. For losses that are sums over
+                tokens give the number of tokens of the batch, over all data ranks, divided by the
+                number of data ranks. The same on all ranks.
+            **named: External inputs by name.
+
+        Returns:
+            The loss, on every rank; it is still on its way.
+
+        Sync: all on the current stream; call every step from the same one.
+
+        Raises:
+            StepError: If an input is missing or does not fit, a microbatch looks unlike the first
+                one, or a parameter is not what it was; on all ranks, with stage and microbatch.
+            Exception: What a stage raised; on other ranks a StepError with its words.
+        """
+        divisor = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
+        return self._run(inputs, named, target, divisor, forward_only=False)
+
+    def evaluate(
+        self,
+        *inputs: object,
+        target: object = None,
+        loss_divisor: float | None = None,
+        **named: object,
+    ) -> StepResult:
+        """Runs forward alone, without gradients and with all modules in evaluation mode.
+
+        As `step`; without a target there is no loss (it is nan), just the outputs. What values look
+        like is learned anew in the first evaluation, which may have batches of another size.
+        """
+        divisor = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
+        with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
+            return self._run(inputs, named, target, divisor, forward_only=True)
+
+    @property
+    def receive_buffers(self) -> int:
+        """How many receive buffers this rank has made so far."""
+        return self._pool.num_made
+
+    def close(self) -> None:
+        """Ends lanes and destroys process groups; every rank must call it."""
+        self.sync.close()
+        self._edges.close()
+        if self._losses is not None:
+            dist.destroy_process_group(self._losses)
+
+    # Inside.
+
+    def _run(
+        self,
+        inputs: Sequence[object],
+        named: Mapping[str, object],
+        target: object,
+        divisor: float,
+        *,
+        forward_only: bool,
+    ) -> StepResult:
+        self._num_runs += 1
+        self._notice.next_step()
+        ready = self._ready.get(forward_only)
+        if ready is not None:
+            return self._run_ready(ready, inputs, named, target, divisor)
+        # The first: receives are not posted ahead, since nobody knows yet what will come.
+        links = self._wiring.links
+        learning = self._make_ready(links, {}, depth=0, forward_only=forward_only)
+
+        results = list[StepResult]()
+
+        def learn() -> dict[int, Spec]:
+            results.append(self._run_ready(learning, inputs, named, target, divisor))
+            return learning.executor.specs
+
+        told = agree(
+            f"step {self._num_runs} of a Scheduler, the first of its kind",
+            learn,
+            ranks=sorted(self.topology.ranks),
+            timeout_seconds=_LEARN_SECONDS,
+        )
+        specs = {link: spec for found in told for link, spec in found.items()}
+        known = [
+            link._replace(differentiable=specs[number].differentiable)
+            for number, link in enumerate(links)
+        ]
+        ready = self._make_ready(known, specs, depth=self._depth, forward_only=forward_only)
+        self._ready[forward_only] = ready
+        if not forward_only:
+            self.program, self.proof = ready.program, ready.proof
+        return results[0]
+
+    def _run_ready(
+        self,
+        ready: _Ready,
+        inputs: Sequence[object],
+        named: Mapping[str, object],
+        target: object,
+        divisor: float,
+    ) -> StepResult:
+        training = not ready.program.forward_only
+        try:
+            given, targets = self._cut(inputs, named, target, training=training)
+            if training:
+                self.sync.prepare()
+            root = torch.tensor(1.0 / divisor, device=self._device) if training else None
+            losses, outputs = ready.executor.run(given, targets, root)
+            if (first := self._notice.read()) is not None:
+                raise PeerFailedError(f"a step failed on another rank: {first}")
+            if training:
+                self.sync.finish()
+        except Exception as error:
+            self._fail(ready.executor, error)
+            raise
+        loss = torch.stack(losses).sum() / divisor if losses else None
+        return self._tell(loss, outputs, failed=False)
+
+    def _fail(self, executor: Executor, error: Exception) -> None:
+        """Tells the other ranks; raises what the first one said, if this one is not the cause."""
+        said = " ".join([str(error), *getattr(error, "__notes__", [])])
+        mine = self._notice.post(f"{type(error).__name__}: {said}")
+        if not executor.forward_only:
+            self.sync.abort(error)
+        executor.finish_transfers()
+        self._tell(None, [], failed=True)
+        first = self._notice.read()
+        if first is not None and first != mine and isinstance(error, PeerFailedError | ReduceError):
+            raise StepError(f"a step failed on another rank: {first}") from error
+
+    def _tell(
+        self, loss: Tensor | None, outputs: Sequence[tuple[Tensor, ...]], *, failed: bool
+    ) -> StepResult:
+        """Sends the loss to all ranks, beside whatever comes next."""
+        told = torch.zeros(2, device=self._device)
+        if loss is not None:
+            told[0] = loss / self.topology.size(self.topology.data)
+        if failed:
+            told[1] = 1.0
+        work = None
+        if self._losses is not None:
+            work = dist.all_reduce(told, group=self._losses, async_op=True)
+        whole = tuple(
+            torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+            for parts in zip(*outputs, strict=True)
+        )
+        return StepResult(told, work, whole)
+
+    def _cut(
+        self,
+        inputs: Sequence[object],
+        named: Mapping[str, object],
+        target: object,
+        *,
+        training: bool,
+    ) -> tuple[dict[str, Sequence[object]], Sequence[object] | None]:
+        """Cuts what this rank's stages need into microbatches."""
+        external = self._wiring.external
+        if len(inputs) > len(external):
+            raise StepError(f"{len(inputs)} inputs, expected at most {list(external)}")
+        given = dict(zip(external, inputs, strict=False))
+        wrong = [name for name in named if name not in external or name in given]
+        if wrong:
+            raise StepError(
+                f"inputs {wrong} are given twice or taken by no stage; the stages take "
+                f"{list(external)} from outside"
+            )
+        given |= named
+        needed = {s for i in self._stages for s in self._wiring.taken[i] if isinstance(s, str)}
+        missing = sorted(needed - given.keys())
+        if missing:
+            raise StepError(f"inputs {missing} are missing, which stages of this rank take")
+        number = self.schedule.num_microbatches
+        cut = {name: _microbatches(given[name], number, name) for name in sorted(needed)}
+        if self.topology.num_stages - 1 not in self._stages:
+            return cut, None
+        if target is None and not training:
+            return cut, None
+        if target is None or self._loss_fn is None:
+            raise StepError("the last stage's rank needs target= and a Scheduler with loss_fn=")
+        return cut, _microbatches(target, number, "target")
+
+    def _lowered(
+        self, links: Sequence[Link], *, depth: int | None = None, forward_only: bool = False
+    ) -> Program:
+        return lower(
+            self.schedule,
+            links=links,
+            depth=self._depth if depth is None else depth,
+            collectives=self._collectives,
+            forward_only=forward_only,
+        )
+
+    def _make_ready(
+        self,
+        links: Sequence[Link],
+        specs: Mapping[int, Spec],
+        *,
+        depth: int,
+        forward_only: bool,
+    ) -> _Ready:
+        program = self._lowered(links, depth=depth, forward_only=forward_only)
+        proof = verify(program)
+        board = Board(f"{self._name}/{self._num_runs}")
+        transfers = Transfers(
+            program.channels, self._edges, self._pool, board, specs, wait_seconds=_LEARN_SECONDS
+        )
+        executor = Executor(
+            program,
+            self.topology.coordinate(self.topology.pipeline),
+            stages=self._stages,
+            wiring=self._wiring,
+            transfers=transfers,
+            sync=None if forward_only else self.sync,
+            loss_fn=self._loss_fn,
+        )
+        return _Ready(program, proof, executor)
+
+
+def _schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | None) -> Schedule:
+    num_ranks = topology.size(topology.pipeline)
+    if isinstance(spec, Schedule):
+        if num_microbatches not in (None, spec.num_microbatches) or spec.num_ranks != num_ranks:
+            raise ScheduleError(
+                f"schedule {spec.name!r} is of {spec.num_ranks} ranks and {spec.num_microbatches} "
+                f"microbatches, asked for are {num_ranks} and {num_microbatches}"
+            )
+        return spec
+    if num_microbatches is None:
+        raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
+    generator = registry.resolve(spec)
+    return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def _check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:
+    found = sorted(stage.index for stage in stages)
+    if found != list(topology.local_stages):
+        raise TopologyError(
+            f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
+            f"which has {found}"
+        )
+    split = [a for row in schedule.actions for a in row if a.kind in ("I", "W")]
+    if split:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} splits backward, which can be planned but not run yet\n"
+            f"{schedule.marked(split)}"
+        )
+
+
+def _wired(told: Mapping[int, Ends]) -> Wiring:
+    """Returns how the stages hang together, the same in every pipeline."""
+    views: dict[int, dict[int, str]] = {}
+    merged: Ends = {}
+    for rank, ends in told.items():
+        for stage, names in ends.items():
+            views.setdefault(stage, {})[rank] = str(names)
+            merged[stage] = names
+    for stage in sorted(views):
+        same(f"inputs and outputs of stage {stage}", views[stage])
+    return wire(merged)
+
+
+def _collectives(sync: GradientSync) -> tuple[Collective, ...]:
+    """Returns the reductions of this rank's pipeline, as the Program sees them."""
+    topology = sync.topology
+    pipeline = topology.ranks_along(topology.pipeline)
+    found: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
+    for plan in sync.plans(pipeline).values():
+        buckets = {bucket.index: bucket for bucket in plan.buckets}
+        for launch in plan.launches:
+            bucket = buckets[launch.bucket]
+            hop = bucket.route[launch.hop]
+            places = sorted({topology.at(r).coordinate(topology.pipeline) for r in hop.ranks})
+            name = f"bucket {bucket.index}: {hop} over ranks {list(hop.ranks)}"
+            found[launch.ready, launch.hop, launch.bucket, hop.ranks] = Collective(
+                name, tuple(places), bucket.holders, launch.lane
+            )
+    return tuple(found[key] for key in sorted(found))
+
+
+def _microbatches(value: object, number: int, name: str) -> Sequence[object]:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return [value] * number
+    if value.shape[0] == 0 or value.shape[0] % number:
+        raise StepError(
+            f"{name!r} has {value.shape[0]} rows, which cannot be cut into {number} microbatches "
+            f"alike: give a multiple of {number}"
+        )
+    return value.tensor_split(number)
+
+
+@contextlib.contextmanager
+def _evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Puts modules into evaluation mode, and each part back into its own."""
+    before = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training

@@ -1,0 +1,330 @@
+"""lower: a schedule into the Program of every rank. One pure function; the executor decides nothing."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.action import Action, Schedule
+from pipegrad.schedules.program import (
+    Channel,
+    Collective,
+    Link,
+    Op,
+    Program,
+    action_index,
+    encode,
+)
+
+DEPTH = 4  # receives posted ahead: on gloo a sender waits for the notice of a receive, a round trip
+Transfer = tuple[int, int]  # channel and microbatch
+
+
+def chain(num_stages: int) -> tuple[Link, ...]:
+    """Returns the links of a pipeline whose stages each hand one value to the next."""
+    return tuple(Link("x", stage, (stage + 1,)) for stage in range(num_stages - 1))
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    links: Sequence[Link] | None = None,
+    depth: int = DEPTH,
+    collectives: Sequence[Collective] = (),
+    forward_only: bool = False,
+) -> Program:
+    """Returns everything that every rank does to run `schedule`. Pure; `verify` proves it.
+
+    Each transfer is received in the order in which its edge, the ordered pair of ranks, sends. It
+    is posted when the one `depth` before it is waited for, and waited for by the first action
+    that reads it, and by nothing earlier. What was sent is let go of where a message that comes
+    back proves that it arrived.
+
+    Args:
+        schedule: What every rank computes.
+        links: The values that stages hand on; by default each hands ``x`` to the next.
+        depth: How many receives of an edge are posted ahead of the one that is waited for.
+        collectives: Reductions, in the order in which to launch them.
+        forward_only: Leave out all backwards and reductions.
+
+    Raises:
+        ScheduleError: If links name stages that there are not, or go backwards.
+    """
+    if links is None:
+        links = chain(len(schedule.stage_to_rank))
+    _check_links(links, len(schedule.stage_to_rank))
+    if forward_only:
+        rows = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.actions)
+        schedule, collectives = replace(schedule, actions=rows), ()
+    lowering = _Lowering(schedule, tuple(links), forward_only)
+    rows_of_items = lowering.rows(depth, tuple(collectives))
+    return Program(
+        schedule,
+        tuple(links),
+        tuple(lowering.channels),
+        tuple(collectives),
+        tuple(rows_of_items),
+        forward_only,
+    )
+
+
+def _check_links(links: Sequence[Link], num_stages: int) -> None:
+    for link in links:
+        stages = (link.producer, *link.consumers)
+        if not link.consumers or list(stages) != sorted(set(stages)) or stages[-1] >= num_stages:
+            raise ScheduleError(
+                f"link {link.name!r} goes from stage {link.producer} to stages "
+                f"{list(link.consumers)}: expected later ones, ascending, below {num_stages}"
+            )
+
+
+class _Lowering:
+    """What crosses where, and when. Positions are those of actions in their rank's row."""
+
+    def __init__(self, schedule: Schedule, links: tuple[Link, ...], forward_only: bool) -> None:
+        self._schedule = schedule
+        self._places = schedule.stage_to_rank
+        self._links = links
+        self._forward_only = forward_only
+        self.channels: list[Channel] = []
+        self._number: dict[Channel, int] = {}
+        self._taken = defaultdict[int, list[int]](list)  # stage -> links it takes
+        self._made = defaultdict[int, list[int]](list)  # stage -> links it makes
+        for number, link in enumerate(links):
+            self._made[link.producer].append(number)
+            for consumer in link.consumers:
+                self._taken[consumer].append(number)
+        # rank -> for each position the transfers an action needs, and those it starts.
+        self._needs: list[list[list[Transfer]]] = []
+        self._starts: list[list[list[Transfer]]] = []
+        for rank, row in enumerate(schedule.actions):
+            self._needs.append([])
+            self._starts.append([])
+            self._follow(rank, row)
+
+    def rows(self, depth: int, collectives: tuple[Collective, ...]) -> Iterable[array[int]]:
+        """Yields the items of each rank."""
+        sent = self._by_edge(self._starts)
+        order = {t: i for messages in sent.values() for i, (t, _) in enumerate(messages)}
+        waited = {
+            (rank, transfer): position
+            for rank, needs in enumerate(self._needs)
+            for position, transfers in enumerate(needs)
+            for transfer in transfers
+        }
+        for rank, row in enumerate(self._schedule.actions):
+            incoming = {s: [t for t, _ in m] for (s, target), m in sent.items() if target == rank}
+            released = self._releases(rank, sent, waited)
+            yield self._row(rank, row, depth, collectives, incoming, order, released)
+
+    # What an action needs from other ranks, and what it starts.
+
+    def _follow(self, rank: int, row: Sequence[Action]) -> None:
+        received = set[Transfer]()
+        left = self._consumers_left(rank, row)
+        for stage, kind, microbatch in row:
+            needs, starts = list[Transfer](), list[Transfer]()
+            if kind == "F":
+                for link in self._taken[stage]:
+                    source = self._places[self._links[link].producer]
+                    if source != rank:
+                        transfer = self._transfer(link, "F", source, rank, microbatch)
+                        if transfer not in received:
+                            received.add(transfer)
+                            needs.append(transfer)
+                for link in self._made[stage]:
+                    for target in self._ranks(link, rank):
+                        starts.append(self._transfer(link, "F", rank, target, microbatch))
+            elif kind in ("B", "I"):
+                for link in self._made[stage]:
+                    if self._links[link].differentiable:
+                        for source in self._ranks(link, rank):
+                            needs.append(self._transfer(link, "B", source, rank, microbatch))
+                for link in self._taken[stage]:
+                    target = self._places[self._links[link].producer]
+                    left[link, microbatch] -= 1
+                    if (
+                        target != rank
+                        and self._links[link].differentiable
+                        and left[link, microbatch] == 0
+                    ):
+                        starts.append(self._transfer(link, "B", rank, target, microbatch))
+            self._needs[rank].append(needs)
+            self._starts[rank].append(starts)
+
+    def _consumers_left(self, rank: int, row: Sequence[Action]) -> dict[Transfer, int]:
+        """Returns for each link and microbatch how many stages of a rank take it, and go back."""
+        left = defaultdict[Transfer, int](int)
+        for stage, kind, microbatch in row:
+            if kind in ("B", "I"):
+                for link in self._taken[stage]:
+                    left[link, microbatch] += 1
+        return left
+
+    def _ranks(self, link: int, rank: int) -> list[int]:
+        """Returns the other ranks that take a link, ascending."""
+        return sorted({self._places[c] for c in self._links[link].consumers} - {rank})
+
+    def _transfer(
+        self, link: int, kind: str, source: int, target: int, microbatch: int
+    ) -> Transfer:
+        channel = Channel(link, "F" if kind == "F" else "B", source, target)
+        if channel not in self._number:
+            self._number[channel] = len(self.channels)
+            self.channels.append(channel)
+        return self._number[channel], microbatch
+
+    # When a transfer is posted, and when what was sent is let go of.
+
+    def _by_edge(
+        self, table: Sequence[Sequence[Sequence[Transfer]]]
+    ) -> dict[tuple[int, int], list[tuple[Transfer, int]]]:
+        """Returns for each edge its transfers in the order of sending, and the positions."""
+        edges = defaultdict[tuple[int, int], list[tuple[Transfer, int]]](list)
+        for positions in table:
+            for position, transfers in enumerate(positions):
+                for transfer in transfers:
+                    _, _, source, target = self.channels[transfer[0]]
+                    edges[source, target].append((transfer, position))
+        return edges
+
+    def _releases(
+        self,
+        rank: int,
+        sent: dict[tuple[int, int], list[tuple[Transfer, int]]],
+        waited: dict[tuple[int, Transfer], int],
+    ) -> dict[int, list[Transfer]]:
+        """Returns at which position which sends of a rank are known to have arrived; -1: the end.
+
+        The peer has waited for one, then sent something: who receives that knows.
+        """
+        found = defaultdict[int, list[Transfer]](list)
+        for (source, peer), messages in sorted(sent.items()):
+            if source != rank:
+                continue
+            back = sent.get((peer, rank), [])
+            for transfer, _ in messages:
+                arrived = waited.get((peer, transfer))
+                # The positions of neither side ascend where a value is kept for a later stage.
+                proofs = (
+                    []
+                    if arrived is None
+                    else [
+                        waited[rank, answer]
+                        for answer, position in _from(back, arrived)
+                        if (rank, answer) in waited
+                    ]
+                )
+                found[proofs[0] if proofs else -1].append(transfer)
+        return found
+
+    # The items.
+
+    def _row(
+        self,
+        rank: int,
+        row: Sequence[Action],
+        depth: int,
+        collectives: tuple[Collective, ...],
+        incoming: dict[int, list[Transfer]],
+        order: dict[Transfer, int],
+        released: dict[int, list[Transfer]],
+    ) -> array[int]:
+        items = array("q")
+        posted = dict.fromkeys(incoming, 0)
+
+        def post(source: int, number: int) -> None:
+            for transfer in incoming[source][posted[source] : number]:
+                items.append(encode(Op.POST_RECEIVE, *transfer))
+            posted[source] = max(posted[source], min(number, len(incoming[source])))
+
+        for source in sorted(incoming):
+            post(source, depth)
+        last = _last_backwards(row)
+        launches = _Launches(rank, set(last), collectives)
+        used = set[int]()
+        for position, action in enumerate(row):
+            needs = self._needs[rank][position]
+            for transfer in needs:
+                source = self.channels[transfer[0]].source
+                if transfer in order:
+                    post(source, order[transfer] + 1 + depth)
+            for transfer in needs:
+                items.append(encode(Op.WAIT_RECEIVE, *transfer))
+            for transfer in released.get(position, ()):
+                items.append(encode(Op.RELEASE, *transfer))
+            if action.kind == "F" and action.stage not in used:
+                used.add(action.stage)
+                if any(c.mirrored and action.stage in c.stages for c in collectives):
+                    items.append(encode(Op.FIRST_USE, action.stage))
+            if action.kind in ("B", "I"):
+                for link in self._joined(action.stage):
+                    items.append(encode(Op.JOIN, link, action.microbatch))
+            is_last = last.get(action.stage) == position
+            if is_last and action.kind == "B":
+                items.append(encode(Op.LAST_BACKWARD, action.stage))
+            items.append(encode(Op.COMPUTE, action_index(action), action.microbatch))
+            for transfer in self._starts[rank][position]:
+                items.append(encode(Op.SEND, *transfer))
+            if is_last:
+                items.append(encode(Op.FINAL, action.stage))
+                items.extend(launches.after(action.stage))
+        for transfer in released.get(-1, ()):
+            items.append(encode(Op.RELEASE, *transfer))
+        for number, collective in enumerate(collectives):
+            if collective.mirrored and rank in collective.ranks:
+                items.append(encode(Op.PUBLISH, number))
+        return items
+
+    def _joined(self, stage: int) -> list[int]:
+        """Returns the links of a stage whose gradients come from several ranks."""
+        return [
+            link
+            for link in self._made[stage]
+            if self._links[link].differentiable
+            and len({self._places[c] for c in self._links[link].consumers}) > 1
+        ]
+
+
+def _from(
+    messages: Sequence[tuple[Transfer, int]], position: int
+) -> Sequence[tuple[Transfer, int]]:
+    """Returns the first message that was sent at `position` or behind; positions ascend."""
+    low, high = 0, len(messages)
+    while low < high:
+        middle = (low + high) // 2
+        if messages[middle][1] < position:
+            low = middle + 1
+        else:
+            high = middle
+    return messages[low : low + 1]
+
+
+def _last_backwards(row: Sequence[Action]) -> dict[int, int]:
+    """Returns for each stage the position of its last backward (of the weights, where split)."""
+    return {a.stage: position for position, a in enumerate(row) if a.kind in ("B", "W")}
+
+
+class _Launches:
+    """Which collectives of a rank leave when a stage is final: complete ones, in order, a lane."""
+
+    def __init__(self, rank: int, local: set[int], collectives: Sequence[Collective]) -> None:
+        self._queues = defaultdict[int, list[int]](list)
+        self._missing: dict[int, set[int]] = {}
+        for number, collective in enumerate(collectives):
+            if rank in collective.ranks:
+                self._queues[collective.lane].append(number)
+                self._missing[number] = local.intersection(collective.stages)
+
+    def after(self, stage: int) -> list[int]:
+        """Returns the items of those that leave now."""
+        for stages in self._missing.values():
+            stages.discard(stage)
+        found = list[int]()
+        for queue in self._queues.values():
+            while queue and not self._missing[queue[0]]:
+                found.append(encode(Op.LAUNCH, queue.pop(0)))
+        return found

@@ -1,0 +1,114 @@
+"""Schedules in the notation of torch.distributed.pipelining; without torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.action import Action, Kind, Schedule
+
+_COMPUTE: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+_SKIPPED = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+_TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+# Nine digits: a number is no way to fill the memory.
+_CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+def read_csv(text: str, *, name: str = "csv") -> Schedule:
+    """Returns the schedule that torch's compute-only CSV notation describes.
+
+    A line is a rank, in order; its cells are what it computes: ``2F0``, ``1B3``, or, of a split
+    backward, ``2I0`` and ``2W0``. ``(0F1;1B0)OVERLAP_F_B`` is 0F1, then 1B0. An empty cell is idle;
+    UNSHARD, RESHARD and REDUCE_GRAD are skipped: these are the executor's own decisions.
+
+    Args:
+        text: The content of the file.
+        name: What the schedule is called, also in errors.
+
+    Raises:
+        ScheduleError: If a cell is none of these, a stage is on two lines, or numbers of stages or
+            microbatches are left out; or if the schedule is not complete or never possible.
+
+    Source: ``_load_csv`` and ``_Action.from_str`` in torch/distributed/pipelining/schedules.py.
+    """
+    try:
+        lines = list(csv.reader(text.rstrip().splitlines()))
+    except csv.Error as error:
+        raise ScheduleError(f"{name} is not a CSV file: {error}") from error
+    places: dict[int, int] = {}
+    rows = tuple(_row(name, rank, cells, places) for rank, cells in enumerate(lines))
+    if not rows:
+        raise ScheduleError(f"{name} has no cells; expected a line for each rank, such as 0F0,0B0")
+    microbatches = {action.microbatch for row in rows for action in row}
+    _check_numbers(name, "stage", set(places))
+    _check_numbers(name, "microbatch", microbatches)
+    stage_to_rank = tuple(places[stage] for stage in range(len(places)))
+    made = Schedule(name, len(microbatches), stage_to_rank, rows)
+    _ = made.ticks  # raises if it can never be run
+    return made
+
+
+def write_csv(schedule: Schedule) -> str:
+    """Returns the schedule's grid in that notation, with its idle cells, a line a rank.
+
+    What `read_csv` makes of it has the same actions.
+
+    Raises:
+        ScheduleError: If the schedule is not complete or never possible.
+
+    Source: ``_dump_csv`` in torch/distributed/pipelining/schedules.py, for its ``compute_only``.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(schedule.grid)
+    return text.getvalue()
+
+
+def _row(name: str, rank: int, cells: list[str], places: dict[int, int]) -> tuple[Action, ...]:
+    """Returns the actions of a line; notes in `places` the rank of each stage."""
+    row = list[Action]()
+    for number, cell in enumerate(cells, start=1):
+        where = f"{name}, line {rank + 1}, cell {number}"
+        for action in _actions(cell.strip(), where):
+            holder = places.setdefault(action.stage, rank)
+            if holder != rank:
+                raise ScheduleError(
+                    f"{where}: {action} is of stage {action.stage}, which line {holder + 1} has "
+                    f"already; a stage is on one rank"
+                )
+            row.append(action)
+    if not row:
+        raise ScheduleError(f"{name}, line {rank + 1} has no cells; each rank holds a stage")
+    return tuple(row)
+
+
+def _actions(cell: str, where: str) -> Iterator[Action]:
+    if cell == "":
+        return
+    if overlapped := _OVERLAP.fullmatch(cell):
+        for part in overlapped[1].split(";"):
+            yield from _actions(part.strip(), where)
+        return
+    stage, kind, microbatch = found.groups() if (found := _CELL.fullmatch(cell)) else ("", "", "")
+    if kind in _TRANSFERS:
+        raise ScheduleError(
+            f"{where}: {cell} is a transfer; give the compute-only file, pipegrad lowers transfers "
+            f"by itself"
+        )
+    if kind in _COMPUTE and microbatch:
+        yield Action(int(stage), _COMPUTE[kind], int(microbatch))
+    elif kind not in _SKIPPED:
+        raise ScheduleError(
+            f"{where}: {cell!r} is not understood; expected stage, kind (F, B, I or W) and "
+            f"microbatch, such as 2F0"
+        )
+
+
+def _check_numbers(name: str, what: str, found: set[int]) -> None:
+    if missing := sorted(set(range(len(found))) - found):
+        raise ScheduleError(
+            f"{name} has a {what} {max(found)} but no {what} {missing[0]}; expected all from 0 on"
+        )

@@ -1,0 +1,456 @@
+"""verify: proves a Program for all ranks at once, or shows where in the grid it is wrong."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NoReturn
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.action import Action
+from pipegrad.schedules.program import Item, Op, Program, decode
+
+_FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
+Key = tuple[int, int]  # a channel, link or stage, and a microbatch
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a Program needs while it runs, a number a pipeline rank.
+
+    Attributes:
+        live_activations: Most microbatches, over all its stages, whose forward has run and whose
+            backward has not ended.
+        receive_buffers: Most buffers of received values and gradients held at a time, those that
+            are posted included.
+        in_flight: Most transfers posted and not yet waited for at a time.
+    """
+
+    live_activations: tuple[int, ...]
+    receive_buffers: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+
+def verify(program: Program) -> Proof:
+    """Returns what `program` needs, once it is proven that it ends, and computes the right thing.
+
+    Proven, for all ranks at once: each action runs once, on its rank, behind what it needs; every
+    edge is first in, first out; each value is posted, waited for, sent and released once; nobody
+    waits for somebody who waits for it, where a send ends only once its receive is posted, and a
+    collective once all its ranks have launched it and all before it in their lanes; a collective
+    is launched once on each of its ranks, behind the finality of what it reduces.
+
+    Nothing a rank does depends on time, so if one run ends, all do: one is played.
+
+    Raises:
+        ScheduleError: Shows the grid, with the cell where it goes wrong marked.
+    """
+    if not program.forward_only:
+        program.schedule.check_complete()
+    _check_edges(program)
+    ranks = [_Rank(program, rank) for rank in range(len(program.items))]
+    _play(program, ranks)
+    _check_collectives(program, ranks)
+    return Proof(
+        tuple(rank.most_live for rank in ranks),
+        tuple(rank.most_buffers for rank in ranks),
+        tuple(rank.most_in_flight for rank in ranks),
+    )
+
+
+def _check_edges(program: Program) -> None:
+    """Refuses edges that are not first in, first out."""
+    sent = defaultdict[Key, list[tuple[int, int]]](list)
+    posted = defaultdict[Key, list[tuple[int, int]]](list)
+    kinds = {int(Op.SEND): sent, int(Op.POST_RECEIVE): posted}
+    for rank, items in enumerate(program.items):
+        for place, code in enumerate(items):
+            table = kinds.get(code & 15)
+            if table is not None:
+                channel = program.channels[decode(code).which]
+                if rank != (channel.source if table is sent else channel.target):
+                    _refuse(program, rank, place, f"a transfer of another rank: {channel}")
+                table[channel.source, channel.target].append((code >> 4, place))
+    for edge in sorted({*sent, *posted}):
+        for (left, at), (right, there) in _pairs(sent[edge], posted[edge]):
+            if left != right:
+                source, target = edge
+                crossed = (
+                    "nothing" if right < 0 else program.words(decode(right << 4 | Op.POST_RECEIVE))
+                )
+                if left < 0:
+                    _refuse(program, target, there, f"rank {source} never sends this")
+                _refuse(
+                    program,
+                    source,
+                    at,
+                    f"rank {target} expects another transfer of the edge here: {crossed}",
+                )
+
+
+def _pairs(
+    left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    nothing = (-1, -1)
+    for i in range(max(len(left), len(right))):
+        yield (
+            left[i] if i < len(left) else nothing,
+            right[i] if i < len(right) else nothing,
+        )
+
+
+def _play(program: Program, ranks: Sequence[_Rank]) -> None:
+    """Runs all ranks until they end; a rank sleeps until what it waits for has happened."""
+    state = _State()
+    ready = list(range(len(ranks)))
+    while ready:
+        rank = ready.pop()
+        blocked = ranks[rank].run(state)
+        if blocked is not None:
+            state.sleepers.setdefault(blocked, []).append(rank)
+        ready += state.woken
+        state.woken.clear()
+    stuck = [rank for rank in ranks if rank.place < len(rank.items)]
+    if stuck:
+        _refuse_cycle(program, stuck)
+
+
+@dataclass
+class _State:
+    """What has happened on any rank: transfers sent and posted, by integers as in items."""
+
+    def __post_init__(self) -> None:
+        self.sent = set[int]()
+        self.posted = set[int]()
+        self.sleepers: dict[tuple[str, int], list[int]] = {}
+        self.woken: list[int] = []
+
+    def wake(self, event: tuple[str, int]) -> None:
+        if event in self.sleepers:
+            self.woken += self.sleepers.pop(event)
+
+
+class _Rank:
+    """One rank of the played run."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.rank = rank
+        self.items = program.items[rank]
+        self.place = 0
+        self._program = program
+        self._places = program.schedule.stage_to_rank
+        self._done = set[tuple[int, int]]()  # (stage and kind, microbatch)
+        self._posted = set[Key]()
+        self._waited = set[Key]()
+        self._unreleased = set[Key]()
+        self._joined = set[Key]()
+        self._kept: dict[Key, int] = {}  # (link, microbatch): backwards that still read the buffer
+        self.launched: list[int] = []
+        self.published: list[int] = []
+        self._final = set[int]()
+        self._used = set[int]()
+        self._live = self._buffers = self._flying = 0
+        self.most_live = self.most_buffers = self.most_in_flight = 0
+        self._index()
+        self._methods: dict[int, Callable[[int, int], None]] = {
+            int(Op.FIRST_USE): self._first_use,
+            int(Op.POST_RECEIVE): self._post,
+            int(Op.JOIN): self._join,
+            int(Op.LAST_BACKWARD): self._last_backward,
+            int(Op.COMPUTE): self._compute,
+            int(Op.FINAL): self._become_final,
+            int(Op.LAUNCH): self._launch,
+            int(Op.PUBLISH): self._publish,
+        }
+
+    def run(self, state: _State) -> tuple[str, int] | None:
+        """Goes on as far as possible; returns what it waits for, None at the end."""
+        items, methods = self.items, self._methods
+        while self.place < len(items):
+            code = items[self.place]
+            op, transfer = code & 15, code >> 4
+            if op == Op.WAIT_RECEIVE:
+                if transfer not in state.sent:
+                    self._check_posted(transfer)
+                    return "sent", transfer
+                self._wait(transfer)
+            elif op == Op.RELEASE:
+                if transfer not in state.posted:
+                    self._check_sent(transfer)
+                    return "posted", transfer
+                self._release(transfer)
+            elif op == Op.SEND:
+                self._send(transfer)
+                state.sent.add(transfer)
+                state.wake(("sent", transfer))
+            else:
+                methods[op](transfer >> 28, transfer & (1 << 28) - 1)
+                if op == Op.POST_RECEIVE:
+                    state.posted.add(transfer)
+                    state.wake(("posted", transfer))
+            self.place += 1
+        self._check_end()
+        return None
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raises, with the cell of the item at hand marked."""
+        _refuse(self._program, self.rank, min(self.place, len(self.items) - 1), why)
+
+    # Transfers.
+
+    def _post(self, channel: int, microbatch: int) -> None:
+        if (channel, microbatch) in self._posted:
+            self.refuse("posted twice")
+        self._posted.add((channel, microbatch))
+        self._buffers += 1
+        self._flying += 1
+        self.most_buffers = max(self.most_buffers, self._buffers)
+        self.most_in_flight = max(self.most_in_flight, self._flying)
+
+    def _check_posted(self, transfer: int) -> None:
+        if (transfer >> 28, transfer & (1 << 28) - 1) not in self._posted:
+            self.refuse("waits for a receive that is not posted")
+
+    def _check_sent(self, transfer: int) -> None:
+        if (transfer >> 28, transfer & (1 << 28) - 1) not in self._unreleased:
+            self.refuse("releases what is not being sent")
+
+    def _wait(self, transfer: int) -> None:
+        key = transfer >> 28, transfer & (1 << 28) - 1
+        self._check_posted(transfer)
+        if key in self._waited:
+            self.refuse("waits twice for one receive")
+        self._waited.add(key)
+        self._flying -= 1
+        link, kind, _, _ = self._program.channels[key[0]]
+        if kind == "F":
+            self._kept[link, key[1]] = self._readers[link]
+
+    def _send(self, transfer: int) -> None:
+        channel, microbatch = key = transfer >> 28, transfer & (1 << 28) - 1
+        link, kind, _, _ = self._program.channels[channel]
+        stages = (
+            [self._program.links[link].producer]
+            if kind == "F"
+            else [c for c in self._program.links[link].consumers if self._places[c] == self.rank]
+        )
+        for stage in stages:
+            if not (
+                (stage * 4 + _FORWARD, microbatch) in self._done
+                if kind == "F"
+                else self._input_gradient(stage, microbatch)
+            ):
+                self.refuse(f"sent before stage {stage} has computed it")
+        self._unreleased.add(key)
+
+    def _release(self, transfer: int) -> None:
+        self._check_sent(transfer)
+        self._unreleased.discard((transfer >> 28, transfer & (1 << 28) - 1))
+
+    # Compute.
+
+    def _compute(self, index: int, microbatch: int) -> None:
+        stage, kind = index >> 2, index & 3
+        if (index, microbatch) in self._done:
+            self.refuse("computed twice")
+        if kind == _FORWARD:
+            for link, remote, source in self._takes[stage]:
+                if not (
+                    (self._incoming[link], microbatch) in self._waited
+                    if remote
+                    else (source * 4 + _FORWARD, microbatch) in self._done
+                ):
+                    self._missing(link)
+            self._live += 1
+            self.most_live = max(self.most_live, self._live)
+        elif kind == _WEIGHT:
+            if (stage * 4 + _INPUT, microbatch) not in self._done:
+                self.refuse("the input's gradient, I, comes first")
+            self._live -= 1
+        else:
+            self._check_backward(stage, microbatch)
+            self._live -= kind == _FULL
+        self._done.add((index, microbatch))
+        if kind != _INPUT:
+            self._let_go(stage, kind, microbatch)
+
+    def _check_backward(self, stage: int, microbatch: int) -> None:
+        if (stage * 4 + _FORWARD, microbatch) not in self._done:
+            self.refuse("its forward comes first")
+        if stage in self._final:
+            self.refuse(f"the gradients of stage {stage} are final already")
+        for link, channels, local, joined in self._makes[stage]:
+            for channel in channels:
+                if (channel, microbatch) not in self._waited:
+                    self._missing(link)
+                self._buffers -= 1
+            for consumer in local:
+                if not self._input_gradient(consumer, microbatch):
+                    self._missing(link)
+            if joined and (link, microbatch) not in self._joined:
+                self.refuse(f"the gradients of {self._program.links[link].name!r} are not summed")
+
+    def _missing(self, link: int) -> NoReturn:
+        self.refuse(f"it needs {self._program.links[link].name!r}, which has not arrived")
+
+    def _input_gradient(self, stage: int, microbatch: int) -> bool:
+        done = self._done
+        return (stage * 4 + _FULL, microbatch) in done or (stage * 4 + _INPUT, microbatch) in done
+
+    def _let_go(self, stage: int, kind: int, microbatch: int) -> None:
+        """Frees the buffers that nobody reads again."""
+        if kind == _FORWARD and not self._program.forward_only:
+            return
+        for link, remote, _ in self._takes[stage]:
+            if remote:
+                self._kept[link, microbatch] -= 1
+                if self._kept[link, microbatch] == 0:
+                    self._buffers -= 1
+                    del self._kept[link, microbatch]
+
+    def _join(self, link: int, microbatch: int) -> None:
+        self._joined.add((link, microbatch))
+
+    # Gradients.
+
+    def _first_use(self, stage: int, _microbatch: int) -> None:
+        self._used.add(stage)
+
+    def _last_backward(self, stage: int, _microbatch: int) -> None:
+        left = sum((stage * 4 + _FORWARD, m) in self._done for m in range(self._num_microbatches))
+        done = sum(self._input_gradient(stage, m) for m in range(self._num_microbatches))
+        if (left, done) != (self._num_microbatches, self._num_microbatches - 1):
+            self.refuse(f"stage {stage} has more than one backward left")
+
+    def _become_final(self, stage: int, _microbatch: int) -> None:
+        for microbatch in range(self._num_microbatches):
+            kinds = (_FULL, _WEIGHT)
+            if not any((stage * 4 + kind, microbatch) in self._done for kind in kinds):
+                self.refuse(f"stage {stage} has backwards left")
+        if stage in self._final:
+            self.refuse(f"stage {stage} is final already")
+        self._final.add(stage)
+
+    def _launch(self, number: int, _microbatch: int) -> None:
+        collective = self._program.collectives[number]
+        local = {s for s in collective.stages if self._places[s] == self.rank}
+        if self.rank not in collective.ranks or number in self.launched:
+            self.refuse("launched twice, or on a rank that has no part in it")
+        if not local <= self._final:
+            self.refuse(f"launched before stages {sorted(local - self._final)} are final")
+        self.launched.append(number)
+
+    def _publish(self, number: int, _microbatch: int) -> None:
+        if number not in self.launched:
+            self.refuse("published before it is reduced")
+        self.published.append(number)
+
+    def _check_end(self) -> None:
+        program = self._program
+        if self._unreleased or self._flying:
+            self.refuse("transfers are under way at the end of the step")
+        computed = [Action(i >> 2, ("F", "B", "I", "W")[i & 3], m) for i, m in self._done]
+        left = set(program.schedule.actions[self.rank]).difference(computed)
+        if left:
+            said = ", ".join(map(str, sorted(left)[:5]))
+            raise ScheduleError(f"never computed: {said}\n{program.schedule.marked(left)}")
+        local = {s for s, place in enumerate(self._places) if place == self.rank}
+        if not program.forward_only and self._final != local:
+            self.refuse(f"stages {sorted(local - self._final)} never become final")
+
+    # What this rank takes and makes.
+
+    def _index(self) -> None:
+        program, rank = self._program, self.rank
+        self._num_microbatches = program.schedule.num_microbatches
+        self._takes = defaultdict[int, list[tuple[int, bool, int]]](list)
+        self._makes = defaultdict[int, list[tuple[int, list[int], list[int], bool]]](list)
+        self._readers: dict[int, int] = {}
+        self._incoming: dict[int, int] = {}
+        back = defaultdict[int, list[int]](list)
+        for number, (link, kind, source, target) in enumerate(program.channels):
+            if target == rank and kind == "F":
+                self._incoming[link] = number
+            if target == rank and kind == "B":
+                back[link].append(number)
+            del source
+        for number, link_ in enumerate(program.links):
+            local = [c for c in link_.consumers if self._places[c] == rank]
+            self._readers[number] = len(local)
+            remote = self._places[link_.producer] != rank
+            for consumer in local:
+                self._takes[consumer].append((number, remote, link_.producer))
+            if not remote and link_.differentiable:
+                joined = len({self._places[c] for c in link_.consumers}) > 1
+                self._makes[link_.producer].append((number, back[number], local, joined))
+
+
+def _check_collectives(program: Program, ranks: Sequence[_Rank]) -> None:
+    """Refuses collectives that some rank never launches, or whose lanes wait for each other."""
+    queues: dict[Key, list[int]] = {}
+    for rank in ranks:
+        due = {n for n, c in enumerate(program.collectives) if rank.rank in c.ranks}
+        if not program.forward_only and due != set(rank.launched):
+            never = [program.collectives[n].name for n in sorted(due - set(rank.launched))]
+            raise ScheduleError(f"rank {rank.rank} never launches {', '.join(never[:5])}")
+        for number in rank.launched:
+            queues.setdefault((rank.rank, program.collectives[number].lane), []).append(number)
+    heads = dict.fromkeys(queues, 0)
+    arrived = defaultdict[int, int](int)
+    ready = list(queues)
+    while ready:
+        queue = ready.pop()
+        if heads[queue] == len(queues[queue]):
+            continue
+        number = queues[queue][heads[queue]]
+        collective = program.collectives[number]
+        arrived[number] += 1
+        if arrived[number] == len(collective.ranks):
+            for place in collective.ranks:
+                heads[place, collective.lane] += 1
+                ready.append((place, collective.lane))
+    stuck = {q: n[heads[q]] for q, n in queues.items() if heads[q] < len(n)}
+    if stuck:
+        told = "\n".join(
+            f"  rank {rank}, lane {lane}: {program.collectives[number].name}, over ranks "
+            f"{list(program.collectives[number].ranks)}"
+            for (rank, lane), number in stuck.items()
+        )
+        raise ScheduleError(f"collectives wait for each other, in the orders they launch:\n{told}")
+
+
+def _refuse_cycle(program: Program, stuck: Sequence[_Rank]) -> NoReturn:
+    cells = [_cell(program, rank.rank, rank.place) for rank in stuck]
+    told = "\n".join(
+        f"  rank {rank.rank}: {program.words(decode(rank.items[rank.place]))}, for {cell}"
+        for rank, cell in zip(stuck, cells, strict=True)
+    )
+    raise ScheduleError(
+        f"schedule {program.schedule.name!r} cannot go on: ranks wait for each other:\n{told}\n"
+        f"{program.schedule.marked(cells)}"
+    )
+
+
+def _refuse(program: Program, rank: int, place: int, why: str) -> NoReturn:
+    cell = _cell(program, rank, place)
+    item: Item = decode(program.items[rank][place])
+    raise ScheduleError(
+        f"schedule {program.schedule.name!r}, rank {rank}, {cell}: {program.words(item)}: {why}\n"
+        f"{program.schedule.marked([cell])}"
+    )
+
+
+def _cell(program: Program, rank: int, place: int) -> Action:
+    """Returns the action that an item belongs to: its own, the one it is for, or the one before."""
+    items = program.items[rank]
+    after = int(Op.SEND), int(Op.FINAL), int(Op.LAUNCH), int(Op.PUBLISH)
+    steps = count(place, -1) if items[place] & 15 in after else count(place)
+    for at in steps:
+        if not 0 <= at < len(items):
+            break
+        if items[at] & 15 == Op.COMPUTE:
+            return program.action(decode(items[at]))
+    row = program.schedule.actions[rank]
+    return row[-1] if row else Action(0, "F", 0)

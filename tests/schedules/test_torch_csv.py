@@ -1,0 +1,155 @@
+"""Schedules go through torch's CSV notation unharmed; torch's own reader and schedules agree."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from pipegrad import ScheduleError, schedules
+from pipegrad.schedules import Action, Schedule, read_csv, torch_csv, write_csv
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "hop-aware-1f1b": {"hop_seconds": [0, 0.5, 0], "compute_seconds": 1},
+    "interleaved-1f1b": {"stages_per_rank": 3},
+}
+SPLIT = "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+def built(name: str) -> Schedule:
+    return schedules.build(name, num_ranks=4, num_microbatches=8, **OPTIONS.get(name, {}))
+
+
+def installed() -> list[str]:
+    return [plugin.name for plugin in schedules.registry if plugin.distribution == "pipegrad"]
+
+
+def bare(cls: Any, *, num_ranks: int, num_stages: int, num_microbatches: int) -> Any:
+    """Returns a torch schedule that can say and read orders: without stages or process group."""
+    made = cls.__new__(cls)
+    made.pp_group_size, made.num_stages, made._num_stages = num_ranks, num_stages, num_stages
+    made._n_microbatches, made._defer_pp_recv = num_microbatches, False
+    made._stages, made.pipeline_order = [], {}
+    return made
+
+
+@pytest.mark.parametrize("name", installed())
+def test_what_is_written_is_read(name: str) -> None:
+    made = built(name)
+    assert read_csv(write_csv(made), name=name) == made
+
+
+def test_idle_cells_are_written_in_their_places() -> None:
+    made = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    assert write_csv(made) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+
+
+def test_a_split_backward_is_read_and_written() -> None:
+    made = read_csv(SPLIT)
+    assert (made.name, made.num_microbatches, made.stage_to_rank) == ("csv", 2, (0, 1))
+    assert [str(action) for action in made.actions[1]] == ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
+    assert read_csv(write_csv(made)) == made
+
+
+@pytest.mark.parametrize("name", [*installed(), "split"])
+def test_torch_reads_the_same_actions(name: str, tmp_path: Path) -> None:
+    made = read_csv(SPLIT) if name == "split" else built(name)
+    path = tmp_path / "made.csv"
+    path.write_text(write_csv(made))
+    theirs = bare(
+        torch_schedules._PipelineScheduleRuntime,
+        num_ranks=made.num_ranks,
+        num_stages=len(made.stage_to_rank),
+        num_microbatches=made.num_microbatches,
+    )
+    theirs._load_csv(str(path))  # raises if it is not valid, or cannot be given transfers
+    order = theirs.pipeline_order
+    assert [[str(a or "") for a in order[rank]] for rank in sorted(order)] == [
+        [str(action or "") for action in row] for row in made.grid
+    ]
+    assert theirs.stage_index_to_group_rank == dict(enumerate(made.stage_to_rank))
+
+
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+def test_what_torch_writes_is_read(name: str, tmp_path: Path) -> None:
+    numbers = {"num_ranks": 4, "num_stages": 8, "num_microbatches": 10}
+    theirs = bare(getattr(torch_schedules, name), **numbers)
+    order = {rank: theirs._calculate_single_rank_operations(rank) for rank in range(4)}
+    theirs.pipeline_order = order
+    path = tmp_path / "theirs.csv"
+    theirs._dump_csv(str(path), format="compute_only")
+    made = read_csv(path.read_text())
+    assert made.stage_to_rank == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert made.num_microbatches == 10
+    flat = [
+        [str(part) for action in order[rank] if action for part in action.sub_actions or [action]]
+        for rank in range(4)
+    ]
+    assert [[str(action) for action in row] for row in made.actions] == flat
+    assert ("OVERLAP_F_B" in path.read_text()) == (name == "ScheduleDualPipeV")
+
+
+def test_overlapped_actions_are_read_in_order_and_executors_own_are_skipped() -> None:
+    made = read_csv("0UNSHARD,0F0,0F1, (0B0; 0F2)OVERLAP_F_B ,,0B1,0B2,0RESHARD,0REDUCE_GRAD\n\n")
+    assert [str(action) for action in made.actions[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n", ""])
+def test_line_endings_do_not_matter(ending: str) -> None:
+    between = ending if ending in {"\n", "\r\n"} else "\n"
+    made = read_csv(f"0F0,,,0B0{between},1F0,1B0{ending}")
+    assert made.actions[1] == (Action(1, "F", 0), Action(1, "B", 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0F0,0B0\n1F0,1X0",
+            r"file, line 2, cell 2: '1X0' is not understood; expected stage, kind",
+        ),
+        ("0F0,0B", "line 1, cell 2: '0B' is not understood"),
+        ("0F0,0B0x", "line 1, cell 2: '0B0x' is not understood"),
+        ("0F0,,-1B0", "line 1, cell 3: '-1B0' is not understood"),
+        ("0F0,0B0;0W0", "line 1, cell 2: '0B0;0W0' is not understood"),
+        ("0F0,(0B0;0X0)OVERLAP_F_B", "line 1, cell 2: '0X0' is not understood"),
+        ("0F0,(0B0)OVERLAP", r"line 1, cell 2: '\(0B0\)OVERLAP' is not understood"),
+        ("0F9999999999,0B0", "line 1, cell 1: '0F9999999999' is not understood"),
+        ("0F0,0SEND_F0", "cell 2: 0SEND_F0 is a transfer; give the compute-only file, pipegrad"),
+        ("0F0\n1RECV_F0", "line 2, cell 1: 1RECV_F0 is a transfer"),
+        ("0F0\n0RECV_B0", "line 2, cell 1: 0RECV_B0 is a transfer"),
+        ("0F0\n1SEND_B0", "line 2, cell 1: 1SEND_B0 is a transfer"),
+        ("0F0,,0B0\n,0F1", "line 2, cell 2: 0F1 is of stage 0, which line 1 has already"),
+        ("0F0,0B0\n2F0,2B0", "file has a stage 2 but no stage 1; expected all from 0 on"),
+        ("1F0,1B0", "file has a stage 1 but no stage 0"),
+        ("0F1,0B1", "file has a microbatch 1 but no microbatch 0"),
+        ("0F0,0F999999999", "file has a microbatch 999999999 but no microbatch 1"),
+        ("", "file has no cells; expected a line for each rank"),
+        (" \n\n", "file has no cells; expected a line for each rank"),
+        ("0F0,0B0\n,,", "file, line 2 has no cells; each rank holds a stage"),
+        ("0F0,0B0\n\n1F0,1B0", "file, line 2 has no cells"),
+        ("0UNSHARD,0F0,0B0\n1UNSHARD", "file, line 2 has no cells"),
+        ("0" * 200_000, "file is not a CSV file: field larger than"),
+        ("0F0,0B0,0B0", "'file' is not complete: .* found 0B0 2 times"),
+        ("0F0,0B0\n1F0", r"'file' is not complete: .* stage 1 microbatch 0 has \['F'\]"),
+        ("0B0,0F0", "'file' cannot go on"),
+    ],
+)
+def test_files_that_are_no_schedule_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        read_csv(text, name="file")
+
+
+def test_a_schedule_that_is_none_is_not_written() -> None:
+    wrong = Schedule("mine", 1, (0,), ((Action(0, "F", 0),),))
+    with pytest.raises(ScheduleError, match="'mine' is not complete"):
+        write_csv(wrong)
+
+
+def test_the_notation_is_read_without_torch() -> None:
+    imported = re.findall(r"^(?:from|import) (\S+)", inspect.getsource(torch_csv), re.MULTILINE)
+    assert {name.partition(".")[0] for name in imported} & {"torch", "pipegrad"} == {"pipegrad"}
