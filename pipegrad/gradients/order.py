@@ -11,13 +11,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from pipegrad.handler import Work
 
 T = TypeVar("T")
+P = ParamSpec("P")
 WorkT = TypeVar("WorkT", bound=Work)
 
 
@@ -50,9 +51,9 @@ class Backend:
         if event is not None and on is not None:
             on.wait_event(event)
 
-    def start(self, transfer: Callable[[], WorkT]) -> WorkT:
+    def start(self, transfer: Callable[P, WorkT], *args: P.args, **kwargs: P.kwargs) -> WorkT:
         """Starts a transfer; what it reads or writes is in use until its work is waited for."""
-        return transfer()
+        return transfer(*args, **kwargs)
 
     def wait_work(self, work: Work) -> None:
         """Waits for a transfer or collective, on the host or on the current stream, as its backend does."""
@@ -77,6 +78,11 @@ sites: dict[str, Site] = {}
 def backend() -> Backend:
     """Returns whose streams are in use."""
     return _backend
+
+
+def start(transfer: Callable[P, WorkT], *args: P.args, **kwargs: P.kwargs) -> WorkT:
+    """Starts a transfer; what it reads or writes is in use until its work is waited for."""
+    return _backend.start(transfer, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.profiler import record_function
@@ -11,7 +13,8 @@ from torch.profiler import record_function
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.stage import Stage, Wiring
-from pipegrad.runtime.transfer import Spec, Transfers, check_spec
+from pipegrad.runtime.torch_pipelining import is_profiled
+from pipegrad.runtime.transfer import Buffer, Spec, Transfers
 from pipegrad.schedules.program import Channel, Op, Program, decode
 
 Tensor = torch.Tensor
@@ -21,6 +24,23 @@ Loss = Callable[..., Tensor]
 
 class PeerFailedError(StepError):
     """What a stage needs never came, since another rank failed first."""
+
+
+@dataclass(slots=True)
+class _Value:
+    """A value that stages of this rank take.
+
+    Attributes:
+        tensor: A leaf, if a gradient will come back.
+        num_readers: Stages of this rank that still read it, in forward or, if any, backward.
+        channel: What brought it.
+        buffer: Where it lies, if it came from another rank.
+    """
+
+    tensor: Tensor
+    num_readers: int
+    channel: int = -1
+    buffer: Buffer | None = None
 
 
 class Executor:
@@ -63,10 +83,23 @@ class Executor:
         self._num_consumers = [
             sum(self._places[c] == rank for c in link.consumers) for link in program.links
         ]
-        self._incoming: dict[int, list[tuple[int, int]]] = {}  # link -> (rank, channel back)
+        self._incoming: dict[int, dict[int, int]] = {}  # link -> rank -> channel back
         for number, (link, kind, source, target) in enumerate(program.channels):
             if kind == "B" and target == rank:
-                self._incoming.setdefault(link, []).append((source, number))
+                self._incoming.setdefault(link, {})[source] = number
+        # Stage -> what its backward begins with: the links it makes, or the loss.
+        self._ends: dict[int, tuple[int | None, ...]] = {
+            stage: (None,) if stage == self._last else wiring.made[stage] for stage in stages
+        }
+        self._returns = {
+            stage: [
+                channel
+                for link in wiring.made[stage]
+                if stage != self._last
+                for channel in self._incoming.get(link, {}).values()
+            ]
+            for stage in stages
+        }
         methods = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: self._receive,
@@ -77,6 +110,7 @@ class Executor:
             Op.FINAL: self._become_final,
         }
         self._items: list[tuple[Callable[[int, int], object], int, int]] = []
+        self._ranged: list[tuple[Callable[[int, int], object], int, int]] = []
         self.place = 0
         self._afterwards: list[tuple[Callable[[int, int], object], int, int]] = []
         drained: dict[Op, Callable[[int, int], object]] = {
@@ -95,6 +129,9 @@ class Executor:
             else:
                 continue  # launches leave with what makes them final
             self._items.append((method, index, microbatch))
+            if op is Op.COMPUTE:
+                method = partial(self._in_range, method)
+            self._ranged.append((method, index, microbatch))
             self._afterwards.append((drained.get(op, _nothing), index, microbatch))
 
     @property
@@ -120,26 +157,25 @@ class Executor:
         Args:
             inputs: External name -> its value for each microbatch.
             targets: For each microbatch, on the rank of the last stage.
-            root_gradient: What the losses' gradients are, a scalar.
+            root_gradient: What the gradient of every loss is, a scalar.
 
         Sync: all on the current stream.
         """
         self._inputs, self._targets, self._root_gradient = inputs, targets, root_gradient
-        self._values: dict[Key, Tensor] = {}
-        self._buffers: dict[Key, Tensor] = {}  # received values, by link
-        self._left: dict[Key, int] = {}
-        self._roots: dict[Key, tuple[Tensor, ...]] = {}
-        self._arrived: dict[Key, Tensor | None] = {}  # received gradients, by channel
-        self._joined: dict[Key, Tensor | None] = {}
-        self._made: dict[int, Tensor] = {}  # values to send, by link: they leave at once
-        self._outgoing: dict[Key, Tensor | None] = {}  # gradients of values, by link
+        self._values = dict[Key, _Value]()
+        self._roots = dict[Key, tuple[Tensor, ...]]()
+        self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
+        self._arrived = dict[Key, Buffer | None]()  # received gradients, by channel
+        self._gradients = dict[Key, Tensor | None]()  # of values, by link, to send or hand over
         self._began = set[int]()
-        self._losses: list[Tensor] = []
-        self._outputs: list[tuple[Tensor, ...]] = []
+        self._losses = list[Tensor]()
+        self._outputs = list[tuple[Tensor, ...]]()
+        self._transfers.lent.clear()
         self.place = 0
+        items = self._ranged if is_profiled() else self._items
         try:
-            for method, index, microbatch in self._items:
-                method(index, microbatch)
+            for method, which, microbatch in items:
+                method(which, microbatch)
                 self.place += 1
         except Exception as error:
             self._tell_where(error)
@@ -166,24 +202,21 @@ class Executor:
             return
         if buffer is None:
             raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
-        self._buffers[link, microbatch] = buffer
+        tensor = buffer.tensor
         spec = self._transfers.specs[link]
         assert spec is not None
         if spec.differentiable and self._sync is not None:
-            buffer = buffer.detach().requires_grad_()
-        self._values[link, microbatch] = buffer
-        self._left[link, microbatch] = self._num_consumers[link]
+            tensor = tensor.detach().requires_grad_()
+        value = _Value(tensor, self._num_consumers[link], channel, buffer)
+        self._values[link, microbatch] = value
 
     def _send(self, channel: int, microbatch: int) -> None:
         link, kind, _, _ = self._channels[channel]
         if kind == "F":
-            tensor = self._made[link]
-            if not tensor.is_contiguous():
-                tensor = tensor.contiguous()
-            self._transfers.send(channel, microbatch, tensor)
+            self._transfers.send(channel, microbatch, self._made[link])
         else:
-            gradient = self._outgoing.pop((link, microbatch), None)
-            self._transfers.send(channel, microbatch, gradient)
+            self._transfers.send(channel, microbatch, self._gradients[link, microbatch])
+            del self._gradients[link, microbatch]
 
     def _send_nothing(self, channel: int, microbatch: int) -> None:
         self._transfers.send(channel, microbatch, None)
@@ -191,176 +224,147 @@ class Executor:
     def _drop(self, channel: int, microbatch: int) -> None:
         buffer = self._transfers.wait(channel, microbatch)
         if buffer is not None:
-            self._transfers.give_back(self._channels[channel].link, buffer)
+            self._transfers.give_back(channel, buffer)
 
     # Compute.
 
-    def _forward(self, stage: int, microbatch: int) -> None:
-        values = [
-            self._values[source, microbatch]
-            if isinstance(source, int)
-            else self._inputs[source][microbatch]
-            for source in self._wiring.taken[stage]
-        ]
-        with record_function(f"{stage}F{microbatch}"):
-            outputs = self._stages[stage].forward(values)
-            if stage == self._last:
-                self._end(stage, microbatch, outputs)
-                return
-        roots = list[Tensor]()
-        for made, output in zip(self._wiring.made[stage], outputs, strict=True):
-            assert made is not None
-            self._check(made, stage, microbatch, output)
-            output = self._apart(output, stage, microbatch)  # noqa: PLW2901
-            roots.append(output)
-            left = self._num_consumers[made]
-            sent = output.detach()
-            if left:
-                local = sent.requires_grad_() if output.requires_grad else sent
-                self._values[made, microbatch] = local
-                self._left[made, microbatch] = left
-            self._made[made] = sent
-        if self._sync is not None:
-            self._roots[stage, microbatch] = tuple(roots)
-        self._let_go_after(stage, microbatch, forward=True)
+    def _in_range(self, compute: Callable[[int, int], object], stage: int, microbatch: int) -> None:
+        """Computes inside a profiler's range that is called as the action is."""
+        kind = "F" if compute == self._forward else "B"
+        with record_function(f"{stage}{kind}{microbatch}"):
+            compute(stage, microbatch)
 
-    def _end(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
-        """Computes the loss of the last stage."""
-        if self._targets is not None:
-            assert self._loss_fn is not None
-            loss = self._loss_fn(*outputs, self._targets[microbatch])
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
-            self._losses.append(loss.detach())
-            if self._sync is not None:
-                self._roots[stage, microbatch] = (loss,)
+    def _forward(self, stage: int, microbatch: int) -> None:
+        values: list[object] = []
+        for source in self._wiring.taken[stage]:
+            if isinstance(source, int):
+                values += (self._values[source, microbatch].tensor,)
+            else:
+                values += (self._inputs[source][microbatch],)
+        outputs = self._stages[stage].forward(values)
+        if stage == self._last:
+            outputs = self._end(microbatch, outputs)
+        else:
+            self._hand_on(stage, microbatch, outputs)
         if self._sync is None:
-            self._outputs.append(
-                tuple(self._apart(output, stage, microbatch) for output in outputs)
-            )
-        self._let_go_after(stage, microbatch, forward=True)
+            self._let_go(stage, microbatch)
+        else:
+            self._roots[stage, microbatch] = outputs
+
+    def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+        """Keeps what a stage made, for its consumers on this rank and for those on others."""
+        for link, output in zip(self._wiring.made[stage], outputs, strict=True):
+            spec = self._transfers.specs.get(link)
+            if (
+                spec is None
+                or output.shape != spec.shape
+                or output.dtype != spec.dtype
+                or output.requires_grad != spec.differentiable
+            ):
+                self._learn(link, stage, microbatch, Spec.of(output))
+            value = self._apart(output).detach()
+            self._made[link] = value
+            if self._num_consumers[link]:
+                local = value.requires_grad_() if output.requires_grad else value
+                self._values[link, microbatch] = _Value(local, self._num_consumers[link])
+
+    def _end(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Computes the loss of the last stage; returns what backward begins with."""
+        if self._sync is None:
+            self._outputs.append(tuple(map(self._apart, outputs)))
+        if self._targets is None:
+            return ()
+        assert self._loss_fn is not None
+        loss = self._loss_fn(*outputs, self._targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
+        self._losses.append(loss.detach())
+        return (loss,)
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        roots = self._roots.pop((stage, microbatch))
-        gradients: list[Tensor | None]
-        if stage == self._last:
-            gradients = [self._root_gradient]
-        else:
-            gradients = [
-                self._gradient(made, microbatch)
-                for made in self._wiring.made[stage]
-                if made is not None
-            ]
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(roots, gradients, strict=True)
-            if gradient is not None and root.requires_grad
-        ]
-        if pairs:
-            with record_function(f"{stage}B{microbatch}"):
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for root, link in zip(self._roots[stage, microbatch], self._ends[stage], strict=True):
+            gradient = self._root_gradient if link is None else self._gradient(link, microbatch)
+            if gradient is not None and root.requires_grad:
+                roots += (root,)
+                gradients += (gradient,)
+        del self._roots[stage, microbatch]
+        if roots:
+            torch.autograd.backward(roots, gradients)
         if stage not in self._began:
             self._began.add(stage)
-            self._own_gradients(stage, microbatch)
-        self._let_go_after(stage, microbatch, forward=False)
-        for made in self._wiring.made[stage]:
-            self._forget(made, microbatch)
+            self._own_gradients(stage)
+        self._let_go(stage, microbatch)
+        for channel in self._returns[stage]:
+            buffer = self._arrived[channel, microbatch]
+            del self._arrived[channel, microbatch]
+            if buffer is not None:
+                self._transfers.give_back(channel, buffer)
 
     def _gradient(self, link: int, microbatch: int) -> Tensor | None:
-        """Returns what came back for a value, from one rank or summed."""
-        if (link, microbatch) in self._joined:
-            return self._joined[link, microbatch]
-        if link in self._incoming:
-            return self._arrived[self._incoming[link][0][1], microbatch]
-        return self._outgoing.pop((link, microbatch), None)
+        """Returns what came back for a value: from this rank, from another one, or summed."""
+        key = link, microbatch
+        if key in self._gradients:
+            gradient = self._gradients[key]
+            del self._gradients[key]
+            return gradient
+        (channel,) = self._incoming[link].values()
+        buffer = self._arrived[channel, microbatch]
+        return None if buffer is None else buffer.tensor
 
     def _join(self, link: int, microbatch: int) -> None:
         """Sums in the order of ranks, so that the bits never differ."""
-        terms = {rank: self._arrived[number, microbatch] for rank, number in self._incoming[link]}
-        if self._num_consumers[link]:
-            terms[self._rank] = self._outgoing.pop((link, microbatch), None)
+        arrived = {rank: self._arrived[c, microbatch] for rank, c in self._incoming[link].items()}
+        terms = {rank: buffer.tensor for rank, buffer in arrived.items() if buffer is not None}
+        local = self._gradients.pop((link, microbatch), None)
+        if local is not None:
+            terms[self._rank] = local
         total: Tensor | None = None
         for rank in sorted(terms):
-            term = terms[rank]
-            if term is not None:
-                total = term if total is None else total.add_(term)
-        self._joined[link, microbatch] = total
+            total = terms[rank] if total is None else total.add_(terms[rank])
+        self._gradients[link, microbatch] = total
 
-    def _let_go_after(self, stage: int, microbatch: int, *, forward: bool) -> None:
-        """Takes up what came back to the inputs of a stage, once all that share one are done."""
-        if forward and self._sync is not None:
-            return
+    def _let_go(self, stage: int, microbatch: int) -> None:
+        """Takes up what came back to a stage's inputs, once all that share one are done with it."""
         for source in self._wiring.taken[stage]:
             if not isinstance(source, int):
                 continue
-            key = source, microbatch
-            self._left[key] -= 1
-            if self._left[key]:
+            value = self._values[source, microbatch]
+            value.num_readers -= 1
+            if value.num_readers:
                 continue
-            del self._left[key]
-            value = self._values.pop(key)
-            if not forward and value.requires_grad:
-                gradient = value.grad
-                if gradient is not None:
-                    gradient = self._apart(gradient, stage, microbatch)
-                    if not gradient.is_contiguous():
-                        gradient = gradient.contiguous()
-                self._outgoing[key] = gradient
-            buffer = self._buffers.pop(key, None)
-            if buffer is not None:
-                self._transfers.give_back(source, buffer)
-
-    def _forget(self, link: int | None, microbatch: int) -> None:
-        """Gives back the gradients that a value's producer has read."""
-        if link is None:
-            return
-        self._joined.pop((link, microbatch), None)
-        for _, channel in self._incoming.get(link, ()):
-            buffer = self._arrived.pop((channel, microbatch), None)
-            if buffer is not None:
-                self._transfers.give_back(link, buffer)
+            del self._values[source, microbatch]
+            if self._sync is not None:
+                gradient = value.tensor.grad
+                self._gradients[source, microbatch] = (
+                    None if gradient is None else self._apart(gradient)
+                )
+            if value.buffer is not None:
+                self._transfers.give_back(value.channel, value.buffer)
 
     # What must not be mistaken.
 
-    def _check(self, link: int, stage: int, microbatch: int, output: Tensor) -> None:
-        known = self._transfers.specs.get(link)
-        if known is None:
-            self._transfers.specs[link] = Spec.of(output)
-        elif (
-            output.shape != known.shape
-            or output.dtype != known.dtype
-            or output.requires_grad != known.differentiable
-        ):
-            name = self._program.links[link].name
-            check_spec(known, Spec.of(output), name, stage, microbatch)
+    def _learn(self, link: int, stage: int, microbatch: int, found: Spec) -> None:
+        """Takes what a value looks like from its first microbatch; refuses any other."""
+        known = self._transfers.specs.setdefault(link, found)
+        if known != found:
+            raise StepError(
+                f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
+                f"{found}, and was {known} in the first microbatch; all microbatches of all steps "
+                f"must look alike: pad them, or make another Scheduler"
+            )
 
-    def _apart(self, tensor: Tensor, stage: int, microbatch: int) -> Tensor:
+    def _apart(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`, copied if it lies in a buffer that will be used again."""
-        where = tensor.untyped_storage().data_ptr()
-        return tensor.clone() if where in self._lent(stage, microbatch) else tensor
+        lent = tensor.untyped_storage().data_ptr() in self._transfers.lent
+        return tensor.clone() if lent else tensor
 
-    def _lent(self, stage: int, microbatch: int) -> set[int]:
-        """Returns where the buffers lie that a stage reads in a microbatch."""
-        found = [
-            self._buffers.get((source, microbatch))
-            for source in self._wiring.taken[stage]
-            if isinstance(source, int)
-        ]
-        for made in self._wiring.made[stage]:
-            if made is not None:
-                found += [
-                    self._arrived.get((channel, microbatch))
-                    for _, channel in self._incoming.get(made, ())
-                ]
-        return {b.untyped_storage().data_ptr() for b in found if b is not None}
-
-    def _own_gradients(self, stage: int, microbatch: int) -> None:
-        """Makes gradients that autograd took over as they were the parameters' own."""
-        lent = self._lent(stage, microbatch)
-        for parameter in self._stages[stage].module.parameters() if lent else ():
-            gradient = parameter.grad
-            if gradient is not None and gradient.untyped_storage().data_ptr() in lent:
-                parameter.grad = gradient.clone()
+    def _own_gradients(self, stage: int) -> None:
+        """Copies gradients of parameters that autograd left in a buffer; only new ones can be."""
+        for parameter in self._stages[stage].module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = self._apart(parameter.grad)
 
     # Gradients.
 

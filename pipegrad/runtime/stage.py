@@ -90,13 +90,13 @@ class Wiring:
         links: Values that stages hand on.
         external: Names that `Scheduler.step` must be given, in the order of first use.
         taken: For each stage its inputs, in order: a number in `links`, or an external name.
-        made: For each stage its outputs, in order: a number in `links`, None if nobody takes it.
+        made: For each stage its outputs, in order: a number in `links`; of the last none.
     """
 
     links: tuple[Link, ...]
     external: tuple[str, ...]
     taken: tuple[tuple[int | str, ...], ...]
-    made: tuple[tuple[int | None, ...], ...]
+    made: tuple[tuple[int, ...], ...]
 
 
 def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
@@ -145,7 +145,7 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
         tuple(dict.fromkeys(s for found in sources for s in found if isinstance(s, str))),
         tuple(tuple(s if isinstance(s, str) else number[s] for s in found) for found in sources),
         tuple(
-            tuple(number.get((stage, name)) for name in ends[stage][1])
+            tuple(number[stage, name] for name in ends[stage][1] if (stage, name) in number)
             for stage in range(num_stages)
         ),
     )

@@ -128,6 +128,11 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradient.contiguous()
 
 
+def is_profiled() -> bool:
+    """Whether a torch profiler is recording. Asking costs less than a range that nobody records."""
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined, no-any-return]
+
+
 def contiguous(forward: Callable[..., torch.Tensor], *, first: bool) -> Callable[..., torch.Tensor]:
     """Returns a stage's forward with ends that can be sent: transfers take contiguous tensors only.
 

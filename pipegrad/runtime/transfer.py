@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.agreement import Board
-from pipegrad.errors import StepError
 from pipegrad.gradients import order
 from pipegrad.gradients.collective import blocks_host
 from pipegrad.schedules.program import Channel
@@ -42,25 +42,30 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} {gradient} gradient"
 
 
+class Buffer(NamedTuple):
+    """A receive buffer, and the address of its storage."""
+
+    tensor: torch.Tensor
+    address: int
+
+
 class BufferPool:
     """Receive buffers, used again and again. As many as were ever held at one time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         self.num_made = 0
+        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Buffer]] = {}
 
-    def take(self, spec: Spec) -> torch.Tensor:
-        """Returns a buffer, contents undefined."""
-        free = self._free.get((spec.shape, spec.dtype))
-        if free:
-            return free.pop()
+    def free(self, spec: Spec) -> list[Buffer]:
+        """Returns the free buffers for a spec: take from its end, and give back there."""
+        return self._free.setdefault((spec.shape, spec.dtype), [])
+
+    def make(self, spec: Spec) -> Buffer:
+        """Returns a new buffer, contents undefined."""
         self.num_made += 1
-        return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-
-    def give_back(self, spec: Spec, buffer: torch.Tensor) -> None:
-        """Takes a buffer that nobody reads any more."""
-        self._free.setdefault((spec.shape, spec.dtype), []).append(buffer)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        return Buffer(tensor, tensor.untyped_storage().data_ptr())
 
 
 class Edges:
@@ -107,26 +112,28 @@ class Edges:
                     # Connects, in one order on all ranks: else the first transfers would.
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def send(self, target: int, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Starts to send to a pipeline rank.
+    def to(self, target: int) -> tuple[dist.ProcessGroup, int]:
+        """Returns the group that serves the edge to a pipeline rank, and that rank in it."""
+        return self._out[target]
 
-        Sync: reads `tensor` behind the current stream, until the work is waited for.
-        """
-        group, peer = self._out[target]
-        return order.backend().start(lambda: group.send([tensor], peer, tag))
-
-    def receive(self, source: int, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Starts to receive from a pipeline rank.
-
-        Sync: writes `tensor` behind the current stream, until the work is waited for.
-        """
-        group, peer = self._in[source]
-        return order.backend().start(lambda: group.recv([tensor], peer, tag))
+    def of(self, source: int) -> tuple[dist.ProcessGroup, int]:
+        """Returns the group that serves the edge from a pipeline rank, and that rank in it."""
+        return self._in[source]
 
     def close(self) -> None:
         """Destroys the groups; every rank must call it."""
         for group in self._made:
             dist.destroy_process_group(group)
+
+
+@dataclass(frozen=True)
+class _End:
+    """This rank's end of a channel, once it is known what crosses it."""
+
+    start: Callable[[list[torch.Tensor], int, int], dist.Work]  # of the edge's group
+    peer: int
+    spec: Spec
+    free: list[Buffer]
 
 
 class Transfers:
@@ -140,7 +147,11 @@ class Transfers:
         pool: The buffers.
         board: Where producers say what they make.
         specs: What they make, by link, where that is known already.
-        wait_seconds: How long to wait for that.
+        wait_seconds: How long to wait for a producer's word.
+
+    Attributes:
+        specs: What is known; None for a link whose producer failed before it made anything.
+        lent: Addresses of the buffers that stages of this rank are reading.
     """
 
     def __init__(
@@ -154,89 +165,95 @@ class Transfers:
         wait_seconds: float,
     ) -> None:
         self._channels = channels
+        self._num_channels = len(channels)
         self._edges = edges
         self._pool = pool
         self._board = board
         self._wait_seconds = wait_seconds
+        self.specs: dict[int, Spec | None] = dict(specs)
+        self.lent: dict[int, None] = {}
         self._told = set(range(len(channels))) if specs else set[int]()
-        self.specs: dict[int, Spec | None] = dict(specs)  # by link; None: its producer failed
-        self._receiving: dict[Key, tuple[torch.Tensor, dist.Work]] = {}
+        self._ends: dict[int, _End | None] = {}  # None: nothing will ever cross
+        self._receiving: dict[Key, tuple[Buffer, dist.Work]] = {}
         self._sending: dict[Key, tuple[object, dist.Work]] = {}
-        self._tag_stride = len(channels)
 
     def post(self, channel: int, microbatch: int) -> None:
         """Starts a receive."""
-        spec = self._incoming(channel)
-        if spec is not None:
-            buffer = self._pool.take(spec)
-            tag = microbatch * self._tag_stride + channel
-            work = self._edges.receive(self._channels[channel].source, buffer, tag)
+        end = self._ends[channel] if channel in self._ends else self._receiving_end(channel)
+        if end is not None:
+            buffer = end.free.pop() if end.free else self._pool.make(end.spec)
+            tag = microbatch * self._num_channels + channel
+            work = order.start(end.start, [buffer.tensor], end.peer, tag)
             self._receiving[channel, microbatch] = buffer, work
 
-    def wait(self, channel: int, microbatch: int) -> torch.Tensor | None:
-        """Waits for a receive; returns the buffer, which is the caller's to `give_back`.
+    def wait(self, channel: int, microbatch: int) -> Buffer | None:
+        """Waits for a receive; returns the buffer, which the caller has to `give_back`.
 
         Sync: the current stream waits, and the host where its backend blocks it.
         """
-        found = self._receiving.pop((channel, microbatch), None)
-        if found is None:
+        key = channel, microbatch
+        if key not in self._receiving:
             return None
-        buffer, work = found
+        buffer, work = self._receiving[key]
         RECEIVED(work)
+        del self._receiving[key]
+        self.lent[buffer.address] = None
         return buffer
 
-    def give_back(self, link: int, buffer: torch.Tensor) -> None:
+    def give_back(self, channel: int, buffer: Buffer) -> None:
         """Takes a received buffer that nobody reads any more."""
-        spec = self.specs[link]
-        assert spec is not None
-        self._pool.give_back(spec, buffer)
+        end = self._ends[channel]
+        assert end is not None
+        del self.lent[buffer.address]
+        end.free.append(buffer)
 
     def send(self, channel: int, microbatch: int, tensor: torch.Tensor | None) -> None:
-        """Starts to send `tensor`, contiguous; zeros if it is None.
+        """Starts to send `tensor`; zeros if it is None.
 
         Sync: holds `tensor` until `release`.
         """
-        link, kind, _, target = self._channels[channel]
-        if kind == "F" and channel not in self._told:
-            self._told.add(channel)
-            self._board.post(f"{link} to {target}", pickle.dumps(self.specs.setdefault(link, None)))
-        spec = self.specs.get(link)
-        if spec is None or (kind == "B" and not spec.differentiable):
+        end = self._ends[channel] if channel in self._ends else self._sending_end(channel)
+        if end is None:
             return
         if tensor is None:
-            tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=self._pool.device)
-        tag = microbatch * self._tag_stride + channel
-        work = self._edges.send(target, tensor, tag)
+            tensor = torch.zeros(end.spec.shape, dtype=end.spec.dtype, device=self._pool.device)
+        elif not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        tag = microbatch * self._num_channels + channel
+        work = order.start(end.start, [tensor], end.peer, tag)
         self._sending[channel, microbatch] = SENDING(tensor), work
 
     def release(self, channel: int, microbatch: int) -> None:
         """Lets go of what was sent; it has arrived."""
-        found = self._sending.pop((channel, microbatch), None)
-        if found is not None:
-            SENT(found[1])
+        key = channel, microbatch
+        if key in self._sending:
+            SENT(self._sending[key][1])
+            del self._sending[key]
 
-    def _incoming(self, channel: int) -> Spec | None:
-        """Returns what a channel brings; None if nothing will come."""
-        link, kind, _, target = self._channels[channel]
+    def _receiving_end(self, channel: int) -> _End | None:
+        link, kind, source, target = self._channels[channel]
         if kind == "F" and link not in self.specs:
             told = self._board.wait(f"{link} to {target}", timedelta(seconds=self._wait_seconds))
             self.specs[link] = pickle.loads(told)
-        spec = self.specs.get(link)
-        return None if spec is None or (kind == "B" and not spec.differentiable) else spec
+        group, peer = self._edges.of(source)
+        return self._end(channel, group.recv, peer)
 
+    def _sending_end(self, channel: int) -> _End | None:
+        link, kind, _, target = self._channels[channel]
+        if kind == "F" and channel not in self._told:
+            self._told.add(channel)
+            self._board.post(f"{link} to {target}", pickle.dumps(self.specs.setdefault(link, None)))
+        group, peer = self._edges.to(target)
+        return self._end(channel, group.send, peer)
 
-def check_spec(known: Spec | None, found: Spec, name: str, stage: int, microbatch: int) -> None:
-    """Refuses a value that is not what it was in the first microbatch.
-
-    Raises:
-        StepError: Names value, stage and microbatch.
-    """
-    if known is not None and known != found:
-        raise StepError(
-            f"stage {stage}, microbatch {microbatch}: {name!r} is {found}, and was {known} in the "
-            f"first microbatch; all microbatches of all steps must look alike: pad them, or make "
-            f"another Scheduler"
-        )
+    def _end(
+        self, channel: int, start: Callable[[list[torch.Tensor], int, int], dist.Work], peer: int
+    ) -> _End | None:
+        spec = self.specs.get(self._channels[channel].link)
+        crosses = spec is not None and (self._channels[channel].kind == "F" or spec.differentiable)
+        end = _End(start, peer, spec, self._pool.free(spec)) if spec and crosses else None
+        self._ends[channel] = end
+        return end
 
 
 def _pipelines(topology: Topology) -> list[tuple[int, ...]]:
