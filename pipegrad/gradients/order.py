@@ -8,18 +8,17 @@ doubted: a site can be switched off by name, and then a test must fail (``pytest
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from pipegrad.handler import Work
 
 T = TypeVar("T")
-P = ParamSpec("P")
-WorkT = TypeVar("WorkT", bound=Work)
 
 
 class Backend:
@@ -51,9 +50,13 @@ class Backend:
         if event is not None and on is not None:
             on.wait_event(event)
 
-    def start(self, transfer: Callable[P, WorkT], *args: P.args, **kwargs: P.kwargs) -> WorkT:
-        """Starts a transfer; what it reads or writes is in use until its work is waited for."""
-        return transfer(*args, **kwargs)
+    def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Starts to send; `tensor` is read until the work is waited for."""
+        return group.send([tensor], peer, tag)
+
+    def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Starts to receive; `tensor` is written until the work is waited for."""
+        return group.recv([tensor], peer, tag)
 
     def wait_work(self, work: Work) -> None:
         """Waits for a transfer or collective, on the host or on the current stream, as its backend does."""
@@ -78,11 +81,6 @@ sites: dict[str, Site] = {}
 def backend() -> Backend:
     """Returns whose streams are in use."""
     return _backend
-
-
-def start(transfer: Callable[P, WorkT], *args: P.args, **kwargs: P.kwargs) -> WorkT:
-    """Starts a transfer; what it reads or writes is in use until its work is waited for."""
-    return _backend.start(transfer, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch.profiler import record_function
 
 from pipegrad.agreement import FailureNotice
 from pipegrad.errors import PlanError, ReduceError
@@ -95,7 +96,8 @@ class Reducer:
         """Runs one collective. On a lane."""
         try:
             group = self._groups.of(hop.ranks, lane)
-            COLLECTIVE(self._handlers[hop.handler].launch(buffer, hop, group))
+            with record_function(f"bucket {buffer.bucket.index} {hop}"):
+                COLLECTIVE(self._handlers[hop.handler].launch(buffer, hop, group))
             if hop.op == "mean":
                 buffer.buffer.div_(len(hop.ranks))
         except Exception as error:

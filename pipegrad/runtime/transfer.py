@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -14,12 +14,13 @@ import torch.distributed as dist
 from pipegrad.agreement import Board
 from pipegrad.gradients import order
 from pipegrad.gradients.collective import blocks_host
+from pipegrad.handler import Work
 from pipegrad.schedules.program import Channel
 from pipegrad.topology import Topology
 
 RECEIVED = order.WaitWork("transfer.received", "a stage reads what is still arriving")
-SENT = order.WaitWork("transfer.sent", "what is leaving would be freed, and overwritten")
-SENDING = order.Hold("transfer.sending", "nobody else keeps what is leaving from being freed")
+SENDING = order.Hold("transfer.sending", "what is leaving would be freed by who made it")
+SENT = order.WaitWork("transfer.sent", "what is let go of may still be leaving")
 
 Key = tuple[int, int]  # channel and microbatch
 
@@ -130,7 +131,7 @@ class Edges:
 class _End:
     """This rank's end of a channel, once it is known what crosses it."""
 
-    start: Callable[[list[torch.Tensor], int, int], dist.Work]  # of the edge's group
+    group: dist.ProcessGroup
     peer: int
     spec: Spec
     free: list[Buffer]
@@ -174,8 +175,8 @@ class Transfers:
         self.lent: dict[int, None] = {}
         self._told = set(range(len(channels))) if specs else set[int]()
         self._ends: dict[int, _End | None] = {}  # None: nothing will ever cross
-        self._receiving: dict[Key, tuple[Buffer, dist.Work]] = {}
-        self._sending: dict[Key, tuple[object, dist.Work]] = {}
+        self._receiving: dict[Key, tuple[Buffer, Work]] = {}
+        self._sending: dict[Key, tuple[Work, torch.Tensor | None]] = {}
 
     def post(self, channel: int, microbatch: int) -> None:
         """Starts a receive."""
@@ -183,7 +184,7 @@ class Transfers:
         if end is not None:
             buffer = end.free.pop() if end.free else self._pool.make(end.spec)
             tag = microbatch * self._num_channels + channel
-            work = order.start(end.start, [buffer.tensor], end.peer, tag)
+            work = order.backend().receive(end.group, buffer.tensor, end.peer, tag)
             self._receiving[channel, microbatch] = buffer, work
 
     def wait(self, channel: int, microbatch: int) -> Buffer | None:
@@ -210,7 +211,7 @@ class Transfers:
     def send(self, channel: int, microbatch: int, tensor: torch.Tensor | None) -> None:
         """Starts to send `tensor`; zeros if it is None.
 
-        Sync: holds `tensor` until `release`.
+        Sync: reads it behind the current stream, and holds it until `release`.
         """
         end = self._ends[channel] if channel in self._ends else self._sending_end(channel)
         if end is None:
@@ -220,14 +221,14 @@ class Transfers:
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
         tag = microbatch * self._num_channels + channel
-        work = order.start(end.start, [tensor], end.peer, tag)
-        self._sending[channel, microbatch] = SENDING(tensor), work
+        work = order.backend().send(end.group, tensor, end.peer, tag)
+        self._sending[channel, microbatch] = work, SENDING(tensor)
 
     def release(self, channel: int, microbatch: int) -> None:
         """Lets go of what was sent; it has arrived."""
         key = channel, microbatch
         if key in self._sending:
-            SENT(self._sending[key][1])
+            SENT(self._sending[key][0])
             del self._sending[key]
 
     def _receiving_end(self, channel: int) -> _End | None:
@@ -236,7 +237,7 @@ class Transfers:
             told = self._board.wait(f"{link} to {target}", timedelta(seconds=self._wait_seconds))
             self.specs[link] = pickle.loads(told)
         group, peer = self._edges.of(source)
-        return self._end(channel, group.recv, peer)
+        return self._end(channel, group, peer)
 
     def _sending_end(self, channel: int) -> _End | None:
         link, kind, _, target = self._channels[channel]
@@ -244,14 +245,12 @@ class Transfers:
             self._told.add(channel)
             self._board.post(f"{link} to {target}", pickle.dumps(self.specs.setdefault(link, None)))
         group, peer = self._edges.to(target)
-        return self._end(channel, group.send, peer)
+        return self._end(channel, group, peer)
 
-    def _end(
-        self, channel: int, start: Callable[[list[torch.Tensor], int, int], dist.Work], peer: int
-    ) -> _End | None:
+    def _end(self, channel: int, group: dist.ProcessGroup, peer: int) -> _End | None:
         spec = self.specs.get(self._channels[channel].link)
         crosses = spec is not None and (self._channels[channel].kind == "F" or spec.differentiable)
-        end = _End(start, peer, spec, self._pool.free(spec)) if spec and crosses else None
+        end = _End(group, peer, spec, self._pool.free(spec)) if spec and crosses else None
         self._ends[channel] = end
         return end
 

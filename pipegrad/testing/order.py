@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Self, cast
 
 import torch
+import torch.distributed as dist
 
 from pipegrad.errors import OrderError
 from pipegrad.gradients import order
@@ -69,7 +70,8 @@ class OrderChecker(order.Backend):
 
     Make what is to be checked inside, and end it there: lanes keep the streams they were made with.
     It sees operators of torch, not code that bypasses its dispatcher (Triton kernels, replayed CUDA
-    graphs). Transfers and collectives outside of lanes are taken to end where they are called.
+    graphs). Transfers and collectives that are neither in lanes nor started by pipegrad's pipeline
+    are taken to end where they are called.
 
     Args:
         virtual_streams: Whether CPU tensors live on virtual streams. If False the order on CPU is
@@ -98,6 +100,7 @@ class OrderChecker(order.Backend):
         self._free: defaultdict[str, list[str]] = defaultdict(list)
         self._threads: set[str] = set()
         self._flights: defaultdict[str, list[tuple[str, Clock]]] = defaultdict(list)
+        self._transfers: dict[int, tuple[Work, Clock]] = {}
         self._names = itertools.count(1)
         self._lock = threading.RLock()
         self._local = threading.local()
@@ -164,10 +167,45 @@ class OrderChecker(order.Backend):
                 cast("torch.Event | None", event), device, cast("torch.Stream | None", stream)
             )
 
+    def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Sends on a strand of its own; a copy, so that it is seen when `tensor` is freed."""
+        copy = tensor.clone()
+        with self._transferring(tensor) as strand:
+            work = super().send(group, copy, peer, tag)
+        return self._in_flight(work, strand)
+
+    def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Receives on a strand of its own."""
+        with self._transferring() as strand:
+            work = super().receive(group, tensor, peer, tag)
+        return self._in_flight(work, strand)
+
+    @contextlib.contextmanager
+    def _transferring(self, *reads: torch.Tensor) -> Iterator[str]:
+        """Takes the collective that is called inside for a transfer, which reads these tensors."""
+        self._local.transfer = strand, _ = f"transfer {next(self._names)}", reads
+        try:
+            yield strand
+        finally:
+            self._local.transfer = None
+
+    def _in_flight(self, work: Work, strand: str) -> Work:
+        """Keeps a transfer alive, as on a device, where nothing ends it but its own end."""
+        with self._locked():
+            self._transfers[id(work)] = work, self._order.clock(strand)
+        return work
+
     def wait_work(self, work: Work) -> None:
-        """Waits, and orders what comes behind the collectives started here since the last wait."""
+        """Waits, and orders what comes behind it.
+
+        That is a transfer, or all collectives that were started here since the last wait.
+        """
         super().wait_work(work)
         with self._locked():
+            if id(work) in self._transfers:
+                here = self.on_now if self._virtual else self._thread
+                self._order.join(here, self._transfers.pop(id(work))[1])
+                return
             for home, clock in self._flights.pop(self._here, []):
                 self._order.join(home, clock)
 
@@ -225,15 +263,28 @@ class OrderChecker(order.Backend):
             home = strand = self._home(operation)
             self._order.join(home, self._order.clock(self._thread))
             in_lane = getattr(self._local, "in_lane", False)
-            in_flight = operation.group is not None and in_lane
-            if in_flight:
-                strand = f"collectives of {home} in group {operation.group}"
+            transfer, sent = getattr(self._local, "transfer", None) or (None, ())
+            in_flight = operation.group is not None and in_lane and not transfer
+            if in_flight or transfer:
+                strand = transfer or f"collectives of {home} in group {operation.group}"
                 self._order.join(strand, self._order.clock(home))
             tick, where = self._order.tick(strand), call_site()
             accesses = [
                 # Outside of lanes torch itself holds what one stream hands to another.
-                Access(strand, tick, kind, operation.name, where, memory, covered, held=in_lane)
-                for kind, tensors in ((Kind.READ, operation.reads), (Kind.WRITE, operation.writes))
+                Access(
+                    strand,
+                    tick,
+                    kind,
+                    operation.name,
+                    where,
+                    memory,
+                    covered,
+                    held=in_lane or transfer is not None,
+                )
+                for kind, tensors in (
+                    (Kind.READ, (*operation.reads, *sent)),
+                    (Kind.WRITE, operation.writes),
+                )
                 for memory, covered in ((self._memory(t, home), spans(t)) for t in tensors)
                 if covered
             ]

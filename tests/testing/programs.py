@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import Bucketer, GradientSync
+from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
 from pipegrad.gradients import collective
 from pipegrad.gradients.buffer import WRITTEN, FlatBuffer
 from pipegrad.gradients.groups import Groups
@@ -303,3 +303,50 @@ def sums_in_threads(checker: OrderChecker) -> Any:
 def sums_inline(checker: OrderChecker) -> Any:
     with mock.patch.object(collective, "blocks_host", return_value=False):
         return sums(checker)
+
+
+PIPELINED = [[24.0, 12.0, 12.0], [48.0, 24.0, 24.0]]  # the loss, the gradient of a weight
+
+
+@program(PIPELINED)
+def transfers(checker: OrderChecker) -> Any:
+    """A pipeline: values and their gradients are on their way while both stages compute."""
+    del checker
+    return pipeline()
+
+
+@program(PIPELINED, virtual_streams=False)
+def transfers_on_host(checker: OrderChecker) -> Any:
+    del checker
+    return pipeline()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * self.weight
+
+
+def pipeline() -> list[list[float]]:
+    """Two steps of four microbatches; the gradient of either weight is the sum of the inputs."""
+    stage = Scale()
+    scheduler = Scheduler(
+        [Stage(stage, rank())],
+        Topology.create(pipeline=2),
+        schedule="1f1b",
+        num_microbatches=4,
+        loss_fn=lambda out, _: out.sum(),
+        handlers=["noop"],
+    )
+    found = []
+    for step in (1.0, 2.0):
+        given = torch.arange(8.0).reshape(4, 2).floor_divide(2).mul_(2).mul_(step)
+        result = scheduler.step(given, target=given, loss_divisor=1.0)
+        assert stage.weight.grad is not None
+        found.append([float(result.loss), *stage.weight.grad.tolist()])
+        stage.weight.grad = None
+    scheduler.close()
+    return found
