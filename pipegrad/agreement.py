@@ -206,8 +206,8 @@ class Board:
             _store().wait([full], timeout)
         except dist.DistStoreError as error:
             raise AgreementError(
-                f"nothing heard within {timeout.total_seconds():g} s of {key!r}: look at the output "
-                f"of the other ranks, one failed or is stuck"
+                f"nothing heard within {timeout.total_seconds():g} s of {key!r}: one of the other "
+                f"ranks failed or is stuck, look at their output"
             ) from error
         return bytes(_store().get(full))
 

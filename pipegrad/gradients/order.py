@@ -59,7 +59,7 @@ class Backend:
         return group.recv([tensor], peer, tag)
 
     def wait_work(self, work: Work) -> None:
-        """Waits for a transfer or collective, on the host or on the current stream, as its backend does."""
+        """Waits for what was started: the host, or the current stream, as its backend does."""
         work.wait()
 
     def hand_over(self) -> object:

@@ -19,7 +19,7 @@ from pipegrad.schedules.program import Channel, Op, Program, decode
 
 Tensor = torch.Tensor
 Key = tuple[int, int]  # a link, channel or stage, and a microbatch
-Loss = Callable[..., Tensor]
+Loss = Callable[..., object]  # a tensor of one element
 
 
 class PeerFailedError(StepError):
@@ -255,12 +255,7 @@ class Executor:
         """Keeps what a stage made, for its consumers on this rank and for those on others."""
         for link, output in zip(self._wiring.made[stage], outputs, strict=True):
             spec = self._transfers.specs.get(link)
-            if (
-                spec is None
-                or output.shape != spec.shape
-                or output.dtype != spec.dtype
-                or output.requires_grad != spec.differentiable
-            ):
+            if spec is None or not spec.fits(output):
                 self._learn(link, stage, microbatch, Spec.of(output))
             value = self._apart(output).detach()
             self._made[link] = value
@@ -285,8 +280,10 @@ class Executor:
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         for root, link in zip(self._roots[stage, microbatch], self._ends[stage], strict=True):
+            if not root.requires_grad:
+                continue
             gradient = self._root_gradient if link is None else self._gradient(link, microbatch)
-            if gradient is not None and root.requires_grad:
+            if gradient is not None:
                 roots += (root,)
                 gradients += (gradient,)
         del self._roots[stage, microbatch]

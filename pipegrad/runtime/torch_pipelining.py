@@ -9,17 +9,14 @@ gradients (REDUCE_GRAD) through ``stage.perform_reduce_grad`` or, in the oldest 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _Action,
-    _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -28,7 +25,6 @@ from pipegrad.errors import PlanError, ReduceError, TopologyError
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
-from pipegrad.schedules import Schedule
 from pipegrad.topology import Topology
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -92,61 +88,9 @@ def attach(
     return sync
 
 
-def on_torch(
-    schedule: Schedule,
-    stages: Sequence[PipelineStage],
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> TorchSchedule:
-    """Returns a torch schedule that runs ours, with the transfers that torch adds.
-
-    Args:
-        schedule: The same on all ranks.
-        stages: This rank's stages, as the schedule places them.
-        loss_fn: Of a microbatch's output and target; a mean.
-
-    Raises:
-        ScheduleError: If the schedule can never be run.
-    """
-    runtime = _PipelineScheduleRuntime(list(stages), schedule.num_microbatches, loss_fn=loss_fn)
-    runtime.pipeline_order = {
-        rank: [cell and _Action.from_str(str(cell)) for cell in row]
-        for rank, row in enumerate(schedule.grid)
-    }
-    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
-    return runtime
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Returns its input; the gradient that goes back is contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        return gradient.contiguous()
-
-
 def is_profiled() -> bool:
     """Whether a torch profiler is recording. Asking costs less than a range that nobody records."""
-    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined, no-any-return]
-
-
-def contiguous(forward: Callable[..., torch.Tensor], *, first: bool) -> Callable[..., torch.Tensor]:
-    """Returns a stage's forward with ends that can be sent: transfers take contiguous tensors only.
-
-    Args:
-        forward: Takes one tensor and returns one.
-        first: Whether the stage is the first, which sends no gradient back.
-    """
-
-    @functools.wraps(forward)
-    def sendable(given: torch.Tensor) -> torch.Tensor:
-        received: torch.Tensor = given if first else _ContiguousGradient.apply(given)  # type: ignore[no-untyped-call]
-        return forward(received).contiguous()
-
-    return sendable
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:

@@ -38,6 +38,14 @@ class Spec:
         """Returns the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor looks like this."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype == self.dtype
+            and tensor.requires_grad == self.differentiable
+        )
+
     def __str__(self) -> str:
         gradient = "with" if self.differentiable else "without"
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} {gradient} gradient"

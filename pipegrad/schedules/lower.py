@@ -1,11 +1,13 @@
-"""lower: a schedule into the Program of every rank. One pure function; the executor decides nothing."""
+"""lower: a schedule into the Program of every rank, which leaves nothing to decide."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.action import Action, Schedule
@@ -108,7 +110,6 @@ class _Lowering:
     def rows(self, depth: int, collectives: tuple[Collective, ...]) -> Iterable[array[int]]:
         """Yields the items of each rank."""
         sent = self._by_edge(self._starts)
-        order = {t: i for messages in sent.values() for i, (t, _) in enumerate(messages)}
         waited = {
             (rank, transfer): position
             for rank, needs in enumerate(self._needs)
@@ -117,47 +118,85 @@ class _Lowering:
         }
         for rank, row in enumerate(self._schedule.actions):
             incoming = {s: [t for t, _ in m] for (s, target), m in sent.items() if target == rank}
+            receives = _Receives(incoming, depth)
             released = self._releases(rank, sent, waited)
-            yield self._row(rank, row, depth, collectives, incoming, order, released)
+            last = _last_backwards(row)
+            launches = _Launches(rank, set(last), collectives)
+            items = array("q", receives.first())
+            for position, action in enumerate(row):
+                needs = self._needs[rank][position]
+                items.extend(receives.before(needs))
+                items.extend(encode(Op.RELEASE, *t) for t in released.get(position, ()))
+                items.extend(self._before(action, launches, last.get(action.stage) == position))
+                items.append(encode(Op.COMPUTE, action_index(action), action.microbatch))
+                items.extend(encode(Op.SEND, *t) for t in self._starts[rank][position])
+                if last.get(action.stage) == position:
+                    items.append(encode(Op.FINAL, action.stage))
+                    items.extend(launches.after(action.stage))
+            items.extend(encode(Op.RELEASE, *t) for t in released.get(-1, ()))
+            items.extend(launches.published())
+            yield items
+
+    def _before(self, action: Action, launches: _Launches, is_last: bool) -> Iterable[int]:
+        """Yields what else comes before an action."""
+        stage, kind, microbatch = action
+        if kind == "F":
+            yield from launches.first_use(stage)
+        if kind in ("B", "I"):
+            for link in self._made[stage]:
+                ranks = {self._places[c] for c in self._links[link].consumers}
+                if self._links[link].differentiable and len(ranks) > 1:
+                    yield encode(Op.JOIN, link, microbatch)
+        if kind == "B" and is_last:
+            yield encode(Op.LAST_BACKWARD, stage)
 
     # What an action needs from other ranks, and what it starts.
 
     def _follow(self, rank: int, row: Sequence[Action]) -> None:
         received = set[Transfer]()
-        left = self._consumers_left(rank, row)
+        left = self._consumers_left(row)
         for stage, kind, microbatch in row:
             needs, starts = list[Transfer](), list[Transfer]()
             if kind == "F":
-                for link in self._taken[stage]:
-                    source = self._places[self._links[link].producer]
-                    if source != rank:
-                        transfer = self._transfer(link, "F", source, rank, microbatch)
-                        if transfer not in received:
-                            received.add(transfer)
-                            needs.append(transfer)
-                for link in self._made[stage]:
-                    for target in self._ranks(link, rank):
-                        starts.append(self._transfer(link, "F", rank, target, microbatch))
+                needs = [t for t in self._taken_from(stage, rank, microbatch) if t not in received]
+                received.update(needs)
+                starts = [
+                    self._transfer(link, "F", rank, target, microbatch)
+                    for link in self._made[stage]
+                    for target in self._ranks(link, rank)
+                ]
             elif kind in ("B", "I"):
-                for link in self._made[stage]:
-                    if self._links[link].differentiable:
-                        for source in self._ranks(link, rank):
-                            needs.append(self._transfer(link, "B", source, rank, microbatch))
-                for link in self._taken[stage]:
-                    target = self._places[self._links[link].producer]
-                    left[link, microbatch] -= 1
-                    if (
-                        target != rank
-                        and self._links[link].differentiable
-                        and left[link, microbatch] == 0
-                    ):
-                        starts.append(self._transfer(link, "B", rank, target, microbatch))
+                needs = [
+                    self._transfer(link, "B", source, rank, microbatch)
+                    for link in self._made[stage]
+                    if self._links[link].differentiable
+                    for source in self._ranks(link, rank)
+                ]
+                starts = self._returned(stage, rank, microbatch, left)
             self._needs[rank].append(needs)
             self._starts[rank].append(starts)
 
-    def _consumers_left(self, rank: int, row: Sequence[Action]) -> dict[Transfer, int]:
+    def _taken_from(self, stage: int, rank: int, microbatch: int) -> list[Transfer]:
+        """Returns what a stage's forward takes from other ranks."""
+        sources = [(link, self._places[self._links[link].producer]) for link in self._taken[stage]]
+        return [self._transfer(i, "F", s, rank, microbatch) for i, s in sources if s != rank]
+
+    def _returned(
+        self, stage: int, rank: int, microbatch: int, left: dict[tuple[int, int], int]
+    ) -> list[Transfer]:
+        """Returns the gradients that leave with a stage's backward, the last of its rank."""
+        found = list[Transfer]()
+        for link in self._taken[stage]:
+            target = self._places[self._links[link].producer]
+            left[link, microbatch] -= 1
+            last = left[link, microbatch] == 0
+            if target != rank and self._links[link].differentiable and last:
+                found.append(self._transfer(link, "B", rank, target, microbatch))
+        return found
+
+    def _consumers_left(self, row: Sequence[Action]) -> dict[tuple[int, int], int]:
         """Returns for each link and microbatch how many stages of a rank take it, and go back."""
-        left = defaultdict[Transfer, int](int)
+        left = defaultdict[tuple[int, int], int](int)
         for stage, kind, microbatch in row:
             if kind in ("B", "I"):
                 for link in self._taken[stage]:
@@ -207,100 +246,41 @@ class _Lowering:
                 continue
             back = sent.get((peer, rank), [])
             for transfer, _ in messages:
-                arrived = waited.get((peer, transfer))
-                # The positions of neither side ascend where a value is kept for a later stage.
-                proofs = (
-                    []
-                    if arrived is None
-                    else [
-                        waited[rank, answer]
-                        for answer, position in _from(back, arrived)
-                        if (rank, answer) in waited
-                    ]
-                )
-                found[proofs[0] if proofs else -1].append(transfer)
+                arrived = waited.get((peer, transfer), len(self._schedule.actions[peer]))
+                answer = bisect_left(back, arrived, key=itemgetter(1))
+                proof = waited.get((rank, back[answer][0])) if answer < len(back) else None
+                found[-1 if proof is None else proof].append(transfer)
         return found
 
-    # The items.
 
-    def _row(
-        self,
-        rank: int,
-        row: Sequence[Action],
-        depth: int,
-        collectives: tuple[Collective, ...],
-        incoming: dict[int, list[Transfer]],
-        order: dict[Transfer, int],
-        released: dict[int, list[Transfer]],
-    ) -> array[int]:
-        items = array("q")
-        posted = dict.fromkeys(incoming, 0)
+class _Receives:
+    """What a rank receives: posted in the order of each edge, waited for where it is needed."""
 
-        def post(source: int, number: int) -> None:
-            for transfer in incoming[source][posted[source] : number]:
-                items.append(encode(Op.POST_RECEIVE, *transfer))
-            posted[source] = max(posted[source], min(number, len(incoming[source])))
+    def __init__(self, incoming: dict[int, list[Transfer]], depth: int) -> None:
+        self._incoming = incoming
+        self._depth = depth
+        self._place = {t: (s, i) for s, found in incoming.items() for i, t in enumerate(found)}
+        self._posted = dict.fromkeys(incoming, 0)
 
-        for source in sorted(incoming):
-            post(source, depth)
-        last = _last_backwards(row)
-        launches = _Launches(rank, set(last), collectives)
-        used = set[int]()
-        for position, action in enumerate(row):
-            needs = self._needs[rank][position]
-            for transfer in needs:
-                source = self.channels[transfer[0]].source
-                if transfer in order:
-                    post(source, order[transfer] + 1 + depth)
-            for transfer in needs:
-                items.append(encode(Op.WAIT_RECEIVE, *transfer))
-            for transfer in released.get(position, ()):
-                items.append(encode(Op.RELEASE, *transfer))
-            if action.kind == "F" and action.stage not in used:
-                used.add(action.stage)
-                if any(c.mirrored and action.stage in c.stages for c in collectives):
-                    items.append(encode(Op.FIRST_USE, action.stage))
-            if action.kind in ("B", "I"):
-                for link in self._joined(action.stage):
-                    items.append(encode(Op.JOIN, link, action.microbatch))
-            is_last = last.get(action.stage) == position
-            if is_last and action.kind == "B":
-                items.append(encode(Op.LAST_BACKWARD, action.stage))
-            items.append(encode(Op.COMPUTE, action_index(action), action.microbatch))
-            for transfer in self._starts[rank][position]:
-                items.append(encode(Op.SEND, *transfer))
-            if is_last:
-                items.append(encode(Op.FINAL, action.stage))
-                items.extend(launches.after(action.stage))
-        for transfer in released.get(-1, ()):
-            items.append(encode(Op.RELEASE, *transfer))
-        for number, collective in enumerate(collectives):
-            if collective.mirrored and rank in collective.ranks:
-                items.append(encode(Op.PUBLISH, number))
-        return items
+    def first(self) -> Iterable[int]:
+        """Yields the items at the start of a step."""
+        for source in sorted(self._incoming):
+            yield from self._post(source, self._depth)
 
-    def _joined(self, stage: int) -> list[int]:
-        """Returns the links of a stage whose gradients come from several ranks."""
-        return [
-            link
-            for link in self._made[stage]
-            if self._links[link].differentiable
-            and len({self._places[c] for c in self._links[link].consumers}) > 1
-        ]
+    def before(self, needs: Sequence[Transfer]) -> Iterable[int]:
+        """Yields the items before an action."""
+        for transfer in needs:
+            if transfer in self._place:  # else nobody sends it, as `verify` will say
+                source, number = self._place[transfer]
+                yield from self._post(source, number + 1 + self._depth)
+        for transfer in needs:
+            yield encode(Op.WAIT_RECEIVE, *transfer)
 
-
-def _from(
-    messages: Sequence[tuple[Transfer, int]], position: int
-) -> Sequence[tuple[Transfer, int]]:
-    """Returns the first message that was sent at `position` or behind; positions ascend."""
-    low, high = 0, len(messages)
-    while low < high:
-        middle = (low + high) // 2
-        if messages[middle][1] < position:
-            low = middle + 1
-        else:
-            high = middle
-    return messages[low : low + 1]
+    def _post(self, source: int, number: int) -> Iterable[int]:
+        posted = self._posted[source]
+        for transfer in self._incoming[source][posted:number]:
+            yield encode(Op.POST_RECEIVE, *transfer)
+            self._posted[source] += 1
 
 
 def _last_backwards(row: Sequence[Action]) -> dict[int, int]:
@@ -314,10 +294,21 @@ class _Launches:
     def __init__(self, rank: int, local: set[int], collectives: Sequence[Collective]) -> None:
         self._queues = defaultdict[int, list[int]](list)
         self._missing: dict[int, set[int]] = {}
+        self._mirrored: dict[int, set[int]] = {}
         for number, collective in enumerate(collectives):
             if rank in collective.ranks:
+                stages = local.intersection(collective.stages)
                 self._queues[collective.lane].append(number)
-                self._missing[number] = local.intersection(collective.stages)
+                self._missing[number] = stages
+                if collective.mirrored:
+                    self._mirrored[number] = set(stages)
+        self._unused = set[int]().union(*self._mirrored.values())
+
+    def first_use(self, stage: int) -> Iterable[int]:
+        """Yields the item before the first forward of a stage whose parameters may be coming."""
+        if stage in self._unused:
+            self._unused.remove(stage)
+            yield encode(Op.FIRST_USE, stage)
 
     def after(self, stage: int) -> list[int]:
         """Returns the items of those that leave now."""
@@ -328,3 +319,8 @@ class _Launches:
             while queue and not self._missing[queue[0]]:
                 found.append(encode(Op.LAUNCH, queue.pop(0)))
         return found
+
+    def published(self) -> Iterable[int]:
+        """Yields the items at the end of a step."""
+        for number in self._mirrored:
+            yield encode(Op.PUBLISH, number)

@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 
 from pipegrad.agreement import agree
 from pipegrad.errors import StepError
 from pipegrad.gradients.manifest import same
+from pipegrad.runtime.scheduler import Scheduler
 from pipegrad.runtime.split import Cut
-from pipegrad.runtime.torch_pipelining import attach, contiguous, on_torch
+from pipegrad.runtime.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint import State
 from pipegrad.train.config import Config
@@ -102,8 +102,8 @@ class Trainer:
         config, begin = self.job.config, time.perf_counter()
         # Dropout differs by rank and step, and a run that goes on draws what it would have drawn.
         torch.manual_seed(mixed(config.train.seed, number, dist.get_rank()))
-        losses: list[Tensor] = []
-        self._forward_and_backward(number, losses)
+        tokens, following = self._batch(number)
+        result = self._scheduler.step(tokens, target=following)
         clip = config.gradients.clip_norm
         norm = self.sync.clip_grad_norm_(math.inf if clip is None else clip).item()
         if not math.isfinite(norm):
@@ -113,19 +113,19 @@ class Trainer:
             self._optimizer.zero_grad()
         if self._learning_rate is not None:
             self._learning_rate.step()
-        loss = torch.stack(losses).mean().item() / self.job.data if losses else 0.0
+        loss = result.loss.item()
         did = self.sync.statistics()
         seconds = time.perf_counter() - begin
-        told = [loss, seconds, did.exposed_seconds, did.collectives, did.reduced_bytes]
+        told = [seconds, did.exposed_seconds, did.collectives, did.reduced_bytes]
         rows = _every_rank(told, self._device)
-        all_losses, all_seconds, exposed, collectives, nbytes = zip(*rows, strict=True)
-        tokens = config.data.batch_size * config.data.sequence_length
+        all_seconds, exposed, collectives, nbytes = zip(*rows, strict=True)
+        num_tokens = config.data.batch_size * config.data.sequence_length
         return StepMetrics(
             step=number,
-            loss=sum(all_losses),
+            loss=loss,
             grad_norm=norm,
             step_seconds=max(all_seconds),
-            tokens_per_second=tokens / max(all_seconds),
+            tokens_per_second=num_tokens / max(all_seconds),
             collectives=int(sum(collectives)),
             bytes_reduced=int(sum(nbytes)),
             exposed_seconds=max(exposed),
@@ -152,7 +152,7 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the lanes and destroys their process groups; every rank must call it."""
-        self.sync.close()
+        self._scheduler.close()
 
     # Before the first step.
 
@@ -184,34 +184,22 @@ class Trainer:
             for module in self._modules.values():
                 autocast = torch.autocast(device.type, dtype=torch.bfloat16)
                 module.forward = autocast(module.forward)
-        for stage, module in self._modules.items():
-            if len(self._cut.modules) > 1:
-                module.forward = contiguous(module.forward, first=stage == 0)
         return device.type
 
     def _connect(self) -> None:
-        """Makes process groups, the schedule, and what reduces its gradients."""
+        """Makes process groups, what runs the schedule, and what reduces its gradients."""
         job = self.job
-        topology = Topology.create(
-            pipeline=job.pipeline,
-            stage_to_rank=job.schedule.stage_to_rank,
-            device_type=self._device.type,
-        )
-        stages = [
-            PipelineStage(
-                module, index, topology.num_stages, self._device, group=topology.group_along("pp")
-            )
-            for index, module in self._modules.items()
-        ]
-        self._schedule = on_torch(job.schedule, stages, _cross_entropy)
         assert self._cut is not None
-        self.sync = attach(
-            self._schedule,
-            topology=topology,
+        self._scheduler = Scheduler(
+            [Stage(module, index) for index, module in self._modules.items()],
+            Topology.create(pipeline=job.pipeline, device_type=self._device.type),
+            schedule=job.schedule,
+            loss_fn=_cross_entropy,
             shared=self._cut.shared,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
             **job.gradient_options,
         )
+        self.sync = self._scheduler.sync
 
     def _make_outline(self) -> None:
         """Writes down what the job will do, and lets go of the stages of other ranks.
@@ -270,22 +258,23 @@ class Trainer:
 
     # In a step.
 
-    def _forward_and_backward(self, number: int, losses: list[Tensor]) -> None:
+    def _batch(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the tokens of a step's batch and those to predict, where stages need them."""
         config, topology = self.job.config, self.sync.topology
         first, last = 0 in self._modules, topology.num_stages - 1 in self._modules
-        given: list[Tensor] = []
-        target: Tensor | None = None
-        if first or last:
-            tokens, following = self._corpus.batch(
-                number,
-                seed=config.train.seed,
-                size=config.data.batch_size,
-                share=topology.coordinate(topology.data),
-                num_shares=self.job.data,
-            )
-            given = [tokens.to(self._device)] if first else []
-            target = following.to(self._device) if last else None
-        self._schedule.step(*given, target=target, losses=losses, return_outputs=False)
+        if not (first or last):
+            return None, None
+        tokens, following = self._corpus.batch(
+            number,
+            seed=config.train.seed,
+            size=config.data.batch_size,
+            share=topology.coordinate(topology.data),
+            num_shares=self.job.data,
+        )
+        return (
+            tokens.to(self._device) if first else None,
+            following.to(self._device) if last else None,
+        )
 
     def _refuse_step(self, number: int, norm: float) -> NoReturn:
         raise StepError(

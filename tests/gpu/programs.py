@@ -191,6 +191,7 @@ ELSEWHERE = {  # a site, or the file of several -> why it has no twin here
     "bucketer": _SUMS,
     "collective": _SUMS,
     "staging": _SUMS,
+    "transfer": _SUMS,
 }
 HERE = [site for site in sites if not {site, site.partition(".")[0]} & ELSEWHERE.keys()]
 

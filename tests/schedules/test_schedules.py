@@ -130,4 +130,4 @@ def test_split_backward_is_placed_too() -> None:
 def test_what_can_never_be_run_is_refused_with_its_rows(wrong: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=message) as caught:
         _ = wrong.ticks
-    assert "\nrank 0  0" in str(caught.value)
+    assert re.search(r"\nrank 0  >?0", str(caught.value))

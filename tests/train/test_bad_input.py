@@ -194,7 +194,7 @@ CASES: dict[str, Bad] = {
         says="takes a multiple of 2 microbatches .* found 1; the nearest is 2",
     ),
     "a schedule that cannot go on": Bad(
-        r"(?s)schedule = 'odd_schedule:Odd': schedule 'odd' cannot go on: .*\nrank 0  0B3 ",
+        r"(?s)schedule = 'odd_schedule:Odd': schedule 'odd' cannot go on: .*\nrank 0  >0B3< ",
         options=["--schedule", "odd_schedule:Odd"],
     ),
     "another schedule than was asked for": Bad(
