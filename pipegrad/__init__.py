@@ -46,6 +46,7 @@ from pipegrad.runtime.scheduler import Scheduler, StepResult
 from pipegrad.runtime.split import Cut, split
 from pipegrad.runtime.stage import Stage
 from pipegrad.runtime.torch_pipelining import attach
+from pipegrad.runtime.transfer import measure_hops
 from pipegrad.schedules.action import Schedule
 from pipegrad.schedules.lower import lower
 from pipegrad.schedules.program import Link, Program
@@ -101,6 +102,7 @@ __all__ = [
     "make_manifest",
     "make_plan",
     "make_plans",
+    "measure_hops",
     "schedules",
     "split",
     "verify",

@@ -148,7 +148,7 @@ class Executor:
         self,
         inputs: Mapping[str, Sequence[object]],
         targets: Sequence[object] | None,
-        root_gradient: Tensor | None,
+        divisor: float,
     ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
         """Runs all items; returns the losses and, forward-only, the outputs of the last stage.
 
@@ -157,11 +157,11 @@ class Executor:
         Args:
             inputs: External name -> its value for each microbatch.
             targets: For each microbatch, on the rank of the last stage.
-            root_gradient: What the gradient of every loss is, a scalar.
+            divisor: Of every loss, as backward sees it.
 
         Sync: all on the current stream.
         """
-        self._inputs, self._targets, self._root_gradient = inputs, targets, root_gradient
+        self._inputs, self._targets, self._divisor = inputs, targets, divisor
         self._values = dict[Key, _Value]()
         self._roots = dict[Key, tuple[Tensor, ...]]()
         self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
@@ -282,7 +282,11 @@ class Executor:
         for root, link in zip(self._roots[stage, microbatch], self._ends[stage], strict=True):
             if not root.requires_grad:
                 continue
-            gradient = self._root_gradient if link is None else self._gradient(link, microbatch)
+            gradient = (
+                torch.full_like(root, 1.0 / self._divisor)
+                if link is None
+                else self._gradient(link, microbatch)
+            )
             if gradient is not None:
                 roots += (root,)
                 gradients += (gradient,)

@@ -163,6 +163,8 @@ class Scheduler:
         self._notice = FailureNotice(f"step {self._name}")
         self._num_runs = 0
         self._ready: dict[bool, _Ready] = {}  # forward only or not
+        self._rows: dict[bool, dict[str, int]] = {}  # of the first batch: training or not
+        self._has_last_stage = self.topology.num_stages - 1 in self._stages
 
     # What users call.
 
@@ -177,7 +179,8 @@ class Scheduler:
 
         Every rank must call it. Values need only be given on the ranks of stages that name them,
         the target on that of the last stage. Tensors are cut along their first dimension into
-        microbatches; anything else, and tensors without dimensions, every microbatch gets whole.
+        microbatches, and have the same number of rows, that of the first step; anything else, and
+        tensors without dimensions, every microbatch gets whole.
 
         Args:
             *inputs: External inputs, in the order of their first use.
@@ -210,8 +213,9 @@ class Scheduler:
     ) -> StepResult:
         """Runs forward alone, without gradients and with all modules in evaluation mode.
 
-        As `step`; without a target there is no loss (it is nan), just the outputs. What values look
-        like is learned anew in the first evaluation, which may have batches of another size.
+        As `step`; without a target the loss is 0, and there are just the outputs. What values look
+        like is learned anew in the first evaluation: its batches may have another size than those
+        of `step`, but all the same.
         """
         divisor = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
@@ -249,10 +253,14 @@ class Scheduler:
         links = self._wiring.links
         learning = self._make_ready(links, {}, depth=0, forward_only=forward_only)
 
-        results = list[StepResult]()
+        found: list[StepResult | Exception] = []
 
-        def learn() -> dict[int, Spec]:
-            results.append(self._run_ready(learning, inputs, named, target, divisor))
+        def learn() -> dict[int, Spec] | None:
+            try:
+                found.append(self._run_ready(learning, inputs, named, target, divisor))
+            except Exception as error:  # noqa: BLE001 - raised below, once all ranks are here
+                found.append(error)
+                return None
             return learning.executor.specs
 
         told = agree(
@@ -261,7 +269,12 @@ class Scheduler:
             ranks=sorted(self.topology.ranks),
             timeout_seconds=_LEARN_SECONDS,
         )
-        specs = {link: spec for found in told for link, spec in found.items()}
+        result = found[0]
+        if isinstance(result, Exception):
+            raise result
+        if None in told:
+            raise StepError(f"a step failed on another rank: {self._notice.read()}")
+        specs = {link: spec for seen in told if seen for link, spec in seen.items()}
         known = [
             link._replace(differentiable=specs[number].differentiable)
             for number, link in enumerate(links)
@@ -270,7 +283,7 @@ class Scheduler:
         self._ready[forward_only] = ready
         if not forward_only:
             self.program, self.proof = ready.program, ready.proof
-        return results[0]
+        return result
 
     def _run_ready(
         self,
@@ -285,8 +298,7 @@ class Scheduler:
             given, targets = self._cut(inputs, named, target, training=training)
             if training:
                 self.sync.prepare()
-            root = torch.tensor(1.0 / divisor, device=self._device) if training else None
-            losses, outputs = ready.executor.run(given, targets, root)
+            losses, outputs = ready.executor.run(given, targets, divisor)
             if (first := self._notice.read()) is not None:
                 raise PeerFailedError(f"a step failed on another rank: {first}")
             if training:
@@ -294,7 +306,7 @@ class Scheduler:
         except Exception as error:
             self._fail(ready.executor, error)
             raise
-        loss = torch.stack(losses).sum() / divisor if losses else None
+        loss = torch.stack(losses).float().sum() / divisor if losses else None
         return self._tell(loss, outputs, failed=False)
 
     def _fail(self, executor: Executor, error: Exception) -> None:
@@ -340,26 +352,46 @@ class Scheduler:
         if len(inputs) > len(external):
             raise StepError(f"{len(inputs)} inputs, expected at most {list(external)}")
         given = dict(zip(external, inputs, strict=False))
-        wrong = [name for name in named if name not in external or name in given]
-        if wrong:
-            raise StepError(
-                f"inputs {wrong} are given twice or taken by no stage; the stages take "
-                f"{list(external)} from outside"
-            )
+        unknown = [name for name in named if name not in external]
+        if unknown:
+            raise StepError(f"no stage takes {unknown}; from outside they take {list(external)}")
+        twice = [name for name in named if name in given]
+        if twice:
+            raise StepError(f"inputs {twice} are given twice, by position and by name")
         given |= named
         needed = {s for i in self._stages for s in self._wiring.taken[i] if isinstance(s, str)}
         missing = sorted(needed - given.keys())
         if missing:
-            raise StepError(f"inputs {missing} are missing, which stages of this rank take")
+            made = list(dict.fromkeys(link.name for link in self._wiring.links))
+            raise StepError(
+                f"inputs {missing} are missing, which stages of this rank take; what stages make "
+                f"for later ones is {made}"
+            )
+        values = {name: given[name] for name in sorted(needed)}
+        if self._has_last_stage and (training or target is not None):
+            if target is None or self._loss_fn is None:
+                raise StepError("the last stage's rank needs target= and a Scheduler with loss_fn=")
+            values["target"] = target
+        self._check_rows(values, training=training)
         number = self.schedule.num_microbatches
-        cut = {name: _microbatches(given[name], number, name) for name in sorted(needed)}
-        if self.topology.num_stages - 1 not in self._stages:
-            return cut, None
-        if target is None and not training:
-            return cut, None
-        if target is None or self._loss_fn is None:
-            raise StepError("the last stage's rank needs target= and a Scheduler with loss_fn=")
-        return cut, _microbatches(target, number, "target")
+        cut = {name: _microbatches(value, number) for name, value in values.items()}
+        return cut, cut.pop("target", None)
+
+    def _check_rows(self, values: Mapping[str, object], *, training: bool) -> None:
+        """Refuses tensors that are not cut alike, or not as in the first step."""
+        rows = {name: len(x) for name, x in values.items() if isinstance(x, Tensor) and x.dim()}
+        number = self.schedule.num_microbatches
+        if len(set(rows.values())) > 1 or any(n == 0 or n % number for n in rows.values()):
+            raise StepError(
+                f"tensors of {rows} rows cannot be cut into {number} microbatches that belong "
+                f"together: give all the same number of rows, a multiple of {number}"
+            )
+        seen = self._rows.setdefault(training, rows)
+        if seen != rows:
+            raise StepError(
+                f"tensors of {rows} rows, and of {seen} in the first step of this kind: all "
+                f"microbatches must look alike: pad them, or make another Scheduler"
+            )
 
     def _lowered(
         self, links: Sequence[Link], *, depth: int | None = None, forward_only: bool = False
@@ -453,20 +485,16 @@ def _collectives(sync: GradientSync) -> tuple[Collective, ...]:
             hop = bucket.route[launch.hop]
             places = sorted({topology.at(r).coordinate(topology.pipeline) for r in hop.ranks})
             name = f"bucket {bucket.index}: {hop} over ranks {list(hop.ranks)}"
+            stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in places)
             found[launch.ready, launch.hop, launch.bucket, hop.ranks] = Collective(
-                name, tuple(places), bucket.holders, launch.lane
+                name, tuple(places), stages, launch.lane
             )
     return tuple(found[key] for key in sorted(found))
 
 
-def _microbatches(value: object, number: int, name: str) -> Sequence[object]:
+def _microbatches(value: object, number: int) -> Sequence[object]:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return [value] * number
-    if value.shape[0] == 0 or value.shape[0] % number:
-        raise StepError(
-            f"{name!r} has {value.shape[0]} rows, which cannot be cut into {number} microbatches "
-            f"alike: give a multiple of {number}"
-        )
     return value.tensor_split(number)
 
 

@@ -106,8 +106,8 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
         ends: Stage -> names of its inputs and of its outputs; all stages from 0.
 
     Raises:
-        ScheduleError: If a name is doubled, a stage takes nothing from an earlier one though it is
-            not the first, or makes something that nobody takes though it is not the last.
+        ScheduleError: If a name is doubled or reserved, or a stage that is not the last makes
+            something that nobody takes.
     """
     num_stages = len(ends)
     consumers: dict[tuple[int, str], list[int]] = {}
@@ -132,17 +132,17 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
                 f"stage {stage} makes {wasted}, which no later stage takes: name them among the "
                 f"inputs of one, or leave them out"
             )
-    for stage in range(1, num_stages):
-        if all(isinstance(source, str) for source in sources[stage]):
-            raise ScheduleError(
-                f"stage {stage} takes {list(ends[stage][0])}, none of which an earlier stage "
-                f"makes: its inputs and the outputs of the stage before must share a name"
-            )
+    external = tuple(dict.fromkeys(s for found in sources for s in found if isinstance(s, str)))
+    reserved = [name for name in external if name in ("target", "loss_divisor")]
+    if reserved:
+        raise ScheduleError(
+            f"stages take {reserved} from outside, which are arguments of step() itself: rename"
+        )
     order = sorted(consumers, key=lambda made: (made[0], list(ends[made[0]][1]).index(made[1])))
     number = {made: i for i, made in enumerate(order)}
     return Wiring(
         tuple(Link(name, stage, tuple(consumers[stage, name])) for stage, name in order),
-        tuple(dict.fromkeys(s for found in sources for s in found if isinstance(s, str))),
+        external,
         tuple(tuple(s if isinstance(s, str) else number[s] for s in found) for found in sources),
         tuple(
             tuple(number[stage, name] for name in ends[stage][1] if (stage, name) in number)

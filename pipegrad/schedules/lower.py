@@ -53,8 +53,10 @@ def lower(
         forward_only: Leave out all backwards and reductions.
 
     Raises:
-        ScheduleError: If links name stages that there are not, or go backwards.
+        ScheduleError: If links name stages that there are not, or go backwards; or depth is negative.
     """
+    if depth < 0:
+        raise ScheduleError(f"depth is {depth}, expected 0 or more receives posted ahead")
     if links is None:
         links = chain(len(schedule.stage_to_rank))
     _check_links(links, len(schedule.stage_to_rank))
@@ -76,7 +78,8 @@ def lower(
 def _check_links(links: Sequence[Link], num_stages: int) -> None:
     for link in links:
         stages = (link.producer, *link.consumers)
-        if not link.consumers or list(stages) != sorted(set(stages)) or stages[-1] >= num_stages:
+        inside = stages[0] >= 0 and stages[-1] < num_stages
+        if not (link.consumers and inside and list(stages) == sorted(set(stages))):
             raise ScheduleError(
                 f"link {link.name!r} goes from stage {link.producer} to stages "
                 f"{list(link.consumers)}: expected later ones, ascending, below {num_stages}"

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.action import Action
-from pipegrad.schedules.program import Item, Op, Program, decode
+from pipegrad.schedules.program import KINDS, Item, Op, Program, action_index, decode
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
 Key = tuple[int, int]  # a channel, link or stage, and a microbatch
@@ -47,8 +47,8 @@ def verify(program: Program) -> Proof:
     Raises:
         ScheduleError: Shows the grid, with the cell where it goes wrong marked.
     """
-    if not program.forward_only:
-        program.schedule.check_complete()
+    _check_actions(program)
+    _check_collective_ranks(program)
     _check_edges(program)
     ranks = [_Rank(program, rank) for rank in range(len(program.items))]
     _play(program, ranks)
@@ -58,6 +58,38 @@ def verify(program: Program) -> Proof:
         tuple(rank.most_buffers for rank in ranks),
         tuple(rank.most_in_flight for rank in ranks),
     )
+
+
+def _check_actions(program: Program) -> None:
+    """Refuses a schedule that lacks actions."""
+    schedule = program.schedule
+    if not program.forward_only:
+        schedule.check_complete()
+        return
+    found = [action for row in schedule.actions for action in row]
+    missing = [
+        str(Action(stage, "F", microbatch))
+        for stage in range(len(schedule.stage_to_rank))
+        for microbatch in range(schedule.num_microbatches)
+        if found.count(Action(stage, "F", microbatch)) != 1
+    ]
+    if missing:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} does not have {', '.join(missing[:5])} once\n"
+            f"{schedule.marked(())}"
+        )
+
+
+def _check_collective_ranks(program: Program) -> None:
+    """Refuses collectives over ranks that there are not, or of stages that are elsewhere."""
+    places = dict(enumerate(program.schedule.stage_to_rank))
+    for name, ranks, stages, _, _ in program.collectives:
+        outside = [s for s in stages if places.get(s) not in ranks]
+        if not set(ranks) <= set(places.values()) or outside or not ranks:
+            raise ScheduleError(
+                f"{name} is over pipeline ranks {list(ranks)} and of stages {list(stages)}: "
+                f"expected ranks of {sorted(set(places.values()))} that hold these stages"
+            )
 
 
 def _check_edges(program: Program) -> None:
@@ -142,6 +174,8 @@ class _Rank:
         self._program = program
         self._places = program.schedule.stage_to_rank
         self._done = set[tuple[int, int]]()  # (stage and kind, microbatch)
+        self._due = {(action_index(a), a.microbatch) for a in program.schedule.actions[rank]}
+        self._newest: dict[int, int] = {}  # stage -> microbatch of its newest forward
         self._posted = set[Key]()
         self._waited = set[Key]()
         self._unreleased = set[Key]()
@@ -150,7 +184,13 @@ class _Rank:
         self.launched: list[int] = []
         self.published: list[int] = []
         self._final = set[int]()
-        self._used = set[int]()
+        self._announced = set[int]()
+        self._unused = {
+            stage
+            for collective in program.collectives
+            if collective.mirrored
+            for stage in collective.stages
+        }
         self._live = self._buffers = self._flying = 0
         self.most_live = self.most_buffers = self.most_in_flight = 0
         self._index()
@@ -243,6 +283,8 @@ class _Rank:
                 else self._input_gradient(stage, microbatch)
             ):
                 self.refuse(f"sent before stage {stage} has computed it")
+            if kind == "F" and self._newest[stage] != microbatch:
+                self.refuse(f"sent after stage {stage} has computed another one")
         self._unreleased.add(key)
 
     def _release(self, transfer: int) -> None:
@@ -253,9 +295,12 @@ class _Rank:
 
     def _compute(self, index: int, microbatch: int) -> None:
         stage, kind = index >> 2, index & 3
-        if (index, microbatch) in self._done:
-            self.refuse("computed twice")
+        if (index, microbatch) not in self._due:
+            self.refuse("computed twice, or not in the schedule of this rank")
+        self._due.remove((index, microbatch))
         if kind == _FORWARD:
+            if stage in self._unused:
+                self.refuse(f"nobody has waited for the parameters of stage {stage}")
             for link, remote, source in self._takes[stage]:
                 if not (
                     (self._incoming[link], microbatch) in self._waited
@@ -263,7 +308,8 @@ class _Rank:
                     else (source * 4 + _FORWARD, microbatch) in self._done
                 ):
                     self._missing(link)
-            self._live += 1
+            self._newest[stage] = microbatch
+            self._live += not self._program.forward_only
             self.most_live = max(self.most_live, self._live)
         elif kind == _WEIGHT:
             if (stage * 4 + _INPUT, microbatch) not in self._done:
@@ -311,18 +357,27 @@ class _Rank:
                     del self._kept[link, microbatch]
 
     def _join(self, link: int, microbatch: int) -> None:
+        if (link, microbatch) in self._joined:
+            self.refuse("summed twice")
+        for number, channels, local, _ in self._makes[self._program.links[link].producer]:
+            arrived = all((channel, microbatch) in self._waited for channel in channels)
+            done = all(self._input_gradient(consumer, microbatch) for consumer in local)
+            if number == link and not (arrived and done):
+                self._missing(link)
         self._joined.add((link, microbatch))
 
     # Gradients.
 
     def _first_use(self, stage: int, _microbatch: int) -> None:
-        self._used.add(stage)
+        if stage not in self._unused:
+            self.refuse("waited for twice, or nothing is on its way")
+        self._unused.remove(stage)
 
     def _last_backward(self, stage: int, _microbatch: int) -> None:
-        left = sum((stage * 4 + _FORWARD, m) in self._done for m in range(self._num_microbatches))
         done = sum(self._input_gradient(stage, m) for m in range(self._num_microbatches))
-        if (left, done) != (self._num_microbatches, self._num_microbatches - 1):
-            self.refuse(f"stage {stage} has more than one backward left")
+        if done != self._num_microbatches - 1 or stage in self._announced:
+            self.refuse(f"stage {stage} has not exactly one backward left, or this is said twice")
+        self._announced.add(stage)
 
     def _become_final(self, stage: int, _microbatch: int) -> None:
         for microbatch in range(self._num_microbatches):
@@ -331,6 +386,9 @@ class _Rank:
                 self.refuse(f"stage {stage} has backwards left")
         if stage in self._final:
             self.refuse(f"stage {stage} is final already")
+        full = all((stage * 4 + _FULL, m) in self._done for m in range(self._num_microbatches))
+        if full and stage not in self._announced:
+            self.refuse(f"the last backward of stage {stage} was not announced")
         self._final.add(stage)
 
     def _launch(self, number: int, _microbatch: int) -> None:
@@ -343,19 +401,22 @@ class _Rank:
         self.launched.append(number)
 
     def _publish(self, number: int, _microbatch: int) -> None:
-        if number not in self.launched:
-            self.refuse("published before it is reduced")
+        if number not in self.launched or number in self.published:
+            self.refuse("published twice, or before it is reduced")
         self.published.append(number)
 
     def _check_end(self) -> None:
         program = self._program
         if self._unreleased or self._flying:
             self.refuse("transfers are under way at the end of the step")
-        computed = [Action(i >> 2, ("F", "B", "I", "W")[i & 3], m) for i, m in self._done]
-        left = set(program.schedule.actions[self.rank]).difference(computed)
-        if left:
-            said = ", ".join(map(str, sorted(left)[:5]))
+        if self._due:
+            left = sorted(Action(i >> 2, KINDS[i & 3], m) for i, m in self._due)
+            said = ", ".join(map(str, left[:5]))
             raise ScheduleError(f"never computed: {said}\n{program.schedule.marked(left)}")
+        mirrored = {n for n in self.launched if program.collectives[n].mirrored}
+        if mirrored != set(self.published):
+            names = [program.collectives[n].name for n in sorted(mirrored - {*self.published})]
+            self.refuse(f"never published: {names}")
         local = {s for s, place in enumerate(self._places) if place == self.rank}
         if not program.forward_only and self._final != local:
             self.refuse(f"stages {sorted(local - self._final)} never become final")

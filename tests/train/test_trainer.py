@@ -231,8 +231,7 @@ def fail_late(folder: str) -> str:
     settings = ["model.factory=factories:late", "parallel.boundaries=[1]"]
     trainer = Trainer(partial(load, Path("small.toml"), settings))
     with pytest.raises((ValueError, StepError)) as caught:
-        for number in (1, 2, 3):
-            trainer.step(number)
+        _ = [trainer.step(number) for number in (1, 2, 3)]
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
