@@ -53,7 +53,7 @@ def lower(
         forward_only: Leave out all backwards and reductions.
 
     Raises:
-        ScheduleError: If links name stages that there are not, or go backwards; or depth is negative.
+        ScheduleError: If links name stages that there are not, or go back; or depth is negative.
     """
     if depth < 0:
         raise ScheduleError(f"depth is {depth}, expected 0 or more receives posted ahead")

@@ -399,7 +399,7 @@ def test_a_value_must_leave_before_its_stage_makes_another_one() -> None:
     program = lower(rows("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", num_microbatches=2))
     (first, _), (second, _) = places_of(program, 0, Op.SEND)
     assert second - first == 2  # a forward lies between them
-    late = refused(move(program, 0, first, second - 1))
+    late = refused(move(program, 0, first, second))
     assert "sent after stage 0 has computed another one" in late
 
 
