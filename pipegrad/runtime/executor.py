@@ -111,7 +111,6 @@ class Executor:
         }
         self._items: list[tuple[Callable[[int, int], object], int, int]] = []
         self._ranged: list[tuple[Callable[[int, int], object], int, int]] = []
-        self.place = 0
         self._afterwards: list[tuple[Callable[[int, int], object], int, int]] = []
         drained: dict[Op, Callable[[int, int], object]] = {
             Op.POST_RECEIVE: transfers.post,
@@ -133,6 +132,22 @@ class Executor:
                 method = partial(self._in_range, method)
             self._ranged.append((method, index, microbatch))
             self._afterwards.append((drained.get(op, _nothing), index, microbatch))
+        self.place = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of everything of a step."""
+        self._inputs: Mapping[str, Sequence[object]] = {}
+        self._targets: Sequence[object] | None = None
+        self._values = dict[Key, _Value]()
+        self._roots = dict[Key, tuple[Tensor, ...]]()
+        self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
+        self._arrived = dict[Key, Buffer | None]()  # received gradients, by channel
+        self._gradients = dict[Key, Tensor | None]()  # of values, by link, to send or hand over
+        self._began = set[int]()
+        self._losses = list[Tensor]()
+        self._outputs = list[tuple[Tensor, ...]]()
+        self._transfers.lent.clear()
 
     @property
     def forward_only(self) -> bool:
@@ -162,15 +177,6 @@ class Executor:
         Sync: all on the current stream.
         """
         self._inputs, self._targets, self._divisor = inputs, targets, divisor
-        self._values = dict[Key, _Value]()
-        self._roots = dict[Key, tuple[Tensor, ...]]()
-        self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
-        self._arrived = dict[Key, Buffer | None]()  # received gradients, by channel
-        self._gradients = dict[Key, Tensor | None]()  # of values, by link, to send or hand over
-        self._began = set[int]()
-        self._losses = list[Tensor]()
-        self._outputs = list[tuple[Tensor, ...]]()
-        self._transfers.lent.clear()
         self.place = 0
         items = self._ranged if is_profiled() else self._items
         try:
@@ -180,7 +186,9 @@ class Executor:
         except Exception as error:
             self._tell_where(error)
             raise
-        return self._losses, self._outputs
+        losses, outputs = self._losses, self._outputs
+        self._forget()
+        return losses, outputs
 
     def finish_transfers(self) -> None:
         """Makes the transfers that are left of a step that failed, of zeros.
@@ -190,7 +198,13 @@ class Executor:
         for method, index, microbatch in self._afterwards[self.place :]:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 method(index, microbatch)
-        self.place = 0
+        for value in self._values.values():
+            if value.buffer is not None:
+                self._transfers.give_back(value.channel, value.buffer)
+        for (channel, _), buffer in self._arrived.items():
+            if buffer is not None:
+                self._transfers.give_back(channel, buffer)
+        self._forget()
 
     # Transfers.
 

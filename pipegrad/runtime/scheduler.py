@@ -11,6 +11,7 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -244,6 +245,8 @@ class Scheduler:
         *,
         forward_only: bool,
     ) -> StepResult:
+        if not (math.isfinite(divisor) and divisor > 0):
+            raise StepError(f"loss_divisor is {divisor}, expected a number above 0, on all ranks")
         self._num_runs += 1
         self._notice.next_step()
         ready = self._ready.get(forward_only)
@@ -270,11 +273,15 @@ class Scheduler:
             timeout_seconds=_LEARN_SECONDS,
         )
         result = found[0]
+        if None in told:
+            self._rows.clear()  # what such a step looked like means nothing
         if isinstance(result, Exception):
             raise result
         if None in told:
             raise StepError(f"a step failed on another rank: {self._notice.read()}")
-        specs = {link: spec for seen in told if seen for link, spec in seen.items()}
+        mine = self.topology.ranks_along(self.topology.pipeline)
+        by_rank = dict(zip(sorted(self.topology.ranks), told, strict=True))
+        specs = {link: s for rank in mine for link, s in (by_rank[rank] or {}).items()}
         known = [
             link._replace(differentiable=specs[number].differentiable)
             for number, link in enumerate(links)
@@ -294,6 +301,7 @@ class Scheduler:
         divisor: float,
     ) -> StepResult:
         training = not ready.program.forward_only
+        ready.executor.place = 0
         try:
             given, targets = self._cut(inputs, named, target, training=training)
             if training:
