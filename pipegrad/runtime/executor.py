@@ -144,7 +144,7 @@ class Executor:
         self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
         self._arrived = dict[Key, Buffer | None]()  # received gradients, by channel
         self._gradients = dict[Key, Tensor | None]()  # of values, by link, to send or hand over
-        self._began = set[int]()
+        self._bare = dict[int, list[Tensor]]()  # stage -> parameters without a gradient yet
         self._losses = list[Tensor]()
         self._outputs = list[tuple[Tensor, ...]]()
         self._transfers.lent.clear()
@@ -287,7 +287,7 @@ class Executor:
         loss = self._loss_fn(*outputs, self._targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
-        self._losses.append(loss.detach())
+        self._losses.append(self._apart(loss.detach()))
         return (loss,)
 
     def _backward(self, stage: int, microbatch: int) -> None:
@@ -307,9 +307,7 @@ class Executor:
         del self._roots[stage, microbatch]
         if roots:
             torch.autograd.backward(roots, gradients)
-        if stage not in self._began:
-            self._began.add(stage)
-            self._own_gradients(stage)
+        self._part_gradients(stage, microbatch)
         self._let_go(stage, microbatch)
         for channel in self._returns[stage]:
             buffer = self._arrived[channel, microbatch]
@@ -351,10 +349,7 @@ class Executor:
                 continue
             del self._values[source, microbatch]
             if self._sync is not None:
-                gradient = value.tensor.grad
-                self._gradients[source, microbatch] = (
-                    None if gradient is None else self._apart(gradient)
-                )
+                self._gradients[source, microbatch] = value.tensor.grad
             if value.buffer is not None:
                 self._transfers.give_back(value.channel, value.buffer)
 
@@ -375,11 +370,30 @@ class Executor:
         lent = tensor.untyped_storage().data_ptr() in self._transfers.lent
         return tensor.clone() if lent else tensor
 
-    def _own_gradients(self, stage: int) -> None:
-        """Copies gradients of parameters that autograd left in a buffer; only new ones can be."""
-        for parameter in self._stages[stage].module.parameters():
-            if parameter.grad is not None:
-                parameter.grad = self._apart(parameter.grad)
+    def _part_gradients(self, stage: int, microbatch: int) -> None:
+        """Copies gradients that share memory with one another, or with a buffer.
+
+        Autograd lets several gradients be views of one, as behind a sum, and adds to each in place
+        later on. A parameter's can share only when it is new.
+        """
+        taken = dict(self._transfers.lent)
+        for source in self._wiring.taken[stage]:
+            if not isinstance(source, int):
+                continue
+            value = self._values[source, microbatch].tensor
+            if value.grad is not None:
+                address = value.grad.untyped_storage().data_ptr()
+                if address in taken:
+                    value.grad = value.grad.clone()
+                taken[address] = None
+        if stage not in self._bare:
+            self._bare[stage] = list(self._stages[stage].module.parameters())
+        if self._bare[stage]:
+            for parameter in self._bare[stage]:
+                gradient = parameter.grad
+                if gradient is not None and gradient.untyped_storage().data_ptr() in taken:
+                    parameter.grad = gradient.clone()
+            self._bare[stage] = [p for p in self._bare[stage] if p.grad is None and p.requires_grad]
 
     # Gradients.
 

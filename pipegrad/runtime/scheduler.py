@@ -214,8 +214,8 @@ class Scheduler:
     ) -> StepResult:
         """Runs forward alone, without gradients and with all modules in evaluation mode.
 
-        As `step`; without a target the loss is 0, and there are just the outputs. What values look
-        like is learned anew in the first evaluation: its batches may have another size than those
+        As `step`; without a target the loss is nan, and there are just the outputs. What values
+        look like is learned anew in the first evaluation: its batches may have another size than those
         of `step`, but all the same.
         """
         divisor = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
@@ -224,7 +224,11 @@ class Scheduler:
 
     @property
     def receive_buffers(self) -> int:
-        """How many receive buffers this rank has made so far."""
+        """How many receive buffers this rank has made so far.
+
+        No more than the largest proof of a kind of step says, where all values have one shape and
+        dtype; where they differ, that many of each at most.
+        """
         return self._pool.num_made
 
     def close(self) -> None:
@@ -314,7 +318,9 @@ class Scheduler:
         except Exception as error:
             self._fail(ready.executor, error)
             raise
-        loss = torch.stack(losses).float().sum() / divisor if losses else None
+        loss = None
+        if self._has_last_stage:
+            loss = torch.stack(losses).float().sum() / divisor if losses else torch.tensor(math.nan)
         return self._tell(loss, outputs, failed=False)
 
     def _fail(self, executor: Executor, error: Exception) -> None:
@@ -395,7 +401,7 @@ class Scheduler:
                 f"together: give all the same number of rows, a multiple of {number}"
             )
         seen = self._rows.setdefault(training, rows)
-        if seen != rows:
+        if any(seen.get(name, n) != n for name, n in rows.items()):
             raise StepError(
                 f"tensors of {rows} rows, and of {seen} in the first step of this kind: all "
                 f"microbatches must look alike: pad them, or make another Scheduler"
