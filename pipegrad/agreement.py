@@ -42,6 +42,7 @@ def agree(
     *,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = 60.0,
+    meeting: str | None = None,
 ) -> list[T]:
     """Runs `function` on every rank and returns the result of all of them, or fails on all alike.
 
@@ -54,6 +55,8 @@ def agree(
         function: Takes nothing; its result must pickle.
         ranks: Global ranks that take part, all by default.
         timeout_seconds: How long to wait for the slowest rank.
+        meeting: Name of a meeting that not all ranks may come to, unique; it does not count in
+            the order of the others.
 
     Returns:
         The results, by ascending rank.
@@ -73,7 +76,8 @@ def agree(
     except Exception as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         error, mine = caught, _Failure(type(caught).__name__, str(caught))
         payload = pickle.dumps(mine)
-    replies = _exchange(what, payload, members, timeout_seconds)
+    place = f"pipegrad/agree/{meeting or _next_meeting(members)}"
+    replies = _exchange(what, payload, members, timeout_seconds, place)
     results: list[T | _Failure] = [pickle.loads(reply) for reply in replies]
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if not failures:
@@ -87,10 +91,9 @@ def agree(
 
 
 def _exchange(
-    what: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float
+    what: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float, place: str
 ) -> list[bytes]:
     store = _store()
-    place = f"pipegrad/agree/{_next_meeting(ranks)}"
     digest = hashlib.sha256(payload).hexdigest()
     store.set(f"{place}/{digest}", payload)  # type: ignore[arg-type]
     store.set(f"{place}/{dist.get_rank()}", f"{digest} {what}")
@@ -175,6 +178,11 @@ class FailureNotice:
         if not dist.is_initialized() or not _store().check([self._key]):
             return None
         return str(_store().get(self._key).decode())
+
+    @property
+    def meeting(self) -> str:
+        """Name of a meeting about this step."""
+        return f"after {self._name}/{self._step}"
 
     @property
     def _key(self) -> str:

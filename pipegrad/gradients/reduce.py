@@ -96,7 +96,7 @@ class Reducer:
         """Runs one collective. On a lane."""
         try:
             group = self._groups.of(hop.ranks, lane)
-            with record_function(f"bucket {buffer.bucket.index} {hop}"):
+            with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 COLLECTIVE(self._handlers[hop.handler].launch(buffer, hop, group))
             if hop.op == "mean":
                 buffer.buffer.div_(len(hop.ranks))

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from pipegrad.agreement import FailureNotice, agree
-from pipegrad.errors import ReduceError, StepError, root_of
+from pipegrad.errors import AgreementError, ReduceError, StepError, root_of
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plans
 from pipegrad.gradients.buffer import RELEASED
@@ -55,6 +55,8 @@ from pipegrad.gradients.shared import (
 from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
 from pipegrad.handler import handlers as registry
 from pipegrad.topology import Topology
+
+_SETTLE_SECONDS = 10.0  # for all ranks to have come to the step after a failed one
 
 _instances = count()
 
@@ -167,6 +169,7 @@ class GradientSync:
         self._last_backwards: set[int] = set()
         self._late_error: StepError | None = None
         self._broken: Exception | None = None
+        self._doubt: Exception | None = None  # a failed step whose collectives others may have run
         self.synchronize_parameters()
 
     # The verbs of a step, in order.
@@ -186,6 +189,8 @@ class GradientSync:
                 no longer what the ranks agreed on, or if this step's gradients are leaving.
             ReduceError: If an earlier step failed in a lane: its communicators are out of step.
         """
+        if self._doubt is not None:
+            self._settle(self._doubt)
         if self._broken is not None:
             self._notice.next_step()
             self._notice.post(f"unusable since an earlier step: {self._broken}")
@@ -292,20 +297,33 @@ class GradientSync:
             exposed_seconds=exposed_seconds,
         )
 
-    def abort(self, error: Exception) -> str | None:
+    def abort(self, error: Exception, *, begun: bool = True) -> str | None:
         """Ends a step that failed: ranks that wait for this one's collectives are told.
 
-        If nothing has been launched the next `prepare` starts afresh; what gradients hold then is
-        the caller's to zero. Otherwise this object is of no further use.
+        If no rank has launched anything the next `prepare` starts afresh, once all ranks have come
+        there; what gradients hold then is the caller's to zero. Otherwise this object is of no
+        further use: a collective that one rank launched would meet another step's.
+
+        Args:
+            error: Why.
+            begun: False if this rank did not come as far as `prepare`, or was refused there, and
+                will not try this step again.
 
         Returns:
             What a rank said that failed before this one, and so is the cause; None if none did.
         """
+        if not begun:
+            if self._broken is not None:
+                return None  # `prepare` has told
+            self._notice.next_step()
+            self._reducer.begin()
         self._open = False
         root = root_of(error)  # torch wraps what a stage raises
         own = self._notice.post(f"{type(root).__name__}: {root}")
-        if self._reducer.num_launched:
-            self._broken = error
+        if self.plan.launches and self._broken is None:
+            self._doubt = self._doubt or error
+            if self._reducer.num_launched:
+                self._broken = error
         first = self._notice.read()
         mine = own.partition(":")[0]  # a lane of this rank may have spoken before
         return first if first is not None and first.partition(":")[0] != mine else None
@@ -416,6 +434,23 @@ class GradientSync:
             self._reducer.announce(
                 parameter.record.key, gradient, contributed=parameter.contributed
             )
+
+    def _settle(self, doubt: Exception) -> None:
+        """Finds out whether no rank launched anything in a step that failed here."""
+        self._doubt = None
+        clean = self._broken is None
+        try:
+            told = agree(
+                "going on after a failed step",
+                lambda: clean,
+                ranks=sorted(self.topology.ranks),
+                timeout_seconds=_SETTLE_SECONDS,
+                meeting=self._notice.meeting,
+            )
+        except AgreementError:  # some have ended that step, and launched all they had
+            told = [False]
+        if not all(told):
+            self._broken = self._broken or doubt
 
     def _check_closed(self, verb: str) -> None:
         """Refuses what would run collectives between those of a step: ranks would mix them up."""

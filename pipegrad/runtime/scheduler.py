@@ -215,8 +215,8 @@ class Scheduler:
         """Runs forward alone, without gradients and with all modules in evaluation mode.
 
         As `step`; without a target the loss is nan, and there are just the outputs. What values
-        look like is learned anew in the first evaluation: its batches may have another size than those
-        of `step`, but all the same.
+        look like is learned anew in the first evaluation: its batches may have another size than
+        those of `step`, but all the same.
         """
         divisor = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
@@ -305,30 +305,31 @@ class Scheduler:
         divisor: float,
     ) -> StepResult:
         training = not ready.program.forward_only
-        ready.executor.place = 0
+        ready.executor.place, begun = 0, False
         try:
             given, targets = self._cut(inputs, named, target, training=training)
             if training:
                 self.sync.prepare()
+            begun = True
             losses, outputs = ready.executor.run(given, targets, divisor)
             if (first := self._notice.read()) is not None:
                 raise PeerFailedError(f"a step failed on another rank: {first}")
             if training:
                 self.sync.finish()
         except Exception as error:
-            self._fail(ready.executor, error)
+            self._fail(ready.executor, error, begun=begun)
             raise
         loss = None
         if self._has_last_stage:
             loss = torch.stack(losses).float().sum() / divisor if losses else torch.tensor(math.nan)
         return self._tell(loss, outputs, failed=False)
 
-    def _fail(self, executor: Executor, error: Exception) -> None:
+    def _fail(self, executor: Executor, error: Exception, *, begun: bool) -> None:
         """Tells the other ranks; raises what the first one said, if this one is not the cause."""
         said = " ".join([str(error), *getattr(error, "__notes__", [])])
         mine = self._notice.post(f"{type(error).__name__}: {said}")
         if not executor.forward_only:
-            self.sync.abort(error)
+            self.sync.abort(error, begun=begun)
         executor.finish_transfers()
         self._tell(None, [], failed=True)
         first = self._notice.read()

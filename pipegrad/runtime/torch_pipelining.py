@@ -90,7 +90,7 @@ def attach(
 
 def is_profiled() -> bool:
     """Whether a torch profiler is recording. Asking costs less than a range that nobody records."""
-    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:

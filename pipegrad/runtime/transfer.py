@@ -28,8 +28,7 @@ SENT = order.WaitWork("transfer.sent", "what is let go of may still be leaving")
 Key = tuple[int, int]  # channel and microbatch
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What a value looks like in every microbatch."""
 
     shape: tuple[int, ...]
@@ -40,14 +39,6 @@ class Spec:
     def of(cls, tensor: torch.Tensor) -> Spec:
         """Returns the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor looks like this."""
-        return (
-            tensor.shape == self.shape
-            and tensor.dtype == self.dtype
-            and tensor.requires_grad == self.differentiable
-        )
 
     def __str__(self) -> str:
         gradient = "with" if self.differentiable else "without"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import cProfile
 import gc
-import json
 import pstats
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +104,7 @@ def step(scheduler: Scheduler) -> float:
 
 # The trace.
 
-ACTION = re.compile(r"\d+[FB]\d+")
+ACTION = re.compile(r"pipegrad (\d+[FB]\d+)")
 TRACED = ("1f1b", "gpipe", INTERLEAVED)
 
 
@@ -117,13 +114,10 @@ def trace(scheduler: Scheduler, *, all_threads: bool) -> tuple[list[str], list[s
     config = _ExperimentalConfig(profile_all_threads=all_threads)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as traced:
         step(scheduler)
-    with tempfile.TemporaryDirectory() as folder:  # traced.events() takes 2F0 for a mangled F0
-        path = Path(folder, "trace.json")
-        traced.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    found = sorted((e["ts"], e["name"]) for e in events if e.get("cat") == "user_annotation")
-    names = [name for _, name in found]
-    return [n for n in names if ACTION.fullmatch(n)], [n for n in names if n.startswith("bucket ")]
+    events = sorted(traced.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events if event.name.startswith("pipegrad ")]
+    actions = [found[1] for name in names if (found := ACTION.fullmatch(name))]
+    return actions, [name for name in names if name.startswith("pipegrad bucket ")]
 
 
 @on(FOUR)
@@ -135,7 +129,7 @@ def ranges() -> Any:
         actions = scheduler.schedule.actions[scheduler.topology.coordinate("pp")]
         own, _ = trace(scheduler, all_threads=False)
         everything = trace(scheduler, all_threads=True)
-        planned = [f"bucket {x.bucket} " for x in scheduler.sync.plan.launches]
+        planned = [f"pipegrad bucket {x.bucket} " for x in scheduler.sync.plan.launches]
         scheduler.close()
         found[schedule] = list(map(str, actions)), own, everything, planned
     return found
@@ -287,7 +281,7 @@ def test_a_tie_is_summed_when_both_its_stages_have_ended_each_launching_at_its_o
 
 # Host work.
 
-MICROBATCHES, MOST_CALLS = 64, 62
+MICROBATCHES, MOST_CALLS = 64, 60
 LEAN = ("1f1b", "gpipe", INTERLEAVED)
 
 
