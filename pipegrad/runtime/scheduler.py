@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.agreement import Board, FailureNotice, agree
-from pipegrad.errors import ReduceError, ScheduleError, StepError, TopologyError
+from pipegrad.errors import ScheduleError, StepError, TopologyError
 from pipegrad.gradients.manifest import same
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
+from pipegrad.runtime.batch import Batches
 from pipegrad.runtime.executor import Executor, Loss, PeerFailedError
 from pipegrad.runtime.stage import Stage, Wiring, wire
 from pipegrad.runtime.transfer import BufferPool, Edges, Spec, Transfers
@@ -85,6 +86,7 @@ class _Ready:
     program: Program
     proof: Proof
     executor: Executor
+    batches: Batches
 
 
 class Scheduler:
@@ -164,7 +166,6 @@ class Scheduler:
         self._notice = FailureNotice(f"step {self._name}")
         self._num_runs = 0
         self._ready: dict[bool, _Ready] = {}  # forward only or not
-        self._rows: dict[bool, dict[str, int]] = {}  # of the first batch: training or not
         self._has_last_stage = self.topology.num_stages - 1 in self._stages
 
     # What users call.
@@ -249,8 +250,6 @@ class Scheduler:
         *,
         forward_only: bool,
     ) -> StepResult:
-        if not (math.isfinite(divisor) and divisor > 0):
-            raise StepError(f"loss_divisor is {divisor}, expected a number above 0, on all ranks")
         self._num_runs += 1
         self._notice.next_step()
         ready = self._ready.get(forward_only)
@@ -277,8 +276,6 @@ class Scheduler:
             timeout_seconds=_LEARN_SECONDS,
         )
         result = found[0]
-        if None in told:
-            self._rows.clear()  # what such a step looked like means nothing
         if isinstance(result, Exception):
             raise result
         if None in told:
@@ -291,6 +288,7 @@ class Scheduler:
             for number, link in enumerate(links)
         ]
         ready = self._make_ready(known, specs, depth=self._depth, forward_only=forward_only)
+        ready.batches.rows = learning.batches.rows
         self._ready[forward_only] = ready
         if not forward_only:
             self.program, self.proof = ready.program, ready.proof
@@ -307,7 +305,9 @@ class Scheduler:
         training = not ready.program.forward_only
         ready.executor.place, begun = 0, False
         try:
-            given, targets = self._cut(inputs, named, target, training=training)
+            if not (math.isfinite(divisor) and divisor > 0):
+                raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
+            given, targets = ready.batches.cut(inputs, named, target)
             if training:
                 self.sync.prepare()
             begun = True
@@ -331,9 +331,10 @@ class Scheduler:
         if not executor.forward_only:
             self.sync.abort(error, begun=begun)
         executor.finish_transfers()
-        self._tell(None, [], failed=True)
+        with contextlib.suppress(RuntimeError):  # a rank that has died
+            self._tell(None, [], failed=True)
         first = self._notice.read()
-        if first is not None and first != mine and isinstance(error, PeerFailedError | ReduceError):
+        if begun and first is not None and first != mine:  # zeros may be what a stage fails on
             raise StepError(f"a step failed on another rank: {first}") from error
 
     def _tell(
@@ -353,60 +354,6 @@ class Scheduler:
             for parts in zip(*outputs, strict=True)
         )
         return StepResult(told, work, whole)
-
-    def _cut(
-        self,
-        inputs: Sequence[object],
-        named: Mapping[str, object],
-        target: object,
-        *,
-        training: bool,
-    ) -> tuple[dict[str, Sequence[object]], Sequence[object] | None]:
-        """Cuts what this rank's stages need into microbatches."""
-        external = self._wiring.external
-        if len(inputs) > len(external):
-            raise StepError(f"{len(inputs)} inputs, expected at most {list(external)}")
-        given = dict(zip(external, inputs, strict=False))
-        unknown = [name for name in named if name not in external]
-        if unknown:
-            raise StepError(f"no stage takes {unknown}; from outside they take {list(external)}")
-        twice = [name for name in named if name in given]
-        if twice:
-            raise StepError(f"inputs {twice} are given twice, by position and by name")
-        given |= named
-        needed = {s for i in self._stages for s in self._wiring.taken[i] if isinstance(s, str)}
-        missing = sorted(needed - given.keys())
-        if missing:
-            made = list(dict.fromkeys(link.name for link in self._wiring.links))
-            raise StepError(
-                f"inputs {missing} are missing, which stages of this rank take; what stages make "
-                f"for later ones is {made}"
-            )
-        values = {name: given[name] for name in sorted(needed)}
-        if self._has_last_stage and (training or target is not None):
-            if target is None or self._loss_fn is None:
-                raise StepError("the last stage's rank needs target= and a Scheduler with loss_fn=")
-            values["target"] = target
-        self._check_rows(values, training=training)
-        number = self.schedule.num_microbatches
-        cut = {name: _microbatches(value, number) for name, value in values.items()}
-        return cut, cut.pop("target", None)
-
-    def _check_rows(self, values: Mapping[str, object], *, training: bool) -> None:
-        """Refuses tensors that are not cut alike, or not as in the first step."""
-        rows = {name: len(x) for name, x in values.items() if isinstance(x, Tensor) and x.dim()}
-        number = self.schedule.num_microbatches
-        if len(set(rows.values())) > 1 or any(n == 0 or n % number for n in rows.values()):
-            raise StepError(
-                f"tensors of {rows} rows cannot be cut into {number} microbatches that belong "
-                f"together: give all the same number of rows, a multiple of {number}"
-            )
-        seen = self._rows.setdefault(training, rows)
-        if any(seen.get(name, n) != n for name, n in rows.items()):
-            raise StepError(
-                f"tensors of {rows} rows, and of {seen} in the first step of this kind: all "
-                f"microbatches must look alike: pad them, or make another Scheduler"
-            )
 
     def _lowered(
         self, links: Sequence[Link], *, depth: int | None = None, forward_only: bool = False
@@ -442,7 +389,15 @@ class Scheduler:
             sync=None if forward_only else self.sync,
             loss_fn=self._loss_fn,
         )
-        return _Ready(program, proof, executor)
+        batches = Batches(
+            self._wiring,
+            self._stages,
+            self.schedule.num_microbatches,
+            needs_target=self._has_last_stage and not forward_only,
+            takes_target=self._has_last_stage,
+            has_loss=self._loss_fn is not None,
+        )
+        return _Ready(program, proof, executor, batches)
 
 
 def _schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | None) -> Schedule:
@@ -505,12 +460,6 @@ def _collectives(sync: GradientSync) -> tuple[Collective, ...]:
                 name, tuple(places), stages, launch.lane
             )
     return tuple(found[key] for key in sorted(found))
-
-
-def _microbatches(value: object, number: int) -> Sequence[object]:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return [value] * number
-    return value.tensor_split(number)
 
 
 @contextlib.contextmanager
