@@ -31,6 +31,7 @@ from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 
 Case = Callable[[], Any]
+Replies = list[dict[str, Any]]  # of each rank, by case
 SHARED, DATA = "pipegrad_handlers.pipeline_shared:PipelineShared", "data-parallel"
 
 
@@ -44,7 +45,7 @@ def on(world: list[Case]) -> Callable[[Case], Case]:
     return add
 
 
-def run_world(num_ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
+def run_world(num_ranks: int, cases: list[Case]) -> Replies:
     return run_ranks(run_cases, num_ranks, cases)
 
 
@@ -52,7 +53,7 @@ def replies(num_ranks: int, cases: list[Case]) -> Any:
     """Returns a fixture: a world of cases runs once for its module."""
 
     @pytest.fixture(scope="module")
-    def replies() -> list[dict[str, Any]]:
+    def replies() -> Replies:
         return run_world(num_ranks, cases)
 
     return replies

@@ -24,7 +24,7 @@ from pipegrad.schedules.program import Op
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
-from tests.gradients.cases import DATA, SHARED, Case, on, rank, replies
+from tests.gradients.cases import DATA, SHARED, Case, Replies, on, rank, replies
 
 Tensor = torch.Tensor
 WIDTH = 4
@@ -136,9 +136,7 @@ def ranges() -> Any:
 
 
 @pytest.mark.parametrize("schedule", TRACED)
-def test_a_trace_has_each_action_once_in_the_schedules_order(
-    schedule: str, four: list[dict[str, Any]]
-) -> None:
+def test_a_trace_has_each_action_once_in_the_schedules_order(schedule: str, four: Replies) -> None:
     for reply in four:
         actions, own, _, _ = reply["ranges"][schedule]
         assert own == actions
@@ -147,7 +145,7 @@ def test_a_trace_has_each_action_once_in_the_schedules_order(
 
 @pytest.mark.parametrize("schedule", TRACED)
 def test_a_trace_of_all_threads_has_the_actions_and_each_bucket_once(
-    schedule: str, four: list[dict[str, Any]]
+    schedule: str, four: Replies
 ) -> None:
     """Lanes are threads with gloo, which a profiler leaves out unless told."""
     for reply in four:
@@ -253,7 +251,7 @@ def tie() -> Any:
 
 @pytest.mark.parametrize("schedule", TIMED)
 def test_a_bucket_leaves_at_its_stages_last_backward_before_the_pipeline_has_drained(
-    schedule: str, four: list[dict[str, Any]]
+    schedule: str, four: Replies
 ) -> None:
     ranks: list[Moments] = [reply["copies"][schedule] for reply in four]
     assert [(len(r.backwards), len(r.launches)) for r in ranks] == [(4, 1)] * 4
@@ -267,7 +265,7 @@ def test_a_bucket_leaves_at_its_stages_last_backward_before_the_pipeline_has_dra
 
 @pytest.mark.parametrize("schedule", TIMED)
 def test_a_tie_is_summed_when_both_its_stages_have_ended_each_launching_at_its_own_end(
-    schedule: str, four: list[dict[str, Any]]
+    schedule: str, four: Replies
 ) -> None:
     first, *others, last = (reply["tie"][schedule] for reply in four)
     assert [len(moments.launches) for moments in (first, *others, last)] == [1, 0, 0, 1]
@@ -315,7 +313,7 @@ def calls() -> Any:
 
 
 @pytest.mark.parametrize("schedule", LEAN)
-def test_an_action_costs_few_calls_of_the_host(schedule: str, four: list[dict[str, Any]]) -> None:
+def test_an_action_costs_few_calls_of_the_host(schedule: str, four: Replies) -> None:
     for reply in four:
         per_action, num_actions = reply["calls"][schedule]
         assert num_actions == 2 * MICROBATCHES * (1 + (schedule == INTERLEAVED))
@@ -400,8 +398,8 @@ def test_no_access_is_left_to_luck(
     schedule: str,
     kind: str,
     streams: bool,
-    two: list[dict[str, Any]],
-    four: list[dict[str, Any]],
+    two: Replies,
+    four: Replies,
 ) -> None:
     for replies_, case in ((two, "checks_of_two"), (four, "checks_of_four")):
         for reply in replies_:
@@ -412,7 +410,7 @@ def test_no_access_is_left_to_luck(
                 assert seen.num_collectives >= 3
 
 
-def test_a_transfer_that_nobody_holds_is_seen(two: list[dict[str, Any]]) -> None:
+def test_a_transfer_that_nobody_holds_is_seen(two: Replies) -> None:
     assert any(reply["unchecked"].violations for reply in two)
 
 
@@ -479,7 +477,7 @@ def most_ahead(calls: Sequence[tuple[str, int]]) -> int:
 
 
 def test_a_rank_asks_for_transfers_as_its_program_says_receives_ahead(
-    four: list[dict[str, Any]],
+    four: Replies,
 ) -> None:
     for reply in four:
         calls, wanted = reply["recorded"]
