@@ -166,6 +166,7 @@ class GradientSync:
         self._divisor = 1.0
         self._accumulating = False
         self._open = False
+        self._counted = False  # whether the notice has turned to the step at hand
         self._last_backwards: set[int] = set()
         self._late_error: StepError | None = None
         self._broken: Exception | None = None
@@ -203,6 +204,7 @@ class GradientSync:
         for parameter in self._parameters.values():
             parameter.refresh()
         self._notice.next_step()  # not before: a rank may be refused, and try again
+        self._counted = True
         self._late_error = None
         zeroed = {key: p for key, p in self._parameters.items() if p.open(continuing=self._open)}
         for buffer in self._reducer.buffers.values():
@@ -285,7 +287,7 @@ class GradientSync:
         copies = sum(parameter.finish() for parameter in parameters)
         for buffer in self._reducer.buffers.values():
             buffer.release(RELEASED)
-        self._open = False
+        self._open = self._counted = False
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
         self._statistics = Statistics(
@@ -315,9 +317,10 @@ class GradientSync:
         if not begun:
             if self._broken is not None:
                 return None  # `prepare` has told
-            self._notice.next_step()
+            if not self._counted:
+                self._notice.next_step()
             self._reducer.begin()
-        self._open = False
+        self._open = self._counted = False
         root = root_of(error)  # torch wraps what a stage raises
         own = self._notice.post(f"{type(root).__name__}: {root}")
         if self.plan.launches and self._broken is None:

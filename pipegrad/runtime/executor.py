@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.profiler import record_function
 
-from pipegrad.errors import StepError
+from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.stage import Stage, Wiring
 from pipegrad.runtime.torch_pipelining import is_profiled
@@ -125,7 +125,7 @@ class Executor:
         self._afterwards: list[tuple[Callable[[int, int], object], int, int]] = []
         drained: dict[Op, Callable[[int, int], object]] = {
             Op.POST_RECEIVE: transfers.post,
-            Op.WAIT_RECEIVE: self._drop,
+            Op.WAIT_RECEIVE: self._receive_and_drop,
             Op.SEND: self._send_nothing,
             Op.RELEASE: transfers.release,
         }
@@ -136,13 +136,15 @@ class Executor:
                 index >>= 2  # noqa: PLW2901 - the stage
             elif op in methods:
                 method = methods[op]
+            elif op is Op.LAUNCH:
+                continue  # it leaves with what makes it final
             else:
-                continue  # launches leave with what makes them final
+                raise ScheduleError(f"{op} can be planned, but not run yet")
             self._items.append((method, index, microbatch))
             if op is Op.COMPUTE:
                 method = partial(self._in_range, method)
             self._ranged.append((method, index, microbatch))
-            self._afterwards.append((drained.get(op, _nothing), index, microbatch))
+            self._afterwards.append((drained.get(op, _skip), index, microbatch))
         self.place = 0
         self._forget()
 
@@ -155,6 +157,8 @@ class Executor:
         self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
         self._arrived = dict[Key, Buffer | None]()  # received gradients, by channel
         self._gradients = dict[Key, Tensor | None]()  # of values, by link, to send or hand over
+        self._met = dict[int, None]()  # stages whose forward has run
+        self._own = dict[int, None]()  # addresses of their buffers, which they may write into
         self._bare = dict[int, list[Tensor]]()  # stage -> parameters without a gradient yet
         self._losses = list[Tensor]()
         self._outputs = list[tuple[Tensor, ...]]()
@@ -246,7 +250,7 @@ class Executor:
     def _send_nothing(self, channel: int, microbatch: int) -> None:
         self._transfers.send(channel, microbatch, None)
 
-    def _drop(self, channel: int, microbatch: int) -> None:
+    def _receive_and_drop(self, channel: int, microbatch: int) -> None:
         buffer = self._transfers.wait(channel, microbatch)
         if buffer is not None:
             self._transfers.give_back(channel, buffer)
@@ -267,6 +271,10 @@ class Executor:
             else:
                 values += (self._values[link, microbatch].tensor,)
         outputs = self._stages[stage].forward(values)
+        if stage not in self._met:
+            self._met[stage] = None
+            for tensor in self._stages[stage].module.buffers():
+                self._own[tensor.untyped_storage().data_ptr()] = None
         if stage == self._last:
             outputs = self._end(microbatch, outputs)
         else:
@@ -298,7 +306,12 @@ class Executor:
         loss = self._loss_fn(*outputs, self._targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
-        self._losses.append(self._apart(loss.detach()))
+        if self._sync is not None and not loss.requires_grad:
+            raise StepError(
+                "the loss does not depend on anything that requires a gradient: loss_fn detaches "
+                "it, or step() runs under no_grad"
+            )
+        self._losses.append(self._apart(loss.detach()).reshape(()))
         return (loss,)
 
     def _backward(self, stage: int, microbatch: int) -> None:
@@ -374,9 +387,9 @@ class Executor:
             )
 
     def _apart(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor`, copied if it lies in a buffer that will be used again."""
-        lent = tensor.untyped_storage().data_ptr() in self._transfers.lent
-        return tensor.clone() if lent else tensor
+        """Returns `tensor`, copied if it lies where somebody else will write."""
+        address = tensor.untyped_storage().data_ptr()
+        return tensor.clone() if address in self._transfers.lent or address in self._own else tensor
 
     def _part_gradients(self, stage: int, microbatch: int) -> None:
         """Copies gradients that share memory with one another, or with a buffer.
@@ -396,9 +409,11 @@ class Executor:
             self._bare[stage] = list(self._stages[stage].module.parameters())
         if self._bare[stage]:
             for parameter in self._bare[stage]:
-                gradient = parameter.grad
-                if gradient is not None and gradient.untyped_storage().data_ptr() in taken:
-                    parameter.grad = gradient.clone()
+                if parameter.grad is not None:
+                    address = parameter.grad.untyped_storage().data_ptr()
+                    if address in taken:
+                        parameter.grad = parameter.grad.clone()
+                    taken[address] = None
             self._bare[stage] = [p for p in self._bare[stage] if p.grad is None and p.requires_grad]
 
     # Gradients.
@@ -418,5 +433,5 @@ class Executor:
             error.add_note(f"In {stage}{kind}{microbatch} on pipeline rank {self._rank}.")
 
 
-def _nothing(_index: int, _microbatch: int) -> None:
+def _skip(_index: int, _microbatch: int) -> None:
     """What a rank that has failed does in the place of a compute."""

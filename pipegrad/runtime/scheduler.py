@@ -57,10 +57,12 @@ class StepResult:
         told: Tensor,
         work: dist.Work | None,
         outputs: tuple[Tensor, ...],
+        divisors: float,
     ) -> None:
         self.outputs = outputs
         self._told = told
         self._work = work
+        self._divisors = divisors
 
     @property
     def loss(self) -> Tensor:
@@ -69,13 +71,20 @@ class StepResult:
         Sync: waits for it, the first time.
 
         Raises:
-            StepError: If a rank failed in this step, after this one had ended it.
+            StepError: If a rank failed in this step, after this one had ended it; or if ranks gave
+                different ``loss_divisor``.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._told[1].item():
+        _, failed, divisors = self._told.tolist()
+        if failed:
             raise StepError("the step failed on another rank after this one had ended it")
+        if not math.isclose(divisors, self._divisors, rel_tol=1e-5):
+            raise StepError(
+                f"loss_divisor differs between ranks: {self._divisors:g} in all if all were as "
+                f"this one's, found {divisors:g}; gradients are wrong"
+            )
         return self._told[0]
 
 
@@ -87,6 +96,15 @@ class _Ready:
     proof: Proof
     executor: Executor
     batches: Batches
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What the first step of a kind tells on one rank."""
+
+    specs: dict[int, Spec]
+    rows: dict[str, int]
+    divisor: float | None
 
 
 class Scheduler:
@@ -165,6 +183,7 @@ class Scheduler:
         self._name = f"{next(_instances)}"
         self._notice = FailureNotice(f"step {self._name}")
         self._num_runs = 0
+        self._closed = False
         self._ready: dict[bool, _Ready] = {}  # forward only or not
         self._has_last_stage = self.topology.num_stages - 1 in self._stages
 
@@ -203,8 +222,7 @@ class Scheduler:
                 one, or a parameter is not what it was; on all ranks, with stage and microbatch.
             Exception: What a stage raised; on other ranks a StepError with its words.
         """
-        divisor = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
-        return self._run(inputs, named, target, divisor, forward_only=False)
+        return self._run(inputs, named, target, loss_divisor, forward_only=False)
 
     def evaluate(
         self,
@@ -219,9 +237,8 @@ class Scheduler:
         look like is learned anew in the first evaluation: its batches may have another size than
         those of `step`, but all the same.
         """
-        divisor = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
-            return self._run(inputs, named, target, divisor, forward_only=True)
+            return self._run(inputs, named, target, loss_divisor, forward_only=True)
 
     @property
     def receive_buffers(self) -> int:
@@ -233,7 +250,10 @@ class Scheduler:
         return self._pool.num_made
 
     def close(self) -> None:
-        """Ends lanes and destroys process groups; every rank must call it."""
+        """Ends lanes and destroys process groups, once; every rank must call it."""
+        if self._closed:
+            return
+        self._closed = True
         self.sync.close()
         self._edges.close()
         if self._losses is not None:
@@ -246,53 +266,61 @@ class Scheduler:
         inputs: Sequence[object],
         named: Mapping[str, object],
         target: object,
-        divisor: float,
+        loss_divisor: float | None,
         *,
         forward_only: bool,
     ) -> StepResult:
         self._num_runs += 1
         self._notice.next_step()
-        ready = self._ready.get(forward_only)
-        if ready is not None:
-            return self._run_ready(ready, inputs, named, target, divisor)
+        if forward_only in self._ready:
+            return self._run_ready(self._ready[forward_only], inputs, named, target, loss_divisor)
         # The first: receives are not posted ahead, since nobody knows yet what will come.
         links = self._wiring.links
         learning = self._make_ready(links, {}, depth=0, forward_only=forward_only)
-
         found: list[StepResult | Exception] = []
 
-        def learn() -> dict[int, Spec] | None:
+        def learn() -> _Learned | None:
             try:
-                found.append(self._run_ready(learning, inputs, named, target, divisor))
+                found.append(self._run_ready(learning, inputs, named, target, loss_divisor))
             except Exception as error:  # noqa: BLE001 - raised below, once all ranks are here
                 found.append(error)
                 return None
-            return learning.executor.specs
+            return _Learned(learning.executor.specs, learning.batches.rows, loss_divisor)
 
+        ranks = sorted(self.topology.ranks)
+        kind = "evaluation" if forward_only else "step"
         told = agree(
-            f"step {self._num_runs} of a Scheduler, the first of its kind",
-            learn,
-            ranks=sorted(self.topology.ranks),
-            timeout_seconds=_LEARN_SECONDS,
+            f"the first {kind} of a Scheduler", learn, ranks=ranks, timeout_seconds=_LEARN_SECONDS
         )
         result = found[0]
         if isinstance(result, Exception):
             raise result
-        if None in told:
+        learned = {rank: found for rank, found in zip(ranks, told, strict=True) if found}
+        if len(learned) < len(ranks):
             raise StepError(f"a step failed on another rank: {self._notice.read()}")
+        self._ready[forward_only] = self._go_on_from(learned, learning, forward_only=forward_only)
+        return result
+
+    def _go_on_from(
+        self, learned: Mapping[int, _Learned], learning: _Ready, *, forward_only: bool
+    ) -> _Ready:
+        """Returns the kind of step whose first one has told what everything looks like."""
+        same("loss_divisor", {rank: str(found.divisor) for rank, found in learned.items()})
         mine = self.topology.ranks_along(self.topology.pipeline)
-        by_rank = dict(zip(sorted(self.topology.ranks), told, strict=True))
-        specs = {link: s for rank in mine for link, s in (by_rank[rank] or {}).items()}
-        known = [
+        for rank in learned:
+            pipeline = self.topology.at(rank).ranks_along(self.topology.pipeline)
+            rows = {r: str(max(learned[r].rows.values())) for r in pipeline if learned[r].rows}
+            same("how many rows their tensors have", rows)
+        specs = {link: spec for rank in mine for link, spec in learned[rank].specs.items()}
+        links = [
             link._replace(differentiable=specs[number].differentiable)
-            for number, link in enumerate(links)
+            for number, link in enumerate(self._wiring.links)
         ]
-        ready = self._make_ready(known, specs, depth=self._depth, forward_only=forward_only)
+        ready = self._make_ready(links, specs, depth=self._depth, forward_only=forward_only)
         ready.batches.rows = learning.batches.rows
-        self._ready[forward_only] = ready
         if not forward_only:
             self.program, self.proof = ready.program, ready.proof
-        return result
+        return ready
 
     def _run_ready(
         self,
@@ -300,13 +328,12 @@ class Scheduler:
         inputs: Sequence[object],
         named: Mapping[str, object],
         target: object,
-        divisor: float,
+        loss_divisor: float | None,
     ) -> StepResult:
         training = not ready.program.forward_only
         ready.executor.place, begun = 0, False
         try:
-            if not (math.isfinite(divisor) and divisor > 0):
-                raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
+            divisor = self._divisor(loss_divisor)
             given, targets = ready.batches.cut(inputs, named, target)
             if training:
                 self.sync.prepare()
@@ -314,15 +341,23 @@ class Scheduler:
             losses, outputs = ready.executor.run(given, targets, divisor)
             if (first := self._notice.read()) is not None:
                 raise PeerFailedError(f"a step failed on another rank: {first}")
+            whole = _whole(outputs)
             if training:
                 self.sync.finish()
         except Exception as error:
             self._fail(ready.executor, error, begun=begun)
             raise
-        loss = None
-        if self._has_last_stage:
-            loss = torch.stack(losses).float().sum() / divisor if losses else torch.tensor(math.nan)
-        return self._tell(loss, outputs, failed=False)
+        loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=self._device)
+        if losses:
+            loss = torch.stack(losses).float().sum() / divisor
+        told, work = self._send_loss(loss, divisor, failed=False)
+        return StepResult(told, work, whole, divisor * len(self.topology.ranks))
+
+    def _divisor(self, loss_divisor: float | None) -> float:
+        found = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
+        if not (math.isfinite(found) and found > 0):
+            raise StepError(f"loss_divisor is {found}, expected a number above 0")
+        return found
 
     def _fail(self, executor: Executor, error: Exception, *, begun: bool) -> None:
         """Tells the other ranks; raises what the first one said, if this one is not the cause."""
@@ -332,28 +367,20 @@ class Scheduler:
             self.sync.abort(error, begun=begun)
         executor.finish_transfers()
         with contextlib.suppress(RuntimeError):  # a rank that has died
-            self._tell(None, [], failed=True)
+            self._send_loss(torch.zeros((), device=self._device), 0.0, failed=True)
         first = self._notice.read()
         if begun and first is not None and first != mine:  # zeros may be what a stage fails on
             raise StepError(f"a step failed on another rank: {first}") from error
 
-    def _tell(
-        self, loss: Tensor | None, outputs: Sequence[tuple[Tensor, ...]], *, failed: bool
-    ) -> StepResult:
-        """Sends the loss to all ranks, beside whatever comes next."""
-        told = torch.zeros(2, device=self._device)
-        if loss is not None:
-            told[0] = loss / self.topology.size(self.topology.data)
-        if failed:
-            told[1] = 1.0
-        work = None
-        if self._losses is not None:
-            work = dist.all_reduce(told, group=self._losses, async_op=True)
-        whole = tuple(
-            torch.cat(parts) if parts[0].dim() else torch.stack(parts)
-            for parts in zip(*outputs, strict=True)
-        )
-        return StepResult(told, work, whole)
+    def _send_loss(
+        self, loss: Tensor, divisor: float, *, failed: bool
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Sends the loss to all ranks, beside whatever comes next; also whether this one failed."""
+        told = torch.tensor([0.0, float(failed), divisor], device=self._device)
+        told[0] = loss / self.topology.size(self.topology.data)
+        if self._losses is None:
+            return told, None
+        return told, dist.all_reduce(told, group=self._losses, async_op=True)
 
     def _lowered(
         self, links: Sequence[Link], *, depth: int | None = None, forward_only: bool = False
@@ -460,6 +487,14 @@ def _collectives(sync: GradientSync) -> tuple[Collective, ...]:
                 name, tuple(places), stages, launch.lane
             )
     return tuple(found[key] for key in sorted(found))
+
+
+def _whole(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Returns outputs of all microbatches, each in one tensor."""
+    return tuple(
+        torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+        for parts in zip(*outputs, strict=True)
+    )
 
 
 @contextlib.contextmanager

@@ -22,8 +22,9 @@ class Stage:
 
     Args:
         module: Takes the inputs, returns the outputs: a tensor, or a tuple, list or mapping of
-            tensors. An input is passed by keyword where ``module.forward`` has a parameter of its
-            name, the others by position, in order.
+            tensors. Inputs named like the first parameters of ``module.forward``, in order, are
+            passed by position; else each by keyword where there is a parameter of its name, the
+            others by position. It may not change them in place.
         index: Which stage it is, from 0.
         inputs: Names of what it takes.
         outputs: Names of what it makes; those of the last stage go to the loss, in order.
@@ -41,7 +42,10 @@ class Stage:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         parameters = inspect.signature(unwrapped(module).forward).parameters.values()
-        named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        leading = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if list(self.inputs) == leading[: len(self.inputs)]:
+            named = []  # in order already; by position hooks see them
         self._keywords = [(i, name) for i, name in enumerate(self.inputs) if name in named]
         by_name = {i for i, _ in self._keywords}
         self._positions = [i for i in range(len(self.inputs)) if i not in by_name]

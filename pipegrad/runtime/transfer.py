@@ -26,6 +26,7 @@ SENDING = order.Hold("transfer.sending", "what is leaving would be freed by who 
 SENT = order.WaitWork("transfer.sent", "what is let go of may still be leaving")
 
 Key = tuple[int, int]  # channel and microbatch
+_MEASURE_SECONDS = 600.0  # for one hop
 
 
 class Spec(NamedTuple):
@@ -67,7 +68,8 @@ class BufferPool:
     def make(self, spec: Spec) -> Buffer:
         """Returns a new buffer, contents undefined."""
         self.num_made += 1
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        with torch.inference_mode(mode=False):  # or it could never be trained with
+            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         return Buffer(tensor, tensor.untyped_storage().data_ptr())
 
 
@@ -200,14 +202,16 @@ class Transfers:
         buffer, work = self._receiving[key]
         RECEIVED(work)
         del self._receiving[key]
-        self.lent[buffer.address] = None
+        if buffer.address:  # what is empty lies nowhere
+            self.lent[buffer.address] = None
         return buffer
 
     def give_back(self, channel: int, buffer: Buffer) -> None:
         """Takes a received buffer that nobody reads any more."""
         end = self._ends[channel]
         assert end is not None
-        del self.lent[buffer.address]
+        if buffer.address:
+            del self.lent[buffer.address]
         end.free.append(buffer)
 
     def send(self, channel: int, microbatch: int, tensor: torch.Tensor | None) -> None:
@@ -236,6 +240,7 @@ class Transfers:
     def _receiving_end(self, channel: int) -> _End | None:
         link, kind, source, target = self._channels[channel]
         if kind == "F" and link not in self.specs:
+            self.specs[link] = None  # for those that wait once more, if this fails
             told = self._board.wait(f"{link} to {target}", timedelta(seconds=self._wait_seconds))
             self.specs[link] = pickle.loads(told)
         group, peer = self._edges.of(source)
@@ -286,7 +291,13 @@ def measure_hops(
     seconds = list[float]()
     for hop in hops:
         mine = _ping(edges, (me, hop), num_bytes, repeats, device) if me in (hop, hop + 1) else 0.0
-        seconds.append(max(agree(f"hop {hop}", partial(float, mine), ranks=topology.ranks)))
+        told = agree(
+            f"hop {hop}",
+            partial(float, mine),
+            ranks=topology.ranks,
+            timeout_seconds=_MEASURE_SECONDS,
+        )
+        seconds.append(max(told))
     edges.close()
     return tuple(seconds)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -65,12 +65,12 @@ def _check_actions(program: Program) -> None:
     if not program.forward_only:
         schedule.check_complete()
         return
-    found = [action for row in schedule.actions for action in row]
+    found = Counter(action for row in schedule.actions for action in row)
     missing = [
         str(Action(stage, "F", microbatch))
         for stage in range(len(schedule.stage_to_rank))
         for microbatch in range(schedule.num_microbatches)
-        if found.count(Action(stage, "F", microbatch)) != 1
+        if found[Action(stage, "F", microbatch)] != 1
     ]
     if missing:
         raise ScheduleError(
