@@ -15,10 +15,12 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.stage import Stage, Wiring
 from pipegrad.runtime.torch_pipelining import is_profiled
 from pipegrad.runtime.transfer import Buffer, Spec, Transfers
-from pipegrad.schedules.program import Channel, Op, Program, decode
+from pipegrad.schedules.program import Channel, Op, Program
 
 Tensor = torch.Tensor
 Key = tuple[int, int]  # a link, channel or stage, and a microbatch
+_Method = Callable[[int, int], object]
+_Step = tuple[_Method, int, int]
 Loss = Callable[..., object]  # a tensor of one element
 
 
@@ -80,6 +82,18 @@ class Executor:
         self._last = len(wiring.made) - 1
         self._places = program.schedule.stage_to_rank
         self._rank = rank
+        self._index(program, wiring)
+        # What a rank does; the same where a profiler looks; and what is left of a step that failed.
+        self._items: list[_Step] = []
+        self._ranged: list[_Step] = []
+        self._afterwards: list[_Step] = []
+        self._compile(program)
+        self.place = 0
+        self._forget()
+
+    def _index(self, program: Program, wiring: Wiring) -> None:
+        """Looks up who takes and who makes what, once."""
+        rank, stages = self._rank, self._stages
         self._num_consumers = [
             sum(self._places[c] == rank for c in link.consumers) for link in program.links
         ]
@@ -111,7 +125,11 @@ class Executor:
             ]
             for stage in stages
         }
-        methods = {
+
+    def _compile(self, program: Program) -> None:
+        """Turns items into calls."""
+        transfers = self._transfers
+        methods: dict[Op, _Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: self._receive,
             Op.JOIN: self._join,
@@ -120,33 +138,29 @@ class Executor:
             Op.RELEASE: transfers.release,
             Op.FINAL: self._become_final,
         }
-        self._items: list[tuple[Callable[[int, int], object], int, int]] = []
-        self._ranged: list[tuple[Callable[[int, int], object], int, int]] = []
-        self._afterwards: list[tuple[Callable[[int, int], object], int, int]] = []
-        drained: dict[Op, Callable[[int, int], object]] = {
+        drained: dict[Op, _Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: self._receive_and_drop,
             Op.SEND: self._send_nothing,
             Op.RELEASE: transfers.release,
         }
-        for op, index, microbatch in map(decode, program.items[rank]):
-            method: Callable[[int, int], object]
-            if op is Op.COMPUTE:
-                method = self._forward if index & 3 == 0 else self._backward
-                index >>= 2  # noqa: PLW2901 - the stage
-            elif op in methods:
-                method = methods[op]
-            elif op is Op.LAUNCH:
+        for item in program.decoded(self._rank):
+            method: _Method
+            ranged: _Method | None = None
+            which = item.which
+            if item.op is Op.COMPUTE:
+                which, kind, _ = program.action(item)
+                method = self._forward if kind == "F" else self._backward
+                ranged = partial(self._in_range, method)
+            elif item.op in methods:
+                method = methods[item.op]
+            elif item.op is Op.LAUNCH:
                 continue  # it leaves with what makes it final
             else:
-                raise ScheduleError(f"{op} can be planned, but not run yet")
-            self._items.append((method, index, microbatch))
-            if op is Op.COMPUTE:
-                method = partial(self._in_range, method)
-            self._ranged.append((method, index, microbatch))
-            self._afterwards.append((drained.get(op, _skip), index, microbatch))
-        self.place = 0
-        self._forget()
+                raise ScheduleError(f"{item.op} can be planned, but not run yet")
+            self._items.append((method, which, item.microbatch))
+            self._ranged.append((ranged or method, which, item.microbatch))
+            self._afterwards.append((drained.get(item.op, _skip), which, item.microbatch))
 
     def _forget(self) -> None:
         """Lets go of everything of a step."""
