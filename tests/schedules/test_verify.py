@@ -226,9 +226,9 @@ def large() -> Program:
     return lower(schedule)
 
 
-def test_a_million_items_are_proven_in_less_than_ten_seconds(large: Program) -> None:
+def test_a_million_items_are_proven_in_seconds(large: Program) -> None:
     assert large.num_items >= 1_000_000
     began = time.process_time()  # other processes may have the machine meanwhile
     proof = verify(large)
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 30  # 3.3 s here: this is for what grows faster
     assert proof.live_activations == tuple(range(64, 0, -1))
