@@ -164,7 +164,7 @@ def ended_before() -> Any:
 class SlowToFail(FailsInBackward):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(0.5)
+        time.sleep(2.0)
         raise OSError("no space left")
 
 
