@@ -267,6 +267,7 @@ class GradientSync:
             StepError: If a stage is not final, or a gradient changed after it was.
         """
         if self._accumulating:
+            self._counted = False
             return
         unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
         if not self._open or unfinished:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -210,3 +211,30 @@ def evaluation_in_inference_mode() -> Any:
 def test_evaluation_in_inference_mode_spoils_no_step(two: Replies) -> None:
     for reply in two:
         assert reply["evaluation_in_inference_mode"] == ["fine: 24.0"] * 4
+
+
+@on(TWO)
+def a_refusal_behind_an_accumulated_step() -> Any:
+    """Rank 1 is refused alone, while rank 0 waits for its bucket: no rank of its pipeline helps."""
+    scheduler = Scheduler(
+        [Stage(Scale(), 0)],
+        Topology.create(pipeline=1),
+        schedule="gpipe",
+        num_microbatches=2,
+        loss_fn=loss,
+        handlers=["data-parallel"],
+    )
+    with scheduler.sync.accumulate():
+        found = [train(scheduler, batch(), target=batch())]
+    rows = ROWS - rank()
+    time.sleep(0.5 * rank())
+    found.append(train(scheduler, batch(rows), target=batch(rows)))
+    scheduler.close()
+    return found
+
+
+def test_a_refusal_behind_an_accumulated_step_is_told(two: Replies) -> None:
+    waited, refused = (reply["a_refusal_behind_an_accumulated_step"] for reply in two)
+    assert waited[0] == refused[0] == "fine: 8.0"
+    assert refused[1].startswith("StepError: tensors of")
+    assert "rank 1: StepError: tensors of" in waited[1]
