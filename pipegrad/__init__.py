@@ -42,11 +42,11 @@ from pipegrad.handler import (
     Work,
     handlers,
 )
+from pipegrad.runtime.measure import measure_hops
 from pipegrad.runtime.scheduler import Scheduler, StepResult
 from pipegrad.runtime.split import Cut, split
 from pipegrad.runtime.stage import Stage
 from pipegrad.runtime.torch_pipelining import attach
-from pipegrad.runtime.transfer import measure_hops
 from pipegrad.schedules.action import Schedule
 from pipegrad.schedules.lower import lower
 from pipegrad.schedules.program import Link, Program

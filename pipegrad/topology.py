@@ -178,6 +178,12 @@ class Topology:
         """Returns the global ranks that differ from this one in `axis` alone, itself included."""
         return self._select({axis: range(self.size(axis))})
 
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of every pipeline of the mesh; the same seen from any rank."""
+        found = {self.at(rank).ranks_along(self.pipeline) for rank in self.ranks}
+        return tuple(sorted(found))
+
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Returns the global ranks of this pipeline that hold `stages`: each once, ascending."""
         return self._select({self.pipeline: {self.stage_to_rank[s] for s in stages}})

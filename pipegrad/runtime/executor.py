@@ -171,8 +171,8 @@ class Executor:
         self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
         self._arrived = dict[Key, Buffer | None]()  # received gradients, by channel
         self._gradients = dict[Key, Tensor | None]()  # of values, by link, to send or hand over
-        self._met = dict[int, None]()  # stages whose forward has run
-        self._own = dict[int, None]()  # addresses of their buffers, which they may write into
+        self._met = set[int]()  # stages whose forward has run
+        self._own = set[int]()  # addresses of their buffers, which they may write into
         self._bare = dict[int, list[Tensor]]()  # stage -> parameters without a gradient yet
         self._losses = list[Tensor]()
         self._outputs = list[tuple[Tensor, ...]]()
@@ -286,9 +286,9 @@ class Executor:
                 values += (self._values[link, microbatch].tensor,)
         outputs = self._stages[stage].forward(values)
         if stage not in self._met:
-            self._met[stage] = None
-            for tensor in self._stages[stage].module.buffers():
-                self._own[tensor.untyped_storage().data_ptr()] = None
+            self._met.add(stage)
+            buffers = self._stages[stage].module.buffers()
+            self._own.update(buffer.untyped_storage().data_ptr() for buffer in buffers)
         if stage == self._last:
             outputs = self._end(microbatch, outputs)
         else:

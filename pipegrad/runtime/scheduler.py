@@ -307,8 +307,7 @@ class Scheduler:
         """Returns the kind of step whose first one has told what everything looks like."""
         same("loss_divisor", {rank: str(found.divisor) for rank, found in learned.items()})
         mine = self.topology.ranks_along(self.topology.pipeline)
-        for rank in learned:
-            pipeline = self.topology.at(rank).ranks_along(self.topology.pipeline)
+        for pipeline in self.topology.pipelines:
             rows = {r: str(max(learned[r].rows.values())) for r in pipeline if learned[r].rows}
             same("how many rows their tensors have", rows)
         specs = {link: spec for rank in mine for link, spec in learned[rank].specs.items()}

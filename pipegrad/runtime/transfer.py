@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pickle
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pipegrad.agreement import Board, agree
+from pipegrad.agreement import Board
 from pipegrad.gradients import order
 from pipegrad.gradients.collective import blocks_host
 from pipegrad.handler import Work
@@ -26,7 +23,6 @@ SENDING = order.Hold("transfer.sending", "what is leaving would be freed by who 
 SENT = order.WaitWork("transfer.sent", "what is let go of may still be leaving")
 
 Key = tuple[int, int]  # channel and microbatch
-_MEASURE_SECONDS = 600.0  # for one hop
 
 
 class Spec(NamedTuple):
@@ -96,7 +92,7 @@ class Edges:
         if not edges:
             return
         me = topology.coordinate(topology.pipeline)
-        for pipeline in _pipelines(topology):
+        for pipeline in topology.pipelines:
             mine = topology.rank in pipeline
             if self._tagged:
                 group = dist.new_group(list(pipeline), group_desc="pipegrad edges")
@@ -176,7 +172,7 @@ class Transfers:
         self._board = board
         self._wait_seconds = wait_seconds
         self.specs: dict[int, Spec | None] = dict(specs)
-        self.lent: dict[int, None] = {}
+        self.lent: dict[int, None] = {}  # a set, without a call for each microbatch
         self._told = set(range(len(channels))) if specs else set[int]()
         self._ends: dict[int, _End | None] = {}  # None: nothing will ever cross
         self._receiving: dict[Key, tuple[Buffer, Work]] = {}
@@ -260,72 +256,3 @@ class Transfers:
         end = _End(group, peer, spec, self._pool.free(spec)) if spec and crosses else None
         self._ends[channel] = end
         return end
-
-
-def _pipelines(topology: Topology) -> list[tuple[int, ...]]:
-    """Returns the ranks of every pipeline of the mesh, the same on all ranks."""
-    found = {topology.at(rank).ranks_along(topology.pipeline) for rank in topology.ranks}
-    return sorted(found)
-
-
-def measure_hops(
-    topology: Topology, *, num_bytes: int, repeats: int = 11, device: torch.device | str = "cpu"
-) -> tuple[float, ...]:
-    """Returns what a message takes from each rank of the pipeline to the next, in seconds.
-
-    What ``hop-aware-1f1b`` wants as ``hop_seconds``. Hops are measured one after the other, as half
-    of a message there and back; the median of `repeats`, and the slowest of all pipelines. Every
-    rank of the topology must call it, and gets the same numbers.
-
-    Args:
-        topology: Ranks.
-        num_bytes: Of what a stage hands on for a microbatch.
-        repeats: How often each hop is measured.
-        device: Where the messages are.
-    """
-    device = torch.device(device)
-    hops = range(topology.size(topology.pipeline) - 1)
-    ways = [Channel(0, "F", a, b) for hop in hops for a, b in ((hop, hop + 1), (hop + 1, hop))]
-    edges = Edges(ways, topology, device)
-    me = topology.coordinate(topology.pipeline)
-    seconds = list[float]()
-    for hop in hops:
-        mine = _ping(edges, (me, hop), num_bytes, repeats, device) if me in (hop, hop + 1) else 0.0
-        told = agree(
-            f"hop {hop}",
-            partial(float, mine),
-            ranks=topology.ranks,
-            timeout_seconds=_MEASURE_SECONDS,
-        )
-        seconds.append(max(told))
-    edges.close()
-    return tuple(seconds)
-
-
-def _ping(
-    edges: Edges, place: tuple[int, int], num_bytes: int, repeats: int, device: torch.device
-) -> float:
-    me, hop = place
-    peer = 2 * hop + 1 - me
-    there, back = edges.to(peer), edges.of(peer)
-    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    times = []
-    for _ in range(repeats + 1):  # the first one connects
-        began = time.perf_counter()
-        receiving = order.backend().receive(*_with(back, received, hop))
-        if me > hop:
-            RECEIVED(receiving)
-        sending = order.backend().send(*_with(there, sent, hop))
-        if me == hop:
-            RECEIVED(receiving)
-        SENT(sending)
-        received[:1].tolist()  # the host waits for the device
-        times.append((time.perf_counter() - began) / 2)
-    return statistics.median(times[1:]) if me == hop else 0.0
-
-
-def _with(
-    end: tuple[dist.ProcessGroup, int], tensor: torch.Tensor, tag: int
-) -> tuple[dist.ProcessGroup, torch.Tensor, int, int]:
-    group, peer = end
-    return group, tensor, peer, tag

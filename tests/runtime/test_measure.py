@@ -1,0 +1,43 @@
+"""measure_hops: each hop's own time, the same on all ranks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from pipegrad import Topology, Work, measure_hops
+from pipegrad.gradients import order
+from pipegrad.testing import run_ranks
+
+SLOW_SECONDS = 0.05
+
+
+class SlowHop(order.Backend):
+    """A network whose second hop takes long, both ways; messages carry their hop's number."""
+
+    def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        if tag == 1:
+            time.sleep(SLOW_SECONDS)
+        return super().send(group, tensor, peer, tag)
+
+
+def measured() -> tuple[float, ...]:
+    with order.using(SlowHop()):
+        return measure_hops(Topology.create(pipeline=3), num_bytes=2**16, repeats=3)
+
+
+def test_each_hop_is_measured_by_itself_and_told_to_all() -> None:
+    first, *others = run_ranks(measured, 3)
+    assert others == [first] * 2
+    fast, slow = first
+    assert 0 < fast < SLOW_SECONDS <= slow
+
+
+def test_a_pipeline_of_one_rank_has_no_hops() -> None:
+    assert run_ranks(measured_alone, 2) == [(), ()]
+
+
+def measured_alone() -> tuple[float, ...]:
+    return measure_hops(Topology.create(pipeline=1), num_bytes=4)
