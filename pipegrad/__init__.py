@@ -42,8 +42,9 @@ from pipegrad.handler import (
     Work,
     handlers,
 )
+from pipegrad.runtime.loss import StepResult
 from pipegrad.runtime.measure import measure_hops
-from pipegrad.runtime.scheduler import Scheduler, StepResult
+from pipegrad.runtime.scheduler import Scheduler
 from pipegrad.runtime.split import Cut, split
 from pipegrad.runtime.stage import Stage
 from pipegrad.runtime.torch_pipelining import attach

@@ -18,7 +18,6 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipegrad.agreement import Board, FailureNotice, agree
 from pipegrad.errors import ScheduleError, StepError, TopologyError
@@ -28,6 +27,7 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
 from pipegrad.runtime.batch import Batches
 from pipegrad.runtime.executor import Executor, Loss, PeerFailedError
+from pipegrad.runtime.loss import Losses, StepResult
 from pipegrad.runtime.stage import Stage, Wiring, wire
 from pipegrad.runtime.transfer import BufferPool, Edges, Spec, Transfers
 from pipegrad.schedules import Schedule, generate, registry
@@ -42,50 +42,6 @@ Ends = dict[int, tuple[tuple[str, ...], tuple[str, ...]]]  # stage -> its inputs
 
 _LEARN_SECONDS = 600.0  # for the slowest rank's first step, in which kernels may be compiled
 _instances = count()
-
-
-class StepResult:
-    """What a step found.
-
-    Attributes:
-        outputs: Of `Scheduler.evaluate`, on ranks with the last stage: each of its outputs, whole
-            again. Elsewhere empty.
-    """
-
-    def __init__(
-        self,
-        told: Tensor,
-        work: dist.Work | None,
-        outputs: tuple[Tensor, ...],
-        divisors: float,
-    ) -> None:
-        self.outputs = outputs
-        self._told = told
-        self._work = work
-        self._divisors = divisors
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss, a float32 scalar: mean over microbatches and data ranks, on every rank.
-
-        Sync: waits for it, the first time.
-
-        Raises:
-            StepError: If a rank failed in this step, after this one had ended it; or if ranks gave
-                different ``loss_divisor``.
-        """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        _, failed, divisors = self._told.tolist()
-        if failed:
-            raise StepError("the step failed on another rank after this one had ended it")
-        if not math.isclose(divisors, self._divisors, rel_tol=1e-5):
-            raise StepError(
-                f"loss_divisor differs between ranks: {self._divisors:g} in all if all were as "
-                f"this one's, found {divisors:g}; gradients are wrong"
-            )
-        return self._told[0]
 
 
 @dataclass(frozen=True)
@@ -178,7 +134,7 @@ class Scheduler:
         self.program = self._lowered(self._wiring.links)
         self.proof = verify(self.program)
         self._edges = Edges(self.program.channels, self.topology, self._device)
-        self._losses = dist.new_group(ranks, group_desc="pipegrad loss") if len(ranks) > 1 else None
+        self._losses = Losses(self.topology, self._device)
         self._pool = BufferPool(self._device)
         self._name = f"{next(_instances)}"
         self._notice = FailureNotice(f"step {self._name}")
@@ -256,8 +212,7 @@ class Scheduler:
         self._closed = True
         self.sync.close()
         self._edges.close()
-        if self._losses is not None:
-            dist.destroy_process_group(self._losses)
+        self._losses.close()
 
     # Inside.
 
@@ -349,8 +304,7 @@ class Scheduler:
         loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=self._device)
         if losses:
             loss = torch.stack(losses).float().sum() / divisor
-        told, work = self._send_loss(loss, divisor, failed=False)
-        return StepResult(told, work, whole, divisor * len(self.topology.ranks))
+        return self._losses.send(loss, divisor, whole)
 
     def _divisor(self, loss_divisor: float | None) -> float:
         found = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
@@ -366,20 +320,10 @@ class Scheduler:
             self.sync.abort(error, begun=begun)
         executor.finish_transfers()
         with contextlib.suppress(RuntimeError):  # a rank that has died
-            self._send_loss(torch.zeros((), device=self._device), 0.0, failed=True)
+            self._losses.send(torch.zeros((), device=self._device), 0.0, failed=True)
         first = self._notice.read()
         if begun and first is not None and first != mine:  # zeros may be what a stage fails on
             raise StepError(f"a step failed on another rank: {first}") from error
-
-    def _send_loss(
-        self, loss: Tensor, divisor: float, *, failed: bool
-    ) -> tuple[Tensor, dist.Work | None]:
-        """Sends the loss to all ranks, beside whatever comes next; also whether this one failed."""
-        told = torch.tensor([0.0, float(failed), divisor], device=self._device)
-        told[0] = loss / self.topology.size(self.topology.data)
-        if self._losses is None:
-            return told, None
-        return told, dist.all_reduce(told, group=self._losses, async_op=True)
 
     def _lowered(
         self, links: Sequence[Link], *, depth: int | None = None, forward_only: bool = False
