@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from pipegrad.agreement import Board, FailureNotice, agree
-from pipegrad.errors import ScheduleError, StepError, TopologyError
+from pipegrad.errors import StepError
 from pipegrad.gradients.manifest import same
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
@@ -28,17 +28,22 @@ from pipegrad.handler import HandlerSpec
 from pipegrad.runtime.batch import Batches
 from pipegrad.runtime.executor import Executor, Loss, PeerFailedError
 from pipegrad.runtime.loss import Losses, StepResult
-from pipegrad.runtime.stage import Stage, Wiring, wire
+from pipegrad.runtime.setup import (
+    Ends,
+    ScheduleSpec,
+    check_stages,
+    collectives_of,
+    schedule_of,
+    wired,
+)
+from pipegrad.runtime.stage import Stage
 from pipegrad.runtime.transfer import BufferPool, Edges, Spec, Transfers
-from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.lower import DEPTH, lower
-from pipegrad.schedules.program import Collective, Link, Program
+from pipegrad.schedules.program import Link, Program
 from pipegrad.schedules.verify import Proof, verify
 from pipegrad.topology import Topology
 
 Tensor = torch.Tensor
-ScheduleSpec = Schedule | str | Mapping[str, Any]
-Ends = dict[int, tuple[tuple[str, ...], tuple[str, ...]]]  # stage -> its inputs and outputs
 
 _LEARN_SECONDS = 600.0  # for the slowest rank's first step, in which kernels may be compiled
 _instances = count()
@@ -111,16 +116,16 @@ class Scheduler:
         ranks = sorted(topology.ranks)
 
         def describe() -> tuple[str, Ends]:
-            self.schedule = _schedule_of(schedule, topology, num_microbatches)
+            self.schedule = schedule_of(schedule, topology, num_microbatches)
             self.topology = topology.with_stages(self.schedule.stage_to_rank)
-            _check_stages(self.schedule, stages, self.topology)
+            check_stages(self.schedule, stages, self.topology)
             verify(lower(self.schedule, depth=depth))
             ends = {s.index: (s.inputs, s.outputs) for s in stages}
             return f"depth {depth}\n{self.schedule}", ends
 
         told = dict(zip(ranks, agree("Scheduler", describe, ranks=ranks), strict=True))
         same("the schedule", {rank: said for rank, (said, _) in told.items()})
-        self._wiring = _wired({rank: ends for rank, (_, ends) in told.items()})
+        self._wiring = wired({rank: ends for rank, (_, ends) in told.items()})
         self.sync = GradientSync(
             {stage.index: stage.module for stage in stages},
             self.topology,
@@ -130,7 +135,7 @@ class Scheduler:
             **options,
         )
         self._device = self.sync.device
-        self._collectives = _collectives(self.sync)
+        self._collectives = collectives_of(self.sync)
         self.program = self._lowered(self._wiring.links)
         self.proof = verify(self.program)
         self._edges = Edges(self.program.channels, self.topology, self._device)
@@ -368,68 +373,6 @@ class Scheduler:
             has_loss=self._loss_fn is not None,
         )
         return _Ready(program, proof, executor, batches)
-
-
-def _schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | None) -> Schedule:
-    num_ranks = topology.size(topology.pipeline)
-    if isinstance(spec, Schedule):
-        if num_microbatches not in (None, spec.num_microbatches) or spec.num_ranks != num_ranks:
-            raise ScheduleError(
-                f"schedule {spec.name!r} is of {spec.num_ranks} ranks and {spec.num_microbatches} "
-                f"microbatches, asked for are {num_ranks} and {num_microbatches}"
-            )
-        return spec
-    if num_microbatches is None:
-        raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
-    generator = registry.resolve(spec)
-    return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
-
-
-def _check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:
-    found = sorted(stage.index for stage in stages)
-    if found != list(topology.local_stages):
-        raise TopologyError(
-            f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
-            f"which has {found}"
-        )
-    split = [a for row in schedule.actions for a in row if a.kind in ("I", "W")]
-    if split:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} splits backward, which can be planned but not run yet\n"
-            f"{schedule.marked(split)}"
-        )
-
-
-def _wired(told: Mapping[int, Ends]) -> Wiring:
-    """Returns how the stages hang together, the same in every pipeline."""
-    views: dict[int, dict[int, str]] = {}
-    merged: Ends = {}
-    for rank, ends in told.items():
-        for stage, names in ends.items():
-            views.setdefault(stage, {})[rank] = str(names)
-            merged[stage] = names
-    for stage in sorted(views):
-        same(f"inputs and outputs of stage {stage}", views[stage])
-    return wire(merged)
-
-
-def _collectives(sync: GradientSync) -> tuple[Collective, ...]:
-    """Returns the reductions of this rank's pipeline, as the Program sees them."""
-    topology = sync.topology
-    pipeline = topology.ranks_along(topology.pipeline)
-    found: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
-    for plan in sync.plans(pipeline).values():
-        buckets = {bucket.index: bucket for bucket in plan.buckets}
-        for launch in plan.launches:
-            bucket = buckets[launch.bucket]
-            hop = bucket.route[launch.hop]
-            places = sorted({topology.at(r).coordinate(topology.pipeline) for r in hop.ranks})
-            name = f"bucket {bucket.index}: {hop} over ranks {list(hop.ranks)}"
-            stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in places)
-            found[launch.ready, launch.hop, launch.bucket, hop.ranks] = Collective(
-                name, tuple(places), stages, launch.lane
-            )
-    return tuple(found[key] for key in sorted(found))
 
 
 def _whole(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -1,0 +1,85 @@
+"""What a Scheduler is made of: its schedule, the wiring of its stages, what its gradients need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipegrad.errors import ScheduleError, TopologyError
+from pipegrad.gradients.manifest import same
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.runtime.stage import Stage, Wiring, wire
+from pipegrad.schedules import Schedule, generate, registry
+from pipegrad.schedules.program import Collective
+from pipegrad.topology import Topology
+
+ScheduleSpec = Schedule | str | Mapping[str, Any]
+Ends = dict[int, tuple[tuple[str, ...], tuple[str, ...]]]  # stage -> its inputs and outputs
+
+
+def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | None) -> Schedule:
+    """Returns the schedule that is asked for, of this pipeline.
+
+    Raises:
+        PipegradError: If there is none, or not of these numbers.
+    """
+    num_ranks = topology.size(topology.pipeline)
+    if isinstance(spec, Schedule):
+        if num_microbatches not in (None, spec.num_microbatches) or spec.num_ranks != num_ranks:
+            raise ScheduleError(
+                f"schedule {spec.name!r} is of {spec.num_ranks} ranks and {spec.num_microbatches} "
+                f"microbatches, asked for are {num_ranks} and {num_microbatches}"
+            )
+        return spec
+    if num_microbatches is None:
+        raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
+    generator = registry.resolve(spec)
+    return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:
+    """Refuses stages that are not this rank's, and schedules that cannot be run yet."""
+    found = sorted(stage.index for stage in stages)
+    if found != list(topology.local_stages):
+        raise TopologyError(
+            f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
+            f"which has {found}"
+        )
+    split = [a for row in schedule.actions for a in row if a.kind in ("I", "W")]
+    if split:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} splits backward, which can be planned but not run yet\n"
+            f"{schedule.marked(split)}"
+        )
+
+
+def wired(told: Mapping[int, Ends]) -> Wiring:
+    """Returns how the stages hang together, the same in every pipeline."""
+    views: dict[int, dict[int, str]] = {}
+    merged: Ends = {}
+    for rank, ends in told.items():
+        for stage, names in ends.items():
+            views.setdefault(stage, {})[rank] = str(names)
+            merged[stage] = names
+    for stage in sorted(views):
+        same(f"inputs and outputs of stage {stage}", views[stage])
+    return wire(merged)
+
+
+def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
+    """Returns the reductions of this rank's pipeline, as the Program sees them."""
+    topology = sync.topology
+    pipeline = topology.ranks_along(topology.pipeline)
+    found: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
+    for plan in sync.plans(pipeline).values():
+        buckets = {bucket.index: bucket for bucket in plan.buckets}
+        for launch in plan.launches:
+            bucket = buckets[launch.bucket]
+            hop = bucket.route[launch.hop]
+            places = sorted({topology.at(r).coordinate(topology.pipeline) for r in hop.ranks})
+            name = f"bucket {bucket.index}: {hop} over ranks {list(hop.ranks)}"
+            stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in places)
+            found[launch.ready, launch.hop, launch.bucket, hop.ranks] = Collective(
+                name, tuple(places), stages, launch.lane
+            )
+    return tuple(found[key] for key in sorted(found))
