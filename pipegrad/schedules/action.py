@@ -38,12 +38,15 @@ class Schedule:
         num_microbatches: Number of microbatches of a step.
         stage_to_rank: For each stage its pipeline rank.
         actions: For each pipeline rank its actions, in order.
+        head_w_first: Whether, behind the last input's gradient of a stage, the weights' gradients
+            that other ranks wait for are computed before all others, of all microbatches.
     """
 
     name: str
     num_microbatches: int
     stage_to_rank: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    head_w_first: bool = False
 
     @property
     def num_ranks(self) -> int:
