@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -48,6 +48,10 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     head_w_first: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.head_w_first, bool):
+            raise ScheduleError(f"head_w_first is {self.head_w_first!r}, expected true or false")
+
     @property
     def num_ranks(self) -> int:
         """Size of the pipeline."""
@@ -88,11 +92,12 @@ class Schedule:
     @property
     def stage_ticks(self) -> tuple[int, ...]:
         """For each stage the tick of its last backward: from then on its gradients are final."""
-        last = [0] * len(self.stage_to_rank)
-        for action, tick in self.ticks.items():
-            if action.kind in ("B", "W"):
-                last[action.stage] = max(last[action.stage], tick)
-        return tuple(last)
+        return self._last_ticks(("B", "W"))
+
+    @property
+    def shared_ticks(self) -> tuple[int, ...]:
+        """The same, of parameters that stages on other ranks hold too."""
+        return self._last_ticks(("B", "I")) if self.head_w_first else self.stage_ticks
 
     @property
     def grid(self) -> tuple[tuple[Action | None, ...], ...]:
@@ -137,6 +142,13 @@ class Schedule:
                 f"stage and microbatch once, on the stage's rank; found "
                 f"{', '.join(list(dict.fromkeys(wrong.values()))[:5])}\n{self.marked(wrong)}"
             )
+
+    def _last_ticks(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
+        last = [0] * len(self.stage_to_rank)
+        for action, tick in self.ticks.items():
+            if action.kind in kinds:
+                last[action.stage] = max(last[action.stage], tick)
+        return tuple(last)
 
     def _needs(self, action: Action) -> Iterator[Action]:
         """Yields what must have been computed before `action`, on whichever rank."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.action import Action, Schedule
+from pipegrad.schedules.action import Action, Kind, Schedule
 from pipegrad.schedules.program import (
     Channel,
     Collective,
@@ -123,7 +123,8 @@ class _Lowering:
             incoming = {s: [t for t, _ in m] for (s, target), m in sent.items() if target == rank}
             receives = _Receives(incoming, depth)
             released = self._releases(rank, sent, waited)
-            last = _last_backwards(row)
+            last = _last(row, ("B", "W"))
+            last_inputs = _last(row, ("B", "I"))
             launches = _Launches(rank, set(last), collectives)
             items = array("q", receives.first())
             for position, action in enumerate(row):
@@ -133,6 +134,8 @@ class _Lowering:
                 items.extend(self._before(action, launches, last.get(action.stage) == position))
                 items.append(encode(Op.COMPUTE, action_index(action), action.microbatch))
                 items.extend(encode(Op.SEND, *t) for t in self._starts[rank][position])
+                if last_inputs.get(action.stage) == position < last.get(action.stage, -1):
+                    items.extend(self._inputs_final(action.stage, launches))
                 if last.get(action.stage) == position:
                     items.append(encode(Op.FINAL, action.stage))
                     items.extend(launches.after(action.stage))
@@ -152,6 +155,12 @@ class _Lowering:
                     yield encode(Op.JOIN, link, microbatch)
         if kind == "B" and is_last:
             yield encode(Op.LAST_BACKWARD, stage)
+
+    def _inputs_final(self, stage: int, launches: _Launches) -> Iterable[int]:
+        """Yields the items where nothing but weights' gradients of a stage is left."""
+        yield encode(Op.INPUTS_FINAL, stage)
+        if self._schedule.head_w_first and launches.is_shared(stage):
+            yield encode(Op.SHARED_WEIGHTS, stage)
 
     # What an action needs from other ranks, and what it starts.
 
@@ -286,9 +295,9 @@ class _Receives:
             self._posted[source] += 1
 
 
-def _last_backwards(row: Sequence[Action]) -> dict[int, int]:
-    """Returns for each stage the position of its last backward (of the weights, where split)."""
-    return {a.stage: position for position, a in enumerate(row) if a.kind in ("B", "W")}
+def _last(row: Sequence[Action], kinds: Sequence[Kind]) -> dict[int, int]:
+    """Returns for each stage the position of its last action of some kinds."""
+    return {a.stage: position for position, a in enumerate(row) if a.kind in kinds}
 
 
 class _Launches:
@@ -298,14 +307,21 @@ class _Launches:
         self._queues = defaultdict[int, list[int]](list)
         self._missing: dict[int, set[int]] = {}
         self._mirrored: dict[int, set[int]] = {}
+        self._shared = set[int]()
         for number, collective in enumerate(collectives):
             if rank in collective.ranks:
                 stages = local.intersection(collective.stages)
                 self._queues[collective.lane].append(number)
                 self._missing[number] = stages
+                if len(collective.ranks) > 1:
+                    self._shared |= stages
                 if collective.mirrored:
                     self._mirrored[number] = set(stages)
         self._unused = set[int]().union(*self._mirrored.values())
+
+    def is_shared(self, stage: int) -> bool:
+        """Whether other ranks of the pipeline wait for gradients of a stage."""
+        return stage in self._shared
 
     def first_use(self, stage: int) -> Iterable[int]:
         """Yields the item before the first forward of a stage whose parameters may be coming."""

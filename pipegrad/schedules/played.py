@@ -13,6 +13,9 @@ from pipegrad.schedules.action import Action
 from pipegrad.schedules.program import KINDS, Item, Op, Program, action_index, decode
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
+_BEHIND = {  # ops that belong to the action before them
+    int(op) for op in (Op.SEND, Op.FINAL, Op.LAUNCH, Op.PUBLISH, Op.INPUTS_FINAL, Op.SHARED_WEIGHTS)
+}
 Key = tuple[int, int]  # a channel, link or stage, and a microbatch
 
 
@@ -52,14 +55,16 @@ class PlayedRank:
         self.published: list[int] = []
         self._final = set[int]()
         self._announced = set[int]()
+        self._inputs_are_final = set[int]()
+        self._shared_are_first = set[int]()
         self._unused = {
             stage
             for collective in program.collectives
             if collective.mirrored
             for stage in collective.stages
         }
-        self._live = self._buffers = self._flying = 0
-        self.most_live = self.most_buffers = self.most_in_flight = 0
+        self._live = self._graphs = self._buffers = self._flying = 0
+        self.most_live = self.most_graphs = self.most_buffers = self.most_in_flight = 0
         self._index()
         self._methods: dict[int, Callable[[int, int], None]] = {
             int(Op.FIRST_USE): self._first_use,
@@ -70,6 +75,8 @@ class PlayedRank:
             int(Op.FINAL): self._become_final,
             int(Op.LAUNCH): self._launch,
             int(Op.PUBLISH): self._publish,
+            int(Op.INPUTS_FINAL): self._become_final_but_weights,
+            int(Op.SHARED_WEIGHTS): self._compute_shared,
         }
 
     def run(self, state: State) -> tuple[str, int] | None:
@@ -177,7 +184,9 @@ class PlayedRank:
                     self._missing(link)
             self._newest[stage] = microbatch
             self._live += not self._program.forward_only
+            self._graphs += not self._program.forward_only
             self.most_live = max(self.most_live, self._live)
+            self.most_graphs = max(self.most_graphs, self._graphs)
         elif kind == _WEIGHT:
             if (stage * 4 + _INPUT, microbatch) not in self._done:
                 self.refuse("the input's gradient, I, comes first")
@@ -185,6 +194,7 @@ class PlayedRank:
         else:
             self._check_backward(stage, microbatch)
             self._live -= kind == _FULL
+            self._graphs -= 1
         self._done.add((index, microbatch))
         if kind != _INPUT:
             self._let_go(stage, kind, microbatch)
@@ -192,7 +202,7 @@ class PlayedRank:
     def _check_backward(self, stage: int, microbatch: int) -> None:
         if (stage * 4 + _FORWARD, microbatch) not in self._done:
             self.refuse("its forward comes first")
-        if stage in self._final:
+        if stage in self._final or stage in self._inputs_are_final:
             self.refuse(f"the gradients of stage {stage} are final already")
         for link, channels, local, joined in self._makes[stage]:
             for channel in channels:
@@ -253,10 +263,21 @@ class PlayedRank:
                 self.refuse(f"stage {stage} has backwards left")
         if stage in self._final:
             self.refuse(f"stage {stage} is final already")
-        full = all((stage * 4 + _FULL, m) in self._done for m in range(self._num_microbatches))
-        if full and stage not in self._announced:
+        if stage not in self._announced and stage not in self._inputs_are_final:
             self.refuse(f"the last backward of stage {stage} was not announced")
         self._final.add(stage)
+
+    def _become_final_but_weights(self, stage: int, _microbatch: int) -> None:
+        if not all(self._input_gradient(stage, m) for m in range(self._num_microbatches)):
+            self.refuse(f"stage {stage} has gradients of inputs left")
+        if stage in self._announced or stage in self._inputs_are_final or stage in self._final:
+            self.refuse(f"the inputs of stage {stage} are final already")
+        self._inputs_are_final.add(stage)
+
+    def _compute_shared(self, stage: int, _microbatch: int) -> None:
+        if stage not in self._inputs_are_final - self._final - self._shared_are_first:
+            self.refuse(f"stage {stage} has gradients of inputs left, or this is done twice")
+        self._shared_are_first.add(stage)
 
     def _launch(self, number: int, _microbatch: int) -> None:
         collective = self._program.collectives[number]
@@ -328,8 +349,7 @@ def refuse(program: Program, rank: int, place: int, why: str) -> NoReturn:
 def cell_of(program: Program, rank: int, place: int) -> Action:
     """Returns the action that an item belongs to: its own, the one it is for, or the one before."""
     items = program.items[rank]
-    after = int(Op.SEND), int(Op.FINAL), int(Op.LAUNCH), int(Op.PUBLISH)
-    steps = count(place, -1) if items[place] & 15 in after else count(place)
+    steps = count(place, -1) if items[place] & 15 in _BEHIND else count(place)
     for at in steps:
         if not 0 <= at < len(items):
             break

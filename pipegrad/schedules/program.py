@@ -18,20 +18,22 @@ class Op(IntEnum):
     """What an item does.
 
     Which one is meant: a channel for transfers, a link for JOIN, a collective for LAUNCH and
-    PUBLISH, a stage for FIRST_USE, LAST_BACKWARD and FINAL, and stage and kind for COMPUTE.
+    PUBLISH, stage and kind for COMPUTE, and a stage for all others.
     """
 
     FIRST_USE = 0  # wait for the parameters of a stage, which may still be on their way
     POST_RECEIVE = 1  # give a buffer to a transfer that will come
     WAIT_RECEIVE = 2  # wait for it
     JOIN = 3  # sum the gradients that the consumers of a value sent back
-    LAST_BACKWARD = 4  # from here the parameters of a stage become final one by one
+    LAST_BACKWARD = 4  # the next backward of a stage is the last: parameters become final in it
     COMPUTE = 5
     SEND = 6  # start a transfer; does not wait
     RELEASE = 7  # the transfer has been received: let go of what was sent
     FINAL = 8  # the gradients of a stage are complete
     LAUNCH = 9  # at the latest here a collective starts, in its lane; does not wait
     PUBLISH = 10  # send updated parameters
+    INPUTS_FINAL = 11  # no gradients of a stage's inputs are left to compute, of weights there are
+    SHARED_WEIGHTS = 12  # compute those of them that other ranks wait for
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", "-")

@@ -22,12 +22,15 @@ class Proof:
     Attributes:
         live_activations: Most microbatches, over all its stages, whose forward has run and whose
             backward has not ended.
+        live_graphs: Most of them whose inputs' gradients are not computed yet: autograd holds
+            all of their activations, and of the others what weights are multiplied with.
         receive_buffers: Most buffers of received values and gradients held at a time, those that
             are posted included.
         in_flight: Most transfers posted and not yet waited for at a time.
     """
 
     live_activations: tuple[int, ...]
+    live_graphs: tuple[int, ...]
     receive_buffers: tuple[int, ...]
     in_flight: tuple[int, ...]
 
@@ -54,6 +57,7 @@ def verify(program: Program) -> Proof:
     _check_collectives(program, ranks)
     return Proof(
         tuple(rank.most_live for rank in ranks),
+        tuple(rank.most_graphs for rank in ranks),
         tuple(rank.most_buffers for rank in ranks),
         tuple(rank.most_in_flight for rank in ranks),
     )

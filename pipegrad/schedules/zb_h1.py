@@ -15,10 +15,10 @@ class ZeroBubbleH1(ScheduleGenerator):
         rank 2          2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Rank i of P goes by the turns of 1f1b, and is i weights' gradients late: it holds min(M, P)
-    activations. Where forward, input's and weights' gradient take a unit each, a step takes 3M+P-1
-    units for M >= P, and no schedule of one stage a rank is shorter, whatever it holds: the last
-    rank begins P-1 units late. So ZB-H2's 2P-1 activations buy nothing where ranks meet at the end
-    of the step, as they do here.
+    activations. The bubble of a step is (P-1) max(tF, tI, tF+tI-tW), for M >= P; that of 1f1b
+    (P-1) (tF+tI+tW). Where tI is neither above tF nor above tW it is (P-1) tF, which no schedule of
+    one stage a rank undercuts, whatever it holds, since the last rank begins so late: ZB-H2's 2P-1
+    activations buy nothing then, if ranks meet at the end of the step, as they do here.
 
     Args:
         head_w_first: Behind the last input's gradient of a stage, first compute the weights'

@@ -44,7 +44,8 @@ def random_program(num_ranks: int, num_microbatches: int, depth: int, seed: int)
     links = _random_links(chance, len(places))
     actions = tuple(_random_order(chance, links, len(places), num_microbatches))
     by_rank = tuple(tuple(a for a in actions if places[a.stage] == r) for r in range(num_ranks))
-    schedule = Schedule("random", num_microbatches, tuple(places), by_rank)
+    first = chance.random() < 0.5
+    schedule = Schedule("random", num_microbatches, tuple(places), by_rank, head_w_first=first)
     collectives = [_random_collective(chance, places, n) for n in range(chance.randint(0, 5))]
     return lower(schedule, links=links, depth=depth, collectives=collectives)
 
@@ -143,6 +144,7 @@ class Run:
         values: What each forward made, by stage and microbatch.
         gradients: What each backward made, by stage and microbatch.
         live: For each rank the most forwards that waited for their backward.
+        graphs: For each rank the most forwards that waited for their inputs' gradients.
         buffers: For each rank the most buffers for what is received.
         in_flight: For each rank the most receives that were posted, and not waited for.
         held_up: The actions that came later because a release in front of them had to wait.
@@ -151,7 +153,8 @@ class Run:
     def __init__(self, program: Program, seed: int) -> None:
         self.values: dict[Key, int] = {}
         self.gradients: dict[Key, int] = {}
-        self.live, self.buffers, self.in_flight = list[int](), list[int](), list[int]()
+        self.live, self.graphs = list[int](), list[int]()
+        self.buffers, self.in_flight = list[int](), list[int]()
         self.held_up = list[Action]()
         self._program = program
         self._chance = random.Random(seed)
@@ -173,6 +176,7 @@ class Run:
             raise DeadlockError(str([w.place for w in workers]))
         for worker in workers:
             self.live.append(worker.most["live"])
+            self.graphs.append(worker.most["graphs"])
             self.buffers.append(worker.most["buffers"])
             self.in_flight.append(worker.most["in flight"])
 
@@ -253,6 +257,7 @@ class _Worker:
         self._returned: dict[Key, dict[int, int]] = defaultdict(dict)  # from consumers elsewhere
         self._sums: dict[Key, int] = {}
         self._readers: dict[Key, int] = {}  # how many backwards still read a received value
+        self._went_back = defaultdict[int, int](int)
         self._ended = defaultdict[int, int](int)
         self._final = set[int]()
 
@@ -288,6 +293,9 @@ class _Worker:
         elif op is Op.FINAL:
             assert self._ended[which] == self._program.schedule.num_microbatches
             self._final.add(which)
+        elif op in (Op.INPUTS_FINAL, Op.SHARED_WEIGHTS):
+            number = self._program.schedule.num_microbatches
+            assert self._went_back[which] == number > self._ended[which]
         elif op is Op.LAUNCH:
             assert self._final.issuperset(self._here.intersection(self._stages(which)))
             self._run.launch(which, self._rank)
@@ -336,8 +344,11 @@ class _Worker:
                 if link.producer == stage:
                     self._inputs[number, microbatch] = (number + 1) * made
             self._count("live", 1)
+            self._count("graphs", 1)
         elif kind != "W":
             self._backward(action)
+            self._went_back[stage] += 1
+            self._count("graphs", -1)
         if kind in ("B", "W"):
             self._ended[stage] += 1
             self._count("live", -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,8 @@ from tests.schedules.programs import places_of, programs, rows
 
 quick = settings(deadline=None, max_examples=60, derandomize=True)
 TRANSFERS = (Op.POST_RECEIVE, Op.WAIT_RECEIVE, Op.SEND, Op.RELEASE)
-NAMES = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", "interleaved-1f1b")
+FULL = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", "interleaved-1f1b")  # backwards are whole
+NAMES = (*FULL, "zb-h1", "zbv")
 
 
 def build(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -127,6 +128,7 @@ rank 1
   release        x of 1F0 to rank 2
   compute        1I0
   send           gradient of h of 0F0 to rank 0
+  inputs-final   stage 1
   compute        1W0
   final          stage 1
   release        gradient of h of 0F0 to rank 0
@@ -153,6 +155,39 @@ rank 2
     )
 
 
+def test_split_backward_in_full_tied_weights_first() -> None:
+    """Every weights' gradient that others wait for comes before those that nobody waits for."""
+    schedule = schedules.build("zb-h1", num_ranks=2, num_microbatches=2, head_w_first=True)
+    tied = Collective("tied", (0, 1), (0, 1), lane=0)
+    alone = Collective("alone", (1,), (1,), lane=1)
+    assert (
+        lower(schedule, depth=2, collectives=[tied, alone]).listing(1)
+        == """\
+rank 1
+  post-receive   x of 0F0 from rank 0
+  post-receive   x of 0F1 from rank 0
+  wait-receive   x of 0F0 from rank 0
+  compute        1F0
+  compute        1I0
+  send           gradient of x of 0F0 to rank 0
+  wait-receive   x of 0F1 from rank 0
+  compute        1F1
+  compute        1I1
+  send           gradient of x of 0F1 to rank 0
+  inputs-final   stage 1
+  shared-weights stage 1
+  compute        1W0
+  compute        1W1
+  final          stage 1
+  launch         tied
+  launch         alone
+  release        gradient of x of 0F0 to rank 0
+  release        gradient of x of 0F1 to rank 0"""
+    )
+    untied = lower(schedule, collectives=[alone])
+    assert places_of(untied, 0, Op.SHARED_WEIGHTS) == places_of(untied, 1, Op.SHARED_WEIGHTS) == []
+
+
 # Every schedule.
 
 
@@ -174,10 +209,9 @@ def test_every_schedule_is_proven_at_any_depth(
         verify(program)
         for rank in ranks_of(program):
             assert tuple(action for _, action in computes(program, rank)) == schedule.actions[rank]
-            # A neighbour before and one behind, except at the ends, of each stage of the rank.
-            local = [s for s, place in enumerate(schedule.stage_to_rank) if place == rank]
-            hops = sum((s > 0) + (s + 1 < len(schedule.stage_to_rank)) for s in local)
-            num_sends = num_microbatches * hops if num_ranks > 1 else 0
+            # A neighbour before and one behind of each stage of the rank, if on another rank.
+            pairs = pairwise(schedule.stage_to_rank)
+            num_sends = num_microbatches * sum(rank in p for p in pairs if p[0] != p[1])
             assert len(places_of(program, rank, Op.SEND)) == num_sends
             assert len(places_of(program, rank, Op.WAIT_RECEIVE)) == num_sends
 
@@ -358,7 +392,7 @@ def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
         forwards = tuple(a for a in schedule.actions[rank] if a.kind == "F")
         assert tuple(action for _, action in computes(program, rank)) == forwards
         assert {item.op for item in program.decoded(rank)} <= {*TRANSFERS, Op.COMPUTE}
-    most = (1,) * 4 if name == "interleaved-1f1b" else (0, 1, 1, 1)
+    most = (1,) * 4 if name in ("interleaved-1f1b", "zbv") else (0, 1, 1, 1)
     assert verify(program).receive_buffers == most
 
 
@@ -438,7 +472,7 @@ def test_mirrored_parameters_are_awaited_before_use_and_sent_at_the_end(program:
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FULL)  # else weights' gradients fill the end, on all ranks
 def test_all_but_stage_0_reduce_before_the_step_ends(name: str, num_ranks: int) -> None:
     """Data parallel: only the launches of stage 0 come when nothing is left to hide them."""
     for num_microbatches in (num_ranks, 2 * num_ranks, 4 * num_ranks):

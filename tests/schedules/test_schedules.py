@@ -17,6 +17,8 @@ from pipegrad.schedules.gpipe import GPipe
 from pipegrad.schedules.hop_aware import HopAwareOneForwardOneBackward
 from pipegrad.schedules.interleaved import InterleavedOneForwardOneBackward
 from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
+from pipegrad.schedules.zb_h1 import ZeroBubbleH1
+from pipegrad.schedules.zbv import ZeroBubbleV
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,8 @@ from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
         (EagerOneForwardOneBackward(), (3, 6)),
         (HopAwareOneForwardOneBackward(hop_seconds=(0, 0.5), compute_seconds=1), (3, 5)),
         (InterleavedOneForwardOneBackward(), (2, 2)),
+        (ZeroBubbleH1(), (3, 4)),
+        (ZeroBubbleV(), (2, 3)),
     ],
     ids=lambda given: type(given).__name__,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ def test_what_verify_passes_runs_to_its_end_whatever_the_delays(
     proof = verify(program)
     run = Run(program, seed)
     assert (run.values, run.gradients) == expected(program)
-    assert proof == Proof(tuple(run.live), tuple(run.buffers), tuple(run.in_flight))
+    assert proof == Proof(*map(tuple, (run.live, run.graphs, run.buffers, run.in_flight)))
     assert run.held_up == []
 
 
@@ -144,9 +145,17 @@ def joining() -> Program:
     return lower(schedule, links=links, collectives=[tied])
 
 
-def moved(op: Op, to: Op) -> Program:
+def splitting() -> Program:
+    """Returns a Program whose rank 0 splits backward, and computes first what is tied."""
+    order = "0F0 0F1 0I0 0I1 0W0 0W1"
+    schedule = rows(order, order.replace(" 0", " 1").replace("0F0", "1F0", 1), num_microbatches=2)
+    tied = Collective("tied", (0, 1), (0, 1), lane=0)
+    return lower(replace(schedule, head_w_first=True), collectives=[tied])
+
+
+def moved(op: Op, to: Op, program: Program | None = None) -> Program:
     """Returns it with the only item of one kind in front of the first of another."""
-    program = joining()
+    program = program or joining()
     ((place, _),) = places_of(program, 0, op)
     return move(program, 0, place, places_of(program, 0, to)[0][0])
 
@@ -157,9 +166,9 @@ def with_more(action: Action) -> Program:
     return with_items(program, 0, [*program.items[0], more])
 
 
-def only(op: Op, number: int) -> Program:
+def only(op: Op, number: int, program: Program | None = None) -> Program:
     """Returns it with the only item of a kind of rank 0 as often as said."""
-    program = joining()
+    program = program or joining()
     ((place, _),) = places_of(program, 0, op)
     return times(program, 0, place, number)
 
@@ -173,6 +182,12 @@ MORE_HARM: dict[str, Callable[[], Program]] = {
     "two last backwards": lambda: only(Op.LAST_BACKWARD, 2),
     "parameters never sent": lambda: only(Op.PUBLISH, 0),
     "parameters sent twice": lambda: only(Op.PUBLISH, 2),
+    "inputs never final": lambda: only(Op.INPUTS_FINAL, 0, splitting()),
+    "inputs final twice": lambda: only(Op.INPUTS_FINAL, 2, splitting()),
+    "inputs final too early": lambda: moved(Op.INPUTS_FINAL, Op.COMPUTE, splitting()),
+    "inputs final when all is": lambda: moved(Op.FINAL, Op.INPUTS_FINAL, splitting()),
+    "shared weights twice": lambda: only(Op.SHARED_WEIGHTS, 2, splitting()),
+    "shared weights too early": lambda: moved(Op.SHARED_WEIGHTS, Op.INPUTS_FINAL, splitting()),
     "an action of another rank": lambda: with_more(Action(1, "F", 0)),
     "an action of no microbatch": lambda: with_more(Action(0, "F", 1)),
 }
@@ -180,6 +195,7 @@ MORE_HARM: dict[str, Callable[[], Program]] = {
 
 def test_what_is_harmed_below_is_passed_unharmed() -> None:
     verify(joining())
+    verify(splitting())
     verify(only(Op.JOIN, 1))
 
 

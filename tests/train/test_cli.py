@@ -216,6 +216,8 @@ def test_schedules_are_listed() -> None:
         ("gpipe", "pipegrad"),
         ("hop-aware-1f1b", "pipegrad"),
         ("interleaved-1f1b", "pipegrad"),
+        ("zb-h1", "pipegrad"),
+        ("zbv", "pipegrad"),
     ]
     assert all(row["summary"] for row in rows)
 
