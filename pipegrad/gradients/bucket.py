@@ -161,6 +161,7 @@ def make_plans(
     reduce_dtype: torch.dtype | None = None,
     lanes: int = 1,
     stage_ticks: Sequence[int] | None = None,
+    shared_ticks: Sequence[int] | None = None,
     allow_unsynced: Sequence[str] = (),
     ranks: Sequence[int] | None = None,
 ) -> dict[int, Plan]:
@@ -175,6 +176,7 @@ def make_plans(
         lanes: Number of lanes; a bucket stays in lane ``index % lanes``.
         stage_ticks: For each stage when its gradients are final, in any unit. By default stages
             become final from the last to the first, as in every 1F1B-like schedule.
+        shared_ticks: The same for the gradients that several stages hold; by default `stage_ticks`.
         allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
         ranks: Whose plans; all by default.
 
@@ -182,16 +184,17 @@ def make_plans(
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
     routes = make_routes(manifest, topology, handlers, allow_unsynced)
-    ticks = stage_ticks or range(topology.num_stages - 1, -1, -1)
+    alone = stage_ticks or range(topology.num_stages - 1, -1, -1)
+    ticks = {False: alone, True: shared_ticks or alone}
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
     agreed = [(records[key], route) for key, route in shared_routes(routes).items()]
     gradients = [
-        _Kind(record, route, ticks, reduce_dtype, manifest)
+        _Kind(record, route, ticks[record.shared], reduce_dtype, manifest)
         for record, route in agreed
         if record.requires_grad
     ]
     buckets = _buckets(manifest, gradients, bucket_bytes)
-    packs = _buckets(manifest, [_Kind(*pair, ticks) for pair in agreed], bucket_bytes)
+    packs = _buckets(manifest, [_Kind(*pair, alone) for pair in agreed], bucket_bytes)
     groups = _groups(routes, buckets, lanes)
     digest = hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest()
     plans: dict[int, Plan] = {}

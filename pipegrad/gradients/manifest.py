@@ -347,9 +347,11 @@ def _check_tie(group: Sequence[Place], stages: Sequence[Sequence[ParameterEntry]
 def check_arguments(
     modules: Mapping[int, nn.Module],
     topology: Topology,
+    *,
     bucket_bytes: int,
     lanes: int,
-    stage_ticks: Sequence[int] | None,
+    stage_ticks: Sequence[int] | None = None,
+    shared_ticks: Sequence[int] | None = None,
 ) -> None:
     """Refuses what this rank alone can see to be wrong."""
     if sorted(modules) != list(topology.local_stages):
@@ -372,10 +374,9 @@ def check_arguments(
         raise PlanError(
             f"bucket_bytes={bucket_bytes} must be at least 0 and lanes={lanes} at least 1"
         )
-    if stage_ticks is not None and len(stage_ticks) != topology.num_stages:
-        raise PlanError(
-            f"stage_ticks has {len(stage_ticks)} entries for {topology.num_stages} stages"
-        )
+    for name, ticks in (("stage_ticks", stage_ticks), ("shared_ticks", shared_ticks)):
+        if ticks is not None and len(ticks) != topology.num_stages:
+            raise PlanError(f"{name} has {len(ticks)} entries for {topology.num_stages} stages")
 
 
 def device_of(modules: Mapping[int, nn.Module], manifests: Sequence[RankManifest]) -> torch.device:

@@ -39,6 +39,9 @@ class LiveParameter:
         homes: Local stage -> the module it is in, and its full name there; all one object.
         accessor: Where its gradient lives.
         buffer: Its bucket's buffer; None if nobody reduces it.
+
+    Attributes:
+        live: The tensor that this step began with.
     """
 
     def __init__(
@@ -59,8 +62,8 @@ class LiveParameter:
         self.left_early = False
         self._accessor = accessor
         self._homes = list(homes.values())
-        self._live = self.parameter
-        self._agreed = self._traits(self._live)
+        self.live = self.parameter
+        self._agreed = self._traits(self.live)
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
         self._zeroed_version: int | None = None
@@ -82,11 +85,11 @@ class LiveParameter:
     @property
     def gradient(self) -> torch.Tensor | None:
         """The gradient of the parameter that this step began with, wherever it lives."""
-        return self._accessor.read(self._live)
+        return self._accessor.read(self.live)
 
     def watch(self, on_accumulated: Callable[[LiveParameter], None]) -> None:
         """Calls `on_accumulated` whenever autograd has accumulated into the live parameter."""
-        parameter = self._live
+        parameter = self.live
         if parameter is self._hooked or not self.record.requires_grad:
             return
         if self._hook is not None:
@@ -102,7 +105,7 @@ class LiveParameter:
                 the reduced one of the step before.
         """
         parameter = self.parameter
-        self._live = parameter
+        self.live = parameter
         if self._traits(parameter) != self._agreed:
             raise StepError(
                 f"{self.record.key!r} was {self._agreed} when the ranks agreed, now it is "
@@ -145,7 +148,7 @@ class LiveParameter:
         """Lets autograd accumulate into the zeroed slot, where that is possible."""
         view = self.view
         if view is not None:
-            self._accessor.write(self._live, view)
+            self._accessor.write(self.live, view)
             self._zeroed_version = view._version
 
     def close(self, divisor: float) -> torch.Tensor | None:
@@ -168,12 +171,12 @@ class LiveParameter:
         if self.buffer is not None:
             result = self.buffer.views[self.record.key]
             if not self.buffer.anybody_contributed(self.record.key):
-                self._accessor.write(self._live, None)
+                self._accessor.write(self.live, None)
             elif self.view is None:
                 self._copy_back(result)
                 copied = True
             elif self.gradient is not result:
-                self._accessor.write(self._live, result)
+                self._accessor.write(self.live, result)
         self.mark_reduced()
         if self.firings > 1:  # e.g. reentrant checkpointing: each firing is only a part
             self.early = False
@@ -195,6 +198,6 @@ class LiveParameter:
     def _copy_back(self, result: torch.Tensor) -> None:
         gradient = self.gradient
         if gradient is None or gradient.is_sparse or gradient.requires_grad:
-            self._accessor.write(self._live, result.to(self._accessor.dtype(self._live)))
+            self._accessor.write(self.live, result.to(self._accessor.dtype(self.live)))
         else:
             gradient.copy_(result)

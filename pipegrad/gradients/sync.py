@@ -14,7 +14,7 @@ optimizer.zero_grad()
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +100,7 @@ class GradientSync:
         allow_unsynced: Shell-style patterns of names or keys of ties that may drift apart.
         stage_ticks: For each stage when it is final, in any unit; orders the collectives. By
             default from the last stage to the first.
+        shared_ticks: The same for gradients that several stages hold; by default `stage_ticks`.
         accessor: Where gradients live; ``parameter.grad`` by default.
         agree_seconds: How long the ranks wait for each other here.
 
@@ -127,6 +128,7 @@ class GradientSync:
         lanes: int = 2,
         allow_unsynced: Sequence[str] = (),
         stage_ticks: Sequence[int] | None = None,
+        shared_ticks: Sequence[int] | None = None,
         accessor: GradientAccessor | None = None,
         agree_seconds: float = 60.0,
     ) -> None:
@@ -137,7 +139,8 @@ class GradientSync:
             "reduce_dtype": reduce_dtype,
             "lanes": lanes,
             "allow_unsynced": allow_unsynced,
-            "stage_ticks": stage_ticks,
+            "stage_ticks": stage_ticks and list(stage_ticks),
+            "shared_ticks": shared_ticks and list(shared_ticks),
         }
 
         describe = partial(self._describe, modules, shared, handlers, options)
@@ -168,6 +171,7 @@ class GradientSync:
         self._open = False
         self._counted = False  # whether the notice has turned to the step at hand
         self._last_backwards: set[int] = set()
+        self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
         self._broken: Exception | None = None
         self._doubt: Exception | None = None  # a failed step whose collectives others may have run
@@ -215,6 +219,8 @@ class GradientSync:
             parameter.watch(self._on_accumulated)
         self._reducer.begin()
         self._last_backwards.clear()
+        self._final_stages.clear()
+        self._by_id = {id(p.live): p for p in self._parameters.values()}
         self._divisor = divisor
         self._open = True
 
@@ -236,19 +242,27 @@ class GradientSync:
         if not self._accumulating:
             self._last_backwards.add(stage)
 
-    def stage_final(self, stage: int) -> None:
+    def stage_final(self, stage: int, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Says that all of `stage` is final; buckets that are complete leave, in order.
+
+        Args:
+            stage: A stage of this rank.
+            parameters: Only these of the stage are; the others become final later.
 
         Sync: whatever wrote the stage's gradients must be ahead of the current stream.
         """
         self._check_open(stage)
         if self._accumulating:
             return
-        parameters = self._by_stage[stage]
-        if parameters and all(stage not in p.waiting for p in parameters):
-            raise StepError(f"stage {stage} is final already: call stage_final() once a step")
-        self._last_backwards.discard(stage)
-        for parameter in parameters:
+        if parameters is None:
+            if stage in self._final_stages:
+                raise StepError(f"stage {stage} is final already: call stage_final() once a step")
+            self._final_stages.add(stage)
+            self._last_backwards.discard(stage)
+            final = self._by_stage[stage]
+        else:
+            final = [self._by_id[id(parameter)] for parameter in parameters]
+        for parameter in final:
             parameter.waiting.discard(stage)
             if not parameter.waiting and not parameter.final:
                 self._finalize(parameter)
@@ -477,8 +491,9 @@ class GradientSync:
         options: Mapping[str, Any],
     ) -> tuple[int, RankManifest]:
         """Does what this rank alone can get wrong; returns what it says of itself."""
-        topology, ticks = self.topology, options["stage_ticks"]
-        check_arguments(modules, topology, options["bucket_bytes"], options["lanes"], ticks)
+        topology = self.topology
+        checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
+        check_arguments(modules, topology, **{name: options[name] for name in checked})
         self.handlers = registry.resolve_all(handlers)
         self._ties = declared(shared)
         link_local(modules, self._ties)
@@ -488,7 +503,6 @@ class GradientSync:
             "handlers": [found.identity for found in self.handlers.values()],
             **options,
             "allow_unsynced": list(options["allow_unsynced"]),
-            "stage_ticks": ticks and list(ticks),
         }
         return next(_instances), describe_rank(modules, self._accessor, settings)
 

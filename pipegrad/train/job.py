@@ -121,6 +121,7 @@ class Job:
             self.topology(),
             [(name, resolved.plugin) for name, resolved in self.handlers.items()],
             stage_ticks=self.schedule.stage_ticks,
+            shared_ticks=self.schedule.shared_ticks,
             ranks=ranks,
             **self.gradient_options,
         )
