@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,9 +12,12 @@ from torch.profiler import record_function
 
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.runtime.recompute import RandomState, keeping_nothing
 from pipegrad.runtime.stage import Stage, Wiring
 from pipegrad.runtime.torch_pipelining import is_profiled
 from pipegrad.runtime.transfer import Buffer, Spec, Transfers
+from pipegrad.runtime.weights import WeightGradients
+from pipegrad.schedules.action import Kind
 from pipegrad.schedules.program import Channel, Op, Program
 
 Tensor = torch.Tensor
@@ -34,12 +37,14 @@ class _Value:
 
     Attributes:
         tensor: A leaf, if a gradient will come back.
-        num_readers: Stages of this rank that still read it, in forward or, if any, backward.
+        num_returns: Stages of this rank that have not sent its gradient back.
+        num_readers: Those that still read it, for any gradient.
         channel: What brought it.
         buffer: Where it lies, if it came from another rank.
     """
 
     tensor: Tensor
+    num_returns: int
     num_readers: int
     channel: int = -1
     buffer: Buffer | None = None
@@ -79,11 +84,16 @@ class Executor:
         self._transfers = transfers
         self._sync = sync
         self._loss_fn = loss_fn
+        self._weights: WeightGradients | None = None
+        if sync is not None:
+            modules = {index: stage.module for index, stage in stages.items()}
+            self._weights = WeightGradients(modules, sync, transfers.lent)
         self._last = len(wiring.made) - 1
         self._places = program.schedule.stage_to_rank
         self._rank = rank
         self._index(program, wiring)
         # What a rank does; the same where a profiler looks; and what is left of a step that failed.
+        self._kinds: dict[_Method, Kind] = {}
         self._items: list[_Step] = []
         self._ranged: list[_Step] = []
         self._afterwards: list[_Step] = []
@@ -138,6 +148,9 @@ class Executor:
             Op.RELEASE: transfers.release,
             Op.FINAL: self._become_final,
         }
+        if self._weights is not None:
+            methods[Op.INPUTS_FINAL] = self._inputs_final
+            methods[Op.SHARED_WEIGHTS] = self._shared_weights
         drained: dict[Op, _Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: self._receive_and_drop,
@@ -150,7 +163,8 @@ class Executor:
             which = item.which
             if item.op is Op.COMPUTE:
                 which, kind, _ = program.action(item)
-                method = self._forward if kind == "F" else self._backward
+                method = self._method_of(kind, recompute=self._stages[which].recompute)
+                self._kinds[method] = kind
                 ranged = partial(self._in_range, method)
             elif item.op in methods:
                 method = methods[item.op]
@@ -162,12 +176,29 @@ class Executor:
             self._ranged.append((ranged or method, which, item.microbatch))
             self._afterwards.append((drained.get(item.op, _skip), which, item.microbatch))
 
+    def _method_of(self, kind: Kind, *, recompute: bool) -> _Method:
+        """Returns what computes an action."""
+        methods: dict[Kind, _Method] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+        }
+        if recompute and self._sync is not None:
+            methods |= {
+                "F": self._forward_keeping_nothing,
+                "B": partial(self._recomputed, self._backward),
+                "I": partial(self._recomputed, self._backward_inputs),
+            }
+        return methods[kind]
+
     def _forget(self) -> None:
         """Lets go of everything of a step."""
         self._inputs: Mapping[str, Sequence[object]] = {}
         self._targets: Sequence[object] | None = None
         self._values = dict[Key, _Value]()
         self._roots = dict[Key, tuple[Tensor, ...]]()
+        self._random = dict[Key, RandomState]()  # of forwards that will be run again
         self._made = dict[int, Tensor]()  # values to send, by link: they leave at once
         self._arrived = dict[Key, Buffer | None]()  # received gradients, by channel
         self._gradients = dict[Key, Tensor | None]()  # of values, by link, to send or hand over
@@ -177,6 +208,8 @@ class Executor:
         self._losses = list[Tensor]()
         self._outputs = list[tuple[Tensor, ...]]()
         self._transfers.lent.clear()
+        if self._weights is not None:
+            self._weights.forget()
 
     @property
     def forward_only(self) -> bool:
@@ -250,7 +283,8 @@ class Executor:
         assert spec is not None
         if spec.differentiable and self._sync is not None:
             tensor = tensor.detach().requires_grad_()
-        value = _Value(tensor, self._num_consumers[link], channel, buffer)
+        num = self._num_consumers[link]
+        value = _Value(tensor, num, num, channel, buffer)
         self._values[link, microbatch] = value
 
     def _send(self, channel: int, microbatch: int) -> None:
@@ -273,18 +307,11 @@ class Executor:
 
     def _in_range(self, compute: Callable[[int, int], object], stage: int, microbatch: int) -> None:
         """Computes inside a range that profilers see: ``pipegrad 2F0``."""
-        kind = "F" if compute == self._forward else "B"
-        with record_function(f"pipegrad {stage}{kind}{microbatch}"):
+        with record_function(f"pipegrad {stage}{self._kinds[compute]}{microbatch}"):
             compute(stage, microbatch)
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        values: list[object] = []
-        for link, name in self._taken[stage]:
-            if link is None:
-                values += (self._inputs[name][microbatch],)
-            else:
-                values += (self._values[link, microbatch].tensor,)
-        outputs = self._stages[stage].forward(values)
+        outputs = self._outputs_of(stage, microbatch)
         if stage not in self._met:
             self._met.add(stage)
             buffers = self._stages[stage].module.buffers()
@@ -298,6 +325,15 @@ class Executor:
         else:
             self._roots[stage, microbatch] = outputs
 
+    def _outputs_of(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        values: list[object] = []
+        for link, name in self._taken[stage]:
+            if link is None:
+                values += (self._inputs[name][microbatch],)
+            else:
+                values += (self._values[link, microbatch].tensor,)
+        return self._stages[stage].forward(values)
+
     def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         """Keeps what a stage made, for its consumers on this rank and for those on others."""
         for link, output in zip(self._wiring.made[stage], outputs, strict=True):
@@ -306,9 +342,9 @@ class Executor:
                 self._learn(link, stage, microbatch, Spec.of(output))
             value = self._apart(output).detach()
             self._made[link] = value
-            if self._num_consumers[link]:
+            if num := self._num_consumers[link]:
                 local = value.requires_grad_() if output.requires_grad else value
-                self._values[link, microbatch] = _Value(local, self._num_consumers[link])
+                self._values[link, microbatch] = _Value(local, num, num)
 
     def _end(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Computes the loss of the last stage; returns what backward begins with."""
@@ -316,7 +352,13 @@ class Executor:
             self._outputs.append(tuple(map(self._apart, outputs)))
         if self._targets is None:
             return ()
+        loss = self._loss_of(microbatch, outputs)
+        self._losses.append(self._apart(loss.detach()).reshape(()))
+        return (loss,)
+
+    def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> Tensor:
         assert self._loss_fn is not None
+        assert self._targets is not None
         loss = self._loss_fn(*outputs, self._targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
@@ -325,10 +367,50 @@ class Executor:
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
                 "it, or step() runs under no_grad"
             )
-        self._losses.append(self._apart(loss.detach()).reshape(()))
-        return (loss,)
+        return loss
 
     def _backward(self, stage: int, microbatch: int) -> None:
+        roots, gradients = self._begin_backward(stage, microbatch)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self._end_backward(stage, microbatch)
+        self._let_go(stage, microbatch)
+
+    def _backward_inputs(self, stage: int, microbatch: int) -> None:
+        assert self._weights is not None
+        roots, gradients = self._begin_backward(stage, microbatch)
+        inputs = [self._values[link, microbatch].tensor for link in self._links[stage]]
+        kept = self._weights.backward(stage, microbatch, roots, gradients, inputs)
+        del roots, gradients
+        self._end_backward(stage, microbatch, kept)
+
+    def _backward_weights(self, stage: int, microbatch: int) -> None:
+        assert self._weights is not None
+        self._weights.compute(stage, microbatch)
+        self._let_go(stage, microbatch)
+
+    def _forward_keeping_nothing(self, stage: int, microbatch: int) -> None:
+        assert self._sync is not None
+        self._random[stage, microbatch] = RandomState(self._sync.device)
+        with keeping_nothing():
+            self._forward(stage, microbatch)
+        self._roots[stage, microbatch] = ()
+
+    def _recomputed(self, compute: _Method, stage: int, microbatch: int) -> None:
+        """Runs a forward again, then its backward."""
+        random = self._random.pop((stage, microbatch))
+        with random.again():
+            outputs = self._outputs_of(stage, microbatch)
+            if stage == self._last:
+                outputs = (self._loss_of(microbatch, outputs),)
+        self._roots[stage, microbatch] = outputs
+        del outputs
+        compute(stage, microbatch)
+
+    def _begin_backward(
+        self, stage: int, microbatch: int
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns what backward begins with, and its gradients."""
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         for root, link in zip(self._roots[stage, microbatch], self._ends[stage], strict=True):
@@ -343,10 +425,17 @@ class Executor:
                 roots += (root,)
                 gradients += (gradient,)
         del self._roots[stage, microbatch]
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        self._part_gradients(stage, microbatch)
-        self._let_go(stage, microbatch)
+        return roots, gradients
+
+    def _end_backward(self, stage: int, microbatch: int, kept: Iterable[Tensor] = ()) -> None:
+        """Takes up what came back to a stage's inputs, once all that share one are done with it."""
+        self._part_gradients(stage, microbatch, kept)
+        for link in self._links[stage]:
+            value = self._values[link, microbatch]
+            value.num_returns -= 1
+            if not value.num_returns:
+                self._gradients[link, microbatch] = value.tensor.grad
+                value.tensor.grad = None
         for channel in self._returns[stage]:
             buffer = self._arrived[channel, microbatch]
             del self._arrived[channel, microbatch]
@@ -376,17 +465,14 @@ class Executor:
         self._gradients[link, microbatch] = total
 
     def _let_go(self, stage: int, microbatch: int) -> None:
-        """Takes up what came back to a stage's inputs, once all that share one are done with it."""
+        """Frees a stage's inputs that nobody reads again."""
         for link in self._links[stage]:
             value = self._values[link, microbatch]
             value.num_readers -= 1
-            if value.num_readers:
-                continue
-            del self._values[link, microbatch]
-            if self._sync is not None:
-                self._gradients[link, microbatch] = value.tensor.grad
-            if value.buffer is not None:
-                self._transfers.give_back(value.channel, value.buffer)
+            if not value.num_readers:
+                del self._values[link, microbatch]
+                if value.buffer is not None:
+                    self._transfers.give_back(value.channel, value.buffer)
 
     # What must not be mistaken.
 
@@ -405,13 +491,15 @@ class Executor:
         address = tensor.untyped_storage().data_ptr()
         return tensor.clone() if address in self._transfers.lent or address in self._own else tensor
 
-    def _part_gradients(self, stage: int, microbatch: int) -> None:
-        """Copies gradients that share memory with one another, or with a buffer.
+    def _part_gradients(self, stage: int, microbatch: int, kept: Iterable[Tensor]) -> None:
+        """Copies gradients that share memory with one another, with a buffer, or with `kept` ones.
 
         Autograd lets several gradients be views of one, as behind a sum, and adds to each in place
         later on. A parameter's can share only when it is new.
         """
         taken = {**self._transfers.lent}
+        for gradient in kept:
+            taken[gradient.untyped_storage().data_ptr()] = None
         for link in self._links[stage]:
             value = self._values[link, microbatch].tensor
             if value.grad is not None:
@@ -440,10 +528,18 @@ class Executor:
         assert self._sync is not None
         self._sync.stage_final(stage)
 
+    def _inputs_final(self, stage: int, _microbatch: int) -> None:
+        assert self._weights is not None
+        self._weights.inputs_are_final(stage)
+
+    def _shared_weights(self, stage: int, _microbatch: int) -> None:
+        assert self._weights is not None
+        self._weights.compute_shared(stage)
+
     def _tell_where(self, error: Exception) -> None:
         method, stage, microbatch = self._items[self.place]
-        if method in (self._forward, self._backward):
-            kind = "F" if method == self._forward else "B"
+        kind = self._kinds.get(method)
+        if kind is not None:
             error.add_note(f"In {stage}{kind}{microbatch} on pipeline rank {self._rank}.")
 
 

@@ -132,6 +132,7 @@ class Scheduler:
             shared=shared,
             handlers=handlers,
             stage_ticks=self.schedule.stage_ticks,
+            shared_ticks=self.schedule.shared_ticks,
             **options,
         )
         self._device = self.sync.device

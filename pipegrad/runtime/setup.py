@@ -38,18 +38,12 @@ def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | 
 
 
 def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:
-    """Refuses stages that are not this rank's, and schedules that cannot be run yet."""
+    """Refuses stages that are not this rank's."""
     found = sorted(stage.index for stage in stages)
     if found != list(topology.local_stages):
         raise TopologyError(
             f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
             f"which has {found}"
-        )
-    split = [a for row in schedule.actions for a in row if a.kind in ("I", "W")]
-    if split:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} splits backward, which can be planned but not run yet\n"
-            f"{schedule.marked(split)}"
         )
 
 

@@ -28,6 +28,9 @@ class Stage:
         index: Which stage it is, from 0.
         inputs: Names of what it takes.
         outputs: Names of what it makes; those of the last stage go to the loss, in order.
+        recompute: Keep nothing of a forward but the inputs, and run it again right before its
+            backward, drawing the same random numbers: one more forward a microbatch, split
+            backward or not. What a forward changes besides, as running means, it changes twice.
     """
 
     def __init__(
@@ -36,8 +39,11 @@ class Stage:
         index: int,
         inputs: Sequence[str] = ("x",),
         outputs: Sequence[str] = ("x",),
+        *,
+        recompute: bool = False,
     ) -> None:
         self.module = module
+        self.recompute = recompute
         self.index = index
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)

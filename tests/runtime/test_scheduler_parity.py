@@ -34,7 +34,16 @@ from tests.runtime.schedulers import (
     wrong,
 )
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", "interleaved-1f1b", "vee")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "eager-1f1b",
+    "hop-aware-1f1b",
+    "interleaved-1f1b",
+    "zb-h1",
+    "zbv",
+    "vee",
+)
 TIED = ("0.weight", "7.weight")
 
 
@@ -168,7 +177,9 @@ def test_the_loss_is_the_same_on_all_ranks(case: Case) -> None:
 def test_tied_gradients_have_the_same_bits_wherever_they_are(case: Case) -> None:
     reports = found_by(run_cases, case)
 
-    same = case.schedule == "vee" or case.pipeline == 1  # rank of the first and of the last stage
+    same = (
+        case.schedule in ("vee", "zbv") or case.pipeline == 1
+    )  # rank of the first and of the last stage
     for step in range(2):
         holders = [at for at, report in enumerate(reports) if report.bits[step]]
         assert len(holders) == case.data * (1 if same else 2)
