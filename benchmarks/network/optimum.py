@@ -6,25 +6,24 @@ python benchmarks/network/optimum.py --forward 10 --backward 20 --transfer 17.4
 import argparse
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pipegrad
-from pipegrad.schedules import Action, Schedule
+from pipegrad.schedules import Action, Kind, Schedule
 from pipegrad.schedules.one_f_one_b import in_turns
 
 
-def makespan(schedule: Schedule, forward: float, backward: float, transfer: float) -> float:
+def makespan(schedule: Schedule, durations: Mapping[Kind, float], transfer: float) -> float:
     """Returns how long a step takes where ranks wait for nothing but what they consume.
 
     A rank begins its next action when the one before is done and its input is there. What it makes
     for another rank queues at its NIC at once: one message leaves a NIC at a time, first come first
     served, and one at a time enters. The switch forwards while it receives, and keeps what has to
-    wait for the receiver.
+    wait for the receiver. Of a split backward, I sends the gradient on; nobody waits for W.
 
     Args:
-        schedule: Of forwards and full backwards.
-        forward: Time of a stage's forward, in any unit.
-        backward: Time of its backward.
+        schedule: Of any kinds of actions.
+        durations: For each kind its time on a stage, in any unit.
         transfer: Time of one message alone, from NIC to NIC.
     """
     places, ranks = schedule.stage_to_rank, range(schedule.num_ranks)
@@ -35,7 +34,7 @@ def makespan(schedule: Schedule, forward: float, backward: float, transfer: floa
     arrived |= {Action(len(places) - 1, "B", m): 0.0 for m in range(schedule.num_microbatches)}
     while any(actions):  # what can begin first does, so that messages meet in order
         sends = [(max(leaves[r], messages[r][0][0]), r) for r in ranks if messages[r]]
-        heads = [(r, actions[r][0]) for r in ranks if actions[r]]
+        heads = [(r, _input_of(actions[r][0])) for r in ranks if actions[r]]
         computes = [(max(free[r], arrived[a]), r) for r, a in heads if a in arrived]
         begin, rank = min(sends, default=(math.inf, -1))
         if begin <= min(computes, default=(math.inf, -1))[0]:
@@ -47,14 +46,19 @@ def makespan(schedule: Schedule, forward: float, backward: float, transfer: floa
             continue
         begin, rank = min(computes)
         stage, kind, microbatch = actions[rank].popleft()
-        free[rank] = begin + (forward if kind == "F" else backward)
-        following = Action(stage + (1 if kind == "F" else -1), kind, microbatch)
-        if 0 <= following.stage < len(places):
+        free[rank] = begin + durations[kind]
+        following = _input_of(Action(stage + (1 if kind == "F" else -1), kind, microbatch))
+        if kind != "W" and 0 <= following.stage < len(places):
             if places[following.stage] == rank:
                 arrived[following] = free[rank]
             else:
                 messages[rank].append((free[rank], following))
     return max(free)
+
+
+def _input_of(action: Action) -> Action:
+    """Returns the action that is given the message that one needs: I and W need what B would."""
+    return action if action.kind == "F" else action._replace(kind="B")
 
 
 def candidates(num_ranks: int, num_microbatches: int) -> list[Schedule]:
@@ -68,11 +72,11 @@ def candidates(num_ranks: int, num_microbatches: int) -> list[Schedule]:
 
 
 def optimum(
-    num_ranks: int, num_microbatches: int, forward: float, backward: float, transfer: float
+    num_ranks: int, num_microbatches: int, durations: Mapping[Kind, float], transfer: float
 ) -> tuple[float, str]:
     """Returns the shortest makespan of the candidates, and the first that has it."""
     found = candidates(num_ranks, num_microbatches)
-    times = [(makespan(s, forward, backward, transfer), i) for i, s in enumerate(found)]
+    times = [(makespan(s, durations, transfer), i) for i, s in enumerate(found)]
     best, at = min(times)
     return best, found[at].name
 
@@ -85,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, value in (("forward", 10.0), ("backward", 20.0), ("transfer", 17.4)):
         parser.add_argument(f"--{name}", type=float, default=value)
     given = parser.parse_args(arguments)
+    durations: dict[Kind, float] = {"F": given.forward, "B": given.backward}
     for schedule in candidates(given.ranks, given.microbatches):
-        took = makespan(schedule, given.forward, given.backward, given.transfer)
+        took = makespan(schedule, durations, given.transfer)
         print(f"{schedule.name:10} {took:8.1f}")
 
 

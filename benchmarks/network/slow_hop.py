@@ -10,13 +10,21 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from stages import Batch, compute_seconds, hop_seconds, ours, ratios, time_in_turns
+from stages import (
+    Batch,
+    compute_seconds,
+    hop_seconds,
+    ours,
+    ratios,
+    split_seconds,
+    time_in_turns,
+)
 
 import pipegrad
 from pipegrad.schedules import Schedule
 
 RANKS, MICROBATCHES, KIB = 8, 32, 256
-SECONDS = 0.040, 0.080
+SECONDS = split_seconds(0.040, 0.080)
 BASE = "1f1b"
 
 
@@ -44,7 +52,8 @@ def main() -> None:
     given = parser.parse_args()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     batch = Batch(MICROBATCHES, KIB)
-    compute, hops = sum(compute_seconds(SECONDS, batch)), hop_seconds(KIB)
+    alone, hops = compute_seconds(SECONDS, batch), hop_seconds(KIB)
+    compute = alone["F"] + alone["B"]
     schedules = {
         BASE: build(BASE),
         "eager-1f1b": build("eager-1f1b"),

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,41 +11,80 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad.schedules import Schedule
+from pipegrad.schedules import Kind, Schedule
 
 KIB = 2**10 // 4  # a KiB of fp32, in elements
 COMPUTES, MESSAGES = 40, 20  # measured alone, of which medians are taken
 
 Step = Callable[[], list["SleepingStage"]]  # returns the stages of this rank
+Seconds = Mapping[Kind, float]  # what each kind of action takes
+
+
+def split_seconds(forward: float, backward: float, weight: float = 0.0) -> dict[Kind, float]:
+    """Returns the seconds of each kind, where `weight` of a backward is what W can take of it."""
+    return {"F": forward, "B": backward, "I": backward - weight, "W": weight}
 
 
 class _Sleep(torch.autograd.Function):
-    """Adds a weight to the first column of its input; both ways take as long as told."""
+    """Adds to the first column of its input; both ways take as long as told."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: float, backward: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, added: Tensor, forward: float, backward: float) -> Tensor:  # noqa: ANN401
         ctx.seconds = backward
         time.sleep(forward)
         output = x.clone()
-        output[:, 0] += weight
+        output[:, :1] += added
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN401
         time.sleep(ctx.seconds)
-        return gradient, gradient[:, 0].sum(), None, None
+        return gradient, gradient[:, :1], None, None
+
+
+class _SleepingWeight(torch.autograd.Function):
+    """A weight whose gradient takes as long as told, on top of what makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:  # noqa: ANN401
+        ctx.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class _Ones(torch.autograd.Function):
+    """A column of ones that autograd takes for something made of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+        return x.new_ones(len(x), 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # noqa: ANN401
+        return None
 
 
 class SleepingStage(nn.Module):
-    """A stage with one number to train, whose output is as large as its input."""
+    """A stage with one number to train, whose output is as large as its input.
 
-    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+    Its backward sleeps I on the way to the input and W on the way to the weight. Torch and pipegrad
+    split it where something on the way to the input is multiplied with a weight: here ones, for
+    the gradient of a part of the input would be as large as the input, and take its time.
+    """
+
+    def __init__(self, seconds: Seconds) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-        self._seconds = forward_seconds, backward_seconds
+        self.weight = nn.Parameter(torch.zeros(1, 1))
+        self._seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = _Sleep.apply(x, self.weight, *self._seconds)  # type: ignore[no-untyped-call]
+        weight = _SleepingWeight.apply(self.weight, self._seconds["W"])  # type: ignore[no-untyped-call]
+        added = _Ones.apply(x) @ weight  # type: ignore[no-untyped-call]
+        output: Tensor = _Sleep.apply(x, added, self._seconds["F"], self._seconds["I"])  # type: ignore[no-untyped-call]
         return output
 
 
@@ -67,16 +107,16 @@ class Batch:
         All weights are 0, so it is the same on all stages.
         """
         expected = 2 * (self.x[:, 0] - self.target).mean()
-        torch.testing.assert_close(module.weight.grad, expected)
+        torch.testing.assert_close(module.weight.grad, expected.reshape(1, 1))
         module.weight.grad = None
 
 
-def ours(schedule: Schedule, seconds: tuple[float, float], batch: Batch) -> Step:
-    """Returns a step of pipegrad's Scheduler; each stage sleeps `seconds`, forward and backward."""
+def ours(schedule: Schedule, seconds: Seconds, batch: Batch) -> Step:
+    """Returns a step of pipegrad's Scheduler, each of whose stages sleeps `seconds`."""
     topology = pipegrad.Topology.create(
         pipeline=schedule.num_ranks, stage_to_rank=schedule.stage_to_rank
     )
-    modules = {stage: SleepingStage(*seconds) for stage in topology.local_stages}
+    modules = {stage: SleepingStage(seconds) for stage in topology.local_stages}
     scheduler = pipegrad.Scheduler(
         [pipegrad.Stage(module, index) for index, module in modules.items()],
         topology,
@@ -115,21 +155,27 @@ def time_in_turns(steps: Mapping[str, Step], batch: Batch, rounds: int) -> dict[
     return dict(zip(times, slowest.tolist(), strict=True))
 
 
-def compute_seconds(seconds: tuple[float, float], batch: Batch) -> tuple[float, float]:
-    """Returns what a forward and a backward take when nothing is sent: medians, mean of ranks."""
-    module, row = SleepingStage(*seconds), batch.x[:1].clone().requires_grad_()
+def compute_seconds(seconds: Seconds, batch: Batch) -> dict[Kind, float]:
+    """Returns what each kind takes when nothing is sent: medians, mean of ranks.
+
+    W is what a backward takes more than I, and I all of it where W does not sleep.
+    """
+    module, row = SleepingStage(seconds), batch.x[:1].clone().requires_grad_()
     times = []
     for _ in range(COMPUTES):
-        begin = time.perf_counter()
+        stamps = [time.perf_counter()]
         output = module(row)
-        middle = time.perf_counter()
+        stamps.append(time.perf_counter())
+        output.backward(row.detach(), inputs=[row], retain_graph=True)
+        stamps.append(time.perf_counter())
         output.backward(row.detach())
-        times.append((middle - begin, time.perf_counter() - middle))
+        stamps.append(time.perf_counter())
+        times.append([end - begin for begin, end in pairwise(stamps)])
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
     total = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(total)
-    forward, backward = (total / dist.get_world_size()).tolist()
-    return forward, backward
+    forward, inputs, backward = (total / dist.get_world_size()).tolist()
+    return split_seconds(forward, backward, backward - inputs if seconds["W"] > 0 else 0.0)
 
 
 def hop_seconds(kib: int) -> list[float]:

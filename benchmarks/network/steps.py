@@ -1,11 +1,14 @@
 """Times training steps of a pipeline of four hosts: pipegrad's schedules and torch's.
 
 benchmarks/network/cluster.sh -r 1gbit benchmarks/network/steps.py [--rounds 20] [--json FILE]
+
+With --weight-ms it is the schedules that split backward.
 """
 
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -17,25 +20,27 @@ import torch.distributed as dist
 from optimum import makespan, optimum
 from stages import (
     Batch,
+    Seconds,
     SleepingStage,
     Step,
     compute_seconds,
     hop_seconds,
     ours,
     ratios,
+    split_seconds,
     time_in_turns,
 )
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 import pipegrad
-from pipegrad.schedules import Schedule
+from pipegrad.schedules import Kind, Schedule
 
 RANKS, MICROBATCHES = 4, 16
+ROW, LOOP, V = (0, 1, 2, 3), (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)  # stages to ranks
 BASE = "torch, Schedule1F1B"
-OURS = ("1f1b", "eager-1f1b", "hop-aware-1f1b", "gpipe", "interleaved-1f1b")
 
-Way = Callable[[tuple[float, float], Batch], Step]  # given a rank's forward and backward seconds
+Way = Callable[[Seconds, Batch], Step]  # given what a rank's computes take
 costs: dict[str, Any] = {}  # measured: what hop-aware-1f1b is given
 
 
@@ -45,24 +50,27 @@ def build(name: str) -> Schedule:
     return pipegrad.schedules.build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES, **options)
 
 
-def shares(seconds: tuple[float, float], stages_per_rank: int) -> tuple[float, float]:
+def shares(seconds: Seconds, stages_per_rank: int) -> dict[Kind, float]:
     """Returns what each of a rank's stages sleeps."""
-    return seconds[0] / stages_per_rank, seconds[1] / stages_per_rank
+    return {kind: each / stages_per_rank for kind, each in seconds.items()}
 
 
-def torchs(seconds: tuple[float, float], batch: Batch, *, name: str, stages_per_rank: int) -> Step:
+def torchs(
+    seconds: Seconds, batch: Batch, *, name: str, stage_to_rank: tuple[int, ...] = ROW
+) -> Step:
     """Returns a step of a schedule of torch's."""
-    indices = range(dist.get_rank(), RANKS * stages_per_rank, RANKS)
-    modules = [SleepingStage(*shares(seconds, stages_per_rank)) for _ in indices]
+    indices = [stage for stage, rank in enumerate(stage_to_rank) if rank == dist.get_rank()]
+    last = len(stage_to_rank) - 1
+    modules = [SleepingStage(shares(seconds, len(indices))) for _ in indices]
     stages = [
-        PipelineStage(module, index, RANKS * stages_per_rank, torch.device("cpu"))
+        PipelineStage(module, index, len(stage_to_rank), torch.device("cpu"))
         for index, module in zip(indices, modules, strict=True)
     ]
     schedule = getattr(pipelining, name)(
-        stages if stages_per_rank > 1 else stages[0], MICROBATCHES, loss_fn=batch.loss
+        stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=batch.loss
     )
     given = [batch.x] if indices[0] == 0 else []
-    target = batch.target if indices[-1] == RANKS * stages_per_rank - 1 else None
+    target = batch.target if indices[-1] == last else None
 
     def step() -> list[SleepingStage]:
         schedule.step(*given, target=target, return_outputs=False)
@@ -71,57 +79,75 @@ def torchs(seconds: tuple[float, float], batch: Batch, *, name: str, stages_per_
     return step
 
 
-def pipegrads(seconds: tuple[float, float], batch: Batch, *, name: str) -> Step:
+def pipegrads(seconds: Seconds, batch: Batch, *, name: str) -> Step:
     """Returns a step of one of pipegrad's schedules."""
     schedule = build(name)
     return ours(schedule, shares(seconds, len(schedule.stage_to_rank) // RANKS), batch)
 
 
+def named(*names: str) -> dict[str, Way]:
+    """Returns pipegrad's schedules of these names."""
+    return {f"pipegrad, {name}": partial(pipegrads, name=name) for name in names}
+
+
 WAYS: dict[str, Way] = {
-    "torch, ScheduleGPipe": partial(torchs, name="ScheduleGPipe", stages_per_rank=1),
-    BASE: partial(torchs, name="Schedule1F1B", stages_per_rank=1),
+    "torch, ScheduleGPipe": partial(torchs, name="ScheduleGPipe"),
+    BASE: partial(torchs, name="Schedule1F1B"),
     "torch, ScheduleInterleaved1F1B": partial(
-        torchs, name="ScheduleInterleaved1F1B", stages_per_rank=2
+        torchs, name="ScheduleInterleaved1F1B", stage_to_rank=LOOP
     ),
-    **{f"pipegrad, {name}": partial(pipegrads, name=name) for name in OURS},
+    **named("1f1b", "eager-1f1b", "hop-aware-1f1b", "gpipe", "interleaved-1f1b"),
+}
+SPLIT_WAYS: dict[str, Way] = {
+    BASE: partial(torchs, name="Schedule1F1B"),
+    "torch, ScheduleInterleavedZeroBubble": partial(
+        torchs, name="ScheduleInterleavedZeroBubble", stage_to_rank=LOOP
+    ),
+    "torch, ScheduleZBVZeroBubble": partial(torchs, name="ScheduleZBVZeroBubble", stage_to_rank=V),
+    **named("1f1b", "zb-h1", "zbv"),
 }
 
 
-def measure(
-    ways: dict[str, Way], seconds: tuple[float, float], kib: int, rounds: int
-) -> dict[str, Any]:
+def measure(ways: dict[str, Way], seconds: Seconds, kib: int, rounds: int) -> dict[str, Any]:
     """Returns everything that is measured of one size of activations, in seconds."""
     batch = Batch(MICROBATCHES, kib)
-    forward, backward = compute_seconds(seconds, batch)
-    hops = hop_seconds(kib)
-    costs.update(hop_seconds=hops, compute_seconds=forward + backward)
+    alone, hops = compute_seconds(seconds, batch), hop_seconds(kib)
+    costs.update(hop_seconds=hops, compute_seconds=alone["F"] + alone["B"])
     times = time_in_turns({name: way(seconds, batch) for name, way in ways.items()}, batch, rounds)
-    return {"kib": kib, "forward": forward, "backward": backward, "hops": hops, "times": times}
+    return {"kib": kib, "alone": alone, "hops": hops, "times": times}
 
 
-def simulated(name: str, forward: float, backward: float, transfer: float) -> str:
-    """Returns the time in ms that a schedule of ours would take if only its transfers waited."""
-    if name.removeprefix("pipegrad, ") not in OURS:
-        return ""
-    schedule = build(name.removeprefix("pipegrad, "))
-    each = shares((forward, backward), len(schedule.stage_to_rank) // RANKS)
-    return f"{1e3 * makespan(schedule, *each, transfer):.0f}"
+def simulated(name: str, alone: Seconds, transfer: float) -> float:
+    """Returns the time that a schedule of ours would take if only its transfers waited."""
+    schedule = build(name)
+    return makespan(schedule, shares(alone, len(schedule.stage_to_rank) // RANKS), transfer)
+
+
+def shortest(alone: Seconds, hops_seconds: float) -> float:
+    """Returns the time that no schedule of one stage a rank can beat.
+
+    The last rank begins when a microbatch has come there. After its last input's gradient it still
+    has all its weights' gradients to compute, or else the first rank, once it is there, its last.
+    """
+    on_the_way = (RANKS - 1) * alone["F"] + hops_seconds
+    on_the_way_back = (RANKS - 1) * alone["I"] + hops_seconds
+    rest = max(MICROBATCHES * alone["W"], on_the_way_back + alone["W"])
+    return on_the_way + MICROBATCHES * (alone["F"] + alone["I"]) + rest
 
 
 def print_table(found: dict[str, Any]) -> None:
     """Prints one of the README's tables."""
-    forward, backward, times = found["forward"], found["backward"], found["times"]
+    alone, times = found["alone"], found["times"]
     transfer = statistics.mean(found["hops"])
-    ideal = (MICROBATCHES + RANKS - 1) * (forward + backward)
-    bound = ideal + 2 * sum(found["hops"])
-    best, name = optimum(RANKS, MICROBATCHES, forward, backward, transfer)
+    ideal, bound = shortest(alone, 0), shortest(alone, sum(found["hops"]))
+    computes = f"a forward takes {1e3 * alone['F']:.1f} ms, a backward {1e3 * alone['B']:.1f}"
+    if alone["W"] > 0:
+        computes += f" (the weights' part {1e3 * alone['W']:.1f})"
     each = ", ".join(f"{1e3 * hop:.1f}" for hop in found["hops"])
-    print(
-        f"\nActivations of {found['kib'] / 1024:g} MiB. Alone, a forward takes {1e3 * forward:.1f}",
-        end="",
-    )
-    print(f" ms, a backward {1e3 * backward:.1f}, a message {each}:\n")
-    print("| | time | ms | over the bound | simulated |\n|---|---|---|---|---|")
+    print(f"\nActivations of {found['kib'] / 1024:g} MiB. ", end="")
+    print(f"Alone, {computes}, a message {each}:\n")
+    print("| | time | ms | over the bound | simulated | over simulated |")
+    print("|---|---|---|---|---|---|")
     for way, taken in times.items():
         median = statistics.median(taken)
         cells = [
@@ -130,9 +156,17 @@ def print_table(found: dict[str, Any]) -> None:
             f"{1e3 * median:.0f}",
             f"{median / bound - 1:+.1%}",
         ]
-        print(f"| {' | '.join(cells)} | {simulated(way, forward, backward, transfer)} |")
-    print(f"| ideal | | {1e3 * ideal:.0f} | | |\n| bound | | {1e3 * bound:.0f} | | |")
-    print(f"| optimum, {name} | | | {best / bound - 1:+z.1%} | {1e3 * best:.0f} |", flush=True)
+        if way.startswith("pipegrad"):
+            expected = simulated(way.removeprefix("pipegrad, "), alone, transfer)
+            cells += [f"{1e3 * expected:.0f}", f"{median / expected - 1:+.1%}"]
+        else:
+            cells += ["", ""]
+        print(f"| {' | '.join(cells)} |")
+    print(f"| ideal | | {1e3 * ideal:.0f} | | | |\n| bound | | {1e3 * bound:.0f} | | | |")
+    if alone["W"] == 0:
+        best, name = optimum(RANKS, MICROBATCHES, alone, transfer)
+        print(f"| optimum, {name} | | | {best / bound - 1:+z.1%} | {1e3 * best:.0f} | |")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -140,14 +174,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forward-ms", type=float, default=10)
     parser.add_argument("--backward-ms", type=float, default=20)
+    parser.add_argument("--weight-ms", type=float, default=0, help="what W can take of a backward")
     parser.add_argument("--kib", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="", help="ways whose name contains this, and the base")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    ways = {name: way for name, way in WAYS.items() if given.only in name or name == BASE}
+    ways = SPLIT_WAYS if given.weight_ms else WAYS
+    ways = {name: way for name, way in ways.items() if given.only in name or name == BASE}
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    seconds, found = (given.forward_ms / 1e3, given.backward_ms / 1e3), []
+    milliseconds = given.forward_ms, given.backward_ms, given.weight_ms
+    seconds, found = split_seconds(*(each / 1e3 for each in milliseconds)), []
     for kib in given.kib:
         found.append(measure(ways, seconds, kib, given.rounds))
         if dist.get_rank() == 0:
