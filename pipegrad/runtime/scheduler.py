@@ -26,7 +26,8 @@ from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
 from pipegrad.runtime.batch import Batches
-from pipegrad.runtime.executor import Executor, Loss, PeerFailedError
+from pipegrad.runtime.compute import Loss
+from pipegrad.runtime.executor import Executor, PeerFailedError
 from pipegrad.runtime.loss import Losses, StepResult
 from pipegrad.runtime.setup import (
     Ends,

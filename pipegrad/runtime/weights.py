@@ -83,7 +83,7 @@ class WeightGradients:
         self._waiting[stage, microbatch] = waiting
         return [p.gradient for p in waiting.products if p.gradient is not None]
 
-    def inputs_are_final(self, stage: int) -> None:
+    def inputs_are_final(self, stage: int, _microbatch: int = 0) -> None:
         """Says which parameters are final now that nothing but weights' gradients is left."""
         self._inputs_are_final.add(stage)
         counts = self._counts[stage]
@@ -98,7 +98,7 @@ class WeightGradients:
         while waiting.products:
             self._accumulate(stage, waiting.products.popleft())
 
-    def compute_shared(self, stage: int) -> None:
+    def compute_shared(self, stage: int, _microbatch: int = 0) -> None:
         """Computes what waits of the parameters that other ranks hold too, of all microbatches."""
         records = [r for r in self._sync.records() if r.shared and stage in r.holders]
         shared = {id(self._sync.parameter(record)) for record in records}

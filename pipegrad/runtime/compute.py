@@ -1,0 +1,306 @@
+"""Compute: forwards and backwards of one rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipegrad.errors import StepError
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.runtime.local import Key, LocalValues, Value
+from pipegrad.runtime.recompute import RandomState, keeping_nothing
+from pipegrad.runtime.stage import Stage
+from pipegrad.runtime.transfer import Spec, Transfers
+from pipegrad.runtime.weights import WeightGradients
+from pipegrad.schedules.action import Kind
+from pipegrad.schedules.program import Program
+
+Method = Callable[[int, int], object]
+Loss = Callable[..., object]  # a tensor of one element
+
+
+class Compute:
+    """Runs the actions of one rank.
+
+    A received value is a leaf for all stages of this rank that take it: autograd itself sums what
+    they send back. A value that a stage of the same rank takes is handed over as it is.
+
+    Args:
+        program: What all ranks do.
+        stages: This rank's.
+        local: Where it finds values, and puts them.
+        transfers: Whose buffers values lie in.
+        sync: None in a forward-only program.
+        loss_fn: Of the last stage's outputs and a microbatch's target.
+
+    Attributes:
+        losses: Of the microbatches.
+        outputs: What the last stage made, forward-only.
+        weights: What waits of backwards; None in a forward-only program.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        local: LocalValues,
+        *,
+        transfers: Transfers,
+        sync: GradientSync | None,
+        loss_fn: Loss | None,
+    ) -> None:
+        self._program = program
+        self._stages = stages
+        self._local = local
+        self._transfers = transfers
+        self._sync = sync
+        self._loss_fn = loss_fn
+        self._last = len(program.schedule.stage_to_rank) - 1
+        self.weights: WeightGradients | None = None
+        if sync is not None:
+            modules = {index: stage.module for index, stage in stages.items()}
+            self.weights = WeightGradients(modules, sync, transfers.lent)
+        self.forget()
+
+    def begin(
+        self,
+        inputs: Mapping[str, Sequence[object]],
+        targets: Sequence[object] | None,
+        divisor: float,
+    ) -> None:
+        """Takes what a step is given: see `Executor.run`."""
+        self._inputs = inputs
+        self._targets = targets
+        self._divisor = divisor
+
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self.begin({}, None, 1.0)
+        self._roots = dict[Key, tuple[Tensor, ...]]()
+        self._random = dict[Key, RandomState]()  # of forwards that will be run again
+        self._met = set[int]()  # stages whose forward has run
+        self._own = set[int]()  # addresses of their buffers, which they may write into
+        self._bare = dict[int, list[Tensor]]()  # stage -> parameters without a gradient yet
+        self.losses = list[Tensor]()
+        self.outputs = list[tuple[Tensor, ...]]()
+        if self.weights is not None:
+            self.weights.forget()
+
+    def method_of(self, stage: int, kind: Kind) -> Method:
+        """Returns what computes an action."""
+        methods: dict[Kind, Method] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+        }
+        if self._stages[stage].recompute and self._sync is not None:
+            methods |= {
+                "F": self._forward_keeping_nothing,
+                "B": partial(self._recomputed, self._backward),
+                "I": partial(self._recomputed, self._backward_inputs),
+            }
+        return methods[kind]
+
+    # Forward.
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        outputs = self._outputs_of(stage, microbatch)
+        if stage not in self._met:
+            self._met.add(stage)
+            buffers = self._stages[stage].module.buffers()
+            self._own.update(buffer.untyped_storage().data_ptr() for buffer in buffers)
+        if stage == self._last:
+            outputs = self._end(microbatch, outputs)
+        else:
+            self._hand_on(stage, microbatch, outputs)
+        if self._sync is None:
+            self._let_go(stage, microbatch)
+        else:
+            self._roots[stage, microbatch] = outputs
+
+    def _outputs_of(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        values: list[object] = []
+        for link, name in self._local.taken[stage]:
+            if link is None:
+                values += (self._inputs[name][microbatch],)
+            else:
+                values += (self._local.held[link, microbatch].tensor,)
+        return self._stages[stage].forward(values)
+
+    def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+        """Keeps what a stage made, for its consumers on this rank and for those on others."""
+        for link, output in zip(self._local.made[stage], outputs, strict=True):
+            spec = self._transfers.specs.get(link)
+            if (output.shape, output.dtype, output.requires_grad) != spec:
+                self._learn(link, stage, microbatch, Spec.of(output))
+            value = self._apart(output).detach()
+            self._local.leaving[link] = value
+            if num := self._local.num_consumers[link]:
+                local = value.requires_grad_() if output.requires_grad else value
+                self._local.held[link, microbatch] = Value(local, num, num)
+
+    def _end(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Computes the loss of the last stage; returns what backward begins with."""
+        if self._sync is None:
+            self.outputs.append(tuple(map(self._apart, outputs)))
+        if self._targets is None:
+            return ()
+        loss = self._loss_of(microbatch, outputs)
+        self.losses.append(self._apart(loss.detach()).reshape(()))
+        return (loss,)
+
+    def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> Tensor:
+        assert self._loss_fn is not None
+        assert self._targets is not None
+        loss = self._loss_fn(*outputs, self._targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
+        if self._sync is not None and not loss.requires_grad:
+            raise StepError(
+                "the loss does not depend on anything that requires a gradient: loss_fn detaches "
+                "it, or step() runs under no_grad"
+            )
+        return loss
+
+    def _forward_keeping_nothing(self, stage: int, microbatch: int) -> None:
+        assert self._sync is not None
+        self._random[stage, microbatch] = RandomState(self._sync.device)
+        with keeping_nothing():
+            self._forward(stage, microbatch)
+        self._roots[stage, microbatch] = ()
+
+    # Backward.
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        roots, gradients = self._begin_backward(stage, microbatch)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self._end_backward(stage, microbatch)
+        self._let_go(stage, microbatch)
+
+    def _backward_inputs(self, stage: int, microbatch: int) -> None:
+        assert self.weights is not None
+        roots, gradients = self._begin_backward(stage, microbatch)
+        inputs = [self._local.held[link, microbatch].tensor for link in self._local.links[stage]]
+        kept = self.weights.backward(stage, microbatch, roots, gradients, inputs)
+        del roots, gradients
+        self._end_backward(stage, microbatch, kept)
+
+    def _backward_weights(self, stage: int, microbatch: int) -> None:
+        assert self.weights is not None
+        self.weights.compute(stage, microbatch)
+        self._let_go(stage, microbatch)
+
+    def _recomputed(self, compute: Method, stage: int, microbatch: int) -> None:
+        """Runs a forward again, then its backward."""
+        random = self._random.pop((stage, microbatch))
+        with random.again():
+            outputs = self._outputs_of(stage, microbatch)
+            if stage == self._last:
+                outputs = (self._loss_of(microbatch, outputs),)
+        self._roots[stage, microbatch] = outputs
+        del outputs
+        compute(stage, microbatch)
+
+    def _begin_backward(
+        self, stage: int, microbatch: int
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns what backward begins with, and its gradients."""
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for root, link in zip(self._roots[stage, microbatch], self._local.ends[stage], strict=True):
+            if not root.requires_grad:
+                continue
+            gradient = (
+                torch.full_like(root, 1.0 / self._divisor)
+                if link is None
+                else self._gradient(link, microbatch)
+            )
+            if gradient is not None:
+                roots += (root,)
+                gradients += (gradient,)
+        del self._roots[stage, microbatch]
+        return roots, gradients
+
+    def _end_backward(self, stage: int, microbatch: int, kept: Iterable[Tensor] = ()) -> None:
+        """Takes up what came back to a stage's inputs, once all that share one are done with it."""
+        self._part_gradients(stage, microbatch, kept)
+        for link in self._local.links[stage]:
+            value = self._local.held[link, microbatch]
+            value.num_returns -= 1
+            if not value.num_returns:
+                self._local.gradients[link, microbatch] = value.tensor.grad
+                value.tensor.grad = None
+        for channel in self._local.returns[stage]:
+            buffer = self._local.arrived[channel, microbatch]
+            del self._local.arrived[channel, microbatch]
+            if buffer is not None:
+                self._transfers.give_back(channel, buffer)
+
+    def _gradient(self, link: int, microbatch: int) -> Tensor | None:
+        """Returns what came back for a value: from this rank, from another one, or summed."""
+        key = link, microbatch
+        if key in self._local.gradients:
+            gradient = self._local.gradients[key]
+            del self._local.gradients[key]
+            return gradient
+        buffer = self._local.arrived[self._local.back[link], microbatch]
+        return None if buffer is None else buffer.tensor
+
+    def _let_go(self, stage: int, microbatch: int) -> None:
+        """Frees a stage's inputs that nobody reads again."""
+        for link in self._local.links[stage]:
+            value = self._local.held[link, microbatch]
+            value.num_readers -= 1
+            if not value.num_readers:
+                del self._local.held[link, microbatch]
+                if value.buffer is not None:
+                    self._transfers.give_back(value.channel, value.buffer)
+
+    # What must not be mistaken.
+
+    def _learn(self, link: int, stage: int, microbatch: int, found: Spec) -> None:
+        """Takes what a value looks like from its first microbatch; refuses any other."""
+        known = self._transfers.specs.setdefault(link, found)
+        if known != found:
+            raise StepError(
+                f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
+                f"{found}, and was {known} in the first microbatch; all microbatches of all steps "
+                f"must look alike: pad them, or make another Scheduler"
+            )
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """Returns `tensor`, copied if it lies where somebody else will write."""
+        address = tensor.untyped_storage().data_ptr()
+        return tensor.clone() if address in self._transfers.lent or address in self._own else tensor
+
+    def _part_gradients(self, stage: int, microbatch: int, kept: Iterable[Tensor]) -> None:
+        """Copies gradients that share memory with one another, with a buffer, or with `kept` ones.
+
+        Autograd lets several gradients be views of one, as behind a sum, and adds to each in place
+        later on. A parameter's can share only when it is new.
+        """
+        taken = {**self._transfers.lent}
+        for gradient in kept:
+            taken[gradient.untyped_storage().data_ptr()] = None
+        for link in self._local.links[stage]:
+            value = self._local.held[link, microbatch].tensor
+            if value.grad is not None:
+                address = value.grad.untyped_storage().data_ptr()
+                if address in taken:
+                    value.grad = value.grad.clone()
+                taken[address] = None
+        if stage not in self._bare:
+            self._bare[stage] = list(self._stages[stage].module.parameters())
+        if self._bare[stage]:
+            for parameter in self._bare[stage]:
+                if parameter.grad is not None:
+                    address = parameter.grad.untyped_storage().data_ptr()
+                    if address in taken:
+                        parameter.grad = parameter.grad.clone()
+                    taken[address] = None
+            self._bare[stage] = [p for p in self._bare[stage] if p.grad is None and p.requires_grad]
