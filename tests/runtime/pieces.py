@@ -60,9 +60,15 @@ class Wiring:
     lenient: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = mean_square
     options: tuple[tuple[str, Any], ...] = ()
+    late: int = -1  # as in `greedy`
+    recompute: bool = False
 
     def __str__(self) -> str:
         told = f"{self.name} {self.places}, {self.first} first, {self.num_microbatches}"
+        if self.late >= 0:
+            told += f", split, {self.late} late"
+        if self.recompute:
+            told += ", recomputed"
         return told + "".join(f", {name} {value}" for name, value in self.options)
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,12 @@ def topology(pipeline: int) -> Topology:
 
 
 def greedy(
-    places: Sequence[int], num_microbatches: int, *, first: Kind = "B", name: str = "greedy"
+    places: Sequence[int],
+    num_microbatches: int,
+    *,
+    first: Kind = "B",
+    name: str = "greedy",
+    late: int = -1,
 ) -> Schedule:
     """Returns a schedule for any placement: each rank does the first thing that it can.
 
@@ -43,6 +48,7 @@ def greedy(
         first: "B": backwards before forwards, late stages before early ones. "F": forwards first,
             and those of early stages, so that as much as possible is kept for later.
         name: What it is called.
+        late: Backward is split, and each stage this many weights' gradients late; not if below 0.
     """
 
     def priority(action: Action) -> tuple[bool, int, int]:
@@ -64,7 +70,28 @@ def greedy(
             rows[rank].append(action)
             left.remove(action)
         done.update(now.values())
-    return Schedule(name, num_microbatches, tuple(places), tuple(map(tuple, rows)))
+    schedule = Schedule(name, num_microbatches, tuple(places), tuple(map(tuple, rows)))
+    return schedule if late < 0 else split(schedule, late)
+
+
+def split(schedule: Schedule, late: int) -> Schedule:
+    """Returns a schedule whose backwards are split: weights' gradients come `late` later."""
+
+    def turns(row: Sequence[Action]) -> Iterator[Action]:
+        waiting = dict[int, list[Action]]()
+        for action in row:
+            if action.kind == "F":
+                yield action
+                continue
+            yield action._replace(kind="I")
+            mine = waiting.setdefault(action.stage, [])
+            mine.append(action._replace(kind="W"))
+            if len(mine) > late:
+                yield mine.pop(0)
+        for mine in waiting.values():
+            yield from mine
+
+    return replace(schedule, actions=tuple(tuple(turns(row)) for row in schedule.actions))
 
 
 def needs(action: Action, num_stages: int) -> set[Action]:

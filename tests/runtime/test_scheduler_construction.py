@@ -54,11 +54,6 @@ WRONG: dict[str, tuple[Schedule, list[str], list[str]]] = {  # what is said, wha
         ["is not complete", "1F0 on rank 0"],
         [">1F0<"],
     ),
-    "split": (
-        schedule("0F0 0I0 0W0", "1F0 1B0", "2F0 2B0", "3F0 3B0"),
-        ["splits backward, which can be planned but not run yet"],
-        [">0I0<", ">0W0<"],
-    ),
 }
 
 

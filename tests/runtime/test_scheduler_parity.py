@@ -78,6 +78,8 @@ class Case:
         """What a user would write."""
         if self.schedule == "vee":
             return vee(self.pipeline, self.num_microbatches)
+        if self.schedule == "zb-h1":
+            return {"name": self.schedule, "head_w_first": self.num_microbatches % 2 == 0}
         if self.schedule == "hop-aware-1f1b":
             hops = [0.6, 0.0, 1.2][: self.pipeline - 1]
             return {"name": self.schedule, "hop_seconds": hops, "compute_seconds": 1.0}
@@ -107,7 +109,10 @@ def cases(pipeline: int) -> Iterator[Case]:
 
 WORLDS = {number: list(cases(number)) for number in (1, 2, 4)}
 REPLICATED = [
-    *(Case(schedule, 2, 4, data=2) for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "vee")),
+    *(
+        Case(schedule, 2, 4, data=2)
+        for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "vee")
+    ),
     Case("1f1b", 2, 3, data=2),
     Case("1f1b", 1, 2, data=4),
 ]

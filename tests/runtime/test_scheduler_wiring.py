@@ -6,6 +6,7 @@ One process runs them one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,11 +107,17 @@ def run_wiring(wiring: Wiring) -> Report:
     parts, true = wiring.built(), wiring.built()
     whole = nn.ModuleList([module for module, _, _ in true])
     local = at.with_stages(wiring.places).local_stages
-    stages = [Stage(parts[s][0], s, parts[s][1].split(), parts[s][2].split()) for s in local]
+    again = wiring.recompute
+    stages = [
+        Stage(parts[s][0], s, parts[s][1].split(), parts[s][2].split(), recompute=again)
+        for s in local
+    ]
     scheduler = Scheduler(
         stages,
         at,
-        schedule=greedy(wiring.places, wiring.num_microbatches, first=wiring.first),
+        schedule=greedy(
+            wiring.places, wiring.num_microbatches, first=wiring.first, late=wiring.late
+        ),
         loss_fn=wiring.loss,
         **dict(wiring.options),
     )
@@ -140,11 +147,24 @@ def sent(scheduler: Scheduler) -> list[Sent]:
     return [(program.links[c.link].name, *c[1:]) for c in program.channels]
 
 
+# As it is; with its backward split; and some with their forwards run again.
+WIRINGS = [
+    *wirings,
+    *(replace(w, late=number % 3) for number, w in enumerate(wirings)),
+    *(
+        replace(w, late=number % 4 - 1, recompute=True)
+        for number, w in enumerate(wirings)
+        if number % 2
+        and w.name != "a_parameter_that_the_first_microbatch_does_not_use"  # it counts
+    ),
+]
+
+
 def run_wirings(num_ranks: int) -> dict[str, Report]:
-    return run_each(run_wiring, [w for w in wirings if w.num_ranks == num_ranks])
+    return run_each(run_wiring, [w for w in WIRINGS if w.num_ranks == num_ranks])
 
 
-every_wiring = pytest.mark.parametrize("wiring", wirings, ids=str)
+every_wiring = pytest.mark.parametrize("wiring", WIRINGS, ids=str)
 
 
 @every_wiring
