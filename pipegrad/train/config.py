@@ -177,6 +177,11 @@ class Train(Table):
         default="fp32",
         description="'fp32', or 'bf16': forward under autocast, parameters stay fp32",
     )
+    recompute: bool = Field(
+        default=False,
+        description="keep only what stages are given, and run their forwards again before their "
+        "backwards: less memory, one more forward a microbatch",
+    )
     device: str = Field(
         default="auto",
         description="'cpu', 'cuda', 'cuda:0', ...; 'auto' takes CUDA if each rank has a card",

@@ -190,8 +190,9 @@ class Trainer:
         """Makes process groups, what runs the schedule, and what reduces its gradients."""
         job = self.job
         assert self._cut is not None
+        again = job.config.train.recompute
         self._scheduler = Scheduler(
-            [Stage(module, index) for index, module in self._modules.items()],
+            [Stage(module, index, recompute=again) for index, module in self._modules.items()],
             Topology.create(pipeline=job.pipeline, device_type=self._device.type),
             schedule=job.schedule,
             loss_fn=_cross_entropy,

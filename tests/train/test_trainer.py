@@ -79,6 +79,8 @@ CUTS = {
         "data 4": ["parallel.pipeline=1"],
         "gpipe": ["parallel.schedule=gpipe"],
         "interleaved, 2 x 2": ["parallel.pipeline=2", "parallel.schedule=interleaved-1f1b"],
+        "zb-h1, recomputed": ["parallel.schedule=zb-h1", "train.recompute=true"],
+        "zbv, 2 x 2": ["parallel.pipeline=2", "parallel.schedule=zbv"],
         "boundaries": ["parallel.pipeline=2", "parallel.boundaries=[1]", "parallel.microbatches=2"],
         "other buckets": ["gradients.bucket_bytes=4096", "gradients.lanes=3"],
     },
@@ -148,6 +150,7 @@ CASES = {
     "fp32": [],
     "bf16": ["train.precision=bf16"],
     "dropout": ["model.dropout=0.5"],
+    "dropout, recomputed": ["model.dropout=0.5", "train.recompute=true"],
     "dropout, replicas": ["model.dropout=0.5", "parallel.data=2"],
     "a model that counts": ["model.factory=factories:counting", "parallel.boundaries=[1]"],
     "frozen layers first": ["model.factory=factories:frozen_start", "parallel.boundaries=[1]"],
@@ -194,6 +197,7 @@ def test_options_change_what_they_say(replies: list[dict[str, Any]]) -> None:
     assert steps(replies, "less decay")[2] not in (plain[2], steps(replies, "decay")[2])
     assert steps(replies, "half the wire")[0][1:] != plain[0][1:]
     assert steps(replies, "half the wire")[0] == pytest.approx(plain[0], rel=1e-2)
+    assert steps(replies, "dropout, recomputed") == steps(replies, "dropout")
     for one, other in (("a V", "fp32"), ("sequence first", "sequence first, alone")):
         for found, expected in zip(steps(replies, one), steps(replies, other), strict=True):
             assert found == pytest.approx(expected, rel=1e-4)
