@@ -2,11 +2,12 @@
 
 [Note: what waits] Of a backward nobody else waits for the products that are the gradients of weight
 matrices, a third of a step's compute. `backward_inputs` runs everything but them, in one pass of
-autograd that frees its graph; a `WeightProduct` keeps the two factors until `accumulate` multiplies
-them. Nothing is computed twice, and each use of a weight is a product of its own, so uses may be
-many, nested, or shared by stages. All else, such as biases, norms and embeddings, costs little and
-does not wait. So what is not known here is right as well: weights that an autograd function, or a
-compiled module, takes have their gradients early.
+autograd that frees its graph, and keeps their two factors; `accumulate` multiplies them. Nothing is
+computed twice, and each use of a weight is a product of its own, so uses may be many, nested, or
+shared by stages. All else, such as biases, norms and embeddings, costs little and does not wait. So
+what is not known here is right as well: weights that an autograd function, or a compiled module,
+takes have their gradients early. So have those in a checkpoint, which would have to run forward
+once more for them: a stage that is to be recomputed and split says `Stage(recompute=True)`.
 
 A product waits if its weight comes from a parameter by nodes of one successor each, such as views
 and casts, and if everything that uses the parameter waits. It is autograd's graph that tells, so
@@ -15,9 +16,8 @@ modules may do with their weights what they like.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,38 +26,24 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipegrad.runtime.products import LEAF, PRODUCTS, Use, WeightProduct, kind_of
+from pipegrad.runtime.products import LEAF, PRODUCTS, Known, WeightProduct, kind_of
+
+_PACKED = "saved-tensor hooks (checkpointing, offloading)"
+# A lookup makes a value, not a weight; the others are not to be run but as part of everything.
+_NOT_IN_CHAINS = ("Embedding", "Index", "Gather", "CompiledFunction", "CheckpointFunction")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Waiting:
     """What waits of the backward of a microbatch.
 
     Attributes:
         products: In the order in which autograd came by.
-        early: Names of functions whose parameters have their gradients already.
+        early: What kept weights' gradients from waiting.
     """
 
-    products: deque[WeightProduct] = field(default_factory=deque)
+    products: list[WeightProduct]
     early: tuple[str, ...] = ()
-
-    def unpack(self) -> None:
-        """Takes what saved-tensor hooks keep, in one pass: checkpointing computes anew once each.
-
-        Sync: all on the current stream.
-        """
-        packed = [product for product in self.products if product.is_packed]
-        if not packed:
-            return
-
-        def take(_: Tensor) -> None:
-            for product in packed:
-                product.unpack()
-
-        with torch.enable_grad():
-            anchor = torch.zeros((), requires_grad=True).clone()
-        anchor.register_hook(take)
-        torch.autograd.backward(anchor)
 
 
 def backward_inputs(
@@ -73,84 +59,112 @@ def backward_inputs(
     Sync: as `torch.autograd.backward`.
     """
     graph = _explore(roots, {id(tensor) for tensor in inputs})
-    waiting = Waiting(early=graph.early)
-    if not graph.uses:
+    if not graph.products:
         torch.autograd.backward(roots, gradients)
-        return waiting
-    needed, is_packed = list(graph.leaves), False
-    for use in graph.uses:
-        product = use.kind(use)
-        node: Any = use.node
-        node.register_prehook(partial(_arrive, product, waiting.products))
-        needed.append(node)
-        is_packed |= product.is_packed
-    torch.autograd.backward(
-        roots, gradients, inputs=[GradientEdge(node, 0) for node in needed], retain_graph=is_packed
-    )
-    return waiting
+        return Waiting([], graph.early)
+    arrived = list[WeightProduct]()
+    needed = [*graph.leaves, *graph.nodes]
+    hooks = [
+        node.register_prehook(partial(_arrive, product, arrived))
+        for node, product in zip(graph.nodes, graph.products, strict=True)
+    ]
+    try:
+        edges = [GradientEdge(node, 0) for node in needed]
+        torch.autograd.backward(roots, gradients, inputs=edges)
+    finally:
+        for hook in hooks:
+            hook.remove()  # a node may outlive its graph
+    return Waiting(arrived, graph.early)
 
 
 def _arrive(
-    product: WeightProduct, arrived: deque[WeightProduct], gradients: tuple[Tensor | None, ...]
+    product: WeightProduct, arrived: list[WeightProduct], gradients: tuple[Tensor | None, ...]
 ) -> None:
     """Keeps the gradient of what a node made; autograd calls it right before it runs the node."""
-    (product.gradient,) = gradients
-    if product.gradient is not None:
+    (gradient,) = gradients
+    if gradient is not None:
+        product.keep(gradient)
         arrived.append(product)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """What autograd's graph says of a backward: the leaves and uses that it ends in."""
+    """What autograd's graph says of a backward.
+
+    Attributes:
+        leaves: That have their gradients at once.
+        nodes: That multiplied, of the products that wait.
+        products: What waits.
+        early: As in `Waiting`.
+    """
 
     leaves: tuple[Node, ...] = ()
-    uses: tuple[Use, ...] = ()
+    nodes: tuple[Any, ...] = ()
+    products: tuple[WeightProduct, ...] = ()
     early: tuple[str, ...] = ()
 
 
 def _explore(roots: Sequence[Tensor], inputs: Collection[int]) -> _Graph:
-    """Finds out what must run now, and which uses of weights can wait."""
+    """Finds out what must run now, and what can wait."""
     seen = dict.fromkeys(get_gradient_edge(root).node for root in roots)
-    stack, uses, early, is_compiled = list(seen), list[Use](), dict[str, None](), False
+    stack, found, early = list(seen), list[tuple[Any, Node, WeightProduct]](), dict[str, None]()
     while stack:
         node = stack.pop()
         name = kind_of(node)
-        if name.startswith("CheckpointFunction"):  # reentrant: not part of any but a whole backward
+        if name.startswith("CheckpointFunction"):  # reentrant: part of whole backwards alone
             return _Graph(early=(name,))
-        is_compiled |= name.startswith("CompiledFunction")
         known = PRODUCTS.get(name, {})
         for index, (successor, number) in enumerate(node.next_functions):
             if successor is None:
                 continue
-            if index in known:
-                kind, operand = known[index]
-                chain = _chain(successor, inputs)
-                if chain and kind.waits(node, chain):
-                    uses.append(Use(kind, node, GradientEdge(successor, number), chain, operand))
+            if index in known and (chain := _chain(successor, inputs)):
+                edge = GradientEdge(successor, number)
+                product = _product(node, known[index], edge, chain, early)
+                if product is not None:
+                    found.append((node, chain[-1], product))
                     continue
             if issubclass(type(node), BackwardCFunction) and _is_parameter(successor, inputs):
                 early[name] = None
             if successor not in seen:
                 seen[successor] = None
                 stack.append(successor)
-    if is_compiled:  # it has no second backward, which packed operands need
-        seen |= dict.fromkeys(use.chain[-1] for use in uses if use.is_packed)
-    leaves = tuple(node for node in seen if kind_of(node) == LEAF)
-    return _Graph(leaves, tuple(use for use in uses if use.chain[-1] not in seen), tuple(early))
+    waiting = [(node, product) for node, leaf, product in found if leaf not in seen]
+    return _Graph(
+        leaves=tuple(node for node in seen if kind_of(node) == LEAF),
+        nodes=tuple(node for node, _ in waiting),
+        products=tuple(product for _, product in waiting),
+        early=tuple(early),
+    )
+
+
+def _product(
+    node: Any,  # noqa: ANN401 - its attributes are made in C++
+    known: Known,
+    edge: GradientEdge,
+    chain: Sequence[Node],
+    early: dict[str, None],
+) -> WeightProduct | None:
+    """Returns what waits of a node; None if it cannot."""
+    multiply = known.multiplier(node, chain)
+    if multiply is None:
+        return None
+    if getattr(node, f"_raw_saved_{known.operand}").unpack_hook is not None:
+        early[_PACKED] = None
+        return None
+    leaf: Any = chain[-1]
+    operand: Tensor = getattr(node, f"_saved_{known.operand}")
+    return WeightProduct(leaf.variable, edge, operand.detach(), multiply)
 
 
 def _chain(node: Node, inputs: Collection[int]) -> tuple[Node, ...]:
     """Returns the nodes from a weight to its parameter; none if it is not simply made of one."""
     chain = [node]
-    while kind_of(chain[-1]) != LEAF:
+    while (name := kind_of(chain[-1])) != LEAF:
         successors = [found for found, _ in chain[-1].next_functions if found is not None]
-        if len(successors) != 1 or kind_of(chain[-1]).startswith(_NOT_IN_CHAINS):
+        if len(successors) != 1 or name in PRODUCTS or name.startswith(_NOT_IN_CHAINS):
             return ()
         chain += successors
     return tuple(chain) if _is_parameter(chain[-1], inputs) else ()
-
-
-_NOT_IN_CHAINS = ("Embedding", "CompiledFunction")  # what looks up a row is the value, no weight
 
 
 def _is_parameter(node: Node, inputs: Collection[int]) -> bool:

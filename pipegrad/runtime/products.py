@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,164 +15,119 @@ from pipegrad.errors import StepError
 LEAF = "AccumulateGrad"
 
 
-class Use(NamedTuple):
-    """A use of a weight, in autograd's graph.
-
-    Attributes:
-        kind: What knows it.
-        node: The backward of what used it.
-        edge: Where the weight's gradient goes.
-        chain: The nodes that it passes on its way to the parameter.
-        operand: The node's name of what the weight was multiplied with.
-    """
-
-    kind: type[WeightProduct]
-    node: Node | None
-    edge: GradientEdge
-    chain: tuple[Node, ...]
-    operand: str
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether saved-tensor hooks keep the operand."""
-        return getattr(self.node, f"_raw_saved_{self.operand}").unpack_hook is not None
-
-
-class WeightProduct(ABC):
+@dataclass(slots=True)
+class WeightProduct:
     """A use of a weight, whose gradient waits.
-
-    Args:
-        use: What autograd knows of it.
 
     Attributes:
         parameter: Whose gradient this is a part of.
+        edge: Where the gradient of the weight goes, on its way to the parameter.
+        operand: What the weight was multiplied with.
+        multiply: Returns the gradient of the weight, given operand and gradient.
         gradient: Of what was made with the weight; None until autograd has come there.
-        is_packed: Whether saved-tensor hooks still keep what the weight was multiplied with.
     """
 
-    def __init__(self, use: Use) -> None:
-        leaf: Any = use.chain[-1]
-        self.parameter: nn.Parameter = leaf.variable
-        self.gradient: Tensor | None = None
-        self._use = use
-        self._operand: Tensor | None = None
-        self.is_packed = use.is_packed
-        if not self.is_packed:
-            self.unpack()
+    parameter: nn.Parameter
+    edge: GradientEdge
+    operand: Tensor
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    gradient: Tensor | None = None
+    _versions: tuple[int, int] = field(default=(0, 0), init=False)
 
-    @staticmethod
-    @abstractmethod
-    def waits(node: Any, chain: Sequence[Node]) -> bool:  # noqa: ANN401 - nodes are made in C++
-        """Whether a use of a weight is one that is known here."""
+    def keep(self, gradient: Tensor) -> None:
+        """Takes the gradient, to multiply it later."""
+        self.gradient = gradient
+        self._versions = self.operand._version, gradient._version
 
-    @abstractmethod
-    def accumulate(self) -> None:
-        """Multiplies, and adds to the parameter's gradient.
+    def weight_gradient(self) -> Tensor:
+        """Returns the gradient of the weight.
 
         Raises:
-            StepError: If what the weight was multiplied with has been changed meanwhile.
+            StepError: If what it is computed from has been changed meanwhile.
         """
-
-    def unpack(self) -> None:
-        """Takes what the weight was multiplied with from its node, and lets go of the node."""
-        operand: Tensor = getattr(self._use.node, f"_saved_{self._use.operand}").detach()
-        self._operand, self._version = operand, operand._version
-        self.is_packed = False
-        self._use = self._use._replace(node=None)
-
-    def _factors(self) -> tuple[Tensor, Tensor]:
-        operand, gradient = self._operand, self.gradient
-        assert operand is not None
-        assert gradient is not None
-        if operand._version != self._version:
+        assert self.gradient is not None
+        if (self.operand._version, self.gradient._version) != self._versions:
             raise StepError(
                 f"what a weight of shape {tuple(self.parameter.shape)} was multiplied with, of "
-                f"shape {tuple(operand.shape)}, was changed in place before the weight's gradient "
-                f"was computed"
+                f"shape {tuple(self.operand.shape)}, or the gradient of what that made, was "
+                f"changed in place before the weight's gradient was computed"
             )
-        return operand, gradient
-
-    def _add(self, found: Tensor) -> None:
-        """Adds what is the gradient of the weight, by the nodes between it and the parameter."""
-        # Other uses may come by the same nodes.
-        torch.autograd.backward(self._use.edge, found, retain_graph=True)
+        return self.multiply(self.operand, self.gradient)
 
 
-class _Matrices(WeightProduct):
-    """Of two matrices, or batches of them."""
+def accumulate(products: Sequence[WeightProduct]) -> None:
+    """Adds all that waits of some parameters in a microbatch to their gradients.
 
-    weight_is_left = False
+    Autograd brings it there, in one pass: so hooks of a parameter, and whatever else lies between
+    a weight and its parameter, see the sum of all uses, as in a whole backward.
 
-    @staticmethod
-    def waits(node: Any, chain: Sequence[Node]) -> bool:  # noqa: ANN401
-        del chain
-        return bool(getattr(node, "_saved_alpha", 1) == 1)
-
-    def accumulate(self) -> None:
-        operand, gradient = self._factors()
-        left, right = (gradient, operand.mH) if self.weight_is_left else (operand.mH, gradient)
-        kinds = [kind_of(step) for step in self._use.chain]
-        transposed = kinds == ["TBackward0", LEAF]  # as linear layers do
-        if transposed:
-            left, right = right.mT, left.mT
-        if (transposed or kinds == [LEAF]) and self._adds_at_once(left, right):
-            return
-        self._add((left @ right).mT if transposed else left @ right)
-
-    def _adds_at_once(self, left: Tensor, right: Tensor) -> bool:
-        """Adds a product to the gradient as it is computed, without memory of its own."""
-        parameter: Any = self.parameter
-        grad: Tensor | None = parameter.grad
-        if (
-            grad is None
-            or not grad.dtype == left.dtype == right.dtype
-            or not grad.dim() == left.dim() == right.dim() == 2
-            or grad.layout != torch.strided
-            or parameter._backward_hooks
-        ):
-            return False
-        grad.addmm_(left, right)
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            hook(parameter)
-        return True
+    Sync: all on the current stream.
+    """
+    found: dict[GradientEdge, Tensor] = {}
+    with torch.no_grad():
+        for product in products:
+            gradient = product.weight_gradient()
+            edge = product.edge
+            found[edge] = found[edge] + gradient if edge in found else gradient
+        # Other microbatches may come by the same nodes: casts that autocast keeps.
+        torch.autograd.backward(list(found), list(found.values()), retain_graph=True)
 
 
-class _MatricesOnTheLeft(_Matrices):
-    """Of two matrices, of which the left one is the weight."""
-
-    weight_is_left = True
+# Kinds of products.
 
 
-class _Convolution(WeightProduct):
-    """Of an image and a kernel; grouped, dilated and transposed ones too."""
+class Known(NamedTuple):
+    """A kind of product.
 
-    def __init__(self, use: Use) -> None:
-        names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-        self._options = [getattr(use.node, f"_saved_{name}") for name in names]
-        super().__init__(use)
+    Attributes:
+        operand: The name under which its node saved what the weight was multiplied with.
+        multiplier: Given the node, and the nodes from the weight to its parameter, returns what
+            computes the gradient of the weight; None if this product is not known after all.
+    """
 
-    @staticmethod
-    def waits(node: Any, chain: Sequence[Node]) -> bool:  # noqa: ANN401
-        del node
-        return all(kind_of(step) in ("ToCopyBackward0", LEAF) for step in chain)  # one shape
+    operand: str
+    multiplier: Callable[[Any, Sequence[Node]], Callable[[Tensor, Tensor], Tensor] | None]
 
-    def accumulate(self) -> None:
-        image, gradient = self._factors()
-        kernel = gradient.new_empty(1).expand(self.parameter.shape)  # nobody reads it
+
+def _on_the_right(node: Any, chain: Sequence[Node]) -> Callable[[Tensor, Tensor], Tensor] | None:  # noqa: ANN401
+    if getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    if kind_of(chain[0]) == "TBackward0":  # a linear layer's: laid out like the parameter
+        return lambda operand, gradient: (gradient.mT @ operand.conj()).mT
+    return lambda operand, gradient: operand.mH @ gradient
+
+
+def _on_the_left(node: Any, _: Sequence[Node]) -> Callable[[Tensor, Tensor], Tensor] | None:  # noqa: ANN401
+    if getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    return lambda operand, gradient: gradient @ operand.mH
+
+
+def _kernel(node: Any, chain: Sequence[Node]) -> Callable[[Tensor, Tensor], Tensor] | None:  # noqa: ANN401
+    if any(kind_of(step) not in ("ToCopyBackward0", LEAF) for step in chain):
+        return None  # the kernel may have another shape than the parameter
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    options = [getattr(node, f"_saved_{name}") for name in names]
+    leaf: Any = chain[-1]
+    shape = leaf.variable.shape
+
+    def multiply(image: Tensor, gradient: Tensor) -> Tensor:
+        kernel = gradient.new_empty(1).expand(shape)  # nobody reads it
         asked = [False, True, False]
         _, found, _ = torch.ops.aten.convolution_backward(
-            gradient, image, kernel, None, *self._options, asked
+            gradient, image, kernel, None, *options, asked
         )
-        self._add(found)
+        return found  # type: ignore[no-any-return]
+
+    return multiply
 
 
-# Kind of node -> which of its arguments may be a weight that waits -> by what, and under what name
-# the node saved the other one.
-PRODUCTS: dict[str, dict[int, tuple[type[WeightProduct], str]]] = {
-    "MmBackward0": {0: (_MatricesOnTheLeft, "mat2"), 1: (_Matrices, "self")},
-    "BmmBackward0": {0: (_MatricesOnTheLeft, "mat2"), 1: (_Matrices, "self")},
-    "AddmmBackward0": {1: (_MatricesOnTheLeft, "mat2"), 2: (_Matrices, "mat1")},
-    "ConvolutionBackward0": {1: (_Convolution, "input")},
+# Kind of node -> which of its arguments may be a weight that waits.
+PRODUCTS: dict[str, dict[int, Known]] = {
+    "MmBackward0": {0: Known("mat2", _on_the_left), 1: Known("self", _on_the_right)},
+    "BmmBackward0": {0: Known("mat2", _on_the_left), 1: Known("self", _on_the_right)},
+    "AddmmBackward0": {1: Known("mat2", _on_the_left), 2: Known("mat1", _on_the_right)},
+    "ConvolutionBackward0": {1: Known("input", _kernel)},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.backward import Waiting, backward_inputs
-from pipegrad.runtime.products import WeightProduct
+from pipegrad.runtime.products import WeightProduct, accumulate
+
+_AT_ONCE_BYTES = 4 * 2**20  # of weights' gradients in one pass of autograd: it costs some 20 us
 
 
 class WeightGradients:
@@ -38,7 +40,7 @@ class WeightGradients:
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
-        self._waiting: dict[tuple[int, int], Waiting] = {}
+        self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
         self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
         self._inputs_are_final = set[int]()
 
@@ -64,23 +66,23 @@ class WeightGradients:
         """
         if stage in self._whole:  # it reduces when autograd's hooks fire
             torch.autograd.backward(roots, gradients)
-            waiting = Waiting(early=(self._whole[stage],))
+            waiting = Waiting([], (self._whole[stage],))
         else:
             waiting = backward_inputs(roots, gradients, inputs)
         if waiting.early and stage not in self._told:
             self._told.add(stage)
             warnings.warn(
-                f"stage {stage}: the weights' gradients of {', '.join(waiting.early)} are computed "
-                f"with those of its inputs, not later: a schedule that splits backward gains "
-                f"nothing by them",
+                f"stage {stage}: the gradients of weights under {', '.join(waiting.early)} are "
+                f"computed with those of the stage's inputs, not later: its backward is not split "
+                f"there (to recompute a stage and split it, give Stage(recompute=True))",
                 stacklevel=2,
             )
         for product in waiting.products:
             assert product.gradient is not None
             if product.gradient.untyped_storage().data_ptr() in self._lent:
-                product.gradient = product.gradient.clone()
+                product.keep(product.gradient.clone())
             self._counts[stage][id(product.parameter)] += 1
-        self._waiting[stage, microbatch] = waiting
+        self._waiting[stage, microbatch] = waiting.products
         return [p.gradient for p in waiting.products if p.gradient is not None]
 
     def inputs_are_final(self, stage: int, _microbatch: int = 0) -> None:
@@ -92,29 +94,40 @@ class WeightGradients:
 
     def compute(self, stage: int, microbatch: int) -> None:
         """Computes what waits of a microbatch."""
-        waiting = self._waiting[stage, microbatch]
+        products = self._waiting[stage, microbatch]
         del self._waiting[stage, microbatch]
-        waiting.unpack()
-        while waiting.products:
-            self._accumulate(stage, waiting.products.popleft())
+        self._accumulate(stage, products)
 
     def compute_shared(self, stage: int, _microbatch: int = 0) -> None:
         """Computes what waits of the parameters that other ranks hold too, of all microbatches."""
         records = [r for r in self._sync.records() if r.shared and stage in r.holders]
         shared = {id(self._sync.parameter(record)) for record in records}
-        for (at, _), waiting in self._waiting.items():
-            if at == stage:
-                waiting.unpack()
-                products, waiting.products = waiting.products, deque()
-                for product in products:
-                    if id(product.parameter) in shared:
-                        self._accumulate(stage, product)
-                    else:
-                        waiting.products.append(product)
+        for key, products in self._waiting.items():
+            if key[0] == stage:
+                self._accumulate(stage, [p for p in products if id(p.parameter) in shared])
+                self._waiting[key] = [p for p in products if id(p.parameter) not in shared]
 
-    def _accumulate(self, stage: int, product: WeightProduct) -> None:
-        product.accumulate()
-        counts, key = self._counts[stage], id(product.parameter)
-        counts[key] -= 1
-        if not counts[key] and stage in self._inputs_are_final:
-            self._sync.stage_final(stage, [product.parameter])
+    def _accumulate(self, stage: int, products: list[WeightProduct]) -> None:
+        """Computes products of a microbatch, a few at a time; lets go of each."""
+        by_parameter: dict[int, list[WeightProduct]] = {}
+        for product in products:
+            by_parameter.setdefault(id(product.parameter), []).append(product)
+        products.clear()
+        some, nbytes = list[WeightProduct](), 0
+        while by_parameter:
+            uses = by_parameter.pop(next(iter(by_parameter)))
+            some += uses
+            nbytes += sum(use.parameter.nbytes for use in uses)
+            if nbytes >= _AT_ONCE_BYTES or not by_parameter:
+                accumulate(some)
+                self._became_complete(stage, some)
+                some, nbytes = [], 0
+
+    def _became_complete(self, stage: int, products: Sequence[WeightProduct]) -> None:
+        counts, final = self._counts[stage], list[nn.Parameter]()
+        for product in products:
+            counts[id(product.parameter)] -= 1
+            if not counts[id(product.parameter)]:
+                final.append(product.parameter)
+        if final and stage in self._inputs_are_final:
+            self._sync.stage_final(stage, final)
