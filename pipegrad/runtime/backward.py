@@ -16,7 +16,7 @@ modules may do with their weights what they like.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,18 +47,18 @@ class Waiting:
 
 
 def backward_inputs(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Iterable[Tensor]
+    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], parameters: Collection[int]
 ) -> Waiting:
     """Runs a backward, all but the products that can wait: see [Note: what waits].
 
     Args:
         roots: What the forward made.
         gradients: Of the roots.
-        inputs: Leaves whose gradients may not wait.
+        parameters: The ids of those whose gradients may wait.
 
     Sync: as `torch.autograd.backward`.
     """
-    graph = _explore(roots, {id(tensor) for tensor in inputs})
+    graph = _explore(roots, parameters)
     if not graph.products:
         torch.autograd.backward(roots, gradients)
         return Waiting([], graph.early)
@@ -104,7 +104,7 @@ class _Graph:
     early: tuple[str, ...] = ()
 
 
-def _explore(roots: Sequence[Tensor], inputs: Collection[int]) -> _Graph:
+def _explore(roots: Sequence[Tensor], parameters: Collection[int]) -> _Graph:
     """Finds out what must run now, and what can wait."""
     seen = dict.fromkeys(get_gradient_edge(root).node for root in roots)
     stack, found, early = list(seen), list[tuple[Any, Node, WeightProduct]](), dict[str, None]()
@@ -117,13 +117,13 @@ def _explore(roots: Sequence[Tensor], inputs: Collection[int]) -> _Graph:
         for index, (successor, number) in enumerate(node.next_functions):
             if successor is None:
                 continue
-            if index in known and (chain := _chain(successor, inputs)):
+            if index in known and (chain := _chain(successor, parameters)):
                 edge = GradientEdge(successor, number)
                 product = _product(node, known[index], edge, chain, early)
                 if product is not None:
                     found.append((node, chain[-1], product))
                     continue
-            if issubclass(type(node), BackwardCFunction) and _is_parameter(successor, inputs):
+            if issubclass(type(node), BackwardCFunction) and _is_parameter(successor, parameters):
                 early[name] = None
             if successor not in seen:
                 seen[successor] = None
@@ -156,7 +156,7 @@ def _product(
     return WeightProduct(leaf.variable, edge, operand.detach(), multiply)
 
 
-def _chain(node: Node, inputs: Collection[int]) -> tuple[Node, ...]:
+def _chain(node: Node, parameters: Collection[int]) -> tuple[Node, ...]:
     """Returns the nodes from a weight to its parameter; none if it is not simply made of one."""
     chain = [node]
     while (name := kind_of(chain[-1])) != LEAF:
@@ -164,9 +164,9 @@ def _chain(node: Node, inputs: Collection[int]) -> tuple[Node, ...]:
         if len(successors) != 1 or name in PRODUCTS or name.startswith(_NOT_IN_CHAINS):
             return ()
         chain += successors
-    return tuple(chain) if _is_parameter(chain[-1], inputs) else ()
+    return tuple(chain) if _is_parameter(chain[-1], parameters) else ()
 
 
-def _is_parameter(node: Node, inputs: Collection[int]) -> bool:
+def _is_parameter(node: Node, parameters: Collection[int]) -> bool:
     leaf: Any = node
-    return kind_of(node) == LEAF and id(leaf.variable) not in inputs
+    return kind_of(node) == LEAF and id(leaf.variable) in parameters

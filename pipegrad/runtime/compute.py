@@ -34,12 +34,12 @@ class Compute:
         local: Where it finds values, and puts them.
         transfers: Whose buffers values lie in.
         sync: None in a forward-only program.
+        weights: What waits of backwards.
         loss_fn: Of the last stage's outputs and a microbatch's target.
 
     Attributes:
         losses: Of the microbatches.
         outputs: What the last stage made, forward-only.
-        weights: What waits of backwards; None in a forward-only program.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Compute:
         *,
         transfers: Transfers,
         sync: GradientSync | None,
+        weights: WeightGradients,
         loss_fn: Loss | None,
     ) -> None:
         self._program = program
@@ -59,10 +60,7 @@ class Compute:
         self._sync = sync
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
-        self.weights: WeightGradients | None = None
-        if sync is not None:
-            modules = {index: stage.module for index, stage in stages.items()}
-            self.weights = WeightGradients(modules, sync, transfers.lent)
+        self._weights = weights
         self.forget()
 
     def begin(
@@ -86,8 +84,7 @@ class Compute:
         self._bare = dict[int, list[Tensor]]()  # stage -> parameters without a gradient yet
         self.losses = list[Tensor]()
         self.outputs = list[tuple[Tensor, ...]]()
-        if self.weights is not None:
-            self.weights.forget()
+        self._weights.forget()
 
     def method_of(self, stage: int, kind: Kind) -> Method:
         """Returns what computes an action."""
@@ -183,16 +180,14 @@ class Compute:
         self._let_go(stage, microbatch)
 
     def _backward_inputs(self, stage: int, microbatch: int) -> None:
-        assert self.weights is not None
         roots, gradients = self._begin_backward(stage, microbatch)
-        inputs = [self._local.held[link, microbatch].tensor for link in self._local.links[stage]]
-        kept = self.weights.backward(stage, microbatch, roots, gradients, inputs)
+        lent = self._transfers.lent
+        kept = self._weights.backward(stage, microbatch, roots, gradients, lent)
         del roots, gradients
         self._end_backward(stage, microbatch, kept)
 
     def _backward_weights(self, stage: int, microbatch: int) -> None:
-        assert self.weights is not None
-        self.weights.compute(stage, microbatch)
+        self._weights.compute(stage, microbatch)
         self._let_go(stage, microbatch)
 
     def _recomputed(self, compute: Method, stage: int, microbatch: int) -> None:

@@ -16,7 +16,7 @@ from pipegrad.runtime.local import LocalValues, Value
 from pipegrad.runtime.stage import Stage, Wiring
 from pipegrad.runtime.torch_pipelining import is_profiled
 from pipegrad.runtime.transfer import Spec, Transfers
-from pipegrad.schedules.action import Kind
+from pipegrad.runtime.weights import WeightGradients
 from pipegrad.schedules.program import Channel, Op, Program
 
 _Step = tuple[Method, int, int]
@@ -36,6 +36,7 @@ class Executor:
         wiring: How stages hang together.
         transfers: This rank's end of them.
         sync: Told of last backwards and final stages; None in a forward-only program.
+        weights: What waits of backwards.
         loss_fn: Of the last stage's outputs and a microbatch's target.
     """
 
@@ -48,6 +49,7 @@ class Executor:
         wiring: Wiring,
         transfers: Transfers,
         sync: GradientSync | None,
+        weights: WeightGradients,
         loss_fn: Loss | None,
     ) -> None:
         self._program = program
@@ -57,17 +59,23 @@ class Executor:
         self._sync = sync
         self._local = LocalValues(program, rank, stages, wiring)
         self._compute = Compute(
-            program, stages, self._local, transfers=transfers, sync=sync, loss_fn=loss_fn
+            program,
+            stages,
+            self._local,
+            transfers=transfers,
+            sync=sync,
+            weights=weights,
+            loss_fn=loss_fn,
         )
         # What a rank does; the same where a profiler looks; and what is left of a step that failed.
         self._items: list[_Step] = []
         self._ranged: list[_Step] = []
         self._afterwards: list[_Step] = []
-        self._kinds: dict[Method, Kind] = {}
-        self._compile(program)
+        self._labels: dict[Method, str] = {}  # of what may fail, for messages and traces
+        self._compile(program, weights)
         self.place = 0
 
-    def _compile(self, program: Program) -> None:
+    def _compile(self, program: Program, weights: WeightGradients) -> None:
         """Turns items into calls."""
         transfers = self._transfers
         methods: dict[Op, Method] = {
@@ -78,10 +86,10 @@ class Executor:
             Op.SEND: self._send,
             Op.RELEASE: transfers.release,
             Op.FINAL: self._become_final,
+            Op.INPUTS_FINAL: weights.inputs_are_final,
+            Op.SHARED_WEIGHTS: weights.compute_shared,
         }
-        if (weights := self._compute.weights) is not None:
-            methods[Op.INPUTS_FINAL] = weights.inputs_are_final
-            methods[Op.SHARED_WEIGHTS] = weights.compute_shared
+        self._labels[weights.compute_shared] = "shared weights of stage {0}"
         drained: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: self._receive_and_drop,
@@ -95,7 +103,7 @@ class Executor:
             if item.op is Op.COMPUTE:
                 which, kind, _ = program.action(item)
                 method = self._compute.method_of(which, kind)
-                self._kinds[method] = kind
+                self._labels[method] = f"{{0}}{kind}{{1}}"
                 ranged = partial(self._in_range, method)
             elif item.op in methods:
                 method = methods[item.op]
@@ -232,14 +240,15 @@ class Executor:
 
     def _in_range(self, compute: Method, stage: int, microbatch: int) -> None:
         """Computes inside a range that profilers see: ``pipegrad 2F0``."""
-        with record_function(f"pipegrad {stage}{self._kinds[compute]}{microbatch}"):
+        with record_function(f"pipegrad {self._labels[compute].format(stage, microbatch)}"):
             compute(stage, microbatch)
 
     def _tell_where(self, error: Exception) -> None:
         method, stage, microbatch = self._items[self.place]
-        kind = self._kinds.get(method)
-        if kind is not None:
-            error.add_note(f"In {stage}{kind}{microbatch} on pipeline rank {self._rank}.")
+        label = self._labels.get(method)
+        if label is not None:
+            where = label.format(stage, microbatch)
+            error.add_note(f"In {where} on pipeline rank {self._rank}.")
 
 
 def _skip(_index: int, _microbatch: int) -> None:

@@ -39,6 +39,7 @@ from pipegrad.runtime.setup import (
 )
 from pipegrad.runtime.stage import Stage
 from pipegrad.runtime.transfer import BufferPool, Edges, Spec, Transfers
+from pipegrad.runtime.weights import WeightGradients
 from pipegrad.schedules.lower import DEPTH, lower
 from pipegrad.schedules.program import Link, Program
 from pipegrad.schedules.verify import Proof, verify
@@ -136,6 +137,8 @@ class Scheduler:
             shared_ticks=self.schedule.shared_ticks,
             **options,
         )
+        modules = {index: stage.module for index, stage in self._stages.items()}
+        self._weights = WeightGradients(modules, self.sync)
         self._device = self.sync.device
         self._collectives = collectives_of(self.sync)
         self.program = self._lowered(self._wiring.links)
@@ -364,6 +367,7 @@ class Scheduler:
             wiring=self._wiring,
             transfers=transfers,
             sync=None if forward_only else self.sync,
+            weights=self._weights,
             loss_fn=self._loss_fn,
         )
         batches = Batches(

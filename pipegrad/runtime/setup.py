@@ -7,6 +7,7 @@ from typing import Any
 
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.manifest import same
+from pipegrad.gradients.shared import unwrapped
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.stage import Stage, Wiring, wire
 from pipegrad.schedules import Schedule, generate, registry
@@ -38,13 +39,20 @@ def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | 
 
 
 def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:
-    """Refuses stages that are not this rank's."""
+    """Refuses stages that are not this rank's, or that reduce their gradients themselves."""
     found = sorted(stage.index for stage in stages)
     if found != list(topology.local_stages):
         raise TopologyError(
             f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
             f"which has {found}"
         )
+    for stage in stages:
+        if unwrapped(stage.module) is not stage.module:
+            raise TopologyError(
+                f"stage {stage.index} is wrapped by {type(stage.module).__name__}, which wants a "
+                f"backward behind each forward: give the module inside, and the handler "
+                f"'data-parallel' reduces its gradients"
+            )
 
 
 def wired(told: Mapping[int, Ends]) -> Wiring:

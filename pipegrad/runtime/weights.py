@@ -6,11 +6,10 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.runtime.backward import Waiting, backward_inputs
+from pipegrad.runtime.backward import backward_inputs
 from pipegrad.runtime.products import WeightProduct, accumulate
 
 _AT_ONCE_BYTES = 4 * 2**20  # of weights' gradients in one pass of autograd: it costs some 20 us
@@ -25,22 +24,18 @@ class WeightGradients:
     Args:
         modules: This rank's, by stage.
         sync: Told of final parameters.
-        lent: Addresses of the buffers that others will write into.
     """
 
-    def __init__(
-        self, modules: Mapping[int, nn.Module], sync: GradientSync, lent: Collection[int]
-    ) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], sync: GradientSync) -> None:
         self._modules = modules
         self._sync = sync
-        self._lent = lent
-        self._whole = dict(sync.manifest.wrappers)
         self._told = set[int]()
         self.forget()
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
+        self._parameters: dict[int, dict[int, nn.Parameter]] = {}  # by stage and id
         self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
         self._inputs_are_final = set[int]()
 
@@ -50,7 +45,7 @@ class WeightGradients:
         microbatch: int,
         roots: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
-        inputs: Iterable[Tensor],
+        lent: Collection[int],
     ) -> Iterable[Tensor]:
         """Computes the gradients of a stage's inputs, and of what does not wait.
 
@@ -59,16 +54,14 @@ class WeightGradients:
             microbatch: Which.
             roots: What its forward made.
             gradients: Of the roots.
-            inputs: What the stage was given, as leaves.
+            lent: Addresses of the buffers that others will write into.
 
         Returns:
             The gradients that are kept until the weights' are computed.
         """
-        if stage in self._whole:  # it reduces when autograd's hooks fire
-            torch.autograd.backward(roots, gradients)
-            waiting = Waiting([], (self._whole[stage],))
-        else:
-            waiting = backward_inputs(roots, gradients, inputs)
+        if stage not in self._parameters:
+            self._parameters[stage] = {id(p): p for p in self._modules[stage].parameters()}
+        waiting = backward_inputs(roots, gradients, self._parameters[stage])
         if waiting.early and stage not in self._told:
             self._told.add(stage)
             warnings.warn(
@@ -79,7 +72,7 @@ class WeightGradients:
             )
         for product in waiting.products:
             assert product.gradient is not None
-            if product.gradient.untyped_storage().data_ptr() in self._lent:
+            if product.gradient.untyped_storage().data_ptr() in lent:
                 product.keep(product.gradient.clone())
             self._counts[stage][id(product.parameter)] += 1
         self._waiting[stage, microbatch] = waiting.products
@@ -89,8 +82,8 @@ class WeightGradients:
         """Says which parameters are final now that nothing but weights' gradients is left."""
         self._inputs_are_final.add(stage)
         counts = self._counts[stage]
-        parameters = self._modules[stage].parameters()
-        self._sync.stage_final(stage, [p for p in parameters if not counts[id(p)]])
+        final = [p for key, p in self._parameters[stage].items() if not counts[key]]
+        self._sync.stage_final(stage, final)
 
     def compute(self, stage: int, microbatch: int) -> None:
         """Computes what waits of a microbatch."""

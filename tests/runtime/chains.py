@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from pipegrad import Scheduler, Stage, Topology
+from pipegrad import Scheduler, Stage, Topology, schedules
+from pipegrad.runtime import executor
 
 Tensor = torch.Tensor
 WIDTH = 4
 INTERLEAVED = "interleaved-1f1b"
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", INTERLEAVED)
+SPLIT = ("zb-h1", "zbv")
+HEAD_FIRST = tuple(f"{name} head_w_first" for name in SPLIT)
 
 
 class Scale(nn.Module):
@@ -37,8 +43,31 @@ class Forks(Scale):
         return super().forward(x), 2 * x * self.bias
 
 
+class Matrices(Scale):
+    """Weights at both ends: one is multiplied with what was received, and of the other's product
+    the gradient is received."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+        self.weight = nn.Parameter(torch.eye(WIDTH) + stage / 8)
+        self.last = nn.Parameter(torch.eye(WIDTH) - stage / 16)
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        out = F.linear(torch.sin(F.linear(x, self.weight, self.bias)), self.last)
+        return out if skip is None else out + skip
+
+
+class ForkedMatrices(Matrices):
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
+        return super().forward(x), F.linear(x, self.last)
+
+
 def plain(stage: int) -> Stage:
     return Stage(Scale(stage), stage)
+
+
+def matrices(stage: int) -> Stage:
+    return Stage(Matrices(stage), stage)
 
 
 def skips(stage: int) -> Stage:
@@ -46,6 +75,12 @@ def skips(stage: int) -> Stage:
     if stage == 0:
         return Stage(Forks(stage), stage, ["x"], ["x", "skip"])
     return Stage(Scale(stage), stage, ["x", "skip"], ["x"])
+
+
+def matrices_and_skips(stage: int) -> Stage:
+    if stage == 0:
+        return Stage(ForkedMatrices(stage), stage, ["x"], ["x", "skip"])
+    return Stage(Matrices(stage), stage, ["x", "skip"], ["x"])
 
 
 def make(
@@ -56,20 +91,27 @@ def make(
     microbatches: int = 4,
     **options: Any,
 ) -> Scheduler:
-    """Returns a Scheduler, with as many stages a rank as the schedule wants."""
+    """Returns a Scheduler, with this rank's stages where the schedule wants them.
+
+    Args:
+        pipeline: How many ranks a pipeline has.
+        schedule: A name, and behind it the options that are on.
+        make_stage: Makes a stage, by number.
+        microbatches: Of a step.
+        **options: Of the Scheduler.
+    """
+    name, *flags = schedule.split()
+    settings = dict[str, Any](dict.fromkeys(flags, True))
+    if name == "hop-aware-1f1b":
+        settings = {"hop_seconds": [0.2] * (pipeline - 1), "compute_seconds": 1.0}
     topology = Topology.create(pipeline=pipeline)
-    num_stages = pipeline * (1 + (schedule == INTERLEAVED))
-    places = range(topology.coordinate("pp"), num_stages, pipeline)
-    spec: Mapping[str, Any] = {"name": schedule}
-    if schedule == "hop-aware-1f1b":
-        spec = {**spec, "hop_seconds": [0.2] * (pipeline - 1), "compute_seconds": 1.0}
+    built = schedules.build(name, num_ranks=pipeline, num_microbatches=microbatches, **settings)
     return Scheduler(
-        [make_stage(stage) for stage in places],
+        [make_stage(s) for s in topology.with_stages(built.stage_to_rank).local_stages],
         topology,
-        schedule=spec,
+        schedule={"name": name, **settings},
         num_microbatches=microbatches,
-        loss_fn=lambda out, _: out.sum(),
-        **options,
+        **{"loss_fn": lambda out, _: out.sum(), **options},
     )
 
 
@@ -79,3 +121,20 @@ def step(scheduler: Scheduler) -> float:
     for stage in scheduler._stages.values():
         stage.module.zero_grad()
     return float(scheduler.step(x, target=x).loss)
+
+
+@contextmanager
+def watched(note: Callable[[str, str], object]) -> Iterator[None]:
+    """Tells when a compute of a Scheduler made inside starts and ends: "start" or "end", "0F1"."""
+
+    def in_range(self: executor.Executor, compute: Any, stage: int, microbatch: int) -> None:
+        action = self._labels[compute].format(stage, microbatch)
+        note("start", action)
+        compute(stage, microbatch)
+        note("end", action)
+
+    with (
+        mock.patch.object(executor, "is_profiled", return_value=True),
+        mock.patch.object(executor.Executor, "_in_range", in_range),
+    ):
+        yield

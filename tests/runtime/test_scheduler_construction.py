@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.schedules import Schedule
@@ -57,6 +59,14 @@ WRONG: dict[str, tuple[Schedule, list[str], list[str]]] = {  # what is said, wha
 }
 
 
+class Wrapped(DistributedDataParallel):
+    """Makes no groups, and runs nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
 class Refusals:
     """Constructs what is refused; counts process groups that were made for it."""
 
@@ -101,6 +111,7 @@ def constructions() -> Any:
         "doubled input": refused(*special(2, stage(["x", "x"]))),
         "doubled output": refused(*special(1, stage(["x"], ["x", "x"]))),
         "no input": refused(*special(1, stage([]))),
+        "wrapped": refused(*special(1, Stage(Wrapped(Scale(1)), 1))),
         "wasted": refused(*special(1, stage(["x"], ["x", "side"]))),
         **{name: refused(schedule=wrong) for name, (wrong, _, _) in WRONG.items()},
     }
@@ -121,6 +132,7 @@ REFUSED = {
     "doubled input": ["ScheduleError: stage 2 has the inputs ['x', 'x']"],
     "doubled output": ["ScheduleError: stage 1 has the outputs ['x', 'x']"],
     "no input": ["ScheduleError: stage 1 has the inputs []"],
+    "wrapped": ["rank 1: TopologyError: stage 1 is wrapped by Wrapped, which wants a backward"],
     "wasted": ["ScheduleError: stage 1 makes ['side'], which no later stage takes"],
     **{name: ["ScheduleError: schedule 'mine'", *said] for name, (_, said, _) in WRONG.items()},
 }

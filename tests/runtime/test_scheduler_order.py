@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrad import Work
+from pipegrad import Stage, Work
 from pipegrad.gradients import order
+from pipegrad.runtime.compute import Compute
+from pipegrad.runtime.weights import WeightGradients
 from pipegrad.schedules.program import Op
 from pipegrad.testing import OrderChecker
 from tests.gradients.cases import DATA, SHARED, Case, Replies, on, rank, replies
-from tests.runtime.chains import INTERLEAVED, SCHEDULES, WIDTH, make, plain, skips, step
+from tests.runtime.chains import (
+    HEAD_FIRST,
+    INTERLEAVED,
+    SCHEDULES,
+    SPLIT,
+    WIDTH,
+    make,
+    matrices,
+    matrices_and_skips,
+    plain,
+    skips,
+    step,
+)
 
 Tensor = torch.Tensor
 
@@ -27,9 +43,26 @@ two = replies(2, TWO)
 
 # Order.
 
+TWO_EACH = (INTERLEAVED, "zbv", "zbv head_w_first")  # stages a rank
+KINDS = ("plain", "tied", "skips")
+CHECKED = [
+    *((kind, schedule) for schedule in (*SCHEDULES, *SPLIT) for kind in KINDS),
+    *(("tied", schedule) for schedule in HEAD_FIRST),
+]
 
-def tied(num_stages: int) -> dict[str, Any]:
-    shared = [{0: "weight", num_stages - 1: "weight"}]
+
+def stages(kind: str, schedule: str) -> Callable[[int], Stage]:
+    """Returns what makes them: where backward is split they have something that waits."""
+    if schedule.startswith(SPLIT):
+        return matrices_and_skips if kind == "skips" else matrices
+    return skips if kind == "skips" else plain
+
+
+def tied(schedule: str) -> dict[str, Any]:
+    """Two ranks a pipeline; zbv has the first stage and the last on one of them."""
+    shared: list[dict[int, str]] = [{0: "weight", 1 + 2 * (schedule in TWO_EACH): "weight"}]
+    if schedule.startswith("zbv"):
+        shared += [{0: "last", 2: "last"}]
     return {"shared": shared, "handlers": [SHARED, DATA], "bucket_bytes": 4 * WIDTH}
 
 
@@ -45,10 +78,9 @@ class Seen:
 def check(kind: str, schedule: str, *, virtual_streams: bool, off: str | None = None) -> Seen:
     """Takes three steps and an evaluation under a checker."""
     pipeline = 2 if kind == "tied" else dist.get_world_size()
-    num_stages = pipeline * (1 + (schedule == INTERLEAVED))
-    options = tied(num_stages) if kind == "tied" else {"handlers": [DATA]}
+    options = tied(schedule) if kind == "tied" else {"handlers": [DATA]}
     with OrderChecker(virtual_streams=virtual_streams, log=True) as checker:
-        scheduler = make(pipeline, schedule, skips if kind == "skips" else plain, **options)
+        scheduler = make(pipeline, schedule, stages(kind, schedule), **options)
         if off is not None:
             order.sites[off].enabled = False
         try:
@@ -68,14 +100,10 @@ def check(kind: str, schedule: str, *, virtual_streams: bool, off: str | None = 
     )
 
 
-KINDS = ("plain", "tied", "skips")
-
-
 def checks() -> dict[tuple[str, str, bool], Seen]:
     return {
         (kind, schedule, streams): check(kind, schedule, virtual_streams=streams)
-        for kind in KINDS
-        for schedule in SCHEDULES
+        for kind, schedule in CHECKED
         for streams in (True, False)
     }
 
@@ -97,8 +125,7 @@ def unchecked() -> Any:
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("kind", "schedule"), CHECKED)
 def test_no_access_is_left_to_luck(
     schedule: str,
     kind: str,
@@ -117,6 +144,60 @@ def test_no_access_is_left_to_luck(
 
 def test_a_transfer_that_nobody_holds_is_seen(two: Replies) -> None:
     assert any(reply["unchecked"].violations for reply in two)
+
+
+# What split backward keeps of a microbatch until its weights' gradients are computed.
+
+
+def keeps_no_copy() -> AbstractContextManager[object]:
+    """What is received as a gradient is kept where it lies, and given back."""
+    backward: Any = WeightGradients.backward
+
+    def lent_nothing(self: WeightGradients, *arguments: Any) -> Any:
+        return backward(self, *arguments[:-1], {})
+
+    return mock.patch.object(WeightGradients, "backward", lent_nothing)
+
+
+def keeps_no_value() -> AbstractContextManager[object]:
+    """What is received as a value is given back before the weight's gradient is computed."""
+    inputs = Compute._backward_inputs
+
+    def early(self: Compute, stage: int, microbatch: int) -> None:
+        inputs(self, stage, microbatch)
+        self._let_go(stage, microbatch)
+
+    def late(self: Compute, stage: int, microbatch: int) -> None:
+        self._weights.compute(stage, microbatch)
+
+    return mock.patch.multiple(Compute, _backward_inputs=early, _backward_weights=late)
+
+
+KEEPS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "all": nullcontext,
+    "no copy": keeps_no_copy,
+    "no value": keeps_no_value,
+}
+
+
+@on(FOUR)
+def keeping() -> dict[str, list[str]]:
+    """Returns for each way to keep things what a checker finds wrong."""
+    found = {}
+    for name, keep in KEEPS.items():
+        with OrderChecker() as checker, keep():
+            scheduler = make(4, "zb-h1", matrices, microbatches=8, handlers=["noop"])
+            for _ in range(3):
+                step(scheduler)
+            scheduler.close()
+        found[name] = list(map(str, checker.violations))
+    return found
+
+
+@pytest.mark.parametrize("kept", ["no copy", "no value"])
+def test_what_split_backward_does_not_keep_is_seen(kept: str, four: Replies) -> None:
+    assert [reply["keeping"]["all"] for reply in four] == [[]] * 4
+    assert any(reply["keeping"][kept] for reply in four)
 
 
 # What a rank asks of its transfers, in order.
@@ -154,10 +235,18 @@ ITEMS = {
 }
 
 
+RECORDED = ("1f1b", "zb-h1", "zbv")
+
+
 @on(FOUR)
 def recorded() -> Any:
+    return {schedule: record(schedule) for schedule in RECORDED}
+
+
+def record(schedule: str) -> Any:
     """Returns what a steady step of 8 microbatches asks, and what its Program says."""
-    scheduler = make(4, "1f1b", skips, microbatches=8, handlers=["noop"], depth=3)
+    made = stages("skips", schedule)
+    scheduler = make(4, schedule, made, microbatches=8, handlers=["noop"], depth=3)
     step(scheduler)
     recorder = Recorder()
     with order.using(recorder):
@@ -181,11 +270,12 @@ def most_ahead(calls: Sequence[tuple[str, int]]) -> int:
     return most
 
 
+@pytest.mark.parametrize("schedule", RECORDED)
 def test_a_rank_asks_for_transfers_as_its_program_says_receives_ahead(
-    four: Replies,
+    schedule: str, four: Replies
 ) -> None:
     for reply in four:
-        calls, wanted = reply["recorded"]
+        calls, wanted = reply["recorded"][schedule]
         assert calls == wanted
         assert {kind for kind, _ in calls} == set(ITEMS.values())
         assert most_ahead(calls) > 3

@@ -33,8 +33,8 @@ two = replies(2, TWO)
 
 # The trace.
 
-ACTION = re.compile(r"pipegrad (\d+[FB]\d+)")
-TRACED = ("1f1b", "gpipe", INTERLEAVED)
+ACTION = re.compile(r"pipegrad (\d+[FBIW]\d+)")
+TRACED = ("1f1b", "gpipe", INTERLEAVED, "zb-h1")
 
 
 def trace(scheduler: Scheduler, *, all_threads: bool) -> tuple[list[str], list[str]]:
@@ -69,7 +69,8 @@ def test_a_trace_has_each_action_once_in_the_schedules_order(schedule: str, four
     for reply in four:
         actions, own, _, _ = reply["ranges"][schedule]
         assert own == actions
-        assert len(actions) == 4 * 2 * (1 + (schedule == INTERLEAVED))
+        kinds, num_stages = 2 + (schedule == "zb-h1"), 1 + (schedule == INTERLEAVED)
+        assert len(actions) == 4 * kinds * num_stages
 
 
 @pytest.mark.parametrize("schedule", TRACED)

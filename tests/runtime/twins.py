@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, find_shared
+from pipegrad import Schedule, Scheduler, find_shared
 from tests.runtime.models import build
 from tests.runtime.pipelines import loss_of
 from tests.runtime.schedulers import batch, compare, cut, error, named, topology
@@ -30,7 +30,7 @@ class Twins:
         make: Callable[[], nn.Sequential] = tied,
         num_microbatches: int = 4,
         *,
-        schedule: str = "1f1b",
+        schedule: str | Schedule = "1f1b",
         loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_of,
     ) -> None:
         model, self.true = make(), make()
@@ -40,7 +40,7 @@ class Twins:
             self.stages,
             at,
             schedule=schedule,
-            num_microbatches=num_microbatches,
+            num_microbatches=num_microbatches if isinstance(schedule, str) else None,
             loss_fn=loss_fn,
             shared=find_shared(model),
         )

@@ -1,0 +1,414 @@
+"""Split backward of what is not plain autograd; what it keeps; and errors half way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from pipegrad.errors import StepError
+from pipegrad.runtime.backward import Waiting, backward_inputs
+from tests.runtime.graphs import (
+    BETWEEN,
+    LATE,
+    WIDTH,
+    Graph,
+    Net,
+    Storages,
+    compute,
+    differences,
+    linear,
+    mlp,
+    normal,
+    num_products,
+    preset_gradients,
+    split,
+    whole,
+)
+
+again = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+
+
+class Function(torch.autograd.Function):
+    """A custom one, whose backward is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.clamp(-0.5, 0.5)
+
+
+class Scaled(torch.autograd.Function):
+    """Takes a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum((0, 1))
+
+
+class Nothing(torch.autograd.Function):
+    """Has no gradient to give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None
+
+
+apply: Any = Function.apply
+scaled: Any = Scaled.apply
+nothing: Any = Nothing.apply
+
+
+def net(function: Callable[..., Any], **shapes: tuple[int, ...]) -> Net:
+    return Net(function, **{name: normal(*shape) for name, shape in shapes.items()})
+
+
+def hooked(num_uses: int, hook: Callable[[Tensor], Tensor]) -> Net:
+    def function(m: Any, x: Tensor) -> Tensor:
+        for _ in range(num_uses):
+            x = x @ m.w
+        return x
+
+    module: Any = net(function, w=SQUARE)
+    module.w.register_hook(hook)
+    return module  # type: ignore[no-any-return]
+
+
+def hooked_between(m: Any, x: Tensor) -> Tensor:
+    weight = m.w * 2
+    weight.register_hook(clamped)
+    return x @ weight @ weight  # type: ignore[no-any-return]
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.5, 0.5)
+
+
+def module_hooks() -> nn.Module:
+    module = mlp()
+    for layer in module:
+        layer.register_full_backward_hook(lambda m, gradients, _: tripled(gradients))
+        layer.register_full_backward_pre_hook(lambda m, gradients: tripled(gradients))
+    return module
+
+
+def tripled(gradients: Any) -> tuple[Tensor]:
+    (gradient,) = gradients
+    return (gradient * 3,)
+
+
+def hooks_on_tensors(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = m.a(x)
+    found.register_hook(lambda gradient: gradient * 3)
+    found.retain_grad()
+    return m.a(found)  # type: ignore[no-any-return]
+
+
+def compiled(module: nn.Module) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, backend="aot_eager")
+
+
+def on_cpu(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return m.a(x)  # type: ignore[no-any-return]
+
+
+def selective(m: Any, x: Tensor) -> Tensor:
+    saved = [torch.ops.aten.addmm.default]
+    return again(m.a, x, context_fn=partial(create_selective_checkpoint_contexts, saved))  # type: ignore[no-any-return]
+
+
+SQUARE = (WIDTH, WIDTH)
+PACKED = ("saved-tensor hooks (checkpointing, offloading)",)
+COMPILED, REENTRANT = ("CompiledFunctionBackward",), ("CheckpointFunctionBackward",)
+
+graphs = [
+    Graph("checkpoint", 0, lambda: Net(lambda m, x: again(m.a, x), a=mlp()), early=PACKED),
+    Graph("eager next to a checkpoint", 3, lambda: Net(
+        lambda m, x: m.b(again(m.a, x)), a=mlp(), b=mlp()), early=PACKED),
+    Graph("nested checkpoints", 0, lambda: Net(
+        lambda m, x: again(lambda y: m.b(again(m.a, y)), x), a=mlp(), b=mlp()), early=PACKED),
+    Graph("selective checkpoint", 0, lambda: Net(selective, a=mlp()), early=PACKED),
+    Graph("a weight from a checkpoint", 1, lambda: net(
+        lambda m, x: x @ again(torch.sin, m.w), w=SQUARE)),
+    Graph("reentrant", 0, lambda: Net(
+        lambda m, x: m.b(reentrant(m.a, x)), a=mlp(), b=mlp()), early=REENTRANT),
+    Graph("dropped weights, checkpointed", 0, lambda: net(lambda m, x: again(
+        lambda y: torch.relu(y @ F.dropout(m.w, 0.4)) @ F.dropout(m.v, 0.3), x),
+        w=SQUARE, v=SQUARE), early=PACKED),
+    Graph("saved on CPU", 0, lambda: Net(on_cpu, a=mlp()), early=PACKED),
+    Graph("custom of a parameter", 1, lambda: Net(
+        lambda m, x: m.a(scaled(x, m.s)), a=linear(), s=normal(WIDTH)),
+        early=("ScaledBackward",)),
+    Graph("custom without", 2, lambda: Net(lambda m, x: m.a(apply(m.a(x))), a=linear())),
+    Graph("custom of a weight alone", 1, lambda: net(
+        lambda m, x: x @ apply(m.w), w=SQUARE)),
+    Graph("custom without gradients", 2, lambda: Net(
+        lambda m, x: nothing(m.a(x)) + m.b(m.b(x)), a=linear(), b=linear())),
+    Graph("compiled", 0, lambda: compiled(mlp()), early=COMPILED),
+    Graph("compiled next to a checkpoint", 0, lambda: Net(
+        lambda m, x: m.b(again(m.a, x)), a=mlp(), b=compiled(mlp())),
+        early=COMPILED + PACKED),
+    Graph("compiled next to an eager one", 3, lambda: Net(
+        lambda m, x: m.b(m.a(x)), a=mlp(), b=compiled(mlp())), early=COMPILED),
+    Graph("compiled weight", 0, lambda: Net(lambda m, x: x @ m.f(m.w), f=compiled(
+        Net(lambda m, w: w.sin())), w=normal(*SQUARE)), early=COMPILED),
+    Graph("hook on a weight", 1, lambda: hooked(1, clamped)),
+    Graph("linear hook on a weight used twice", 2, lambda: hooked(2, lambda g: 2 * g)),
+    Graph("module hooks", 3, module_hooks),
+    Graph("tensor hooks", 2, lambda: Net(hooks_on_tensors, a=linear())),
+    Graph("a hook that scales", 1, lambda: hooked(1, lambda g: g.sum() * g)),
+    Graph("hook on a weight used twice", 2, lambda: hooked(2, clamped)),
+    Graph("hook on what a weight becomes", 2, lambda: net(hooked_between, w=SQUARE)),
+    Graph("custom of a weight used twice", 2, lambda: net(
+        lambda m, x: (w := apply(m.w), x @ w @ w)[1], w=SQUARE)),
+]  # fmt: skip
+# Dynamo asks tensors for their gradients, and torch warns that they are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.mark.parametrize("graph", graphs, ids=str)
+@pytest.mark.parametrize("preset", [False, True], ids=["None", "preset"])
+@pytest.mark.parametrize("plan", [LATE, BETWEEN], ids=["late", "between"])
+def test_gradients_are_those_of_a_whole_backward(graph: Graph, plan: str, *, preset: bool) -> None:
+    assert differences(split(graph, plan, preset=preset), whole(graph), graph.error) == {}
+
+
+@pytest.mark.parametrize("graph", graphs, ids=str)
+def test_what_waits_and_what_is_early(graph: Graph) -> None:
+    for waiting in split(graph, LATE, preset=True).waiting:
+        assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(3)
+    return normal(4, WIDTH).requires_grad_()
+
+
+def inputs_of(y: Tensor, *inputs: Tensor) -> Waiting:
+    """Returns what waits of a backward: of all leaves but the inputs."""
+    nodes: list[Any] = [y.grad_fn]
+    for node in nodes:
+        nodes += [found for found, _ in node.next_functions if found not in (None, *nodes)]
+    leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    return backward_inputs([y], [torch.ones_like(y)], leaves - set(map(id, inputs)))
+
+
+# What is computed, and how often.
+
+
+def test_a_checkpoint_computes_anew_once_in_all(x: Tensor) -> None:
+    module = mlp()
+    module.register_forward_hook(lambda *_: calls.append("forward"), always_call=True)
+    calls: list[str] = []
+    waiting = inputs_of(again(module, x).sin(), x)
+    compute(waiting)
+
+    assert len(calls) == 2
+
+
+def test_a_weight_made_by_a_product_is_made_once_for_all_its_uses() -> None:
+    graph = Graph("merged with a frozen one", 1, lambda: Net(
+        lambda m, x: (w := m.f.weight @ m.p, x @ w @ w @ w)[1],
+        f=linear().requires_grad_(requires_grad=False), p=normal(*SQUARE)))  # fmt: skip
+
+    assert num_products(graph, is_split=True) == num_products(graph, is_split=False)
+
+
+def test_a_stage_of_integers_has_the_gradients_of_its_embedding_early() -> None:
+    embedding, layer = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, WIDTH)
+    waiting = inputs_of(layer(embedding(torch.arange(5))), torch.arange(5))
+
+    assert [p.parameter is layer.weight for p in waiting.products] == [True]
+    assert embedding.weight.grad is not None
+    assert layer.weight.grad is None
+
+
+def test_a_parameter_that_a_reentrant_checkpoint_makes_a_weight_with_does_not_wait_untold(
+    x: Tensor,
+) -> None:
+    m: Any = net(lambda m, x: x @ reentrant(lambda w: w * m.s, m.w), w=SQUARE, s=(1,))
+    waiting = inputs_of(m(x), x)
+
+    assert m.s.grad is not None or any(p.parameter is m.s for p in waiting.products)
+
+
+# Hooks.
+
+
+@pytest.mark.parametrize("preset", [False, True])
+def test_hooks_after_accumulation_see_the_gradient_and_may_change_the_parameter(
+    x: Tensor, *, preset: bool
+) -> None:
+    layer = linear()
+    before = layer.weight.detach().clone()
+    layer.weight.register_post_accumulate_grad_hook(lambda p: p.sub_(p.grad))
+    if preset:
+        preset_gradients(layer)
+    compute(inputs_of(layer(x), x))
+
+    assert torch.allclose(layer.weight, before - x.sum(0))
+
+
+def test_hooks_on_the_node_that_accumulates_are_called(x: Tensor) -> None:
+    layer, seen = linear(), list[int]()
+    accumulate: Any = torch.autograd.graph.get_gradient_edge(layer.weight).node
+    accumulate.register_hook(lambda *_: seen.append(1))
+    preset_gradients(layer)
+    compute(inputs_of(layer(x), x))
+
+    assert seen == [1]
+
+
+class Mistake(Exception):  # noqa: N818
+    pass
+
+
+def fail(*_: Any) -> Any:
+    raise Mistake
+
+
+def test_an_error_of_a_hook_comes_out_as_it_is(x: Tensor) -> None:
+    y = linear()(x)
+    y.register_hook(fail)
+    with pytest.raises(Mistake):
+        inputs_of(y, x)
+
+
+@pytest.mark.parametrize("preset", [False, True])
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_an_error_of_a_weights_hook_comes_out_later(name: str, x: Tensor, *, preset: bool) -> None:
+    layer = linear()
+    getattr(layer.weight, name)(fail)
+    if preset:
+        preset_gradients(layer)
+    waiting = inputs_of(layer(x), x)
+    with pytest.raises(Mistake):
+        compute(waiting)
+
+
+def test_a_gradient_that_is_added_to_meanwhile_is_an_error(x: Tensor) -> None:
+    """Autograd may leave a parameter's first gradient in the memory of what waits."""
+    m: Any = Net(lambda m, x: m.a(x) + m.p.view(x.shape), a=linear(bias=False), p=normal(4, WIDTH))
+    waiting = inputs_of(m(x), x)
+    inputs_of(m(x), x)
+    with pytest.raises(StepError, match="changed in place"):
+        compute(waiting)
+
+
+def test_an_operand_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
+    operand = x * 1
+    waiting = inputs_of(linear()(operand), x)
+    operand.detach().zero_()
+    with pytest.raises(StepError, match=r"\(4, 6\), .* changed in place"):
+        compute(waiting)
+
+
+# Gradients as they are found.
+
+
+zeros = partial(torch.zeros, dtype=torch.float64)
+gradients: dict[str, Tensor] = {
+    "strided": zeros(3 * WIDTH, 2 * WIDTH)[::3, ::2].T,
+    "requires_grad": zeros(SQUARE, requires_grad=True),
+    "sparse": zeros(SQUARE).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("gradient", list(gradients.values()), ids=list(gradients))
+def test_adds_to_any_gradient(gradient: Tensor, x: Tensor) -> None:
+    layer = linear()
+    layer.weight.grad = gradient
+    compute(inputs_of(layer(x), x))
+
+    assert torch.allclose(layer.weight.grad, x.sum(0))
+
+
+def test_a_weight_that_is_meta_has_a_meta_gradient() -> None:
+    layer = nn.Linear(WIDTH, WIDTH, device="meta")
+    compute(inputs_of(layer(torch.ones(4, WIDTH, device="meta"))))
+
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.is_meta
+
+
+# What is kept.
+
+
+def kept(module: nn.Module, x: Tensor, *, keep_root: bool = False) -> tuple[list[str], list[str]]:
+    """Returns what is alive after I, and after W."""
+    preset_gradients(module)
+    known = [x, *module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    with Storages() as storages:
+        y = module(x)
+        waiting = inputs_of(y, x)
+        root = y if keep_root else None
+        x.grad = None
+        del y
+        after_inputs = storages.alive(*known)
+        compute(waiting)
+        after_weights = storages.alive(*known, *(() if root is None else (root,)))
+    return after_inputs, after_weights
+
+
+def test_operands_alone_are_kept(x: Tensor) -> None:
+    module = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
+
+    after_inputs, after_weights = kept(module, x)
+
+    # The operand of the second layer, and the gradients of both.
+    assert after_inputs == ["gelu", "gelu_backward", "gelu_backward"]
+    assert after_weights == []
+
+
+def test_a_checkpoint_keeps_nothing(x: Tensor) -> None:
+    module = Net(lambda m, x: again(m.a, x), a=nn.Sequential(nn.Tanh(), linear(), nn.GELU()))
+
+    assert kept(module, x) == ([], [])
+
+
+def test_what_is_eager_before_a_checkpoint_is_not_kept(x: Tensor) -> None:
+    module = Net(lambda m, x: again(m.a, x.exp().sin().exp()), a=nn.Sequential(linear(), nn.GELU()))
+
+    assert kept(module, x) == ([], [])
+
+
+def test_who_keeps_an_output_keeps_nothing_else(x: Tensor) -> None:
+    _, after_weights = kept(nn.Sequential(linear(), nn.GELU(), linear()), x, keep_root=True)
+
+    assert after_weights == []
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_failed_step_keeps_nothing(x: Tensor, *, is_checkpointed: bool) -> None:
+    module = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
+    preset_gradients(module)
+    known = [x, *module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    with Storages() as storages:
+        inputs_of(again(module, x) if is_checkpointed else module(x), x)
+        x.grad = None
+
+        assert storages.alive(*known) == []
