@@ -177,6 +177,15 @@ def ids_of(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
+def inputs_of(y: Tensor, *inputs: Tensor) -> Waiting:
+    """Returns what waits of a backward: of all leaves but the inputs."""
+    nodes: list[Any] = [y.grad_fn]
+    for node in nodes:
+        nodes += [found for found, _ in node.next_functions if found not in (None, *nodes)]
+    leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    return backward_inputs([y], [torch.ones_like(y)], leaves - set(map(id, inputs)))
+
+
 def compute(waiting: Waiting) -> None:
     """Computes what waits, as W does."""
     if waiting.products:

@@ -1,4 +1,4 @@
-"""Split backward of what is not plain autograd; what it keeps; and errors half way."""
+"""Split backward of what is not plain autograd; how much is computed; and errors half way."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipegrad.errors import StepError
-from pipegrad.runtime.backward import Waiting, backward_inputs
 from tests.runtime.graphs import (
     BETWEEN,
     LATE,
     WIDTH,
     Graph,
     Net,
-    Storages,
     compute,
     differences,
+    inputs_of,
     linear,
     mlp,
     normal,
@@ -207,15 +206,6 @@ def x() -> Tensor:
     return normal(4, WIDTH).requires_grad_()
 
 
-def inputs_of(y: Tensor, *inputs: Tensor) -> Waiting:
-    """Returns what waits of a backward: of all leaves but the inputs."""
-    nodes: list[Any] = [y.grad_fn]
-    for node in nodes:
-        nodes += [found for found, _ in node.next_functions if found not in (None, *nodes)]
-    leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
-    return backward_inputs([y], [torch.ones_like(y)], leaves - set(map(id, inputs)))
-
-
 # What is computed, and how often.
 
 
@@ -324,91 +314,3 @@ def test_an_operand_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
     operand.detach().zero_()
     with pytest.raises(StepError, match=r"\(4, 6\), .* changed in place"):
         compute(waiting)
-
-
-# Gradients as they are found.
-
-
-zeros = partial(torch.zeros, dtype=torch.float64)
-gradients: dict[str, Tensor] = {
-    "strided": zeros(3 * WIDTH, 2 * WIDTH)[::3, ::2].T,
-    "requires_grad": zeros(SQUARE, requires_grad=True),
-    "sparse": zeros(SQUARE).to_sparse(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-@pytest.mark.parametrize("gradient", list(gradients.values()), ids=list(gradients))
-def test_adds_to_any_gradient(gradient: Tensor, x: Tensor) -> None:
-    layer = linear()
-    layer.weight.grad = gradient
-    compute(inputs_of(layer(x), x))
-
-    assert torch.allclose(layer.weight.grad, x.sum(0))
-
-
-def test_a_weight_that_is_meta_has_a_meta_gradient() -> None:
-    layer = nn.Linear(WIDTH, WIDTH, device="meta")
-    compute(inputs_of(layer(torch.ones(4, WIDTH, device="meta"))))
-
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.is_meta
-
-
-# What is kept.
-
-
-def kept(module: nn.Module, x: Tensor, *, keep_root: bool = False) -> tuple[list[str], list[str]]:
-    """Returns what is alive after I, and after W."""
-    preset_gradients(module)
-    known = [x, *module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
-    with Storages() as storages:
-        y = module(x)
-        waiting = inputs_of(y, x)
-        root = y if keep_root else None
-        x.grad = None
-        del y
-        after_inputs = storages.alive(*known)
-        compute(waiting)
-        after_weights = storages.alive(*known, *(() if root is None else (root,)))
-    return after_inputs, after_weights
-
-
-def test_operands_alone_are_kept(x: Tensor) -> None:
-    module = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
-
-    after_inputs, after_weights = kept(module, x)
-
-    # The operand of the second layer, and the gradients of both.
-    assert after_inputs == ["gelu", "gelu_backward", "gelu_backward"]
-    assert after_weights == []
-
-
-def test_a_checkpoint_keeps_nothing(x: Tensor) -> None:
-    module = Net(lambda m, x: again(m.a, x), a=nn.Sequential(nn.Tanh(), linear(), nn.GELU()))
-
-    assert kept(module, x) == ([], [])
-
-
-def test_what_is_eager_before_a_checkpoint_is_not_kept(x: Tensor) -> None:
-    module = Net(lambda m, x: again(m.a, x.exp().sin().exp()), a=nn.Sequential(linear(), nn.GELU()))
-
-    assert kept(module, x) == ([], [])
-
-
-def test_who_keeps_an_output_keeps_nothing_else(x: Tensor) -> None:
-    _, after_weights = kept(nn.Sequential(linear(), nn.GELU(), linear()), x, keep_root=True)
-
-    assert after_weights == []
-
-
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_a_failed_step_keeps_nothing(x: Tensor, *, is_checkpointed: bool) -> None:
-    module = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
-    preset_gradients(module)
-    known = [x, *module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
-    with Storages() as storages:
-        inputs_of(again(module, x) if is_checkpointed else module(x), x)
-        x.grad = None
-
-        assert storages.alive(*known) == []
