@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipegrad.runtime.products import LEAF, PRODUCTS, Known, WeightProduct, kind_of
 
-_PACKED = "saved-tensor hooks (checkpointing, offloading)"
+_PACKED = "saved-tensor hooks (checkpointing, offloading; before torch 2.13 everything)"
 # A lookup makes a value, not a weight; the others are not to be run but as part of everything.
 _NOT_IN_CHAINS = ("Embedding", "Index", "Gather", "CompiledFunction", "CheckpointFunction")
 
@@ -148,7 +148,8 @@ def _product(
     multiply = known.multiplier(node, chain)
     if multiply is None:
         return None
-    if getattr(node, f"_raw_saved_{known.operand}").unpack_hook is not None:
+    saved = getattr(node, f"_raw_saved_{known.operand}")
+    if getattr(saved, "unpack_hook", saved) is not None:  # before torch 2.13 nobody can tell
         early[_PACKED] = None
         return None
     leaf: Any = chain[-1]

@@ -139,7 +139,7 @@ def selective(m: Any, x: Tensor) -> Tensor:
 
 
 SQUARE = (WIDTH, WIDTH)
-PACKED = ("saved-tensor hooks (checkpointing, offloading)",)
+PACKED = ("saved-tensor hooks (checkpointing, offloading; before torch 2.13 everything)",)
 COMPILED, REENTRANT = ("CompiledFunctionBackward",), ("CheckpointFunctionBackward",)
 
 graphs = [
