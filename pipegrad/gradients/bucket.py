@@ -176,7 +176,8 @@ def make_plans(
         lanes: Number of lanes; a bucket stays in lane ``index % lanes``.
         stage_ticks: For each stage when its gradients are final, in any unit. By default stages
             become final from the last to the first, as in every 1F1B-like schedule.
-        shared_ticks: The same for the gradients that several stages hold; by default `stage_ticks`.
+        shared_ticks: The same for gradients that stages on several ranks hold; by default
+            `stage_ticks`.
         allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
         ranks: Whose plans; all by default.
 
@@ -185,11 +186,17 @@ def make_plans(
     """
     routes = make_routes(manifest, topology, handlers, allow_unsynced)
     alone = stage_ticks or range(topology.num_stages - 1, -1, -1)
-    ticks = {False: alone, True: shared_ticks or alone}
+    places = topology.stage_to_rank
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
     agreed = [(records[key], route) for key, route in shared_routes(routes).items()]
     gradients = [
-        _Kind(record, route, ticks[record.shared], reduce_dtype, manifest)
+        _Kind(
+            record,
+            route,
+            shared_ticks or alone if len({places[s] for s in record.holders}) > 1 else alone,
+            reduce_dtype,
+            manifest,
+        )
         for record, route in agreed
         if record.requires_grad
     ]

@@ -100,7 +100,7 @@ class GradientSync:
         allow_unsynced: Shell-style patterns of names or keys of ties that may drift apart.
         stage_ticks: For each stage when it is final, in any unit; orders the collectives. By
             default from the last stage to the first.
-        shared_ticks: The same for gradients that several stages hold; by default `stage_ticks`.
+        shared_ticks: The same for gradients that stages on several ranks hold.
         accessor: Where gradients live; ``parameter.grad`` by default.
         agree_seconds: How long the ranks wait for each other here.
 
@@ -242,30 +242,40 @@ class GradientSync:
         if not self._accumulating:
             self._last_backwards.add(stage)
 
-    def stage_final(self, stage: int, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Says that all of `stage` is final; buckets that are complete leave, in order.
+    def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Says that some parameters of `stage` are final, ahead of `stage_final`.
 
-        Args:
-            stage: A stage of this rank.
-            parameters: Only these of the stage are; the others become final later.
+        Sync: whatever wrote their gradients must be ahead of the current stream.
+
+        Raises:
+            StepError: If one is not a parameter that the ranks agreed on.
+        """
+        self._check_open(stage)
+        if self._accumulating:
+            return
+        for parameter in parameters:
+            found = self._by_id.get(id(parameter))
+            if found is None or stage not in found.stages:
+                raise StepError(
+                    f"a parameter of shape {tuple(parameter.shape)} is none of those of stage "
+                    f"{stage} that the ranks agreed on: make a new GradientSync on all ranks"
+                )
+            self._leave(found, stage)
+
+    def stage_final(self, stage: int) -> None:
+        """Says that all of `stage` is final; buckets that are complete leave, in order.
 
         Sync: whatever wrote the stage's gradients must be ahead of the current stream.
         """
         self._check_open(stage)
         if self._accumulating:
             return
-        if parameters is None:
-            if stage in self._final_stages:
-                raise StepError(f"stage {stage} is final already: call stage_final() once a step")
-            self._final_stages.add(stage)
-            self._last_backwards.discard(stage)
-            final = self._by_stage[stage]
-        else:
-            final = [self._by_id[id(parameter)] for parameter in parameters]
-        for parameter in final:
-            parameter.waiting.discard(stage)
-            if not parameter.waiting and not parameter.final:
-                self._finalize(parameter)
+        if stage in self._final_stages:
+            raise StepError(f"stage {stage} is final already: call stage_final() once a step")
+        self._final_stages.add(stage)
+        self._last_backwards.discard(stage)
+        for parameter in self._by_stage[stage]:
+            self._leave(parameter, stage)
 
     def finish(self) -> None:
         """Waits until every gradient is in place.
@@ -444,6 +454,12 @@ class GradientSync:
                 f"a module that runs backward inside backward must do so in every step"
             )
         elif parameter.early:
+            self._finalize(parameter)
+
+    def _leave(self, parameter: LiveParameter, stage: int) -> None:
+        """Finalizes a parameter, if no other local stage will still add to it."""
+        parameter.waiting.discard(stage)
+        if not parameter.waiting and not parameter.final:
             self._finalize(parameter)
 
     def _finalize(self, parameter: LiveParameter) -> None:

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipegrad.runtime.products import LEAF, PRODUCTS, Known, WeightProduct, kind_of
 
-_PACKED = "saved-tensor hooks (checkpointing, offloading; before torch 2.13 everything)"
+PACKED = "saved-tensor hooks (checkpointing, offloading)"
 # A lookup makes a value, not a weight; the others are not to be run but as part of everything.
 _NOT_IN_CHAINS = ("Embedding", "Index", "Gather", "CompiledFunction", "CheckpointFunction")
 
@@ -63,6 +63,7 @@ def backward_inputs(
         torch.autograd.backward(roots, gradients)
         return Waiting([], graph.early)
     arrived = list[WeightProduct]()
+    bare = [leaf for node in graph.leaves if (leaf := node.variable).grad is None]
     needed = [*graph.leaves, *graph.nodes]
     hooks = [
         node.register_prehook(partial(_arrive, product, arrived))
@@ -74,6 +75,14 @@ def backward_inputs(
     finally:
         for hook in hooks:
             hook.remove()  # a node may outlive its graph
+    # A new gradient may lie in the memory of what waits, and will be added to in place.
+    taken = {
+        leaf.grad.untyped_storage().data_ptr()
+        for leaf in bare
+        if leaf.grad is not None and leaf.grad.layout == torch.strided
+    }
+    for product in arrived:
+        product.keep_apart(taken)
     return Waiting(arrived, graph.early)
 
 
@@ -98,7 +107,7 @@ class _Graph:
         early: As in `Waiting`.
     """
 
-    leaves: tuple[Node, ...] = ()
+    leaves: tuple[Any, ...] = ()
     nodes: tuple[Any, ...] = ()
     products: tuple[WeightProduct, ...] = ()
     early: tuple[str, ...] = ()
@@ -111,7 +120,7 @@ def _explore(roots: Sequence[Tensor], parameters: Collection[int]) -> _Graph:
     while stack:
         node = stack.pop()
         name = kind_of(node)
-        if name.startswith("CheckpointFunction"):  # reentrant: part of whole backwards alone
+        if "CheckpointFunction" in name:  # reentrant: part of whole backwards alone
             return _Graph(early=(name,))
         known = PRODUCTS.get(name, {})
         for index, (successor, number) in enumerate(node.next_functions):
@@ -123,7 +132,7 @@ def _explore(roots: Sequence[Tensor], parameters: Collection[int]) -> _Graph:
                 if product is not None:
                     found.append((node, chain[-1], product))
                     continue
-            if issubclass(type(node), BackwardCFunction) and _is_parameter(successor, parameters):
+            if issubclass(type(node), BackwardCFunction) and _chain(successor, parameters):
                 early[name] = None
             if successor not in seen:
                 seen[successor] = None
@@ -149,8 +158,11 @@ def _product(
     if multiply is None:
         return None
     saved = getattr(node, f"_raw_saved_{known.operand}")
-    if getattr(saved, "unpack_hook", saved) is not None:  # before torch 2.13 nobody can tell
-        early[_PACKED] = None
+    if not hasattr(saved, "unpack_hook"):
+        early["torch before 2.13"] = None  # nobody can tell whether it is packed
+        return None
+    if saved.unpack_hook is not None:
+        early[PACKED] = None
         return None
     leaf: Any = chain[-1]
     operand: Tensor = getattr(node, f"_saved_{known.operand}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.local import Key, LocalValues, Value
-from pipegrad.runtime.recompute import RandomState, keeping_nothing
+from pipegrad.runtime.recompute import Recompute
 from pipegrad.runtime.stage import Stage
 from pipegrad.runtime.transfer import Spec, Transfers
 from pipegrad.runtime.weights import WeightGradients
@@ -61,6 +61,11 @@ class Compute:
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
         self._weights = weights
+        self._recomputes = {
+            index: Recompute(stage.module, sync.device)
+            for index, stage in stages.items()
+            if stage.recompute and sync is not None
+        }
         self.forget()
 
     def begin(
@@ -78,7 +83,8 @@ class Compute:
         """Lets go of everything of a step."""
         self.begin({}, None, 1.0)
         self._roots = dict[Key, tuple[Tensor, ...]]()
-        self._random = dict[Key, RandomState]()  # of forwards that will be run again
+        for recompute in self._recomputes.values():
+            recompute.forget()
         self._met = set[int]()  # stages whose forward has run
         self._own = set[int]()  # addresses of their buffers, which they may write into
         self._bare = dict[int, list[Tensor]]()  # stage -> parameters without a gradient yet
@@ -94,9 +100,9 @@ class Compute:
             "I": self._backward_inputs,
             "W": self._backward_weights,
         }
-        if self._stages[stage].recompute and self._sync is not None:
+        if stage in self._recomputes:
             methods |= {
-                "F": self._forward_keeping_nothing,
+                "F": self._forward_to_recompute,
                 "B": partial(self._recomputed, self._backward),
                 "I": partial(self._recomputed, self._backward_inputs),
             }
@@ -105,7 +111,12 @@ class Compute:
     # Forward.
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        outputs = self._outputs_of(stage, microbatch)
+        self._pass_on(
+            stage, microbatch, self._stages[stage].forward(self._given(stage, microbatch))
+        )
+
+    def _pass_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+        """Hands on what a stage made, and keeps what its backward begins with."""
         if stage not in self._met:
             self._met.add(stage)
             buffers = self._stages[stage].module.buffers()
@@ -119,14 +130,15 @@ class Compute:
         else:
             self._roots[stage, microbatch] = outputs
 
-    def _outputs_of(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+    def _given(self, stage: int, microbatch: int) -> list[object]:
+        """Returns what a stage takes."""
         values: list[object] = []
         for link, name in self._local.taken[stage]:
             if link is None:
                 values += (self._inputs[name][microbatch],)
             else:
                 values += (self._local.held[link, microbatch].tensor,)
-        return self._stages[stage].forward(values)
+        return values
 
     def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         """Keeps what a stage made, for its consumers on this rank and for those on others."""
@@ -163,11 +175,11 @@ class Compute:
             )
         return loss
 
-    def _forward_keeping_nothing(self, stage: int, microbatch: int) -> None:
-        assert self._sync is not None
-        self._random[stage, microbatch] = RandomState(self._sync.device)
-        with keeping_nothing():
-            self._forward(stage, microbatch)
+    def _forward_to_recompute(self, stage: int, microbatch: int) -> None:
+        values = self._given(stage, microbatch)
+        forward = partial(self._stages[stage].forward, values)
+        outputs = self._recomputes[stage].first(microbatch, values, forward)
+        self._pass_on(stage, microbatch, outputs)
         self._roots[stage, microbatch] = ()
 
     # Backward.
@@ -182,9 +194,9 @@ class Compute:
     def _backward_inputs(self, stage: int, microbatch: int) -> None:
         roots, gradients = self._begin_backward(stage, microbatch)
         lent = self._transfers.lent
-        kept = self._weights.backward(stage, microbatch, roots, gradients, lent)
+        self._weights.backward(stage, microbatch, roots, gradients, lent)
         del roots, gradients
-        self._end_backward(stage, microbatch, kept)
+        self._end_backward(stage, microbatch)
 
     def _backward_weights(self, stage: int, microbatch: int) -> None:
         self._weights.compute(stage, microbatch)
@@ -192,13 +204,13 @@ class Compute:
 
     def _recomputed(self, compute: Method, stage: int, microbatch: int) -> None:
         """Runs a forward again, then its backward."""
-        random = self._random.pop((stage, microbatch))
-        with random.again():
-            outputs = self._outputs_of(stage, microbatch)
+        values = self._given(stage, microbatch)
+        with self._recomputes[stage].again(microbatch, values):
+            outputs = self._stages[stage].forward(values)
             if stage == self._last:
                 outputs = (self._loss_of(microbatch, outputs),)
         self._roots[stage, microbatch] = outputs
-        del outputs
+        del outputs, values
         compute(stage, microbatch)
 
     def _begin_backward(
@@ -221,9 +233,9 @@ class Compute:
         del self._roots[stage, microbatch]
         return roots, gradients
 
-    def _end_backward(self, stage: int, microbatch: int, kept: Iterable[Tensor] = ()) -> None:
+    def _end_backward(self, stage: int, microbatch: int) -> None:
         """Takes up what came back to a stage's inputs, once all that share one are done with it."""
-        self._part_gradients(stage, microbatch, kept)
+        self._part_gradients(stage, microbatch)
         for link in self._local.links[stage]:
             value = self._local.held[link, microbatch]
             value.num_returns -= 1
@@ -273,15 +285,13 @@ class Compute:
         address = tensor.untyped_storage().data_ptr()
         return tensor.clone() if address in self._transfers.lent or address in self._own else tensor
 
-    def _part_gradients(self, stage: int, microbatch: int, kept: Iterable[Tensor]) -> None:
-        """Copies gradients that share memory with one another, with a buffer, or with `kept` ones.
+    def _part_gradients(self, stage: int, microbatch: int) -> None:
+        """Copies gradients that share memory with one another, or with a buffer.
 
         Autograd lets several gradients be views of one, as behind a sum, and adds to each in place
         later on. A parameter's can share only when it is new.
         """
         taken = {**self._transfers.lent}
-        for gradient in kept:
-            taken[gradient.untyped_storage().data_ptr()] = None
         for link in self._local.links[stage]:
             value = self._local.held[link, microbatch].tensor
             if value.grad is not None:
@@ -293,7 +303,7 @@ class Compute:
             self._bare[stage] = list(self._stages[stage].module.parameters())
         if self._bare[stage]:
             for parameter in self._bare[stage]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter.grad.layout == torch.strided:
                     address = parameter.grad.untyped_storage().data_ptr()
                     if address in taken:
                         parameter.grad = parameter.grad.clone()

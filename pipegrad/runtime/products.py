@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +38,11 @@ class WeightProduct:
         """Takes the gradient, to multiply it later."""
         self.gradient = gradient
         self._versions = self.operand._version, gradient._version
+
+    def keep_apart(self, taken: Collection[int]) -> None:
+        """Copies the gradient, if it lies at one of these addresses, where others will write."""
+        if self.gradient is not None and self.gradient.untyped_storage().data_ptr() in taken:
+            self.keep(self.gradient.clone())
 
     def weight_gradient(self) -> Tensor:
         """Returns the gradient of the weight.

@@ -235,6 +235,8 @@ class Scheduler:
         *,
         forward_only: bool,
     ) -> StepResult:
+        if self._closed:
+            raise StepError("this Scheduler is closed: make another one")
         self._num_runs += 1
         self._notice.next_step()
         if forward_only in self._ready:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.manifest import same
-from pipegrad.gradients.shared import unwrapped
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.stage import Stage, Wiring, wire
 from pipegrad.schedules import Schedule, generate, registry
@@ -47,12 +48,13 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
             f"which has {found}"
         )
     for stage in stages:
-        if unwrapped(stage.module) is not stage.module:
-            raise TopologyError(
-                f"stage {stage.index} is wrapped by {type(stage.module).__name__}, which wants a "
-                f"backward behind each forward: give the module inside, and the handler "
-                f"'data-parallel' reduces its gradients"
-            )
+        for part in stage.module.modules():
+            if isinstance(part, DistributedDataParallel):
+                raise TopologyError(
+                    f"stage {stage.index} has a {type(part).__name__}, which wants a backward "
+                    f"behind each forward: give the module inside, and the handler 'data-parallel' "
+                    f"reduces its gradients"
+                )
 
 
 def wired(told: Mapping[int, Ends]) -> Wiring:

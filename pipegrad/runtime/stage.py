@@ -29,8 +29,9 @@ class Stage:
         inputs: Names of what it takes.
         outputs: Names of what it makes; those of the last stage go to the loss, in order.
         recompute: Keep nothing of a forward but the inputs, and run it again right before its
-            backward, drawing the same random numbers: one more forward a microbatch, split
-            backward or not. What a forward changes besides, as running means, it changes twice.
+            backward (and the loss, behind the last stage): one more forward a microbatch, split
+            backward or not. Torch's random numbers are the same again, and buffers as they were;
+            what else a forward depends on must not change.
     """
 
     def __init__(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.runtime.backward import backward_inputs
+from pipegrad.runtime.backward import PACKED, backward_inputs
 from pipegrad.runtime.products import WeightProduct, accumulate
 
-_AT_ONCE_BYTES = 4 * 2**20  # of weights' gradients in one pass of autograd: it costs some 20 us
+_AT_ONCE_BYTES = 2**18  # of weights' gradients in one pass of autograd, which costs some 20 us
 
 
 class WeightGradients:
@@ -46,7 +46,7 @@ class WeightGradients:
         roots: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         lent: Collection[int],
-    ) -> Iterable[Tensor]:
+    ) -> None:
         """Computes the gradients of a stage's inputs, and of what does not wait.
 
         Args:
@@ -55,35 +55,30 @@ class WeightGradients:
             roots: What its forward made.
             gradients: Of the roots.
             lent: Addresses of the buffers that others will write into.
-
-        Returns:
-            The gradients that are kept until the weights' are computed.
         """
         if stage not in self._parameters:
             self._parameters[stage] = {id(p): p for p in self._modules[stage].parameters()}
         waiting = backward_inputs(roots, gradients, self._parameters[stage])
         if waiting.early and stage not in self._told:
             self._told.add(stage)
+            advice = "; Stage(recompute=True) can be both" if PACKED in waiting.early else ""
             warnings.warn(
                 f"stage {stage}: the gradients of weights under {', '.join(waiting.early)} are "
                 f"computed with those of the stage's inputs, not later: its backward is not split "
-                f"there (to recompute a stage and split it, give Stage(recompute=True))",
+                f"there{advice}",
                 stacklevel=2,
             )
         for product in waiting.products:
-            assert product.gradient is not None
-            if product.gradient.untyped_storage().data_ptr() in lent:
-                product.keep(product.gradient.clone())
+            product.keep_apart(lent)
             self._counts[stage][id(product.parameter)] += 1
         self._waiting[stage, microbatch] = waiting.products
-        return [p.gradient for p in waiting.products if p.gradient is not None]
 
-    def inputs_are_final(self, stage: int, _microbatch: int = 0) -> None:
+    def inputs_are_final(self, stage: int, _microbatch: int) -> None:
         """Says which parameters are final now that nothing but weights' gradients is left."""
         self._inputs_are_final.add(stage)
         counts = self._counts[stage]
         final = [p for key, p in self._parameters[stage].items() if not counts[key]]
-        self._sync.stage_final(stage, final)
+        self._sync.parameters_final(stage, final)
 
     def compute(self, stage: int, microbatch: int) -> None:
         """Computes what waits of a microbatch."""
@@ -91,14 +86,17 @@ class WeightGradients:
         del self._waiting[stage, microbatch]
         self._accumulate(stage, products)
 
-    def compute_shared(self, stage: int, _microbatch: int = 0) -> None:
+    def compute_shared(self, stage: int, _microbatch: int) -> None:
         """Computes what waits of the parameters that other ranks hold too, of all microbatches."""
-        records = [r for r in self._sync.records() if r.shared and stage in r.holders]
+        places = self._sync.topology.stage_to_rank
+        records = [r for r in self._sync.records() if len({places[s] for s in r.holders}) > 1]
         shared = {id(self._sync.parameter(record)) for record in records}
-        for key, products in self._waiting.items():
-            if key[0] == stage:
-                self._accumulate(stage, [p for p in products if id(p.parameter) in shared])
-                self._waiting[key] = [p for p in products if id(p.parameter) not in shared]
+        for at, microbatch in self._waiting:
+            if at == stage:
+                products = self._waiting[stage, microbatch]
+                first = [p for p in products if id(p.parameter) in shared]
+                products[:] = [p for p in products if id(p.parameter) not in shared]
+                self._accumulate(stage, first)
 
     def _accumulate(self, stage: int, products: list[WeightProduct]) -> None:
         """Computes products of a microbatch, a few at a time; lets go of each."""
@@ -123,4 +121,4 @@ class WeightGradients:
             if not counts[id(product.parameter)]:
                 final.append(product.parameter)
         if final and stage in self._inputs_are_final:
-            self._sync.stage_final(stage, final)
+            self._sync.parameters_final(stage, final)

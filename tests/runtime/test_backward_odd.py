@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipegrad.errors import StepError
+from pipegrad.runtime.backward import backward_inputs
 from tests.runtime.graphs import (
     BETWEEN,
     LATE,
@@ -139,7 +140,7 @@ def selective(m: Any, x: Tensor) -> Tensor:
 
 
 SQUARE = (WIDTH, WIDTH)
-PACKED = ("saved-tensor hooks (checkpointing, offloading; before torch 2.13 everything)",)
+PACKED = ("saved-tensor hooks (checkpointing, offloading)",)
 COMPILED, REENTRANT = ("CompiledFunctionBackward",), ("CheckpointFunctionBackward",)
 
 graphs = [
@@ -178,6 +179,8 @@ graphs = [
     Graph("module hooks", 3, module_hooks),
     Graph("tensor hooks", 2, lambda: Net(hooks_on_tensors, a=linear())),
     Graph("a hook that scales", 1, lambda: hooked(1, lambda g: g.sum() * g)),
+    Graph("a gradient in the memory of what waits", 1, lambda: Net(
+        lambda m, x: m.a(x) + m.p.view(x.shape), a=linear(bias=False), p=normal(10, WIDTH))),
     Graph("hook on a weight used twice", 2, lambda: hooked(2, clamped)),
     Graph("hook on what a weight becomes", 2, lambda: net(hooked_between, w=SQUARE)),
     Graph("custom of a weight used twice", 2, lambda: net(
@@ -299,11 +302,13 @@ def test_an_error_of_a_weights_hook_comes_out_later(name: str, x: Tensor, *, pre
         compute(waiting)
 
 
-def test_a_gradient_that_is_added_to_meanwhile_is_an_error(x: Tensor) -> None:
-    """Autograd may leave a parameter's first gradient in the memory of what waits."""
-    m: Any = Net(lambda m, x: m.a(x) + m.p.view(x.shape), a=linear(bias=False), p=normal(4, WIDTH))
-    waiting = inputs_of(m(x), x)
-    inputs_of(m(x), x)
+def test_a_gradient_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
+    y, gradient = linear()(x), torch.ones(4, WIDTH, dtype=torch.float64)
+    waiting = backward_inputs([y], [gradient], {id(p) for p in linear().parameters()})
+    assert waiting.products == []  # of another layer
+    layer = linear()
+    waiting = backward_inputs([layer(x)], [gradient], {id(p) for p in layer.parameters()})
+    gradient.add_(1)
     with pytest.raises(StepError, match="changed in place"):
         compute(waiting)
 

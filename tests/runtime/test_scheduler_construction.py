@@ -112,6 +112,7 @@ def constructions() -> Any:
         "doubled output": refused(*special(1, stage(["x"], ["x", "x"]))),
         "no input": refused(*special(1, stage([]))),
         "wrapped": refused(*special(1, Stage(Wrapped(Scale(1)), 1))),
+        "wrapped inside": refused(*special(2, Stage(nn.Sequential(Wrapped(Scale(2))), 2))),
         "wasted": refused(*special(1, stage(["x"], ["x", "side"]))),
         **{name: refused(schedule=wrong) for name, (wrong, _, _) in WRONG.items()},
     }
@@ -132,7 +133,8 @@ REFUSED = {
     "doubled input": ["ScheduleError: stage 2 has the inputs ['x', 'x']"],
     "doubled output": ["ScheduleError: stage 1 has the outputs ['x', 'x']"],
     "no input": ["ScheduleError: stage 1 has the inputs []"],
-    "wrapped": ["rank 1: TopologyError: stage 1 is wrapped by Wrapped, which wants a backward"],
+    "wrapped": ["rank 1: TopologyError: stage 1 has a Wrapped, which wants a backward"],
+    "wrapped inside": ["rank 2: TopologyError: stage 2 has a Wrapped, which wants a backward"],
     "wasted": ["ScheduleError: stage 1 makes ['side'], which no later stage takes"],
     **{name: ["ScheduleError: schedule 'mine'", *said] for name, (_, said, _) in WRONG.items()},
 }

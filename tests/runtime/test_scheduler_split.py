@@ -47,13 +47,11 @@ Event = tuple[str, Any]
 @contextmanager
 def noted(events: list[Event]) -> Iterator[None]:
     """Notes computes, products that waited, what is said to be final, and buckets that leave."""
-    final, submit = GradientSync.stage_final, Lane.submit
+    final, submit = GradientSync.parameters_final, Lane.submit
     accumulate = products.accumulate
 
-    def say_final(self: GradientSync, stage: int, parameters: Any = None) -> None:
-        if parameters is not None:
-            parameters = list(parameters)
-            events.append(("final", {id(p) for p in parameters}))
+    def say_final(self: GradientSync, stage: int, parameters: Any) -> None:
+        events.append(("final", {id(p) for p in parameters}))
         final(self, stage, parameters)
 
     def say_products(found: Any) -> None:
@@ -65,7 +63,7 @@ def noted(events: list[Event]) -> Iterator[None]:
         return submit(self, task, after)
 
     with (
-        mock.patch.object(GradientSync, "stage_final", say_final),
+        mock.patch.object(GradientSync, "parameters_final", say_final),
         mock.patch("pipegrad.runtime.weights.accumulate", say_products),
         mock.patch.object(Lane, "submit", say_leaves),
         watched(lambda when, action: events.append((when, action))),
