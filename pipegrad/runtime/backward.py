@@ -16,7 +16,7 @@ modules may do with their weights what they like.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipegrad.runtime.products import LEAF, PRODUCTS, Known, WeightProduct, kind_of
+from pipegrad.runtime.products import (
+    LEAF,
+    PRODUCTS,
+    WeightProduct,
+    is_direct,
+)
 
 PACKED = "saved-tensor hooks (checkpointing, offloading)"
 # A lookup makes a value, not a weight; the others are not to be run but as part of everything.
@@ -47,7 +52,10 @@ class Waiting:
 
 
 def backward_inputs(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], parameters: Collection[int]
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    parameters: Collection[int],
+    marked: Collection[int] = (),
 ) -> Waiting:
     """Runs a backward, all but the products that can wait: see [Note: what waits].
 
@@ -55,10 +63,11 @@ def backward_inputs(
         roots: What the forward made.
         gradients: Of the roots.
         parameters: The ids of those whose gradients may wait.
+        marked: Those of them that were marked when there were no graphs: see [Note: direct].
 
     Sync: as `torch.autograd.backward`.
     """
-    graph = _explore(roots, parameters)
+    graph = _explore(roots, parameters, marked)
     if not graph.products:
         torch.autograd.backward(roots, gradients)
         return Waiting([], graph.early)
@@ -113,73 +122,92 @@ class _Graph:
     early: tuple[str, ...] = ()
 
 
-def _explore(roots: Sequence[Tensor], parameters: Collection[int]) -> _Graph:
+def _explore(
+    roots: Sequence[Tensor], parameters: Collection[int], marked: Collection[int]
+) -> _Graph:
     """Finds out what must run now, and what can wait."""
-    seen = dict.fromkeys(get_gradient_edge(root).node for root in roots)
-    stack, found, early = list(seen), list[tuple[Any, Node, WeightProduct]](), dict[str, None]()
+    stack = list(dict.fromkeys(get_gradient_edge(root).node for root in roots))
+    seen, leaves = set(stack), dict[Node, None]()
+    found, early = list[tuple[Node, Node, WeightProduct]](), dict[str, None]()
     while stack:
         node = stack.pop()
-        name = kind_of(node)
-        if "CheckpointFunction" in name:  # reentrant: part of whole backwards alone
-            return _Graph(early=(name,))
-        known = PRODUCTS.get(name, {})
-        for index, (successor, number) in enumerate(node.next_functions):
-            if successor is None:
-                continue
-            if index in known and (chain := _chain(successor, parameters)):
-                edge = GradientEdge(successor, number)
-                product = _product(node, known[index], edge, chain, early)
-                if product is not None:
-                    found.append((node, chain[-1], product))
-                    continue
-            if issubclass(type(node), BackwardCFunction) and _chain(successor, parameters):
-                early[name] = None
-            if successor not in seen:
-                seen[successor] = None
+        name = type(node).__name__
+        if name == LEAF:
+            leaves[node] = None
+            continue
+        waits = set[int]()
+        if name in PRODUCTS:
+            for index, leaf, product in _products(node, parameters, marked):
+                if isinstance(product, str):
+                    early[product] = None
+                else:
+                    waits.add(index)
+                    found.append((node, leaf, product))
+        elif _takes_parameters(node, parameters):
+            early[name] = None
+        for index, (successor, _) in enumerate(node.next_functions):
+            if successor is not None and successor not in seen and index not in waits:
+                seen.add(successor)
                 stack.append(successor)
-    waiting = [(node, product) for node, leaf, product in found if leaf not in seen]
+    if any(_is_reentrant(name) for name in early):
+        return _Graph(early=tuple(early))
+    waiting = [(node, product) for node, leaf, product in found if leaf not in leaves]
     return _Graph(
-        leaves=tuple(node for node in seen if kind_of(node) == LEAF),
+        leaves=tuple(leaves),
         nodes=tuple(node for node, _ in waiting),
         products=tuple(product for _, product in waiting),
         early=tuple(early),
     )
 
 
-def _product(
+def _products(
     node: Any,  # noqa: ANN401 - its attributes are made in C++
-    known: Known,
-    edge: GradientEdge,
-    chain: Sequence[Node],
-    early: dict[str, None],
-) -> WeightProduct | None:
-    """Returns what waits of a node; None if it cannot."""
-    multiply = known.multiplier(node, chain)
-    if multiply is None:
-        return None
-    saved = getattr(node, f"_raw_saved_{known.operand}")
-    if not hasattr(saved, "unpack_hook"):
-        early["torch before 2.13"] = None  # nobody can tell whether it is packed
-        return None
-    if saved.unpack_hook is not None:
-        early[PACKED] = None
-        return None
-    leaf: Any = chain[-1]
-    operand: Tensor = getattr(node, f"_saved_{known.operand}")
-    return WeightProduct(leaf.variable, edge, operand.detach(), multiply)
+    parameters: Collection[int],
+    marked: Collection[int],
+) -> Iterator[tuple[int, Node, WeightProduct | str]]:
+    """Yields which arguments of a node wait, their leaves, and what waits, or what forbids it."""
+    for index, known in PRODUCTS[type(node).__name__].items():
+        successor, number = node.next_functions[index]
+        chain = _chain(successor, parameters)
+        rule = known.rule(node, chain) if chain else None
+        if rule is None:
+            continue
+        leaf: Any = chain[-1]
+        saved = getattr(node, f"_raw_saved_{known.operand}")
+        if not hasattr(saved, "unpack_hook"):  # nobody can tell whether it is packed
+            yield index, leaf, "torch before 2.13"
+        elif saved.unpack_hook is not None:
+            yield index, leaf, PACKED
+        else:
+            edge = GradientEdge(successor, number)
+            operand: Tensor = getattr(node, f"_saved_{known.operand}")
+            direct = id(leaf.variable) in marked and is_direct(chain)
+            yield index, leaf, WeightProduct(leaf.variable, edge, operand.detach(), rule, direct)
 
 
-def _chain(node: Node, parameters: Collection[int]) -> tuple[Node, ...]:
+def _takes_parameters(node: Node, parameters: Collection[int]) -> bool:
+    """Whether a node is of an autograd function that takes parameters, or may."""
+    return issubclass(type(node), BackwardCFunction) and (
+        _is_reentrant(type(node).__name__)
+        or any(_chain(successor, parameters) for successor, _ in node.next_functions)
+    )
+
+
+def _is_reentrant(name: str) -> bool:
+    """Whether a node is of a reentrant checkpoint, which is part of whole backwards alone."""
+    return "CheckpointFunction" in name
+
+
+def _chain(node: Node | None, parameters: Collection[int]) -> tuple[Node, ...]:
     """Returns the nodes from a weight to its parameter; none if it is not simply made of one."""
-    chain = [node]
-    while (name := kind_of(chain[-1])) != LEAF:
-        successors = [found for found, _ in chain[-1].next_functions if found is not None]
+    chain = list[Any]()
+    while node is not None:
+        chain.append(node)
+        name = type(node).__name__
+        if name == LEAF:
+            return tuple(chain) if id(chain[-1].variable) in parameters else ()
+        successors = [found for found, _ in node.next_functions if found is not None]
         if len(successors) != 1 or name in PRODUCTS or name.startswith(_NOT_IN_CHAINS):
             return ()
-        chain += successors
-    return tuple(chain) if _is_parameter(chain[-1], parameters) else ()
-
-
-def _is_parameter(node: Node, parameters: Collection[int]) -> bool:
-    leaf: Any = node
-    return kind_of(node) == LEAF and id(leaf.variable) in parameters
+        (node,) = successors
+    return ()

@@ -303,9 +303,13 @@ class Compute:
             self._bare[stage] = list(self._stages[stage].module.parameters())
         if self._bare[stage]:
             for parameter in self._bare[stage]:
-                if parameter.grad is not None and parameter.grad.layout == torch.strided:
-                    address = parameter.grad.untyped_storage().data_ptr()
-                    if address in taken:
-                        parameter.grad = parameter.grad.clone()
-                    taken[address] = None
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.layout != torch.strided:  # its values may lie anywhere
+                    parameter.grad = parameter.grad.clone()
+                    continue
+                address = parameter.grad.untyped_storage().data_ptr()
+                if address in taken:
+                    parameter.grad = parameter.grad.clone()
+                taken[address] = None
             self._bare[stage] = [p for p in self._bare[stage] if p.grad is None and p.requires_grad]

@@ -40,7 +40,7 @@ class Recompute:
         """Runs a forward whose graph nobody will need.
 
         Raises:
-            StepError: If it changes a buffer that none before it has changed.
+            StepError: If it changes a buffer that the first of all did not change.
         """
         buffers = dict(self._module.named_buffers())
         before = {name: buffer._version for name, buffer in buffers.items()}
@@ -63,6 +63,8 @@ class Recompute:
             if after.get(name) is not buffer or buffer._version != before[name]
         }
         if self._changing is None:
+            # Some operators, as batch normalization, write without telling.
+            changed |= {name for name, old in kept.items() if not torch.equal(buffers[name], old)}
             self._changing = changed
             for name in kept.keys() - changed:
                 del kept[name]

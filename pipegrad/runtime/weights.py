@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.backward import PACKED, backward_inputs
-from pipegrad.runtime.products import WeightProduct, accumulate
+from pipegrad.runtime.products import WeightProduct, accumulate, mark
 
 _AT_ONCE_BYTES = 2**18  # of weights' gradients in one pass of autograd, which costs some 20 us
 
@@ -30,12 +30,18 @@ class WeightGradients:
         self._modules = modules
         self._sync = sync
         self._told = set[int]()
+        self._parameters: dict[int, dict[int, nn.Parameter]] = {}  # by stage and id, in a step
+        self._marked: dict[int, nn.Parameter] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of everything of a step."""
+        """Lets go of everything of a step; there are no graphs any more."""
+        if self._parameters:
+            trained = [p for by_id in self._parameters.values() for p in by_id.values()]
+            self._marked = {id(p): p for p in trained if p.requires_grad}
+            mark(self._marked.values())
+            self._parameters = {}
         self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
-        self._parameters: dict[int, dict[int, nn.Parameter]] = {}  # by stage and id
         self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
         self._inputs_are_final = set[int]()
 
@@ -58,7 +64,7 @@ class WeightGradients:
         """
         if stage not in self._parameters:
             self._parameters[stage] = {id(p): p for p in self._modules[stage].parameters()}
-        waiting = backward_inputs(roots, gradients, self._parameters[stage])
+        waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked)
         if waiting.early and stage not in self._told:
             self._told.add(stage)
             advice = "; Stage(recompute=True) can be both" if PACKED in waiting.early else ""

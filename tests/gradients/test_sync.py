@@ -189,6 +189,8 @@ def out_of_order() -> Any:
     give(module, a=1.0)
     sync.stage_final(rank())
     said += [outcome(lambda: sync.stage_final(rank())), outcome(sync.prepare)]
+    stranger = nn.Parameter(torch.ones(3))
+    said += [outcome(lambda: sync.parameters_final(rank(), [stranger]))]
     sync.finish()
     said += [outcome(sync.finish), outcome(lambda: sync.stage_final(rank()))]
     return said, grads(module)
@@ -209,6 +211,7 @@ def test_verbs_out_of_order_are_refused_and_do_no_harm(two: list[dict[str, Any]]
             "clip_grad_norm_() inside a step: call finish() first",
             f"stage {here} is final already",
             "prepare() inside a step",
+            f"a parameter of shape (3,) is none of those of stage {here}",
             "finish() without prepare()",
             f"stage {here} cannot become final outside a step",
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegrad.runtime.backward import Waiting, backward_inputs
-from pipegrad.runtime.products import accumulate
+from pipegrad.runtime.products import accumulate, mark
 
 WIDTH = 6
 MICROBATCHES = 3
@@ -147,8 +147,10 @@ def split(graph: Graph, plan: str, *, preset: bool) -> Gradients:
         preset: Whether gradients accumulate into zeroed views of one buffer.
     """
     module = graph.built()
+    marked = set[int]()
     if preset:
         preset_gradients(module)
+        marked = marked_of(module)
     inputs: dict[str, list[Tensor]] = {}
     roots: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
     waiting: dict[str, Waiting] = {}
@@ -160,7 +162,7 @@ def split(graph: Graph, plan: str, *, preset: bool) -> Gradients:
             inputs[at] = graph.inputs(int(at))
             roots[at] = graph.roots(module, inputs[at], int(at))
         elif action == "I":
-            waiting[at] = backward_inputs(*roots.pop(at), ids_of(module))
+            waiting[at] = backward_inputs(*roots.pop(at), ids_of(module), marked)
             found[at] = Waiting(waiting[at].products.copy(), waiting[at].early)
             of_inputs[at] = [None if i.grad is None else i.grad.clone() for i in inputs[at]]
         else:
@@ -177,13 +179,20 @@ def ids_of(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def inputs_of(y: Tensor, *inputs: Tensor) -> Waiting:
+def marked_of(module: nn.Module) -> set[int]:
+    """Marks a module's parameters, as between steps."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    mark(trained)
+    return {id(parameter) for parameter in trained}
+
+
+def inputs_of(y: Tensor, *inputs: Tensor, marked: Collection[int] = ()) -> Waiting:
     """Returns what waits of a backward: of all leaves but the inputs."""
     nodes: list[Any] = [y.grad_fn]
     for node in nodes:
         nodes += [found for found, _ in node.next_functions if found not in (None, *nodes)]
     leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
-    return backward_inputs([y], [torch.ones_like(y)], leaves - set(map(id, inputs)))
+    return backward_inputs([y], [torch.ones_like(y)], leaves - set(map(id, inputs)), marked)
 
 
 def compute(waiting: Waiting) -> None:
@@ -259,7 +268,7 @@ def num_products(graph: Graph, *, is_split: bool) -> int:
     products = Products()
     with products:
         if is_split:
-            compute(backward_inputs(*roots, ids_of(module)))
+            compute(backward_inputs(*roots, ids_of(module), marked_of(module)))
         else:
             torch.autograd.backward(*roots)
     return products.count

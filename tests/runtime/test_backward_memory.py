@@ -16,6 +16,7 @@ from tests.runtime.graphs import (
     compute,
     inputs_of,
     linear,
+    marked_of,
     normal,
     preset_gradients,
 )
@@ -46,7 +47,7 @@ gradients: dict[str, Tensor] = {
 def test_adds_to_any_gradient(gradient: Tensor, x: Tensor) -> None:
     layer = linear()
     layer.weight.grad = gradient
-    compute(inputs_of(layer(x), x))
+    compute(inputs_of(layer(x), x, marked=marked_of(layer)))
 
     assert torch.allclose(layer.weight.grad, x.sum(0))
 
@@ -65,10 +66,11 @@ def test_a_weight_that_is_meta_has_a_meta_gradient() -> None:
 def kept(module: nn.Module, x: Tensor, *, keep_root: bool = False) -> tuple[list[str], list[str]]:
     """Returns what is alive after I, and after W."""
     preset_gradients(module)
+    marked = marked_of(module)
     known = [x, *module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
     with Storages() as storages:
         y = module(x)
-        waiting = inputs_of(y, x)
+        waiting = inputs_of(y, x, marked=marked)
         root = y if keep_root else None
         x.grad = None
         del y

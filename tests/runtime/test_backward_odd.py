@@ -24,6 +24,7 @@ from tests.runtime.graphs import (
     differences,
     inputs_of,
     linear,
+    marked_of,
     mlp,
     normal,
     num_products,
@@ -260,19 +261,28 @@ def test_hooks_after_accumulation_see_the_gradient_and_may_change_the_parameter(
     layer.weight.register_post_accumulate_grad_hook(lambda p: p.sub_(p.grad))
     if preset:
         preset_gradients(layer)
-    compute(inputs_of(layer(x), x))
+    compute(inputs_of(layer(x), x, marked=marked_of(layer)))
 
     assert torch.allclose(layer.weight, before - x.sum(0))
 
 
-def test_hooks_on_the_node_that_accumulates_are_called(x: Tensor) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_hooks_on_the_node_that_accumulates_are_called(x: Tensor, *, is_held: bool) -> None:
+    """Nobody can be asked for them; but who has them holds the node."""
     layer, seen = linear(), list[int]()
-    accumulate: Any = torch.autograd.graph.get_gradient_edge(layer.weight).node
-    accumulate.register_hook(lambda *_: seen.append(1))
+    node: Any = torch.autograd.graph.get_gradient_edge(layer.weight).node
+    node.register_hook(lambda *_: seen.append(1))
+    if not is_held:
+        del node
     preset_gradients(layer)
-    compute(inputs_of(layer(x), x))
+    marked = marked_of(layer)
+    waiting = inputs_of(layer(x), x, marked=marked)
+    assert [product.adds_directly for product in waiting.products] == [not is_held]
+    compute(waiting)
 
-    assert seen == [1]
+    assert seen == [1] * is_held
+    assert layer.weight.grad is not None
+    assert torch.allclose(layer.weight.grad, x.sum(0))
 
 
 class Mistake(Exception):  # noqa: N818
@@ -297,7 +307,7 @@ def test_an_error_of_a_weights_hook_comes_out_later(name: str, x: Tensor, *, pre
     getattr(layer.weight, name)(fail)
     if preset:
         preset_gradients(layer)
-    waiting = inputs_of(layer(x), x)
+    waiting = inputs_of(layer(x), x, marked=marked_of(layer))
     with pytest.raises(Mistake):
         compute(waiting)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage
-from tests.gradients.cases import Case, Replies, on, outcome, rank, replies
+from tests.gradients.cases import DATA, Case, Replies, on, outcome, rank, replies
 from tests.runtime.models import Block, build
 from tests.runtime.schedulers import (
     MOST,
@@ -155,3 +155,37 @@ def test_what_is_no_parameter_of_a_stage_has_its_gradient_too(two: Replies) -> N
         assert said == whole == "'StepResult'"
         for name in found:
             assert error(found[name], wanted[name]) <= MOST, name
+
+
+@on(TWO)
+def sparse() -> Any:
+    """Returns the gradients of a sparse embedding, under no handler and under one, and alone."""
+    at, found = topology(2), []
+    tokens, target = torch.arange(8) % 3, torch.ones(8, 4)
+    for schedule, handlers in (("1f1b", ["noop"]), ("zb-h1", []), ("zb-h1", [DATA])):
+        torch.manual_seed(3)
+        layers: list[Any] = [nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)]
+        scheduler = Scheduler(
+            [Stage(layers[rank()], rank())],
+            at,
+            schedule=schedule,
+            num_microbatches=4,
+            loss_fn=lambda out, wanted: (out - wanted).square().mean(),
+            handlers=handlers,
+        )
+        scheduler.step(tokens, target=target)
+        scheduler.close()
+        mine: Any = layers[rank()].weight.grad
+        layers[0].weight.grad = layers[1].weight.grad = None
+        (nn.Sequential(*layers)(tokens) - target).square().mean().backward()
+        true: Any = layers[rank()].weight.grad
+        closed = outcome(lambda: scheduler.step(tokens, target=target))  # noqa: B023
+        found.append((error(mine.to_dense(), true.to_dense()), closed))
+    return found
+
+
+def test_a_sparse_gradient_is_right_and_a_closed_scheduler_refuses(two: Replies) -> None:
+    for reply in two:
+        for wrongness, closed in reply["sparse"]:
+            assert wrongness <= MOST
+            assert closed == "StepError: this Scheduler is closed: make another one"
