@@ -6,45 +6,45 @@ python benchmarks/network/optimum.py --forward 10 --backward 20 --transfer 17.4
 import argparse
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from nics import InTurns, Message, Network
 
 import pipegrad
 from pipegrad.schedules import Action, Kind, Schedule
 from pipegrad.schedules.one_f_one_b import in_turns
 
 
-def makespan(schedule: Schedule, durations: Mapping[Kind, float], transfer: float) -> float:
+def makespan(
+    schedule: Schedule,
+    durations: Mapping[Kind, float],
+    transfer: float,
+    network: Callable[[float], Network] = InTurns,
+) -> float:
     """Returns how long a step takes where ranks wait for nothing but what they consume.
 
     A rank begins its next action when the one before is done and its input is there. What it makes
-    for another rank queues at its NIC at once: one message leaves a NIC at a time, first come first
-    served, and one at a time enters. The switch forwards while it receives, and keeps what has to
-    wait for the receiver. Of a split backward, I sends the gradient on; nobody waits for W.
+    for another rank it sends at once. Of a split backward, I sends the gradient on; nobody waits
+    for W.
 
     Args:
         schedule: Of any kinds of actions.
         durations: For each kind its time on a stage, in any unit.
         transfer: Time of one message alone, from NIC to NIC.
+        network: What NICs do with messages that are sent at once.
     """
-    places, ranks = schedule.stage_to_rank, range(schedule.num_ranks)
+    places, on_the_way = schedule.stage_to_rank, network(transfer)
     actions = [deque(row) for row in schedule.actions]
-    messages = [deque[tuple[float, Action]]() for _ in ranks]  # of each NIC: since when, for what
-    free, leaves, enters = ([0.0] * schedule.num_ranks for _ in range(3))
+    free = [0.0] * schedule.num_ranks
     arrived = {Action(0, "F", m): 0.0 for m in range(schedule.num_microbatches)}
     arrived |= {Action(len(places) - 1, "B", m): 0.0 for m in range(schedule.num_microbatches)}
     while any(actions):  # what can begin first does, so that messages meet in order
-        sends = [(max(leaves[r], messages[r][0][0]), r) for r in ranks if messages[r]]
-        heads = [(r, _input_of(actions[r][0])) for r in ranks if actions[r]]
-        computes = [(max(free[r], arrived[a]), r) for r, a in heads if a in arrived]
-        begin, rank = min(sends, default=(math.inf, -1))
-        if begin <= min(computes, default=(math.inf, -1))[0]:
-            _, action = messages[rank].popleft()
-            target = places[action.stage]
-            leaves[rank] = begin + transfer
-            enters[target] = max(begin, enters[target]) + transfer
-            arrived[action] = enters[target]
+        heads = [(rank, _input_of(row[0])) for rank, row in enumerate(actions) if row]
+        computes = [(max(free[rank], arrived[a]), rank) for rank, a in heads if a in arrived]
+        begin, rank = min(computes, default=(math.inf, -1))
+        if on_the_way.soonest() <= begin:
+            arrived |= on_the_way.step()
             continue
-        begin, rank = min(computes)
         stage, kind, microbatch = actions[rank].popleft()
         free[rank] = begin + durations[kind]
         following = _input_of(Action(stage + (1 if kind == "F" else -1), kind, microbatch))
@@ -52,7 +52,8 @@ def makespan(schedule: Schedule, durations: Mapping[Kind, float], transfer: floa
             if places[following.stage] == rank:
                 arrived[following] = free[rank]
             else:
-                messages[rank].append((free[rank], following))
+                hop = rank, places[following.stage]
+                on_the_way.send(Message(free[rank], hop, following))
     return max(free)
 
 

@@ -203,6 +203,23 @@ def hop_seconds(kib: int) -> list[float]:
     return [float(x) for x in medians.tolist()]
 
 
+def burst(kib: int) -> Step:
+    """Returns a step of messages alone: all neighbours send both ways at once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < size]
+    sent, received = torch.zeros(kib * KIB), {peer: torch.zeros(kib * KIB) for peer in peers}
+
+    def step() -> list[SleepingStage]:
+        works = [dist.irecv(received[peer], peer) for _ in range(MESSAGES) for peer in peers]
+        works += [dist.isend(sent, peer) for _ in range(MESSAGES) for peer in peers]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return []
+
+    return step
+
+
 def ratios(times: list[float], base: list[float]) -> str:
     """Returns the median, and the 10th and 90th percentile, of the rounds' ratios."""
     both = [a / b for a, b in zip(times, base, strict=True)]

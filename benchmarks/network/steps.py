@@ -17,12 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nics import InTurns, Shared
 from optimum import makespan, optimum
 from stages import (
+    MESSAGES,
     Batch,
     Seconds,
     SleepingStage,
     Step,
+    burst,
     compute_seconds,
     hop_seconds,
     ours,
@@ -39,6 +42,7 @@ from pipegrad.schedules import Kind, Schedule
 RANKS, MICROBATCHES = 4, 16
 ROW, LOOP, V = (0, 1, 2, 3), (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)  # stages to ranks
 BASE = "torch, Schedule1F1B"
+COLUMNS = ("", "time", "ms", "over the bound", "simulated", "over it", "shared", "over it")
 
 Way = Callable[[Seconds, Batch], Step]  # given what a rank's computes take
 costs: dict[str, Any] = {}  # measured: what hop-aware-1f1b is given
@@ -104,23 +108,32 @@ SPLIT_WAYS: dict[str, Way] = {
         torchs, name="ScheduleInterleavedZeroBubble", stage_to_rank=LOOP
     ),
     "torch, ScheduleZBVZeroBubble": partial(torchs, name="ScheduleZBVZeroBubble", stage_to_rank=V),
-    **named("1f1b", "zb-h1", "zbv"),
+    **named("1f1b", "eager-1f1b", "zb-h1", "zbv"),
 }
 
 
 def measure(ways: dict[str, Way], seconds: Seconds, kib: int, rounds: int) -> dict[str, Any]:
     """Returns everything that is measured of one size of activations, in seconds."""
     batch = Batch(MICROBATCHES, kib)
-    alone, hops = compute_seconds(seconds, batch), hop_seconds(kib)
-    costs.update(hop_seconds=hops, compute_seconds=alone["F"] + alone["B"])
-    times = time_in_turns({name: way(seconds, batch) for name, way in ways.items()}, batch, rounds)
-    return {"kib": kib, "alone": alone, "hops": hops, "times": times}
+    alone = {count: compute_seconds(shares(seconds, count), batch) for count in (1, 2)}
+    hops = hop_seconds(kib)
+    costs.update(hop_seconds=hops, compute_seconds=alone[1]["F"] + alone[1]["B"])
+    steps = {name: way(seconds, batch) for name, way in ways.items()}
+    times = time_in_turns({**steps, "burst": burst(kib)}, batch, rounds)
+    loaded = statistics.median(times.pop("burst")) / (2 * MESSAGES)  # to each of two neighbours
+    return {"kib": kib, "alone": alone, "hops": hops, "loaded": loaded, "times": times}
 
 
-def simulated(name: str, alone: Seconds, transfer: float) -> float:
-    """Returns the time that a schedule of ours would take if only its transfers waited."""
+def simulated(name: str, found: dict[str, Any]) -> tuple[float, float]:
+    """Returns the times that a schedule of ours would take if only its transfers waited.
+
+    The first with NICs that send in turns, as fast as idle ones; the second with NICs that share
+    their rate, as fast as under load.
+    """
     schedule = build(name)
-    return makespan(schedule, shares(alone, len(schedule.stage_to_rank) // RANKS), transfer)
+    durations = found["alone"][len(schedule.stage_to_rank) // RANKS]
+    in_turns = makespan(schedule, durations, statistics.mean(found["hops"]), InTurns)
+    return in_turns, makespan(schedule, durations, found["loaded"], Shared)
 
 
 def shortest(alone: Seconds, hops_seconds: float) -> float:
@@ -135,37 +148,47 @@ def shortest(alone: Seconds, hops_seconds: float) -> float:
     return on_the_way + MICROBATCHES * (alone["F"] + alone["I"]) + rest
 
 
+def in_ms(*seconds: float) -> str:
+    """Returns times in milliseconds."""
+    return ", ".join(f"{1e3 * each:.1f}" for each in seconds)
+
+
+def compared(taken: float, *expected: float) -> list[str]:
+    """Returns cells: each that is expected, in ms, and how far what was taken is over it."""
+    return [cell for e in expected for cell in (f"{1e3 * e:.0f}", f"{taken / e - 1:+z.1%}")]
+
+
+def print_row(*cells: str) -> None:
+    """Prints a row of a table, the rest of it empty."""
+    print("|", " | ".join([*cells, *[""] * (len(COLUMNS) - len(cells))]), "|")
+
+
 def print_table(found: dict[str, Any]) -> None:
     """Prints one of the README's tables."""
-    alone, times = found["alone"], found["times"]
+    alone, times = found["alone"][1], found["times"]
     transfer = statistics.mean(found["hops"])
     ideal, bound = shortest(alone, 0), shortest(alone, sum(found["hops"]))
-    computes = f"a forward takes {1e3 * alone['F']:.1f} ms, a backward {1e3 * alone['B']:.1f}"
+    kinds, words = ["F", "B"], "a forward and a backward"
     if alone["W"] > 0:
-        computes += f" (the weights' part {1e3 * alone['W']:.1f})"
-    each = ", ".join(f"{1e3 * hop:.1f}" for hop in found["hops"])
+        kinds, words = ["F", "B", "W"], "a forward, a backward and its weights' part"
+    whole, half = (in_ms(*map(found["alone"][count].get, kinds)) for count in (1, 2))
     print(f"\nActivations of {found['kib'] / 1024:g} MiB. ", end="")
-    print(f"Alone, {computes}, a message {each}:\n")
-    print("| | time | ms | over the bound | simulated | over simulated |")
-    print("|---|---|---|---|---|---|")
+    print(f"Alone, {words} take {whole} ms; of two stages a rank {half}.")
+    print(f"A message takes {in_ms(*found['hops'])}, and {in_ms(found['loaded'])} under load:\n")
+    print_row(*COLUMNS)
+    print("|---" * len(COLUMNS) + "|")
     for way, taken in times.items():
         median = statistics.median(taken)
-        cells = [
-            way,
-            ratios(taken, times[BASE]),
-            f"{1e3 * median:.0f}",
-            f"{median / bound - 1:+.1%}",
-        ]
-        if way.startswith("pipegrad"):
-            expected = simulated(way.removeprefix("pipegrad, "), alone, transfer)
-            cells += [f"{1e3 * expected:.0f}", f"{median / expected - 1:+.1%}"]
-        else:
-            cells += ["", ""]
-        print(f"| {' | '.join(cells)} |")
-    print(f"| ideal | | {1e3 * ideal:.0f} | | | |\n| bound | | {1e3 * bound:.0f} | | | |")
+        name = way.removeprefix("pipegrad, ")
+        expected = simulated(name, found) if name != way else ()
+        _, over = compared(median, bound)
+        time = ratios(taken, times[BASE])
+        print_row(way, time, f"{1e3 * median:.0f}", over, *compared(median, *expected))
+    print_row("ideal", "", f"{1e3 * ideal:.0f}")
+    print_row("bound", "", f"{1e3 * bound:.0f}")
     if alone["W"] == 0:
         best, name = optimum(RANKS, MICROBATCHES, alone, transfer)
-        print(f"| optimum, {name} | | | {best / bound - 1:+z.1%} | {1e3 * best:.0f} | |")
+        print_row(f"optimum, {name}", "", "", compared(best, bound)[1], f"{1e3 * best:.0f}")
     sys.stdout.flush()
 
 

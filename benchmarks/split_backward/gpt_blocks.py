@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as pipelining
 from torch.utils.checkpoint import checkpoint
 
-from pipegrad.runtime.recompute import RandomState
 from pipegrad.runtime.weights import WeightGradients
 
 BLOCKS, HEAD_WIDTH, VOCABULARY, MICROBATCHES = 2, 64, 4096, 4
@@ -106,9 +105,7 @@ def ours(stage: Stage, x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[], o
 
 def recomputed(stage: Stage, x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[], object]:
     """Does what the executor does where a `pipegrad.Stage` has ``recompute=True``."""
-    with RandomState(x.device).again():
-        y = nn.Sequential(*stage.blocks)(x)
-    return ours(stage, x, y, gradient)
+    return ours(stage, x, nn.Sequential(*stage.blocks)(x), gradient)
 
 
 def torchs(stage: Stage, x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[], object]:
@@ -125,6 +122,7 @@ WAYS = {"full": full, "pipegrad": ours, "pipegrad, recompute": recomputed, "torc
 def take_turn(name: str, stage: Stage) -> tuple[float, float, list[Tensor]]:
     """Returns the seconds of I, those of W, and the gradients of the inputs."""
     stage.flat.zero_()
+    stage.weights.forget()
     inputs = [stage.case.microbatch() for _ in range(MICROBATCHES)]
     made = deque((x, y, torch.randn_like(y)) for x, y in [(x, stage(x)) for x in inputs])
     waiting, start = deque[Callable[[], object]](), time.perf_counter()

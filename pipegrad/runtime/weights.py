@@ -36,14 +36,14 @@ class WeightGradients:
 
     def forget(self) -> None:
         """Lets go of everything of a step; there are no graphs any more."""
+        self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
+        self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
+        self._inputs_are_final = set[int]()
         if self._parameters:
             trained = [p for by_id in self._parameters.values() for p in by_id.values()]
             self._marked = {id(p): p for p in trained if p.requires_grad}
             mark(self._marked.values())
             self._parameters = {}
-        self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
-        self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
-        self._inputs_are_final = set[int]()
 
     def backward(
         self,
