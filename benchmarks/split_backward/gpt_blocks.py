@@ -103,7 +103,7 @@ def ours(stage: Stage, x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[], o
     return lambda: stage.weights.compute(0, number)
 
 
-def recomputed(stage: Stage, x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[], object]:
+def recomputed(stage: Stage, x: Tensor, _y: Tensor, gradient: Tensor) -> Callable[[], object]:
     """Does what the executor does where a `pipegrad.Stage` has ``recompute=True``."""
     return ours(stage, x, nn.Sequential(*stage.blocks)(x), gradient)
 

@@ -41,6 +41,21 @@ def fails_in_forward(_out: Tensor) -> Tensor:
     raise OSError("no space left")
 
 
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise OSError("no space left")
+
+
+def fails_in_backward(out: Tensor) -> Tensor:
+    failing: Tensor = FailsInBackward.apply(out)  # type: ignore[no-untyped-call]
+    return failing
+
+
 class Training:
     """One rank of a pipeline of `Scale`s, and the steps it takes."""
 

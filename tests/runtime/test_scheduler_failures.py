@@ -19,9 +19,11 @@ from tests.runtime.scales import (
     SECONDS,
     TOO_LATE,
     WIDTH,
+    FailsInBackward,
     Training,
     Trick,
     chain,
+    fails_in_backward,
     fails_in_forward,
     told,
     warm,
@@ -77,21 +79,6 @@ def test_a_value_that_changes_is_refused_by_name_on_all_ranks(
 
 
 # Stages that raise.
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise OSError("no space left")
-
-
-def fails_in_backward(out: Tensor) -> Tensor:
-    failing: Tensor = FailsInBackward.apply(out)  # type: ignore[no-untyped-call]
-    return failing
 
 
 FAILURES = {

@@ -18,18 +18,6 @@ from tests.runtime.schedulers import (
 FOUR: list[Case] = []
 four = replies(4, FOUR)
 
-# Failures.
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise OSError("no space left")
-
 
 class Diagonal(scales.Scale):
     """Multiplies by a matrix, so that the weight's gradient waits; tricks may be on the weight."""
@@ -69,11 +57,6 @@ def chain(**options: Any) -> Training:
         return Training(topology(4), **options)
 
 
-def fails(out: Tensor) -> Tensor:
-    found: Tensor = FailsInBackward.apply(out)  # type: ignore[no-untyped-call]
-    return found
-
-
 FAILURES = {
     f"{stage}{kind}{microbatch}": (stage, microbatch, kind == "W")
     for stage in (0, 1, 3)
@@ -85,7 +68,7 @@ FAILURES = {
 def failures(training: Training, *, recovers: bool) -> Any:
     found = {}
     for action, (stage, microbatch, on_weight) in FAILURES.items():
-        said = training.fails(stage, microbatch, fails, on_weight=on_weight)
+        said = training.fails(stage, microbatch, scales.fails_in_backward, on_weight=on_weight)
         found[action] = said, not recovers or training.is_right()
     return found
 
@@ -152,7 +135,7 @@ def shared_weights_fail() -> Any:
     """The tied head's products are computed ahead of their turn."""
     shared = {"shared": [{0: "weight", 3: "weight"}], "handlers": [SHARED]}
     training = chain(schedule={"name": "zb-h1", "head_w_first": True}, **shared)
-    return training.fails(3, 3, fails, on_weight=True)
+    return training.fails(3, 3, scales.fails_in_backward, on_weight=True)
 
 
 def test_a_tied_head_that_fails_ahead_of_its_turn_says_where(four: Replies) -> None:
