@@ -6,7 +6,7 @@ from pipegrad.schedules.action import Action, Schedule, ScheduleGenerator
 
 
 class ZeroBubbleH1(ScheduleGenerator):
-    """1f1b whose idle time is a third, for as many live activations on every rank as on its first.
+    """1f1b whose idle time W fills, for as many live activations on every rank as on its first.
 
     For 3 ranks and 4 microbatches::
 
