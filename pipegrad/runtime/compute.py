@@ -102,7 +102,6 @@ class Compute:
         }
         if stage in self._recomputes:
             methods |= {
-                "F": self._forward_to_recompute,
                 "B": partial(self._recomputed, self._backward),
                 "I": partial(self._recomputed, self._backward_inputs),
             }
@@ -111,12 +110,12 @@ class Compute:
     # Forward.
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        self._pass_on(
-            stage, microbatch, self._stages[stage].forward(self._given(stage, microbatch))
-        )
-
-    def _pass_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
-        """Hands on what a stage made, and keeps what its backward begins with."""
+        values = self._given(stage, microbatch)
+        if stage in self._recomputes:
+            forward = partial(self._stages[stage].forward, values)
+            outputs = self._recomputes[stage].first(microbatch, values, forward)
+        else:
+            outputs = self._stages[stage].forward(values)
         if stage not in self._met:
             self._met.add(stage)
             buffers = self._stages[stage].module.buffers()
@@ -128,7 +127,7 @@ class Compute:
         if self._sync is None:
             self._let_go(stage, microbatch)
         else:
-            self._roots[stage, microbatch] = outputs
+            self._roots[stage, microbatch] = () if stage in self._recomputes else outputs
 
     def _given(self, stage: int, microbatch: int) -> list[object]:
         """Returns what a stage takes."""
@@ -174,13 +173,6 @@ class Compute:
                 "it, or step() runs under no_grad"
             )
         return loss
-
-    def _forward_to_recompute(self, stage: int, microbatch: int) -> None:
-        values = self._given(stage, microbatch)
-        forward = partial(self._stages[stage].forward, values)
-        outputs = self._recomputes[stage].first(microbatch, values, forward)
-        self._pass_on(stage, microbatch, outputs)
-        self._roots[stage, microbatch] = ()
 
     # Backward.
 
