@@ -25,10 +25,11 @@ import torch
 from torch import nn
 
 from pipegrad.agreement import FailureNotice, agree
-from pipegrad.errors import AgreementError, ReduceError, StepError, root_of
+from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.bucket import Plan, make_plans
 from pipegrad.gradients.buffer import RELEASED
+from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import make_equal, refuse_drift
 from pipegrad.gradients.manifest import (
@@ -55,8 +56,6 @@ from pipegrad.gradients.shared import (
 from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
 from pipegrad.handler import handlers as registry
 from pipegrad.topology import Topology
-
-_SETTLE_SECONDS = 10.0  # for all ranks to have come to the step after a failed one
 
 _instances = count()
 
@@ -152,7 +151,8 @@ class GradientSync:
         self._planner: Callable[..., dict[int, Plan]] = partial(make_plans, **options)
         self._agree_on_plan(agree_seconds)
         self._device = device_of(modules, manifests)
-        self._notice = FailureNotice(str(max(number for number, _ in told)))
+        notice = FailureNotice(str(max(number for number, _ in told)))
+        self._failed = FailedSteps(notice, ranks)
         self._groups = Groups(
             self.plan.groups, ranks=ranks, rank=topology.rank, device=self._device
         )
@@ -161,7 +161,7 @@ class GradientSync:
             lanes=lanes,
             groups=self._groups,
             handlers=self._plugins,
-            notice=self._notice,
+            notice=notice,
             device=self._device,
         )
         self._find_parameters(modules)
@@ -169,12 +169,9 @@ class GradientSync:
         self._divisor = 1.0
         self._accumulating = False
         self._open = False
-        self._counted = False  # whether the notice has turned to the step at hand
         self._last_backwards: set[int] = set()
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
-        self._broken: Exception | None = None
-        self._doubt: Exception | None = None  # a failed step whose collectives others may have run
         self.synchronize_parameters()
 
     # The verbs of a step, in order.
@@ -194,21 +191,12 @@ class GradientSync:
                 no longer what the ranks agreed on, or if this step's gradients are leaving.
             ReduceError: If an earlier step failed in a lane: its communicators are out of step.
         """
-        if self._doubt is not None:
-            self._settle(self._doubt)
-        if self._broken is not None:
-            self._notice.next_step()
-            self._notice.post(f"unusable since an earlier step: {self._broken}")
-            raise ReduceError(
-                f"this GradientSync failed before and its communicators are out of step; end the "
-                f"process and resume from a checkpoint. The failure: {self._broken}"
-            ) from self._broken
+        self._failed.refuse()
         if self._open and any(p.final for p in self._parameters.values()):
             raise StepError("prepare() inside a step whose gradients are leaving: call finish()")
         for parameter in self._parameters.values():
             parameter.refresh()
-        self._notice.next_step()  # not before: a rank may be refused, and try again
-        self._counted = True
+        self._failed.begin()  # not before: a rank may be refused, and try again
         self._late_error = None
         zeroed = {key: p for key, p in self._parameters.items() if p.open(continuing=self._open)}
         for buffer in self._reducer.buffers.values():
@@ -291,7 +279,7 @@ class GradientSync:
             StepError: If a stage is not final, or a gradient changed after it was.
         """
         if self._accumulating:
-            self._counted = False
+            self._failed.end()
             return
         unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
         if not self._open or unfinished:
@@ -312,7 +300,8 @@ class GradientSync:
         copies = sum(parameter.finish() for parameter in parameters)
         for buffer in self._reducer.buffers.values():
             buffer.release(RELEASED)
-        self._open = self._counted = False
+        self._open = False
+        self._failed.end()
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
         self._statistics = Statistics(
@@ -340,21 +329,16 @@ class GradientSync:
             What a rank said that failed before this one, and so is the cause; None if none did.
         """
         if not begun:
-            if self._broken is not None:
+            if self._failed.are_final:
                 return None  # `prepare` has told
-            if not self._counted:
-                self._notice.next_step()
             self._reducer.begin()
-        self._open = self._counted = False
-        root = root_of(error)  # torch wraps what a stage raises
-        own = self._notice.post(f"{type(root).__name__}: {root}")
-        if self.plan.launches and self._broken is None:
-            self._doubt = self._doubt or error
-            if self._reducer.num_launched:
-                self._broken = error
-        first = self._notice.read()
-        mine = own.partition(":")[0]  # a lane of this rank may have spoken before
-        return first if first is not None and first.partition(":")[0] != mine else None
+        self._open = False
+        return self._failed.tell(
+            error,
+            begun=begun,
+            may_launch=bool(self.plan.launches),
+            has_launched=self._reducer.num_launched > 0,
+        )
 
     # After finish.
 
@@ -468,23 +452,6 @@ class GradientSync:
             self._reducer.announce(
                 parameter.record.key, gradient, contributed=parameter.contributed
             )
-
-    def _settle(self, doubt: Exception) -> None:
-        """Finds out whether no rank launched anything in a step that failed here."""
-        self._doubt = None
-        clean = self._broken is None
-        try:
-            told = agree(
-                "going on after a failed step",
-                lambda: clean,
-                ranks=sorted(self.topology.ranks),
-                timeout_seconds=_SETTLE_SECONDS,
-                meeting=self._notice.meeting,
-            )
-        except AgreementError:  # some have ended that step, and launched all they had
-            told = [False]
-        if not all(told):
-            self._broken = self._broken or doubt
 
     def _check_closed(self, verb: str) -> None:
         """Refuses what would run collectives between those of a step: ranks would mix them up."""
