@@ -188,6 +188,10 @@ class Topology:
         """Returns the global ranks of this pipeline that hold `stages`: each once, ascending."""
         return self._select({self.pipeline: {self.stage_to_rank[s] for s in stages}})
 
+    def crosses(self, stages: Iterable[int]) -> bool:
+        """Whether stages are on more than one rank of a pipeline."""
+        return len({self.stage_to_rank[stage] for stage in stages}) > 1
+
     def axes_of(self, ranks: Sequence[int]) -> str:
         """Returns what `ranks` are along the mesh dimensions: ``"dp"``, ``"pp[0,3]"``.
 

@@ -39,6 +39,13 @@ def test_ranks_along_an_axis() -> None:
     assert [grid(r).ranks_along("pp") for r in (0, 5)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
+def test_stages_cross_ranks_if_they_are_on_several() -> None:
+    v = Topology.build(axes=(("pp", 2),), rank=0, stage_to_rank=(0, 1, 1, 0))
+    assert [v.crosses(stages) for stages in ((0, 3), (1, 2), (0,), ())] == [False] * 4
+    assert v.crosses((0, 1))
+    assert v.crosses((3, 2, 0))
+
+
 def test_ranks_of_stages_are_those_of_this_pipeline_each_once_ascending() -> None:
     assert grid().ranks_of((0, 3)) == (0, 6)
     assert grid(3).ranks_of([3, 0, 3]) == (1, 7)

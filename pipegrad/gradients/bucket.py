@@ -186,19 +186,13 @@ def make_plans(
     """
     routes = make_routes(manifest, topology, handlers, allow_unsynced)
     alone = stage_ticks or range(topology.num_stages - 1, -1, -1)
-    places = topology.stage_to_rank
+    shared = shared_ticks or alone
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
     agreed = [(records[key], route) for key, route in shared_routes(routes).items()]
     gradients = [
-        _Kind(
-            record,
-            route,
-            shared_ticks or alone if len({places[s] for s in record.holders}) > 1 else alone,
-            reduce_dtype,
-            manifest,
-        )
-        for record, route in agreed
-        if record.requires_grad
+        _Kind(r, route, shared if topology.crosses(r.holders) else alone, reduce_dtype, manifest)
+        for r, route in agreed
+        if r.requires_grad
     ]
     buckets = _buckets(manifest, gradients, bucket_bytes)
     packs = _buckets(manifest, [_Kind(*pair, alone) for pair in agreed], bucket_bytes)

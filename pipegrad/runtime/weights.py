@@ -94,9 +94,9 @@ class WeightGradients:
 
     def compute_shared(self, stage: int, _microbatch: int) -> None:
         """Computes what waits of the parameters that other ranks hold too, of all microbatches."""
-        places = self._sync.topology.stage_to_rank
-        records = [r for r in self._sync.records() if len({places[s] for s in r.holders}) > 1]
-        shared = {id(self._sync.parameter(record)) for record in records}
+        crosses = self._sync.topology.crosses
+        records = self._sync.records()
+        shared = {id(self._sync.parameter(r)) for r in records if crosses(r.holders)}
         for at, microbatch in self._waiting:
             if at == stage:
                 products = self._waiting[stage, microbatch]
