@@ -35,12 +35,16 @@ class WeightProduct:
     rule: Rule
     is_direct: bool
     gradient: Tensor | None = None
-    _versions: tuple[int, int] = field(default=(0, 0), init=False)
+    _operand_version: int = field(init=False)
+    _gradient_version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._operand_version = self.operand._version
 
     def keep(self, gradient: Tensor) -> None:
         """Takes the gradient, to multiply it later."""
         self.gradient = gradient
-        self._versions = self.operand._version, gradient._version
+        self._gradient_version = gradient._version
 
     def keep_apart(self, taken: Collection[int]) -> None:
         """Copies the gradient, if it lies at one of these addresses, where others will write."""
@@ -54,7 +58,8 @@ class WeightProduct:
             StepError: If what it is computed from has been changed meanwhile.
         """
         assert self.gradient is not None
-        if (self.operand._version, self.gradient._version) != self._versions:
+        versions = self.operand._version, self.gradient._version
+        if versions != (self._operand_version, self._gradient_version):
             raise StepError(
                 f"what a weight of shape {tuple(self.parameter.shape)} was multiplied with, of "
                 f"shape {tuple(self.operand.shape)}, or the gradient of what that made, was "
