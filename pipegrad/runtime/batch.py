@@ -106,3 +106,11 @@ class Batches:
 def _is_cut(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value is cut; anything else every microbatch gets whole."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def joined(outputs: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Returns outputs of all microbatches, each in one tensor."""
+    return tuple(
+        torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+        for parts in zip(*outputs, strict=True)
+    )

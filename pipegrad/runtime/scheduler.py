@@ -25,7 +25,7 @@ from pipegrad.gradients.manifest import same
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
-from pipegrad.runtime.batch import Batches
+from pipegrad.runtime.batch import Batches, joined
 from pipegrad.runtime.compute import Loss
 from pipegrad.runtime.executor import Executor, PeerFailedError
 from pipegrad.runtime.loss import Losses, StepResult
@@ -307,7 +307,7 @@ class Scheduler:
             losses, outputs = ready.executor.run(given, targets, divisor)
             if (first := self._notice.read()) is not None:
                 raise PeerFailedError(f"a step failed on another rank: {first}")
-            whole = _whole(outputs)
+            whole = joined(outputs)
             if training:
                 self.sync.finish()
         except Exception as error:
@@ -381,14 +381,6 @@ class Scheduler:
             has_loss=self._loss_fn is not None,
         )
         return _Ready(program, proof, executor, batches)
-
-
-def _whole(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns outputs of all microbatches, each in one tensor."""
-    return tuple(
-        torch.cat(parts) if parts[0].dim() else torch.stack(parts)
-        for parts in zip(*outputs, strict=True)
-    )
 
 
 @contextlib.contextmanager
