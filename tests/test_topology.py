@@ -40,7 +40,7 @@ def test_ranks_along_an_axis() -> None:
 
 
 def test_stages_cross_ranks_if_they_are_on_several() -> None:
-    v = Topology.build(axes=(("pp", 2),), rank=0, stage_to_rank=(0, 1, 1, 0))
+    v = Topology.build(axes=(("pp", 2), ("dp", 1)), rank=0, stage_to_rank=(0, 1, 1, 0))
     assert [v.crosses(stages) for stages in ((0, 3), (1, 2), (0,), ())] == [False] * 4
     assert v.crosses((0, 1))
     assert v.crosses((3, 2, 0))
