@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.gradients import order
+from pipegrad.handler import Work
 
 RECEIVED = order.WaitWork("collective.received", "a sum must not read what is still arriving")
 SENT = order.WaitWork("collective.sent", "who reuses the rows must not overwrite what is leaving")
@@ -28,49 +30,189 @@ def blocks_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 def reduce_scatter(
-    output: torch.Tensor, rows: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+    output: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    common: torch.Tensor | None = None,
 ) -> None:
     """Sums row j over all ranks on rank j of the group.
 
     On gloo, whose own reduce-scatter is made of all-reduces and moves twice the bytes, every rank
-    sends row j to rank j and adds up what it gets, in the order of ranks: the bits do not depend on
-    which message is first. That needs scratch memory of the size of the other ranks' rows.
+    sends row j to rank j and adds up what it gets, its own first and then in the order of ranks:
+    the bits do not depend on which message is first. That needs scratch memory of the size of the
+    other ranks' rows.
 
     Args:
-        output: This rank's sum, ``(numel,)``.
+        output: This rank's sum, ``(numel,)``; may be its row.
         rows: One tensor ``(numel,)`` for each rank of the group, contiguous.
         group: The process group; None for the default one.
+        common: Something small that every rank gets the sum of, in place.
 
     Sync: `output` is ready on the current stream; where the backend blocks the host, so does this.
     """
     if output.is_complex():
         output, rows = _parts(output), list(map(_parts, rows))
-    if output.device.type == "cpu" and backend_of(group, output.device) == "gloo":
-        _exchange(output, rows, group)
-    elif hasattr(dist, "reduce_scatter_single"):  # its name from torch 2.13 on
+    if _is_gloo(output, group):
+        _exchange(output, rows, group, common)
+        return
+    if hasattr(dist, "reduce_scatter_single"):  # its name from torch 2.13 on
         dist.reduce_scatter_single(output, _joined(rows), group=group)
     else:
         dist.reduce_scatter_tensor(output, _joined(rows), group=group)
+    if common is not None:
+        dist.all_reduce(common, group=group)
+
+
+def all_gather(rows: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gives every rank what rank j of the group has in row j.
+
+    On gloo every rank sends its row to all others, into its place: no copy, no scratch memory.
+
+    Args:
+        rows: One tensor ``(numel,)`` for each rank of the group, side by side.
+        group: The process group; None for the default one.
+
+    Sync: as `reduce_scatter`.
+    """
+    me = dist.get_rank(group)
+    if _is_gloo(rows[me], group):
+        peers = [peer for peer in range(len(rows)) if peer != me]
+        # All receives first: on gloo the other way a pair of ranks runs half duplex.
+        receiving = [receive(rows[peer], peer, group) for peer in peers]
+        sending = [send(rows[me], peer, group) for peer in peers]
+        for work in receiving:
+            RECEIVED(work)
+        for work in sending:
+            SENT(work)
+    elif hasattr(dist, "all_gather_single"):
+        dist.all_gather_single(_joined(rows), rows[me], group=group)
+    else:
+        dist.all_gather_into_tensor(_joined(rows), rows[me], group=group)
+
+
+def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether one rank can send to another what lies on `device`: gloo cannot, but from the CPU."""
+    return device.type == "cpu" or backend_of(group, device) != "gloo"
+
+
+def pass_up(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gives every rank of the group the bits of its first one, handed on from rank to rank.
+
+    So each rank sends once, and a pipeline's ranks get it in the order in which they begin.
+
+    Sync: as `reduce_scatter`.
+    """
+    if not can_send(group, tensor.device):
+        dist.broadcast(tensor, group_src=0, group=group)
+        return
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    if me > 0:
+        RECEIVED(receive(tensor, me - 1, group))
+    if me + 1 < size:
+        SENT(send(tensor, me + 1, group))
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """What the rank behind this one sends by `pass_down`: its receive is posted."""
+
+    tensor: torch.Tensor
+    work: Work
+
+
+def expect_from_behind(into: torch.Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
+    """Posts the receive of what the rank behind sends, long before it is needed.
+
+    For a sender is not rid of a message before its receive is posted. None where none sends.
+
+    Sync: returns at once; nobody may touch `into` until the sum is made.
+    """
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    if me + 1 == size or not can_send(group, into.device):
+        return None
+    return Arriving(into, receive(into, me + 1, group))
+
+
+def pass_down(
+    tensor: torch.Tensor, arriving: Arriving | None, group: dist.ProcessGroup | None
+) -> None:
+    """Sums over the group on its first rank: each adds its own to what the one behind it sends.
+
+    So a pipeline's ranks send when they are done, the last one first, and none waits for another
+    that is done later. Others than the first are left with a part of the sum.
+
+    Args:
+        tensor: This rank's part, contiguous.
+        arriving: What was expected from behind.
+        group: The process group; None for the default one.
+
+    Sync: as `reduce_scatter`.
+    """
+    if not can_send(group, tensor.device):
+        dist.reduce(tensor, group_dst=0, group=group)
+        return
+    if arriving is not None:
+        RECEIVED(arriving.work)
+        tensor.add_(arriving.tensor)
+    me = dist.get_rank(group)
+    if me > 0:
+        SENT(send(tensor, me - 1, group))
+
+
+def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int = 0) -> Work:
+    """Starts to receive from a rank of the group."""
+    return _work(dist.irecv(tensor, group=group, group_src=peer, tag=_TAG + tag))
+
+
+def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int = 0) -> Work:
+    """Starts to send to a rank of the group."""
+    return _work(dist.isend(tensor, group=group, group_dst=peer, tag=_TAG + tag))
 
 
 def _exchange(
-    output: torch.Tensor, rows: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+    output: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    common: torch.Tensor | None,
 ) -> None:
     me = dist.get_rank(group)
     peers = [peer for peer in range(len(rows)) if peer != me]
-    terms = {peer: torch.empty_like(output) for peer in peers} | {me: rows[me]}
+    own = [] if common is None else [common.clone()]  # its sum is written where it is
+    sums = [(output, rows), *((common, own * len(rows)) for _ in own if common is not None)]
+    terms = [{peer: torch.empty_like(into) for peer in peers} for into, _ in sums]
     # All receives first: on gloo the other way a pair of ranks runs half duplex.
-    receiving = {p: dist.irecv(terms[p], group=group, group_src=p, tag=_TAG) for p in peers}
-    sending = [dist.isend(rows[p], group=group, group_dst=p, tag=_TAG) for p in peers]
-    for rank in range(len(rows)):
-        if rank != me:
-            RECEIVED(_work(receiving[rank]))
-        if rank == 0:
-            output.copy_(terms[rank])
-        else:
-            output.add_(terms[rank])
-    for work in sending:
-        SENT(_work(work))
+    arriving = [{p: receive(x, p, group, i) for p, x in t.items()} for i, t in enumerate(terms)]
+    leaving = [send(given[p], p, group, i) for i, (_, given) in enumerate(sums) for p in peers]
+    for (into, given), found, works in zip(sums, terms, arriving, strict=True):
+        _add_up(into, given[me], me, found, works)
+    for work in leaving:
+        SENT(work)
+
+
+def _add_up(
+    output: torch.Tensor,
+    own: torch.Tensor,
+    me: int,
+    terms: Mapping[int, torch.Tensor],
+    arriving: Mapping[int, Work],
+) -> None:
+    """Sums in the order of ranks; `output` and `own`, that of rank `me`, may be one."""
+    before: torch.Tensor | None = None
+    for rank in range(me):
+        RECEIVED(arriving[rank])
+        before = terms[rank] if before is None else before.add_(terms[rank])
+    if before is not None:
+        torch.add(before, own, out=output)
+    elif output.data_ptr() != own.data_ptr():
+        output.copy_(own)
+    for rank in range(me + 1, len(terms) + 1):
+        RECEIVED(arriving[rank])
+        output.add_(terms[rank])
+
+
+def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    return tensor.device.type == "cpu" and backend_of(group, tensor.device) == "gloo"
 
 
 def _work(work: dist.Work | None) -> dist.Work:
