@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipegrad.errors import ScheduleError, StepError
+from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.compute import Compute, Loss, Method
 from pipegrad.runtime.local import LocalValues, Value
@@ -35,7 +35,7 @@ class Executor:
         stages: This rank's.
         wiring: How stages hang together.
         transfers: This rank's end of them.
-        sync: Told of last backwards and final stages; None in a forward-only program.
+        sync: Told of last backwards and final stages; waits for parameters at their first use.
         weights: What waits of backwards.
         loss_fn: Of the last stage's outputs and a microbatch's target.
     """
@@ -48,7 +48,7 @@ class Executor:
         stages: Mapping[int, Stage],
         wiring: Wiring,
         transfers: Transfers,
-        sync: GradientSync | None,
+        sync: GradientSync,
         weights: WeightGradients,
         loss_fn: Loss | None,
     ) -> None:
@@ -63,7 +63,7 @@ class Executor:
             stages,
             self._local,
             transfers=transfers,
-            sync=sync,
+            sync=None if program.forward_only else sync,
             weights=weights,
             loss_fn=loss_fn,
         )
@@ -79,6 +79,7 @@ class Executor:
         """Turns items into calls."""
         transfers = self._transfers
         methods: dict[Op, Method] = {
+            Op.FIRST_USE: self._first_use,
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: self._receive,
             Op.JOIN: self._join,
@@ -107,10 +108,8 @@ class Executor:
                 ranged = partial(self._in_range, method)
             elif item.op in methods:
                 method = methods[item.op]
-            elif item.op is Op.LAUNCH:
-                continue  # it leaves with what makes it final
-            else:
-                raise ScheduleError(f"{item.op} can be planned, but not run yet")
+            else:  # LAUNCH, which leaves with what makes it final, and PUBLISH, when it was stepped
+                continue
             self._items.append((method, which, item.microbatch))
             self._ranged.append((ranged or method, which, item.microbatch))
             self._afterwards.append((drained.get(item.op, _skip), which, item.microbatch))
@@ -191,7 +190,7 @@ class Executor:
         tensor = buffer.tensor
         spec = self._transfers.specs[link]
         assert spec is not None
-        if spec.differentiable and self._sync is not None:
+        if spec.differentiable and not self._program.forward_only:
             tensor = tensor.detach().requires_grad_()
         num = self._local.num_consumers[link]
         value = Value(tensor, num, num, channel, buffer)
@@ -230,12 +229,13 @@ class Executor:
 
     # Gradients, and what is told.
 
+    def _first_use(self, stage: int, _microbatch: int) -> None:
+        self._sync.stage_first_use(stage)
+
     def _last_backward(self, stage: int, _microbatch: int) -> None:
-        assert self._sync is not None
         self._sync.stage_last_backward(stage)
 
     def _become_final(self, stage: int, _microbatch: int) -> None:
-        assert self._sync is not None
         self._sync.stage_final(stage)
 
     def _in_range(self, compute: Method, stage: int, microbatch: int) -> None:

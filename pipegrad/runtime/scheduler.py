@@ -368,7 +368,7 @@ class Scheduler:
             stages=self._stages,
             wiring=self._wiring,
             transfers=transfers,
-            sync=None if forward_only else self.sync,
+            sync=self.sync,
             weights=self._weights,
             loss_fn=self._loss_fn,
         )

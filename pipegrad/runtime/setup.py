@@ -77,6 +77,7 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
     found: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
     for plan in sync.plans(pipeline).values():
         buckets = {bucket.index: bucket for bucket in plan.buckets}
+        readers = {(p.bucket, p.hop): p.readers for p in plan.publishes}
         for launch in plan.launches:
             bucket = buckets[launch.bucket]
             hop = bucket.route[launch.hop]
@@ -84,6 +85,10 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
             name = f"bucket {bucket.index}: {hop} over ranks {list(hop.ranks)}"
             stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in places)
             found[launch.ready, launch.hop, launch.bucket, hop.ranks] = Collective(
-                name, tuple(places), stages, launch.lane
+                name,
+                tuple(places),
+                stages,
+                launch.lane,
+                readers.get((launch.bucket, launch.hop), ()),
             )
     return tuple(found[key] for key in sorted(found))

@@ -50,7 +50,7 @@ def lower(
         links: The values that stages hand on; by default each hands ``x`` to the next.
         depth: How many receives of an edge are posted ahead of the one that is waited for.
         collectives: Reductions, in the order in which to launch them.
-        forward_only: Leave out all backwards and reductions.
+        forward_only: Leave out all backwards and reductions, but not the waits for parameters.
 
     Raises:
         ScheduleError: If links name stages that there are not, or go back; or depth is negative.
@@ -62,7 +62,8 @@ def lower(
     _check_links(links, len(schedule.stage_to_rank))
     if forward_only:
         rows = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.actions)
-        schedule, collectives = replace(schedule, actions=rows), ()
+        schedule = replace(schedule, actions=rows)
+        collectives = [c for c in collectives if c.readers]
     lowering = _Lowering(schedule, tuple(links), forward_only)
     rows_of_items = lowering.rows(depth, tuple(collectives))
     return Program(
@@ -125,7 +126,7 @@ class _Lowering:
             released = self._releases(rank, sent, waited)
             last = _last(row, ("B", "W"))
             last_inputs = _last(row, ("B", "I"))
-            launches = _Launches(rank, set(last), collectives)
+            launches = _Launches(rank, {action.stage for action in row}, collectives)
             items = array("q", receives.first())
             for position, action in enumerate(row):
                 needs = self._needs[rank][position]
@@ -140,7 +141,8 @@ class _Lowering:
                     items.append(encode(Op.FINAL, action.stage))
                     items.extend(launches.after(action.stage))
             items.extend(encode(Op.RELEASE, *t) for t in released.get(-1, ()))
-            items.extend(launches.published())
+            if not self._forward_only:
+                items.extend(launches.published())
             yield items
 
     def _before(self, action: Action, launches: _Launches, is_last: bool) -> Iterable[int]:
@@ -306,7 +308,8 @@ class _Launches:
     def __init__(self, rank: int, local: set[int], collectives: Sequence[Collective]) -> None:
         self._queues = defaultdict[int, list[int]](list)
         self._missing: dict[int, set[int]] = {}
-        self._mirrored: dict[int, set[int]] = {}
+        self._mirrored: list[int] = []
+        self._unused = set[int]()
         self._shared = set[int]()
         for number, collective in enumerate(collectives):
             if rank in collective.ranks:
@@ -315,9 +318,9 @@ class _Launches:
                 self._missing[number] = stages
                 if len(collective.ranks) > 1:
                     self._shared |= stages
-                if collective.mirrored:
-                    self._mirrored[number] = set(stages)
-        self._unused = set[int]().union(*self._mirrored.values())
+                if collective.readers:
+                    self._mirrored.append(number)
+                    self._unused |= local.intersection(collective.readers)
 
     def is_shared(self, stage: int) -> bool:
         """Whether other ranks of the pipeline wait for gradients of a stage."""

@@ -57,12 +57,7 @@ class PlayedRank:
         self._announced = set[int]()
         self._inputs_are_final = set[int]()
         self._shared_are_first = set[int]()
-        self._unused = {
-            stage
-            for collective in program.collectives
-            if collective.mirrored
-            for stage in collective.stages
-        }
+        self._unused = {stage for collective in program.collectives for stage in collective.readers}
         self._live = self._graphs = self._buffers = self._flying = 0
         self.most_live = self.most_graphs = self.most_buffers = self.most_in_flight = 0
         self._index()
@@ -301,7 +296,7 @@ class PlayedRank:
             left = sorted(Action(i >> 2, KINDS[i & 3], m) for i, m in self._due)
             said = ", ".join(map(str, left[:5]))
             raise ScheduleError(f"never computed: {said}\n{program.schedule.marked(left)}")
-        mirrored = {n for n in self.launched if program.collectives[n].mirrored}
+        mirrored = {n for n in self.launched if program.collectives[n].readers}
         if mirrored != set(self.published):
             names = [program.collectives[n].name for n in sorted(mirrored - {*self.published})]
             self.refuse(f"never published: {names}")

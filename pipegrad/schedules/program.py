@@ -101,14 +101,14 @@ class Collective(NamedTuple):
         ranks: Pipeline ranks that take part.
         stages: It can leave when these are final, each on its rank.
         lane: Where it runs, behind the others of its lane.
-        mirrored: Whether updated parameters come back by it, in the step after.
+        readers: Stages whose parameters come back along it, under the next step's forwards.
     """
 
     name: str
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
     lane: int
-    mirrored: bool = False
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,8 @@ def _check_actions(program: Program) -> None:
 def _check_collective_ranks(program: Program) -> None:
     """Refuses collectives over ranks that there are not, or of stages that are elsewhere."""
     places = dict(enumerate(program.schedule.stage_to_rank))
-    for name, ranks, stages, _, _ in program.collectives:
+    for name, ranks, reduced, _, readers in program.collectives:
+        stages = sorted({*reduced, *readers})
         outside = [s for s in stages if places.get(s) not in ranks]
         if not set(ranks) <= set(places.values()) or outside or not ranks:
             raise ScheduleError(

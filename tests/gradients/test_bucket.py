@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipegrad import Placement, Plan
-from pipegrad.gradients.bucket import Bucket, Launch, Slot
+from pipegrad.gradients.bucket import Bucket, Launch, Share, Slot
 from pipegrad.gradients.manifest import Manifest
 from tests.gradients.plans import BOTH, FLOAT, HALF, TIED, Placed, contents, entry, grid, plans
 
@@ -25,6 +25,7 @@ def test_a_plan_as_a_whole() -> None:
         holders=(2,),
         dtype=FLOAT,
         wire_dtype=FLOAT,
+        parameter_dtype=FLOAT,
         route=(mean,),
         slots=(Slot("2.ln", 0, (3,), (1,)),),
         payload_numel=16,
@@ -45,6 +46,9 @@ def test_a_plan_as_a_whole() -> None:
             Launch(bucket=3, hop=0, ready=2, lane=1),
             Launch(bucket=3, hop=1, ready=3, lane=1),
         ),
+        publishes=(),
+        shares=(Share("2.ln", 0, 3, sharded=False), Share("0.emb", 0, 15, sharded=False)),
+        trained_numel=18,
         routes=(("2.ln", (mean,)), ("0.emb", (mean, tie))),
         packs=plan.packs,
         groups=(
@@ -54,12 +58,12 @@ def test_a_plan_as_a_whole() -> None:
         digest=plan.digest,
     )  # fmt: skip
     assert [b.index for b in plans(TIED, grid(3, 2))[0].buckets] == [2, 3]
-    assert (norm.numel, norm.nbytes, plan.reduced_bytes) == (17, 68, 3 * 68)
+    assert (norm.numel, norm.nbytes(0), plan.reduced_bytes) == (17, 68, 3 * 68)
 
 
 def test_a_plan_prints_what_matters() -> None:
     assert str(plans(TIED, grid(3, 2), lanes=2)[5]) == (
-        "rank 5: 2 buckets, 3 collectives, 0.00 MiB a step\n"
+        "rank 5: 2 buckets, 3 collectives, 0.00 MiB a step; the optimizer steps 18 of 18 elements\n"
         "launch  bucket  lane  ready  MiB        reduction\n"
         "0       0       0     0      0.000      replicate-mean(dp) over ranks [4, 5]: "
         "2.ln\n"
@@ -119,10 +123,10 @@ def test_slots_are_aligned_to_64_bytes_of_the_wire() -> None:
         Slot("0.b", 16, (17,), (1,)),
         Slot("0.a", 48, (3,), (1,)),
     )
-    assert (bucket.payload_numel, bucket.numel, bucket.nbytes) == (64, 68, 272)
+    assert (bucket.payload_numel, bucket.numel, bucket.nbytes(0)) == (64, 68, 272)
     (bucket,) = plans(model, grid(1, 2), reduce_dtype=HALF)[0].buckets
     assert [slot.offset for slot in bucket.slots] == [0, 0, 32, 64]
-    assert (bucket.dtype, bucket.wire_dtype, bucket.nbytes) == (FLOAT, HALF, 2 * 100)
+    assert (bucket.dtype, bucket.wire_dtype, bucket.nbytes(0)) == (FLOAT, HALF, 2 * 100)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ import torch.distributed as dist
 
 from pipegrad import (
     FlatBucket,
-    GradientHandler,
     GradientSync,
     Hop,
     ParameterRecord,
-    Placement,
     Reduction,
     Topology,
     Work,
@@ -156,14 +154,6 @@ class Raises(PipelineShared):
         return super().reductions(parameters, topology)
 
 
-class Sharded(GradientHandler):
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
-        ranks = topology.ranks_of((0, 1))
-        return [Reduction(p, ranks, "sum", Placement.SHARD) for p in parameters if p.shared]
-
-
 def table(cls: type, **options: object) -> dict[str, object]:
     return {"name": cls, **options}
 
@@ -186,7 +176,6 @@ def disagree() -> Any:
         "impure": {"handlers": [Impure]},
         "raises": {"handlers": [Raises]},
         "uncovered": {"handlers": [DATA]},
-        "shard": {"handlers": [Sharded]},
         "arguments": {"lanes": 2 - 2 * here},
         "not a list": {"shared": None if here else [["a"], ["b"]]},
         "no patterns": {"allow_unsynced": None if here else ()},
@@ -235,10 +224,9 @@ def test_ranks_that_disagree_all_end_with_the_same_error(two: list[dict[str, Any
         "raises": [
             "AgreementError",
             "rank 1: PlanError: handler",
-            "KeyError('dp') (test_sync_failures.py:155)",
+            "KeyError('dp') (test_sync_failures.py:154)",
         ],
         "uncovered": ["PlanError: 'a' on stage 0 and 'a' on stage 1", "pipeline-shared"],
-        "shard": ["PlanError", "SHARD", "'0.a'", "only REPLICATE can be run"],
         "arguments": ["AgreementError", "rank 1: PlanError", "lanes=0"],
         "not a list": ["AgreementError", "rank 1: "],
         "no patterns": ["AgreementError", "rank 1: "],

@@ -106,8 +106,8 @@ def _random_collective(chance: random.Random, places: Sequence[int], number: int
     ranks = sorted(chance.sample(range(max(places) + 1), chance.randint(1, max(places) + 1)))
     there = [stage for stage, rank in enumerate(places) if rank in ranks]
     stages = sorted(chance.sample(there, chance.randint(1, len(there))))
-    mirrored = chance.random() < 0.3
-    return Collective(f"sum{number}", tuple(ranks), tuple(stages), chance.randrange(2), mirrored)
+    readers = tuple(stages[chance.randrange(2) :]) if chance.random() < 0.3 else ()
+    return Collective(f"sum{number}", tuple(ranks), tuple(stages), chance.randrange(2), readers)
 
 
 def with_items(program: Program, rank: int, items: Sequence[int]) -> Program:

@@ -237,15 +237,21 @@ def test_depth_is_no_less_than_nothing() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
     schedule = build(name, 4, 8)
-    tied = [Collective("tied", (0, 3), (0, 3), lane=0, mirrored=True)]
+    stages = tuple(s for s, place in enumerate(schedule.stage_to_rank) if place in (0, 3))
+    tied = [
+        Collective("tied", (0, 3), stages, lane=0, readers=stages[-1:]),
+        Collective("mean", (0, 3), stages, lane=0),
+    ]
     program = lower(schedule, depth=0, collectives=tied, forward_only=True)
     assert program.forward_only
-    assert program.collectives == ()
+    assert program.collectives == (tied[0],)
     assert {channel.kind for channel in program.channels} == {"F"}
     for rank in ranks_of(program):
         forwards = tuple(a for a in schedule.actions[rank] if a.kind == "F")
         assert tuple(action for _, action in computes(program, rank)) == forwards
-        assert {item.op for item in program.decoded(rank)} <= {*TRANSFERS, Op.COMPUTE}
+        others = [i for i in program.decoded(rank) if i.op not in {*TRANSFERS, Op.COMPUTE}]
+        used = rank == schedule.stage_to_rank[stages[-1]]
+        assert others == [Item(Op.FIRST_USE, stages[-1], 0)] * used
     most = (1,) * 4 if name in ("interleaved-1f1b", "zbv") else (0, 1, 1, 1)
     assert verify(program).receive_buffers == most
 
@@ -312,10 +318,10 @@ def leaving(program: Program, rank: int, final: set[int]) -> set[int]:
 @quick
 @given(program=programs())
 def test_mirrored_parameters_are_awaited_before_use_and_sent_at_the_end(program: Program) -> None:
-    mirrored = [(n, c) for n, c in enumerate(program.collectives) if c.mirrored]
+    mirrored = [(n, c) for n, c in enumerate(program.collectives) if c.readers]
     for rank in ranks_of(program):
         items = list(program.decoded(rank))
-        stages = {s for _, c in mirrored for s in c.stages}
+        stages = {s for _, c in mirrored for s in c.readers}
         for stage in {action.stage for _, action in computes(program, rank)}:
             (first, *_) = [at for at, a in computes(program, rank) if a.stage == stage]
             uses = [at for at, i in places_of(program, rank, Op.FIRST_USE) if i.which == stage]
