@@ -81,6 +81,22 @@ class Work(Protocol):
         """Blocks the calling thread (CPU), or makes its current stream wait (devices)."""
 
 
+class Hop(Protocol):
+    """One reduction of a bucket's route."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending; with OWNER the first one is the owner."""
+
+    @property
+    def op(self) -> Op:
+        """``"mean"`` is launched as a sum; pipegrad divides afterwards."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the sum must be then."""
+
+
 class FlatBucket(Protocol):
     """The gradients that travel together, as a handler's `launch` sees them."""
 
@@ -88,17 +104,8 @@ class FlatBucket(Protocol):
     def buffer(self) -> torch.Tensor:
         """Flat tensor ``(numel,)`` to be reduced in place; zero where nobody contributed."""
 
-
-class Hop(Protocol):
-    """One reduction of a bucket's route."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks, ascending."""
-
-    @property
-    def op(self) -> Op:
-        """``"mean"`` is launched as a sum; pipegrad divides afterwards."""
+    def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        """Sums over `group` as the reduction's placement says: what `launch` does by itself."""
 
 
 class GradientHandler(ABC):
@@ -121,12 +128,14 @@ class GradientHandler(ABC):
     def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
         """Sums ``bucket.buffer`` in place over `group`.
 
+        Overridden for another way to send it: with REPLICATE all of the sum must be there
+        afterwards, on every rank. Leave other placements to ``super().launch``.
+
         Sync: runs on a lane, never on the compute stream: on CPU in the lane's thread, on devices
         with the lane's side stream current, after every producer of the bucket. The buffer is
         held until the returned work is done.
         """
-        work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
-        return work
+        return bucket.reduce(reduction, group)
 
 
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,13 @@ import torch
 from pipegrad.gradients.route import (
     Route,
     Routes,
+    has_result,
     hops_taken,
     make_routes,
     shared_routes,
     signature,
 )
-from pipegrad.handler import GradientHandler, ParameterRecord
+from pipegrad.handler import GradientHandler, ParameterRecord, Placement
 
 if TYPE_CHECKING:
     from pipegrad.gradients.manifest import Manifest
@@ -51,6 +53,7 @@ class Bucket:
         holders: Stages that hold its parameters.
         dtype: dtype in which its gradients accumulate.
         wire_dtype: dtype in which they travel.
+        parameter_dtype: dtype of its parameters; the one in which they travel back, if they do.
         route: The reductions, in order.
         slots: Reverse position in the model: the order in which backward completes them.
         payload_numel: Elements of all slots, padding included; the flags follow, one a slot.
@@ -61,6 +64,7 @@ class Bucket:
     holders: tuple[int, ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype
+    parameter_dtype: torch.dtype
     route: Route
     slots: tuple[Slot, ...]
     payload_numel: int
@@ -76,10 +80,32 @@ class Bucket:
         """Elements on the wire: the payload and one contributed flag a slot."""
         return self.payload_numel + len(self.slots)
 
+    def region(self, rank: int, num_hops: int) -> range:
+        """Returns which elements of the payload `rank` still has after so many hops: a SHARD's row.
+
+        The flags of all slots follow it, wherever it ends. See [Note: rows].
+        """
+        region = range(self.payload_numel)
+        for hop in self.route[:num_hops]:
+            if hop.placement is Placement.SHARD:
+                numel, row = len(region) // len(hop.ranks), hop.ranks.index(rank)
+                region = region[row * numel : (row + 1) * numel]
+        return region
+
+    def nbytes(self, hop: int) -> int:
+        """Returns the bytes on the wire of a hop: payload and flags."""
+        num_shards = _num_rows(self.route[:hop])
+        return (self.payload_numel // num_shards + len(self.slots)) * self.wire_dtype.itemsize
+
     @property
-    def nbytes(self) -> int:
-        """Bytes on the wire, each hop."""
-        return self.numel * self.wire_dtype.itemsize
+    def mirrored(self) -> bool:
+        """Whether updated parameters come back."""
+        return any(hop.mirrored for hop in self.route)
+
+
+# [Note: rows] After a SHARD each rank goes on with one row of the payload, where it lies, and with
+# the flags, which are moved right behind it: over what other ranks have by now. So later hops have
+# one flat tensor as well, and nothing is copied or allocated.
 
 
 @dataclass(frozen=True)
@@ -93,6 +119,38 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Publish:
+    """One movement of updated parameters, back along a hop, in the bucket's lane.
+
+    Attributes:
+        bucket: Whose parameters.
+        hop: Against which hop.
+        lane: Where.
+        use: Its place in the order: the first stage, over all ranks, that waits for it.
+        readers: Stages of the copy whose parameters come by it: those of an owner do not.
+    """
+
+    bucket: int
+    hop: int
+    lane: int
+    use: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank's optimizer steps of a parameter: elements ``begin:end``, as they lie in memory.
+
+    All of it, as it is, unless it is `sharded`.
+    """
+
+    key: str
+    begin: int
+    end: int
+    sharded: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything one rank does with gradients, in order.
 
@@ -100,6 +158,9 @@ class Plan:
         rank: Whose plan it is.
         buckets: The buckets this rank takes part in, by index.
         launches: Its collectives, in the order of ``(ready, hop, bucket)``.
+        publishes: What moves back after the optimizer's step, by first use.
+        shares: What the optimizer steps on this rank, by stage and position.
+        trained_numel: Elements of all trained parameters that this rank holds.
         routes: Key -> route, for every parameter that this rank reduces or keeps equal.
         packs: Buckets of parameters (frozen ones too), for making replicas equal.
         groups: Process groups of all ranks, as (ranks, lane): made by every rank in this order.
@@ -109,6 +170,9 @@ class Plan:
     rank: int
     buckets: tuple[Bucket, ...]
     launches: tuple[Launch, ...]
+    publishes: tuple[Publish, ...]
+    shares: tuple[Share, ...]
+    trained_numel: int
     routes: tuple[tuple[str, Route], ...]
     packs: tuple[Bucket, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
@@ -117,13 +181,19 @@ class Plan:
     @property
     def reduced_bytes(self) -> int:
         """Bytes that this rank's collectives reduce in one step."""
-        sizes = {bucket.index: bucket.nbytes for bucket in self.buckets}
-        return sum(sizes[launch.bucket] for launch in self.launches)
+        buckets = {bucket.index: bucket for bucket in self.buckets}
+        return sum(buckets[launch.bucket].nbytes(launch.hop) for launch in self.launches)
+
+    @property
+    def stepped_numel(self) -> int:
+        """Elements that this rank's optimizer steps, and keeps state of."""
+        return sum(share.end - share.begin for share in self.shares)
 
     def __str__(self) -> str:
         summary = (
             f"rank {self.rank}: {len(self.buckets)} buckets, {len(self.launches)} collectives, "
-            f"{self.reduced_bytes / 2**20:.2f} MiB a step"
+            f"{self.reduced_bytes / 2**20:.2f} MiB a step; the optimizer steps "
+            f"{self.stepped_numel:,} of {self.trained_numel:,} elements"
         )
         lines = [summary]
         if self.launches:
@@ -134,7 +204,16 @@ class Plan:
             hop = bucket.route[launch.hop]
             lines.append(
                 f"{number:<8}{bucket.index:<8}{launch.lane:<6}{launch.ready:<7}"
-                f"{bucket.nbytes / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: {bucket.names}"
+                f"{bucket.nbytes(launch.hop) / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: "
+                f"{bucket.names}"
+            )
+        if self.publishes:
+            lines.append("publish bucket  lane  for stages")
+        for number, publish in enumerate(self.publishes):
+            hop = buckets[publish.bucket].route[publish.hop]
+            readers = ", ".join(map(str, publish.readers))
+            lines.append(
+                f"{number:<8}{publish.bucket:<8}{publish.lane:<6}{readers:<18}back along {hop}"
             )
         return "\n".join(lines)
 
@@ -200,11 +279,15 @@ def make_plans(
     digest = hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest()
     plans: dict[int, Plan] = {}
     for rank in topology.ranks if ranks is None else ranks:
-        mine = _localised(buckets, routes[rank])
+        view, mine = topology.at(rank), _localised(buckets, routes[rank])
+        trained = [r for r in manifest.records(view) if r.requires_grad]
         plans[rank] = Plan(
             rank=rank,
             buckets=mine,
             launches=_launches(mine, rank, lanes),
+            publishes=_publishes(mine, view, lanes),
+            shares=tuple(_shares(trained, mine, routes[rank], rank)),
+            trained_numel=sum(r.numel for r in trained),
             routes=tuple(routes[rank].items()),
             packs=_localised(packs, routes[rank]),
             groups=groups,
@@ -234,7 +317,8 @@ class _Kind:
     @property
     def key(self) -> tuple[object, ...]:
         """The bucket key. Route as mesh axes, not ranks; holders as stages."""
-        dtypes = (str(self.dtype), str(self.wire_dtype))
+        back = str(self.record.dtype) if any(hop.mirrored for hop in self.route) else ""
+        dtypes = (str(self.dtype), str(self.wire_dtype), back)
         return (self.ready, self.record.holders, signature(self.route), dtypes)
 
 
@@ -262,9 +346,14 @@ def _cut(family: Iterable[_Kind], capacity_bytes: int) -> Iterable[list[_Kind]]:
     yield cut
 
 
-def _aligned(numel: int, dtype: torch.dtype) -> int:
-    step = max(1, _ALIGN_BYTES // dtype.itemsize)
+def _aligned(numel: int, dtype: torch.dtype, num_rows: int = 1) -> int:
+    step = max(1, _ALIGN_BYTES // dtype.itemsize) * num_rows
     return -(-numel // step) * step
+
+
+def _num_rows(route: Route) -> int:
+    """Returns into how many rows a route cuts a bucket."""
+    return math.prod(len(hop.ranks) for hop in route if hop.placement is Placement.SHARD)
 
 
 def _bucket(index: int, cut: Sequence[_Kind], manifest: Manifest) -> Bucket:
@@ -279,9 +368,10 @@ def _bucket(index: int, cut: Sequence[_Kind], manifest: Manifest) -> Bucket:
         holders=first.record.holders,
         dtype=first.dtype,
         wire_dtype=first.wire_dtype,
+        parameter_dtype=first.record.dtype,
         route=first.route,
         slots=tuple(slots),
-        payload_numel=offset,
+        payload_numel=_aligned(offset, first.wire_dtype, _num_rows(first.route)),
     )
 
 
@@ -319,6 +409,54 @@ def _launches(buckets: Iterable[Bucket], rank: int, lanes: int) -> tuple[Launch,
         for hop in range(hops_taken(bucket.route, rank))
     ]
     return tuple(sorted(launches, key=lambda x: (x.ready, x.hop, x.bucket)))
+
+
+def _publishes(buckets: Iterable[Bucket], view: Topology, lanes: int) -> tuple[Publish, ...]:
+    """Orders what moves back to or from a rank, by first use. See [Note: order of publishes]."""
+    found = []
+    for bucket in buckets:
+        for number, hop in enumerate(bucket.route[: hops_taken(bucket.route, view.rank)]):
+            if hop.mirrored:
+                is_owned = hop.placement is Placement.OWNER
+                readers = _held(bucket, hop.ranks[1:] if is_owned else hop.ranks, view)
+                use = max(min(readers), min(_held(bucket, hop.ranks[:1], view)) if is_owned else 0)
+                found.append(Publish(bucket.index, number, bucket.index % lanes, use, readers))
+    return tuple(sorted(found, key=lambda x: (x.use, -x.hop, x.bucket)))
+
+
+def _held(bucket: Bucket, ranks: Sequence[int], view: Topology) -> tuple[int, ...]:
+    """Returns the holder stages of a bucket that are on `ranks`."""
+    places = {view.at(rank).coordinate(view.pipeline) for rank in ranks}
+    return tuple(s for s in bucket.holders if view.stage_to_rank[s] in places)
+
+
+# [Note: order of publishes] All that is published leaves at one point, when all gradients are
+# there, and no rank waits for another's compute in it. So as long as all ranks sort by the same
+# key it ends; by first use, so that the stages whose forwards come first wait least. Along a
+# bucket's route it goes backwards, whatever the stages: the owner gathers rows, then passes on.
+
+
+def _shares(
+    records: Iterable[ParameterRecord],
+    buckets: Sequence[Bucket],
+    routes: Mapping[str, Route],
+    rank: int,
+) -> Iterator[Share]:
+    """Yields what a rank's optimizer steps."""
+    places = {slot.key: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+    for record in records:
+        route = routes.get(record.key, ())
+        if not has_result(route, rank):
+            continue
+        if _num_rows(route) == 1:
+            yield Share(record.key, 0, record.numel, sharded=False)
+            continue
+        bucket, slot = places[record.key]
+        region = bucket.region(rank, len(route))
+        begin = max(region.start - slot.offset, 0)
+        end = min(region.stop - slot.offset, slot.numel)
+        if begin < end:
+            yield Share(record.key, begin, end, sharded=True)
 
 
 # [Note: order of collectives] All ranks sort by the same key, and each issues its own part of that

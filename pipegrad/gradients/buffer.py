@@ -67,6 +67,7 @@ class BucketBuffer(FlatBuffer):
     """The flat buffer of one bucket, views of its slots, and what has been written into it.
 
     Allocated once and kept: ``(numel,)`` of the wire dtype, slots first, then one flag a slot.
+    As a route cuts it, the flags move: see [Note: rows].
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -74,7 +75,8 @@ class BucketBuffer(FlatBuffer):
         self.bucket = bucket
         # .data gives each view a version counter of its own, which tells who was written to.
         self.views = {slot.key: self._view(slot).data for slot in bucket.slots}
-        self._flag_index = {s.key: bucket.payload_numel + i for i, s in enumerate(bucket.slots)}
+        self._flag_index = {slot.key: index for index, slot in enumerate(bucket.slots)}
+        self._flags = self.buffer[bucket.payload_numel :]  # where they are now
         self._ready: dict[str, GradientReady] = {}
 
     def reset(self, keys: Sequence[str]) -> None:
@@ -89,7 +91,8 @@ class BucketBuffer(FlatBuffer):
         else:
             for key in keys:
                 self.views[key].zero_()
-        self.buffer[self.bucket.payload_numel :].fill_(1)
+        self._flags = self.buffer[self.bucket.payload_numel :]
+        self._flags.fill_(1)
         self._ready.clear()
         self.release(RESET)
 
@@ -107,7 +110,7 @@ class BucketBuffer(FlatBuffer):
         elif gradient is not view:
             view.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
         if not contributed:
-            self.buffer[self._flag_index[key]].zero_()
+            self._flags[self._flag_index[key]].zero_()
         self._ready[key] = GradientReady(key, contributed, self.written(WRITTEN))
         return len(self._ready) == len(self.views)
 
@@ -119,7 +122,19 @@ class BucketBuffer(FlatBuffer):
         """Whether any rank did. Blocks the host only where this rank itself did not."""
         if self._ready[key].contributed:
             return True
-        return bool(self.buffer[self._flag_index[key]].item())
+        return bool(self._flags[self._flag_index[key]].item())
+
+    def row(self, key: str, begin: int, end: int) -> torch.Tensor:
+        """Returns elements of a slot, flat, as they lie in memory."""
+        offset = self.views[key].storage_offset()
+        return self.buffer[offset + begin : offset + end]
+
+    def cut(self, rank: int, num_hops: int) -> torch.Tensor:
+        """Goes on with what `rank` has left after so many hops: payload and flags, flat."""
+        region = self.bucket.region(rank, num_hops)
+        end = region.stop + len(self.views)
+        self._flags = self.buffer[region.stop : end]
+        return self.buffer[region.start : end]
 
     def _view(self, slot: Slot) -> torch.Tensor:
         return self.buffer.as_strided(slot.shape, slot.stride, slot.offset)

@@ -164,6 +164,11 @@ class Manifest:
                 found.setdefault(record.key, record)
         return tuple(found.values())
 
+    @property
+    def parameters(self) -> tuple[ParameterRecord, ...]:
+        """One record a parameter, of all stages, seen from its lowest holder."""
+        return tuple({r.key: r for r in reversed(self._records.values())}.values())[::-1]
+
     def places(self, key: str) -> tuple[Place, ...]:
         """Returns where the parameter `key` lives, by stage."""
         return self._places[key]

@@ -13,7 +13,9 @@ from torch.utils.weak import TensorWeakRef
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradientAccessor
 from pipegrad.gradients.buffer import BucketBuffer
-from pipegrad.handler import ParameterRecord
+from pipegrad.gradients.mirror import ParameterBuffer
+from pipegrad.gradients.stepped import StandIn
+from pipegrad.handler import ParameterRecord, Placement
 
 
 class Traits(NamedTuple):
@@ -39,9 +41,12 @@ class LiveParameter:
         homes: Local stage -> the module it is in, and its full name there; all one object.
         accessor: Where its gradient lives.
         buffer: Its bucket's buffer; None if nobody reduces it.
+        has_result: Whether this rank has its reduced gradient, or a row of it.
+        mirrored: Where it lies, if it may come from other ranks.
 
     Attributes:
         live: The tensor that this step began with.
+        stand_in: What the optimizer steps in its place.
     """
 
     def __init__(
@@ -50,10 +55,16 @@ class LiveParameter:
         homes: Mapping[int, tuple[nn.Module, str]],
         accessor: GradientAccessor,
         buffer: BucketBuffer | None,
+        *,
+        has_result: bool = True,
+        mirrored: ParameterBuffer | None = None,
     ) -> None:
         self.record = record
         self.stages = frozenset(homes)
         self.buffer = buffer
+        self.mirrored = mirrored
+        self.stand_in: StandIn | None = None
+        self._has_result = has_result
         self.early: bool | None = None
         self.final = False
         self.contributed = False
@@ -64,6 +75,9 @@ class LiveParameter:
         self._homes = list(homes.values())
         self.live = self.parameter
         self._agreed = self._traits(self.live)
+        self._is_row = mirrored is not None and any(
+            hop.placement is Placement.SHARD for hop in mirrored.bucket.route
+        )
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
         self._zeroed_version: int | None = None
@@ -86,6 +100,29 @@ class LiveParameter:
     def gradient(self) -> torch.Tensor | None:
         """The gradient of the parameter that this step began with, wherever it lives."""
         return self._accessor.read(self.live)
+
+    @property
+    def stepped(self) -> nn.Parameter | None:
+        """What this rank's optimizer steps: none, where another rank does, or it is frozen."""
+        if self.stand_in is not None:
+            return self.stand_in.tensor
+        whole = self._has_result and not self._is_row and self.record.requires_grad
+        return self.parameter if whole else None
+
+    @property
+    def stepped_gradient(self) -> torch.Tensor | None:
+        """The gradient of what this rank's optimizer steps."""
+        return self.gradient if self.stand_in is None else self.stand_in.tensor.grad
+
+    def settle(self) -> None:
+        """Puts the parameter where it may come from other ranks; what stands in has its values."""
+        if self.mirrored is not None:
+            self.mirrored.adopt(self.record.key, self.parameter)
+        if self.stand_in is not None:
+            share, whole = self.stand_in.share, self.parameter.data
+            if share.sharded and self.mirrored is not None:
+                whole = self.mirrored.row(share.key, share.begin, share.end)
+            self.stand_in.stand_for(whole)
 
     def watch(self, on_accumulated: Callable[[LiveParameter], None]) -> None:
         """Calls `on_accumulated` whenever autograd has accumulated into the live parameter."""
@@ -117,6 +154,12 @@ class LiveParameter:
                     f"{self.record.key!r} was one parameter on stages {sorted(self.stages)}, now "
                     f"{name!r} is another: make them one again"
                 )
+        home = parameter if self.mirrored is None else self.mirrored.views[self.record.key]
+        if home.data_ptr() != parameter.data_ptr():
+            raise StepError(
+                f"the memory of {self.record.key!r} was replaced, and what other ranks step of it "
+                f"would not arrive there: call sync.synchronize_parameters() on all ranks"
+            )
         gradient = self.gradient
         if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
             return
@@ -170,19 +213,33 @@ class LiveParameter:
         copied = False
         if self.buffer is not None:
             result = self.buffer.views[self.record.key]
-            if not self.buffer.anybody_contributed(self.record.key):
+            has_any = self._has_result and self.buffer.anybody_contributed(self.record.key)
+            if self._is_row:
+                self._hand_over(self.buffer if has_any else None)
+            elif not has_any:
                 self._accessor.write(self.live, None)
             elif self.view is None:
                 self._copy_back(result)
                 copied = True
             elif self.gradient is not result:
                 self._accessor.write(self.live, result)
+        if self.stand_in is not None and not self._is_row:
+            self.stand_in.take(self.gradient)
+            self._accessor.write(self.live, None)
         self.mark_reduced()
         if self.firings > 1:  # e.g. reentrant checkpointing: each firing is only a part
             self.early = False
         elif self.early is None and self.firings == 1:
             self.early = True
         return copied
+
+    def _hand_over(self, buffer: BucketBuffer | None) -> None:
+        """Leaves the gradient to the row that stands in for this parameter, if there is one."""
+        self._accessor.write(self.live, None)
+        if self.stand_in is not None:
+            share = self.stand_in.share
+            row = None if buffer is None else buffer.row(share.key, share.begin, share.end)
+            self.stand_in.take(row)
 
     def mark_reduced(self) -> None:
         """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""

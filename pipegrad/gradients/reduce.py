@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch.profiler import record_function
 
 from pipegrad.agreement import FailureNotice
-from pipegrad.errors import PlanError, ReduceError
-from pipegrad.gradients import order
-from pipegrad.gradients.bucket import Plan
+from pipegrad.errors import ReduceError
+from pipegrad.gradients import collective, order
+from pipegrad.gradients.bucket import Launch, Plan
 from pipegrad.gradients.buffer import BucketBuffer
 from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.lane import Lane
-from pipegrad.gradients.route import RouteHop
+from pipegrad.gradients.lane import Lane, Task, Ticket
+from pipegrad.gradients.placement import HopBucket
 from pipegrad.handler import GradientHandler, Placement
 
 _POLL_SECONDS = 0.2
@@ -56,8 +56,13 @@ class Reducer:
         ]
         self._groups = groups
         self._handlers = handlers
-        self._notice = notice
+        self._rank = plan.rank
+        self.notice = notice
         self._lock = threading.Lock()
+        self._flat = {launch: self._hop_bucket(launch) for launch in plan.launches}
+        # Owners have memory for what comes from behind, and post its receive before it is needed.
+        self._expecting = [x for x in plan.launches if self._is_behind(x)]
+        self._inboxes = {x: torch.empty_like(self._flat[x].buffer) for x in self._expecting}
         self._complete: set[int] = set()
         self._next = [0] * lanes
         self.num_launched = 0
@@ -67,6 +72,8 @@ class Reducer:
         self._complete.clear()
         self._next = [0] * len(self._lanes)
         self.num_launched = 0
+        for launch in self._expecting:
+            self._lanes[launch.lane].submit(partial(self._expect, launch), ())
 
     def announce(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> None:
         """Takes a final gradient, and launches whatever is due because of it.
@@ -87,25 +94,46 @@ class Reducer:
         while self._next[lane] < len(queue) and queue[self._next[lane]].bucket in self._complete:
             launch = queue[self._next[lane]]
             buffer = self.buffers[launch.bucket]
-            task = partial(self._reduce, buffer, buffer.bucket.route[launch.hop], lane)
             self._next[lane] += 1
             self.num_launched += 1
-            self._lanes[lane].submit(task, buffer.producers())
+            self._lanes[lane].submit(partial(self._reduce, launch), buffer.producers())
 
-    def _reduce(self, buffer: BucketBuffer, hop: RouteHop, lane: int) -> None:
+    def _is_behind(self, launch: Launch) -> bool:
+        """Whether another rank passes its part of a sum to this one."""
+        hop = self.buffers[launch.bucket].bucket.route[launch.hop]
+        return hop.placement is Placement.OWNER and self._rank != hop.ranks[-1]
+
+    def _hop_bucket(self, launch: Launch) -> HopBucket:
+        buffer = self.buffers[launch.bucket]
+        return HopBucket(buffer.cut(self._rank, launch.hop), len(buffer.views))
+
+    def _expect(self, launch: Launch) -> None:
+        """Posts the receive of what comes from behind, unless it still is. On a lane."""
+        if self._flat[launch].arriving is None:
+            hop = self.buffers[launch.bucket].bucket.route[launch.hop]
+            group = self._groups.of(hop.ranks, launch.lane)
+            inbox = self._inboxes[launch]
+            self._flat[launch].arriving = collective.expect_from_behind(inbox, group)
+
+    def _reduce(self, launch: Launch) -> None:
         """Runs one collective. On a lane."""
+        buffer = self.buffers[launch.bucket]
+        hop = buffer.bucket.route[launch.hop]
         try:
-            group = self._groups.of(hop.ranks, lane)
+            group = self._groups.of(hop.ranks, launch.lane)
+            flat = self._flat[launch]
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
-                COLLECTIVE(self._handlers[hop.handler].launch(buffer, hop, group))
+                COLLECTIVE(self._handlers[hop.handler].launch(flat, hop, group))
+            flat.arriving = None
+            rest = buffer.cut(self._rank, launch.hop + 1)
             if hop.op == "mean":
-                buffer.buffer.div_(len(hop.ranks))
+                rest.div_(len(hop.ranks))
         except Exception as error:
             message = (
                 f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {hop} over ranks "
                 f"{list(hop.ranks)} by handler {hop.handler!r} failed: {error}"
             )
-            raise ReduceError(self._notice.post(message)) from error
+            raise ReduceError(self.notice.post(message)) from error
 
     def close(self) -> None:
         """Ends the lanes' threads."""
@@ -126,20 +154,24 @@ class Reducer:
                 self._raise_peer_failure()
         return time.perf_counter() - start
 
+    def submit(self, lane: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
+        """Has a lane do something, behind all that it has to do; as `Lane.submit`."""
+        return self._lanes[lane].submit(task, after)
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Waits for one thing that was submitted.
+
+        Sync: as `wait`.
+
+        Raises:
+            ReduceError: As `wait` does.
+        """
+        while not ticket.wait(_POLL_SECONDS):
+            self._raise_peer_failure()
+
     def _raise_peer_failure(self) -> None:
-        message = self._notice.read()
+        message = self.notice.read()
         if message is not None:
             raise ReduceError(
                 f"a step failed on another rank, so its collectives never end: {message}"
             )
-
-
-def check_executable(plan: Plan) -> None:
-    """Refuses a plan with placements that a `Reducer` cannot run."""
-    for key, route in plan.routes:
-        for hop in route:
-            if hop.placement is not Placement.REPLICATE:
-                raise PlanError(
-                    f"handler {hop.handler!r} places {key!r} by {hop.placement.name}: this can be "
-                    f"planned, but only REPLICATE can be run yet"
-                )

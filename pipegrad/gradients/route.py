@@ -41,6 +41,11 @@ class RouteHop:
         """What this hop is, whichever copy of the group one looks at."""
         return (self.axes, self.op, self.placement.value, self.handler)
 
+    @property
+    def mirrored(self) -> bool:
+        """Whether updated parameters come back along it."""
+        return self.placement is not Placement.REPLICATE
+
     def spans(self, axis: str) -> bool:
         """Whether it goes along this mesh dimension; unknown, so False, for ``"ranks[..]"``."""
         return axis in {part.partition("[")[0] for part in self.axes.split("+")}
@@ -148,6 +153,16 @@ def hops_taken(route: Route, rank: int) -> int:
         if hop.placement is Placement.OWNER and rank != hop.ranks[0]:
             return index + 1
     return len(route)
+
+
+def has_result(route: Route, rank: int) -> bool:
+    """Whether `rank` has what a route makes, or a row of it: OWNER leaves it to the owner."""
+    return all(rank == h.ranks[0] for h in route if h.placement is Placement.OWNER)
+
+
+def is_counted(route: Route, rank: int) -> bool:
+    """Whether `rank` is the one whose result counts, of those that have the same."""
+    return all(rank == h.ranks[0] for h in route if h.placement is not Placement.SHARD)
 
 
 def _check_members(routes: Routes) -> None:

@@ -1,14 +1,17 @@
 """GradientSync: the page to read first. Discover, agree and plan once; launch and finish each step.
 
 sync = GradientSync({0: module}, topology, shared=find_shared(model), handlers=[...])
+optimizer = AdamW(sync.optimizer_parameters())
 for batch in data:
-sync.prepare()              # gradients accumulate into the buckets from here on
-...                         # forward and backward of every microbatch
-sync.stage_final(0)         # stage 0's gradients are final: its buckets leave
-sync.finish()               # every gradient is in place
-sync.clip_grad_norm_(1.0)
-optimizer.step()
-optimizer.zero_grad()
+    sync.prepare()              # gradients accumulate into the buckets from here on
+    sync.stage_first_use(0)     # what other ranks stepped of stage 0 is here
+    ...                         # forward and backward of every microbatch
+    sync.stage_final(0)         # stage 0's gradients are final: its buckets leave
+    sync.finish()               # every gradient is in place
+    sync.clip_grad_norm_(1.0)
+    optimizer.step()
+    sync.publish()              # what this rank stepped leaves for those who hold it too
+    optimizer.zero_grad()
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch import nn
 from pipegrad.agreement import FailureNotice, agree
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.bucket import Plan, make_plans
+from pipegrad.gradients.bucket import Plan, Share, make_plans
 from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.groups import Groups
@@ -42,9 +45,11 @@ from pipegrad.gradients.manifest import (
     merge,
     same,
 )
+from pipegrad.gradients.mirror import Mirror
 from pipegrad.gradients.norm import clip_, global_norm
 from pipegrad.gradients.parameter import LiveParameter
-from pipegrad.gradients.reduce import Reducer, check_executable
+from pipegrad.gradients.reduce import Reducer
+from pipegrad.gradients.route import has_result, is_counted
 from pipegrad.gradients.shared import (
     Shared,
     declared,
@@ -53,7 +58,15 @@ from pipegrad.gradients.shared import (
     refuse_likely_ties,
     unwrapped,
 )
-from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
+from pipegrad.gradients.stepped import (
+    GroupOf,
+    StandIn,
+    Stepped,
+    grouped,
+    refuse_unless_elementwise,
+    watch_optimizers,
+)
+from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord, Placement
 from pipegrad.handler import handlers as registry
 from pipegrad.topology import Topology
 
@@ -95,6 +108,9 @@ class GradientSync:
         handlers: Names, tables of name and options, classes or instances.
         bucket_bytes: Wire bytes at which a bucket is closed.
         reduce_dtype: dtype on the wire; each gradient's own if None, which saves all copies.
+        stored_dtype: dtype of what the optimizer steps, and of its state, where it is not a
+            parameter's own: float32 gives parameters of lower precision a master copy of what this
+            rank steps of them. Each parameter's own if None: then nothing is copied.
         lanes: Side streams (on CPU threads), each with communicators of its own.
         allow_unsynced: Shell-style patterns of names or keys of ties that may drift apart.
         stage_ticks: For each stage when it is final, in any unit; orders the collectives. By
@@ -124,6 +140,7 @@ class GradientSync:
         handlers: Sequence[HandlerSpec],
         bucket_bytes: int = 25 * 2**20,
         reduce_dtype: torch.dtype | None = None,
+        stored_dtype: torch.dtype | None = None,
         lanes: int = 2,
         allow_unsynced: Sequence[str] = (),
         stage_ticks: Sequence[int] | None = None,
@@ -142,13 +159,15 @@ class GradientSync:
             "shared_ticks": shared_ticks and list(shared_ticks),
         }
 
-        describe = partial(self._describe, modules, shared, handlers, options)
+        settings = {**options, "stored_dtype": stored_dtype}
+        describe = partial(self._describe, modules, shared, handlers, settings)
         ranks = sorted(topology.ranks)
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in told]
         self.manifest: Manifest = merge(manifests, topology, self._ties)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
         self._planner: Callable[..., dict[int, Plan]] = partial(make_plans, **options)
+        self._stored_dtype = stored_dtype
         self._agree_on_plan(agree_seconds)
         self._device = device_of(modules, manifests)
         notice = FailureNotice(str(max(number for number, _ in told)))
@@ -164,6 +183,9 @@ class GradientSync:
             notice=notice,
             device=self._device,
         )
+        self._mirror = Mirror(
+            self.plan, reducer=self._reducer, groups=self._groups, device=self._device
+        )
         self._find_parameters(modules)
         self._statistics = Statistics()
         self._divisor = 1.0
@@ -172,7 +194,10 @@ class GradientSync:
         self._last_backwards: set[int] = set()
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
+        self._asked = False  # for what the optimizer is to step
         self.synchronize_parameters()
+        rows = [s.tensor for s in self._stand_ins if s.share.sharded]
+        self._watch = watch_optimizers(rows)
 
     # The verbs of a step, in order.
 
@@ -188,12 +213,16 @@ class GradientSync:
 
         Raises:
             StepError: If a gradient still is the reduced one of the step before, if a parameter is
-                no longer what the ranks agreed on, or if this step's gradients are leaving.
+                no longer what the ranks agreed on, if one was changed behind `publish`, or if this
+                step's gradients are leaving.
             ReduceError: If an earlier step failed in a lane: its communicators are out of step.
         """
         self._failed.refuse()
         if self._open and any(p.final for p in self._parameters.values()):
             raise StepError("prepare() inside a step whose gradients are leaving: call finish()")
+        if self._mirror.is_due:
+            self.publish()
+        self._mirror.check_published()
         for parameter in self._parameters.values():
             parameter.refresh()
         self._failed.begin()  # not before: a rank may be refused, and try again
@@ -301,6 +330,7 @@ class GradientSync:
         for buffer in self._reducer.buffers.values():
             buffer.release(RELEASED)
         self._open = False
+        self._mirror.is_due = self._moves
         self._failed.end()
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
@@ -347,9 +377,9 @@ class GradientSync:
 
         An infinite `max_norm` measures and scales nothing.
 
-        A parameter counts once, however many ranks hold it, if its copies are reduced over those
-        ranks; one that no handler reduces counts on every rank that holds it. The norm, and so the
-        factor, has the same bits on all ranks: every rank must call this.
+        A parameter counts once, however many ranks hold it or rows of it, if its copies are reduced
+        over those ranks; one that no handler reduces counts on every rank that holds it. The norm,
+        and so the factor, has the same bits on all ranks: every rank must call this.
 
         Returns:
             The norm before clipping, an fp32 scalar.
@@ -357,33 +387,117 @@ class GradientSync:
         Sync: on the current stream; one scalar all-reduce over all ranks.
         """
         self._check_closed("clip_grad_norm_")
-        parameters = [p for p in self._parameters.values() if p.gradient is not None]
+        found = {key: p.stepped_gradient for key, p in self._parameters.items()}
+        gradients = {key: gradient for key, gradient in found.items() if gradient is not None}
         routes = dict(self.plan.routes)
         rank = self.topology.rank
-        counted = [
-            p.gradient
-            for p in parameters
-            if all(rank == hop.ranks[0] for hop in routes.get(p.record.key, ()))
-        ]
         norm = global_norm(
-            [g for g in counted if g is not None],
+            [g for key, g in gradients.items() if is_counted(routes.get(key, ()), rank)],
             norm_type,
             group=self._groups.world,
             device=self._device,
         )
         if not math.isinf(max_norm):
-            clip_([p.gradient for p in parameters if p.gradient is not None], norm, max_norm)
-            for parameter in parameters:
-                parameter.mark_reduced()
+            clip_(list(gradients.values()), norm, max_norm)
+            for key in gradients:
+                self._parameters[key].mark_reduced()
         return norm
+
+    def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
+        """Returns parameter groups of what this rank steps, for any optimizer's constructor.
+
+        With REPLICATE that is the parameter itself; with OWNER likewise, on the owner; with SHARD a
+        flat row of it, for an optimizer that looks at each element by itself. All ranks get the
+        same groups, of which some may be empty: make an optimizer on every rank.
+
+        Args:
+            group_of: Record -> the options of its parameter group; records with equal options are
+                in one group. By default one group has all.
+        """
+        self._asked = True
+        trained = [r for r in self.manifest.parameters if r.requires_grad]
+        return grouped(trained, self.stepped(), group_of)
+
+    def stepped(self) -> tuple[Stepped, ...]:
+        """Returns what this rank's optimizer steps, by stage and position."""
+        return tuple(
+            Stepped(self._parameters[share.key].record, tensor, share.begin)
+            for share in self.plan.shares
+            if (tensor := self._parameters[share.key].stepped) is not None
+        )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | type) -> None:
+        """Refuses an optimizer that cannot step rows of parameters, if that is what it would get.
+
+        Any optimizer is checked in its first step; this is to know it before.
+
+        Raises:
+            PlanError: Names it, and those that can be taken.
+        """
+        if any(h.placement is Placement.SHARD for _, route in self.plan.routes for h in route):
+            refuse_unless_elementwise(optimizer)
+
+    # Parameters that come back, and replicas.
+
+    def publish(self) -> None:
+        """Sends what the optimizer has stepped to all that hold it; call it after its step.
+
+        It returns at once: what moves arrives under the next step's forward, and is waited for at
+        its first use. Where no placement moves anything this does nothing. If it is not called, the
+        next verb that reads parameters does; every rank must call the same.
+
+        Sync: behind all that the current stream has done; on the lanes.
+
+        Raises:
+            StepError: Inside a step, or if the optimizer was not given `optimizer_parameters`.
+        """
+        self._check_closed("publish")
+        if self._moves and not self._asked:
+            raise StepError(
+                "some gradients live on other ranks, in rows or in another dtype, and nobody has "
+                "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
+                "not module.parameters()"
+            )
+        parameters = self._parameters.items()
+        stepped = {key: p.stepped for key, p in parameters if p.mirrored is not None}
+        self._mirror.publish(self._stand_ins, stepped)
+
+    def stage_first_use(self, stage: int) -> None:
+        """Waits for the parameters of `stage` that other ranks have published.
+
+        Call it before the stage's first forward of a step, or of an evaluation.
+
+        Sync: afterwards the current stream may read them; where collectives block the host, so
+        does this.
+
+        Raises:
+            ReduceError: If a movement failed, on every rank that waits for it.
+        """
+        self._mirror.first_use(stage)
+
+    def wait_parameters(self) -> None:
+        """Waits for all parameters of this rank: call it before reading or saving them.
+
+        Sync: as `stage_first_use`; every rank must call it.
+        """
+        self._check_closed("wait_parameters")
+        if self._mirror.is_due:
+            self.publish()
+        self._mirror.wait()
 
     def synchronize_parameters(self) -> None:
         """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.
 
+        What the optimizer steps in their place takes their values.
+
         Sync: on the current stream; every rank must call it, outside of a step.
         """
         self._check_closed("synchronize_parameters")
+        self._mirror.wait()
         make_equal(self.plan.packs, self._lookup, self._groups, self._device)
+        for parameter in self._parameters.values():
+            parameter.settle()
+        self._mirror.forget()
 
     def check_replicas(self) -> None:
         """Raises on every rank if copies of a parameter differ in a single bit.
@@ -395,6 +509,7 @@ class GradientSync:
             DriftError: Names parameters and ranks.
         """
         self._check_closed("check_replicas")
+        self.wait_parameters()
         ranks = self.topology.ranks
         refuse_drift(self.plan.packs, self._lookup, self._groups, self._device, ranks)
 
@@ -421,7 +536,13 @@ class GradientSync:
         return self._statistics
 
     def close(self) -> None:
-        """Ends the lanes' threads and destroys their process groups; every rank must call it."""
+        """Ends the lanes' threads and destroys their process groups; every rank must call it.
+
+        Parameters that are on their way arrive before, unless a step has failed.
+        """
+        if not self._open and not self._failed.are_final:
+            self.wait_parameters()
+        self._watch.remove()
         self._reducer.close()
         self._groups.close()
 
@@ -465,6 +586,11 @@ class GradientSync:
             raise StepError(
                 f"stage {stage} cannot become final outside a step: call prepare() first"
             )
+        if stage in self._mirror.coming:
+            raise StepError(
+                f"stage {stage} has computed while its parameters were on their way: call "
+                f"stage_first_use({stage}) before its first forward"
+            )
 
     def _describe(
         self,
@@ -502,7 +628,6 @@ class GradientSync:
         def plan() -> str:
             rank = self.topology.rank
             self.plan: Plan = self.plans([rank])[rank]
-            check_executable(self.plan)
             return self.plan.digest
 
         ranks = sorted(self.topology.ranks)
@@ -510,6 +635,7 @@ class GradientSync:
         same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
 
     def _find_parameters(self, modules: Mapping[int, nn.Module]) -> None:
+        routes = dict(self.plan.routes)
         homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
         self._parameters = {
             record.key: LiveParameter(
@@ -517,9 +643,15 @@ class GradientSync:
                 {p[0]: homes[p] for p in self.manifest.places(record.key) if p[0] in modules},
                 self._accessor,
                 self._reducer.buffer_of.get(record.key),
+                has_result=has_result(routes.get(record.key, ()), self.topology.rank),
+                mirrored=self._mirror.buffer_of.get(record.key),
             )
             for record in self.records()
         }
+        for share in self.plan.shares:
+            self._parameters[share.key].stand_in = self._stand_in(share)
+        self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
+        self._moves = bool(self.plan.publishes or self._stand_ins)
         wrapped = dict(self.manifest.wrappers)
         for parameter in self._parameters.values():
             if not parameter.stages.isdisjoint(wrapped):
@@ -528,3 +660,12 @@ class GradientSync:
         for parameter in reversed(self._parameters.values()):
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
+
+    def _stand_in(self, share: Share) -> StandIn | None:
+        """Returns what the optimizer steps in a parameter's place; None if it steps that."""
+        dtype = self._parameters[share.key].record.dtype
+        stored = self._stored_dtype if dtype.is_floating_point else None
+        if stored in (None, dtype) and not share.sharded:
+            return None
+        gradient_dtype = self.manifest.entries(share.key)[0].gradient_dtype
+        return StandIn(share, stored or dtype, gradient_dtype)

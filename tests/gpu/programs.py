@@ -29,6 +29,7 @@ BUCKET = Bucket(
     holders=(0,),
     dtype=F32,
     wire_dtype=F32,
+    parameter_dtype=F32,
     route=(),
     slots=(Slot("a", 0, (NUMEL,), (1,)), Slot("b", NUMEL, (NUMEL,), (1,))),
     payload_numel=2 * NUMEL,

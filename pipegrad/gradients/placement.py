@@ -1,0 +1,92 @@
+"""What each placement is: how gradients are reduced to it, and how parameters come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from pipegrad.gradients import collective
+from pipegrad.handler import Hop, Placement, Work
+
+
+class Done:
+    """Work that is over."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class HopBucket:
+    """The part of a bucket that a hop reduces: what handlers launch.
+
+    Args:
+        buffer: Payload, then one flag a slot; flat.
+        num_flags: How many.
+
+    Attributes:
+        arriving: With OWNER, what comes from the rank behind in this step.
+    """
+
+    def __init__(self, buffer: torch.Tensor, num_flags: int) -> None:
+        self.buffer = buffer
+        self.num_flags = num_flags
+        self.arriving: collective.Arriving | None = None
+
+    def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        """Sums over `group` as the reduction's placement says.
+
+        Sync: on a lane. With SHARD this rank's row is summed, and the flags behind it.
+        """
+        return _REDUCE[reduction.placement](self, group)
+
+
+def _replicate(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
+    work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
+    return work
+
+
+def _give_to_owner(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
+    collective.pass_down(bucket.buffer, bucket.arriving, group)
+    return Done()
+
+
+def _shard(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
+    numel = bucket.buffer.numel() - bucket.num_flags
+    payload, flags = bucket.buffer[:numel], bucket.buffer[numel:]
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = payload.view(size, -1)
+    collective.reduce_scatter(rows[me], rows.unbind(), group, common=flags)
+    if me + 1 < size:  # over the row behind this one, which is with its rank by now
+        behind = (me + 1) * rows.shape[1]
+        payload[behind : behind + bucket.num_flags].copy_(flags)
+    return Done()
+
+
+def bring_back(parameters: torch.Tensor, placement: Placement, group: dist.ProcessGroup) -> None:
+    """Moves updated parameters back along a hop.
+
+    Args:
+        parameters: The part of a bucket that the hop reduced the gradients of, ``(numel,)``.
+        placement: The hop's.
+        group: Its communicator.
+
+    Sync: on a lane.
+    """
+    _BRING_BACK[placement](parameters, group)
+
+
+def _gather(parameters: torch.Tensor, group: dist.ProcessGroup) -> None:
+    collective.all_gather(parameters.view(dist.get_world_size(group), -1).unbind(), group)
+
+
+_REDUCE: Mapping[Placement, Callable[[HopBucket, dist.ProcessGroup], Work]] = {
+    Placement.REPLICATE: _replicate,
+    Placement.OWNER: _give_to_owner,
+    Placement.SHARD: _shard,
+}
+_BRING_BACK: Mapping[Placement, Callable[[torch.Tensor, dist.ProcessGroup], None]] = {
+    Placement.OWNER: collective.pass_up,
+    Placement.SHARD: _gather,
+}
