@@ -12,6 +12,7 @@ import torch
 
 from pipegrad.gradients.route import (
     Route,
+    RouteHop,
     Routes,
     has_result,
     hops_taken,
@@ -185,6 +186,12 @@ class Plan:
         return sum(buckets[launch.bucket].nbytes(launch.hop) for launch in self.launches)
 
     @property
+    def chains(self) -> frozenset[tuple[int, ...]]:
+        """Ranks that hand gradients down to an owner, and its parameters up."""
+        hops = [hop for _, route in self.routes for hop in route]
+        return frozenset(hop.ranks for hop in hops if hop.placement is Placement.OWNER)
+
+    @property
     def stepped_numel(self) -> int:
         """Elements that this rank's optimizer steps, and keeps state of."""
         return sum(share.end - share.begin for share in self.shares)
@@ -285,7 +292,7 @@ def make_plans(
             rank=rank,
             buckets=mine,
             launches=_launches(mine, rank, lanes),
-            publishes=_publishes(mine, view, lanes),
+            publishes=_publishes(mine, view, routes, lanes),
             shares=tuple(_shares(trained, mine, routes[rank], rank)),
             trained_numel=sum(r.numel for r in trained),
             routes=tuple(routes[rank].items()),
@@ -371,8 +378,15 @@ def _bucket(index: int, cut: Sequence[_Kind], manifest: Manifest) -> Bucket:
         parameter_dtype=first.record.dtype,
         route=first.route,
         slots=tuple(slots),
-        payload_numel=_aligned(offset, first.wire_dtype, _num_rows(first.route)),
+        payload_numel=_padded(offset, len(slots), first),
     )
+
+
+def _padded(numel: int, num_flags: int, kind: _Kind) -> int:
+    """Returns the elements of a payload, in rows of one size, none smaller than the flags."""
+    num_rows = _num_rows(kind.route)
+    behind = num_flags * num_rows if num_rows > 1 else 0
+    return _aligned(max(numel, behind), kind.wire_dtype, num_rows)
 
 
 def _common_stride(manifest: Manifest, record: ParameterRecord) -> tuple[int, ...]:
@@ -411,22 +425,36 @@ def _launches(buckets: Iterable[Bucket], rank: int, lanes: int) -> tuple[Launch,
     return tuple(sorted(launches, key=lambda x: (x.ready, x.hop, x.bucket)))
 
 
-def _publishes(buckets: Iterable[Bucket], view: Topology, lanes: int) -> tuple[Publish, ...]:
+def _publishes(
+    buckets: Iterable[Bucket], view: Topology, routes: Routes, lanes: int
+) -> tuple[Publish, ...]:
     """Orders what moves back to or from a rank, by first use. See [Note: order of publishes]."""
     found = []
     for bucket in buckets:
         for number, hop in enumerate(bucket.route[: hops_taken(bucket.route, view.rank)]):
             if hop.mirrored:
-                is_owned = hop.placement is Placement.OWNER
-                readers = _held(bucket, hop.ranks[1:] if is_owned else hop.ranks, view)
-                use = max(min(readers), min(_held(bucket, hop.ranks[:1], view)) if is_owned else 0)
+                use, readers = _use(bucket, number, view, routes), _readers(bucket, hop, view)
                 found.append(Publish(bucket.index, number, bucket.index % lanes, use, readers))
     return tuple(sorted(found, key=lambda x: (x.use, -x.hop, x.bucket)))
 
 
-def _held(bucket: Bucket, ranks: Sequence[int], view: Topology) -> tuple[int, ...]:
-    """Returns the holder stages of a bucket that are on `ranks`."""
-    places = {view.at(rank).coordinate(view.pipeline) for rank in ranks}
+def _use(bucket: Bucket, number: int, view: Topology, routes: Routes) -> int:
+    """Returns the first stage that waits for a hop's way back, or for one that comes before it."""
+    hop = bucket.route[number]
+    before = [
+        _use(theirs, later, view.at(rank), routes)
+        for rank in hop.ranks
+        for theirs in _localised([bucket], routes[rank])
+        for later in range(number + 1, hops_taken(theirs.route, rank))
+        if theirs.route[later].mirrored
+    ]
+    return max(min(_readers(bucket, hop, view)), *before, 0)
+
+
+def _readers(bucket: Bucket, hop: RouteHop, view: Topology) -> tuple[int, ...]:
+    """Returns the stages whose parameters come by the way back along a hop."""
+    taking = hop.ranks[1:] if hop.placement is Placement.OWNER else hop.ranks
+    places = {view.at(rank).coordinate(view.pipeline) for rank in taking}
     return tuple(s for s in bucket.holders if view.stage_to_rank[s] in places)
 
 

@@ -14,7 +14,9 @@ from pipegrad.handler import Work
 RECEIVED = order.WaitWork("collective.received", "a sum must not read what is still arriving")
 SENT = order.WaitWork("collective.sent", "who reuses the rows must not overwrite what is leaving")
 
-_TAG = 0x70670  # of our messages, so that they match no other's between the same two ranks
+# Of our messages, so that they match no other's between the same two ranks; and not each other's,
+# since what is expected from behind is posted long before the others that come between.
+_ROWS, _COMMON, _GATHERED, _UP, _DOWN = range(0x70670, 0x70675)
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -79,8 +81,8 @@ def all_gather(rows: Sequence[torch.Tensor], group: dist.ProcessGroup | None) ->
     if _is_gloo(rows[me], group):
         peers = [peer for peer in range(len(rows)) if peer != me]
         # All receives first: on gloo the other way a pair of ranks runs half duplex.
-        receiving = [receive(rows[peer], peer, group) for peer in peers]
-        sending = [send(rows[me], peer, group) for peer in peers]
+        receiving = [receive(rows[peer], peer, group, _GATHERED) for peer in peers]
+        sending = [send(rows[me], peer, group, _GATHERED) for peer in peers]
         for work in receiving:
             RECEIVED(work)
         for work in sending:
@@ -108,9 +110,9 @@ def pass_up(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         return
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me > 0:
-        RECEIVED(receive(tensor, me - 1, group))
+        RECEIVED(receive(tensor, me - 1, group, _UP))
     if me + 1 < size:
-        SENT(send(tensor, me + 1, group))
+        SENT(send(tensor, me + 1, group, _UP))
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def expect_from_behind(into: torch.Tensor, group: dist.ProcessGroup | None) -> A
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me + 1 == size or not can_send(group, into.device):
         return None
-    return Arriving(into, receive(into, me + 1, group))
+    return Arriving(into, receive(into, me + 1, group, _DOWN))
 
 
 def pass_down(
@@ -157,17 +159,17 @@ def pass_down(
         tensor.add_(arriving.tensor)
     me = dist.get_rank(group)
     if me > 0:
-        SENT(send(tensor, me - 1, group))
+        SENT(send(tensor, me - 1, group, _DOWN))
 
 
-def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int = 0) -> Work:
+def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
     """Starts to receive from a rank of the group."""
-    return _work(dist.irecv(tensor, group=group, group_src=peer, tag=_TAG + tag))
+    return _work(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
 
 
-def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int = 0) -> Work:
+def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
     """Starts to send to a rank of the group."""
-    return _work(dist.isend(tensor, group=group, group_dst=peer, tag=_TAG + tag))
+    return _work(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
 
 
 def _exchange(
@@ -179,12 +181,16 @@ def _exchange(
     me = dist.get_rank(group)
     peers = [peer for peer in range(len(rows)) if peer != me]
     own = [] if common is None else [common.clone()]  # its sum is written where it is
-    sums = [(output, rows), *((common, own * len(rows)) for _ in own if common is not None)]
-    terms = [{peer: torch.empty_like(into) for peer in peers} for into, _ in sums]
+    sums = [(output, rows, _ROWS)]
+    sums += [(common, own * len(rows), _COMMON) for _ in own if common is not None]
+    terms = [{peer: torch.empty_like(into) for peer in peers} for into, _, _ in sums]
     # All receives first: on gloo the other way a pair of ranks runs half duplex.
-    arriving = [{p: receive(x, p, group, i) for p, x in t.items()} for i, t in enumerate(terms)]
-    leaving = [send(given[p], p, group, i) for i, (_, given) in enumerate(sums) for p in peers]
-    for (into, given), found, works in zip(sums, terms, arriving, strict=True):
+    arriving = [
+        {peer: receive(term, peer, group, tag) for peer, term in found.items()}
+        for found, (_, _, tag) in zip(terms, sums, strict=True)
+    ]
+    leaving = [send(given[peer], peer, group, tag) for _, given, tag in sums for peer in peers]
+    for (into, given, _), found, works in zip(sums, terms, arriving, strict=True):
         _add_up(into, given[me], me, found, works)
     for work in leaving:
         SENT(work)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
-from pipegrad.gradients.collective import blocks_host
+from pipegrad.gradients.collective import (
+    blocks_host,
+    expect_from_behind,
+    pass_down,
+    pass_up,
+)
 
 
 class Groups:
@@ -18,6 +23,7 @@ class Groups:
         ranks: All ranks.
         rank: This rank.
         device: Where they will be used.
+        handed: Sets of ranks that hand something from one to the next.
     """
 
     def __init__(
@@ -27,6 +33,7 @@ class Groups:
         ranks: Sequence[int],
         rank: int,
         device: torch.device,
+        handed: Collection[tuple[int, ...]] = (),
     ) -> None:
         self.world: dist.ProcessGroup | None = None
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
@@ -41,8 +48,12 @@ class Groups:
             # NCCL connects a communicator in its first collective, and blocks the host until all
             # members are there. Lanes begin in the order of readiness, each rank with its own part
             # of the list: they would wait for each other. Here all ranks connect in one order.
-            for group in self._groups.values():
+            for (members, _), group in self._groups.items():
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
+                if members in handed:  # and each pair of neighbours, for messages both ways
+                    pass_up(torch.zeros(1, device=device), group)
+                    tail = torch.zeros(1, device=device)
+                    pass_down(tail, expect_from_behind(torch.zeros(1, device=device), group), group)
 
     def of(self, ranks: tuple[int, ...], lane: int) -> dist.ProcessGroup:
         """Returns the group of `ranks` for one lane."""

@@ -79,9 +79,7 @@ class Mirror:
         self.is_due = False
         self._versions: list[tuple[str, nn.Parameter, int]] = []
 
-    def publish(
-        self, stand_ins: Iterable[StandIn], stepped: Mapping[str, nn.Parameter | None]
-    ) -> None:
+    def publish(self, stand_ins: Iterable[StandIn], stepped: Mapping[str, nn.Parameter]) -> None:
         """Sends what was stepped on its way; returns at once.
 
         Args:
@@ -93,10 +91,9 @@ class Mirror:
         for stand_in in stand_ins:
             stand_in.give_back()
         self.is_due = False
+        self._versions = [(key, tensor, tensor._version) for key, tensor in stepped.items()]
         if not self._plan.publishes:
             return
-        known = [(key, tensor) for key, tensor in stepped.items() if tensor is not None]
-        self._versions = [(key, tensor, tensor._version) for key, tensor in known]
         event = STEPPED(self._device)
         after = [] if event is None else [event]
         for publish in self._plan.publishes:
@@ -124,8 +121,9 @@ class Mirror:
         Sync: afterwards the current stream may read them; where collectives block the host, so
         does this.
         """
-        for ticket in self.coming.pop(stage, ()):
+        for ticket in self.coming.get(stage, ()):
             self._reducer.wait_for(ticket)
+        self.coming.pop(stage, None)
 
     def wait(self) -> None:
         """Waits for all that is on its way, to this rank or from it.

@@ -42,6 +42,8 @@ def global_norm(
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Returns the norm of one gradient, computed in fp32 at least."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
+    if gradient.numel() == 0:  # of which torch knows no largest one
+        return torch.zeros((), device=gradient.device)
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm
 

@@ -123,6 +123,12 @@ class LiveParameter:
             if share.sharded and self.mirrored is not None:
                 whole = self.mirrored.row(share.key, share.begin, share.end)
             self.stand_in.stand_for(whole)
+        self._address = self.parameter.data_ptr()
+
+    @property
+    def moves(self) -> bool:
+        """Whether what is stepped is brought here, from another rank or another dtype."""
+        return self.mirrored is not None or self.stand_in is not None
 
     def watch(self, on_accumulated: Callable[[LiveParameter], None]) -> None:
         """Calls `on_accumulated` whenever autograd has accumulated into the live parameter."""
@@ -154,11 +160,10 @@ class LiveParameter:
                     f"{self.record.key!r} was one parameter on stages {sorted(self.stages)}, now "
                     f"{name!r} is another: make them one again"
                 )
-        home = parameter if self.mirrored is None else self.mirrored.views[self.record.key]
-        if home.data_ptr() != parameter.data_ptr():
+        if self.moves and self._address != parameter.data_ptr():
             raise StepError(
-                f"the memory of {self.record.key!r} was replaced, and what other ranks step of it "
-                f"would not arrive there: call sync.synchronize_parameters() on all ranks"
+                f"the memory of {self.record.key!r} was replaced, and what is stepped for it would "
+                f"not arrive there: call sync.synchronize_parameters() on all ranks"
             )
         gradient = self.gradient
         if gradient is None or self._reduced is None or gradient is not self._reduced[0]():

@@ -14,7 +14,7 @@ from pipegrad.agreement import FailureNotice
 from pipegrad.errors import ReduceError
 from pipegrad.gradients import collective, order
 from pipegrad.gradients.bucket import Launch, Plan
-from pipegrad.gradients.buffer import BucketBuffer
+from pipegrad.gradients.buffer import BucketBuffer, FlatBuffer
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Lane, Task, Ticket
 from pipegrad.gradients.placement import HopBucket
@@ -22,6 +22,7 @@ from pipegrad.handler import GradientHandler, Placement
 
 _POLL_SECONDS = 0.2
 
+INBOX_FREE = order.Wait("reduce.inbox-free", "fresh memory may still be in use on its own stream")
 COLLECTIVE = order.WaitWork("reduce.collective", "the mean and the next hop read what it writes")
 
 
@@ -62,7 +63,10 @@ class Reducer:
         self._flat = {launch: self._hop_bucket(launch) for launch in plan.launches}
         # Owners have memory for what comes from behind, and post its receive before it is needed.
         self._expecting = [x for x in plan.launches if self._is_behind(x)]
-        self._inboxes = {x: torch.empty_like(self._flat[x].buffer) for x in self._expecting}
+        self._inboxes = {
+            launch: FlatBuffer(torch.empty_like(self._flat[launch].buffer))
+            for launch in self._expecting
+        }
         self._complete: set[int] = set()
         self._next = [0] * lanes
         self.num_launched = 0
@@ -113,7 +117,8 @@ class Reducer:
             hop = self.buffers[launch.bucket].bucket.route[launch.hop]
             group = self._groups.of(hop.ranks, launch.lane)
             inbox = self._inboxes[launch]
-            self._flat[launch].arriving = collective.expect_from_behind(inbox, group)
+            inbox.acquire(INBOX_FREE)
+            self._flat[launch].arriving = collective.expect_from_behind(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective. On a lane."""

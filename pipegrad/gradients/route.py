@@ -74,6 +74,7 @@ def make_routes(
     routes = {r: _routes(manifest, topology.at(r), handlers) for r in sorted(topology.ranks)}
     _check_members(routes)
     _check_copies(manifest, topology, routes)
+    _check_places(routes)
     _check_wrappers(manifest, topology, routes)
     _check_ties(manifest, topology, routes, allow_unsynced)
     return routes
@@ -180,6 +181,29 @@ def _check_members(routes: Routes) -> None:
                             f"{[str(h) for h in theirs] or 'no reduction of it'}; a handler must "
                             f"say the same for every rank of a reduction"
                         )
+
+
+def _check_places(routes: Routes) -> None:
+    """Members of a reduction must be left with the same by those before it: a row, or the sum."""
+    for rank, mine in routes.items():
+        for key, route in mine.items():
+            for number, hop in enumerate(route[: hops_taken(route, rank)]):
+                for member in hop.ranks:
+                    if _left(routes[member][key], number, member) != _left(route, number, rank):
+                        raise PlanError(
+                            f"{key!r}: before {hop} over ranks {list(hop.ranks)}, rank {rank} and "
+                            f"rank {member} are left with different parts of it: number the ranks "
+                            f"so that they ascend along every dimension of the mesh"
+                        )
+
+
+def _left(route: Route, num_hops: int, rank: int) -> list[int | bool]:
+    """Returns which part of a gradient a rank has after so many hops."""
+    return [
+        h.ranks.index(rank) if h.placement is Placement.SHARD else rank == h.ranks[0]
+        for h in route[:num_hops]
+        if h.mirrored
+    ]
 
 
 def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> None:

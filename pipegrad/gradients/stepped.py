@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,15 +141,13 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
 
 
 def watch_optimizers(tensors: Iterable[torch.Tensor]) -> RemovableHandle:
-    """Refuses, before its first step, any optimizer that may not step one of `tensors`."""
+    """Refuses, before its step, any optimizer that may not step one of `tensors`."""
     rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary(dict.fromkeys(tensors, True))
-    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer in seen:
-            return
-        if any(p in rows for group in optimizer.param_groups for p in group["params"]):
+        if not isinstance(optimizer, _ELEMENTWISE) and any(
+            tensor in rows for group in optimizer.param_groups for tensor in group["params"]
+        ):
             refuse_unless_elementwise(optimizer)
-        seen.add(optimizer)
 
     return register_optimizer_step_pre_hook(check)

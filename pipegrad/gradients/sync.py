@@ -173,7 +173,11 @@ class GradientSync:
         notice = FailureNotice(str(max(number for number, _ in told)))
         self._failed = FailedSteps(notice, ranks)
         self._groups = Groups(
-            self.plan.groups, ranks=ranks, rank=topology.rank, device=self._device
+            self.plan.groups,
+            ranks=ranks,
+            rank=topology.rank,
+            device=self._device,
+            handed=self.plan.chains,
         )
         self._reducer = Reducer(
             self.plan,
@@ -458,9 +462,14 @@ class GradientSync:
                 "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
                 "not module.parameters()"
             )
-        parameters = self._parameters.items()
-        stepped = {key: p.stepped for key, p in parameters if p.mirrored is not None}
+        moved = {key: p.stepped for key, p in self._parameters.items() if p.moves}
+        stepped = {key: tensor for key, tensor in moved.items() if tensor is not None}
         self._mirror.publish(self._stand_ins, stepped)
+
+    def publish_if_due(self) -> None:
+        """Publishes unless that was done since the last step: before an evaluation, say."""
+        if self._mirror.is_due:
+            self.publish()
 
     def stage_first_use(self, stage: int) -> None:
         """Waits for the parameters of `stage` that other ranks have published.
@@ -481,8 +490,7 @@ class GradientSync:
         Sync: as `stage_first_use`; every rank must call it.
         """
         self._check_closed("wait_parameters")
-        if self._mirror.is_due:
-            self.publish()
+        self.publish_if_due()
         self._mirror.wait()
 
     def synchronize_parameters(self) -> None:
@@ -491,8 +499,16 @@ class GradientSync:
         What the optimizer steps in their place takes their values.
 
         Sync: on the current stream; every rank must call it, outside of a step.
+
+        Raises:
+            StepError: Behind a step that is not published: what other ranks stepped would be lost.
         """
         self._check_closed("synchronize_parameters")
+        if self._mirror.is_due:
+            raise StepError(
+                "synchronize_parameters() behind a step that is not published would lose what "
+                "other ranks stepped: call wait_parameters() before, ahead of any loading"
+            )
         self._mirror.wait()
         make_equal(self.plan.packs, self._lookup, self._groups, self._device)
         for parameter in self._parameters.values():
@@ -540,11 +556,13 @@ class GradientSync:
 
         Parameters that are on their way arrive before, unless a step has failed.
         """
-        if not self._open and not self._failed.are_final:
-            self.wait_parameters()
-        self._watch.remove()
-        self._reducer.close()
-        self._groups.close()
+        try:
+            if self._asked and not self._open and not self._failed.are_final:
+                self.wait_parameters()
+        finally:
+            self._watch.remove()
+            self._reducer.close()
+            self._groups.close()
 
     # Inside.
 
