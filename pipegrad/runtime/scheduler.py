@@ -5,6 +5,7 @@ for x, y in data:
     result = scheduler.step(x, target=y)
     scheduler.sync.clip_grad_norm_(1.0)
     optimizer.step()
+    scheduler.sync.publish()
     optimizer.zero_grad()
 """
 
@@ -203,6 +204,7 @@ class Scheduler:
         look like is learned anew in the first evaluation: its batches may have another size than
         those of `step`, but all the same.
         """
+        self.sync.publish_if_due()
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
             return self._run(inputs, named, target, loss_divisor, forward_only=True)
 

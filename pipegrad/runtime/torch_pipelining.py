@@ -1,9 +1,10 @@
 """attach: exact gradients on any schedule of torch.distributed.pipelining, with one line.
 
 The only file that knows torch's private names. A torch schedule tells us of a step through
-``schedule.step``, of a stage's last backward through ``stage.backward_one_chunk``, and of its final
-gradients (REDUCE_GRAD) through ``stage.perform_reduce_grad`` or, in the oldest runtime,
-``stage.scale_grads``. These are replaced on the instances; torch itself is left alone.
+``schedule.step``, of a stage's forwards through ``stage.forward_one_chunk``, of its last backward
+through ``stage.backward_one_chunk``, and of its final gradients (REDUCE_GRAD) through
+``stage.perform_reduce_grad`` or, in the oldest runtime, ``stage.scale_grads``. These are replaced
+on the instances; torch itself is left alone.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
     @functools.wraps(step)
     def synced_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
         if not schedule._has_backward:
+            sync.publish_if_due()
             return step(*args, **kwargs)
         sync.prepare(divisor=_divisor(schedule))
         try:
@@ -129,11 +131,19 @@ def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
             sync.stage_last_backward(index)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
 
+    forward = stage.forward_one_chunk
+
+    @functools.wraps(forward)
+    def awaited_forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
+        sync.stage_first_use(index)
+        return forward(*args, **kwargs)
+
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
         # GPipe and 1F1B come here in eval() too, and would divide gradients that are already there.
         if stage.has_backward:
             sync.stage_final(index)
 
+    stage.forward_one_chunk = awaited_forward  # type: ignore[method-assign]
     stage.backward_one_chunk = watched_backward  # type: ignore[method-assign]
     stage.perform_reduce_grad = final  # type: ignore[method-assign]
     stage.scale_grads = final  # type: ignore[method-assign]
