@@ -191,6 +191,7 @@ BUILT_IN = [
     ["data-parallel", "pipegrad_handlers.data_parallel:DataParallel"],
     ["noop", "pipegrad_handlers.noop:Noop"],
     ["pipeline-shared", "pipegrad_handlers.pipeline_shared:PipelineShared"],
+    ["sharded", "pipegrad_handlers.sharded:Sharded"],
 ]
 
 

@@ -278,10 +278,10 @@ def test_the_switch_can_be_off(
 
 def test_the_handlers_of_pipegrad_are_entry_points_like_any_other() -> None:
     ours = [plugin.name for plugin in handlers if plugin.distribution == "pipegrad"]
-    assert ours == ["data-parallel", "noop", "pipeline-shared"]
+    assert ours == ["data-parallel", "noop", "pipeline-shared", "sharded"]
 
 
-@pytest.mark.parametrize("name", ["data-parallel", "noop", "pipeline-shared"])
+@pytest.mark.parametrize("name", ["data-parallel", "noop", "pipeline-shared", "sharded"])
 def test_the_handlers_of_pipegrad_resolve(name: str) -> None:
     resolved = handlers.resolve(name)
 

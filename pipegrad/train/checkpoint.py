@@ -1,7 +1,8 @@
 """Checkpoints by torch.distributed.checkpoint, by the names of the uncut model: any cut reads any.
 
 A checkpoint holds parameters, buffers, optimizer state and the step. Everything else comes from the
-configuration of the run that reads it.
+configuration of the run that reads it. What the optimizer keeps of each element of a parameter is
+written flat, by each rank what it steps, and read by each rank what it steps.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pipegrad.errors import PlanError
+from pipegrad.gradients.stepped import Stepped
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.config import Config
+from pipegrad.train.rows import Row
 
 STEP = "step"
 
@@ -28,27 +32,39 @@ class State:
     Args:
         sync: Knows the parameters, and under which name each is known to all ranks.
         modules: This rank's stages.
-        optimizer: Of this rank's parameters; None without any.
+        optimizer: Made of ``sync.optimizer_parameters()``.
+
+    Raises:
+        PlanError: If rows of a parameter that does not lie in memory as it is written are sharded.
     """
 
     def __init__(
         self,
         sync: GradientSync,
         modules: dict[int, torch.nn.Module],
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self._optimizer = optimizer
+        self._sync = sync
         # A key is "stage.name" at the lowest stage that holds it, and names are the uncut model's.
         self._parameters = {
             record.key.partition(".")[2]: sync.parameter(record) for record in sync.records()
         }
+        self._stepped = {one.record.key.partition(".")[2]: one for one in sync.stepped()}
         self._modules = modules
         self._own = {
             name for m in modules.values() for name, _ in m.named_parameters(remove_duplicate=False)
         }
+        for name, one in self._stepped.items():
+            is_row = one.tensor.shape != one.record.shape
+            if is_row and not self._parameters[name].is_contiguous():
+                raise PlanError(
+                    f"{name!r} is sharded and not contiguous, so its rows fit into no other cut's "
+                    f"checkpoint: make it .contiguous()"
+                )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns parameters and buffers by their keys in a checkpoint."""
+        """Returns parameters and buffers by their keys in a checkpoint; wait for them before."""
         buffers = {
             name: found
             for module in self._modules.values()
@@ -60,12 +76,15 @@ class State:
 
     def save(self, folder: Path, step: int) -> None:
         """Writes a checkpoint; every rank must call it. It is whole once it has ``.metadata``."""
+        self._sync.wait_parameters()
         state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
-        for name, parameter in self._parameters.items():
-            # get: asking a frozen parameter's state would make it one.
-            kept = self._optimizer.state.get(parameter, {}) if self._optimizer else {}
-            for key, value in kept.items():
-                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+        for name, one in self._stepped.items():
+            if _is_copy(one):
+                state[f"stored.{name}"] = _row(one, one.tensor)
+            for key, value in self._optimizer.state.get(one.tensor, {}).items():
+                found = torch.as_tensor(value)
+                each = found.shape == one.tensor.shape
+                state[f"optimizer.{name}.{key}"] = _row(one, found) if each else found
         save(state, checkpoint_id=folder)
 
     def check(self, config: Config, kept: set[str]) -> Metadata:
@@ -96,7 +115,7 @@ class State:
                 )
         kept_there: dict[str, set[str]] = {}
         for key in metadata.state_dict_metadata:
-            owner = self._owner(key)
+            owner = self._owner(key) if key.startswith("optimizer.") else None
             if owner is not None:
                 kept_there.setdefault(owner, set()).add(key.rpartition(".")[2])
         for name, there in kept_there.items():
@@ -112,27 +131,36 @@ class State:
     def load(self, folder: Path, metadata: Metadata) -> int:
         """Reads a checkpoint into parameters, buffers and optimizer; returns its step.
 
-        Every rank must call it, and make replicas equal then.
+        Every rank must call it. Replicas are equal afterwards.
         """
+        self._sync.wait_parameters()
         held = self.tensors()
         # Into memory of its own: a buffer may be a constant, expanded.
         state = {STEP: torch.tensor(0), **{key: held[key].contiguous().clone() for key in held}}
         for key, found in metadata.state_dict_metadata.items():
-            if isinstance(found, TensorStorageMetadata) and self._owner(key) is not None:
-                state[key] = torch.empty(found.size, dtype=found.properties.dtype)
+            name = self._owner(key)
+            if isinstance(found, TensorStorageMetadata) and name in self._stepped:
+                one, dtype = self._stepped[name], found.properties.dtype
+                each = tuple(found.size) == (one.record.numel,)
+                made = torch.empty_like(one.tensor, dtype=dtype, device="cpu").detach()
+                state[key] = _row(one, made) if each else torch.empty(found.size, dtype=dtype)
         load(state, checkpoint_id=folder)
         for key, tensor in held.items():
             if not torch.equal(tensor, state[key]):
                 tensor.copy_(state[key])
-        if self._optimizer is not None:
-            self._restore(self._optimizer, state)
+        self._sync.synchronize_parameters()
+        for name, one in self._stepped.items():
+            stored = state.get(f"stored.{name}")
+            if _is_copy(one) and isinstance(stored, Row):
+                one.tensor.detach().copy_(stored.local.view_as(one.tensor))
+        self._restore(self._optimizer, state)
         return int(state[STEP])
 
     def _owner(self, key: str) -> str | None:
-        """Returns the parameter whose optimizer state a key is, if it is one of this rank's."""
+        """Returns the parameter that a key is the optimizer's state of, if this rank holds it."""
         kind, _, path = key.partition(".")
-        name = path.rpartition(".")[0]
-        return name if kind == "optimizer" and name in self._parameters else None
+        name = path.rpartition(".")[0] if kind == "optimizer" else path
+        return name if kind in ("optimizer", "stored") and name in self._parameters else None
 
     def _restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
         """Gives the optimizer its state by way of its own format, which places and casts it."""
@@ -142,7 +170,19 @@ class State:
         told["state"] = {}
         for key, value in state.items():
             name = self._owner(key)
-            place = index.get(id(self._parameters[name])) if name is not None else None
-            if place is not None:  # none is that of a parameter that is no longer trained
-                told["state"].setdefault(place, {})[key.rpartition(".")[2]] = value
+            if key.startswith("optimizer.") and name in self._stepped:
+                tensor = self._stepped[name].tensor
+                found = value.local.view_as(tensor) if isinstance(value, Row) else value
+                kept = told["state"].setdefault(index[id(tensor)], {})
+                kept[key.rpartition(".")[2]] = found
         optimizer.load_state_dict(told)
+
+
+def _is_copy(one: Stepped) -> bool:
+    """Whether a parameter has values of its own in what the optimizer steps."""
+    return one.tensor.dtype != one.record.dtype
+
+
+def _row(one: Stepped, found: Tensor) -> Row:
+    """Returns something of each element that a rank steps as part of the whole."""
+    return Row.of(found.detach().reshape(-1), one.begin, one.record.numel)

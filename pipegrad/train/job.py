@@ -17,6 +17,7 @@ from pipegrad.errors import PlanError, TopologyError, in_words
 from pipegrad.gradients.bucket import Plan, make_plans
 from pipegrad.gradients.manifest import Manifest, make_manifest
 from pipegrad.gradients.shared import matches_any
+from pipegrad.gradients.stepped import refuse_unless_elementwise
 from pipegrad.handler import GradientHandler, handlers
 from pipegrad.options import complaints_of
 from pipegrad.registry import ResolvedPlugin
@@ -128,6 +129,8 @@ class Job:
         if self.data > 1:
             for plan in plans.values():
                 self._check_replicas(plan, manifest)
+        if any(share.sharded for plan in plans.values() for share in plan.shares):
+            self._check_optimizer()
         return plans
 
     @property
@@ -140,6 +143,21 @@ class Job:
             "lanes": wanted.lanes,
             "allow_unsynced": wanted.allow_unsynced,
         }
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """What the optimizer steps, where it is not a parameter's own dtype."""
+        stored = self.config.gradients.stored_dtype
+        return None if stored is None else getattr(torch, stored)
+
+    def _check_optimizer(self) -> None:
+        """Refuses an optimizer that cannot step rows of parameters."""
+        kind = getattr(torch.optim, self.config.optimizer.name, None)
+        try:
+            if kind is not None:
+                refuse_unless_elementwise(kind)
+        except PlanError as error:
+            self.config.refuse("optimizer.name", str(error), cause=error)
 
     def _check_replicas(self, plan: Plan, manifest: Manifest) -> None:
         """Refuses trained parameters that no handler reduces over their data-parallel replicas."""

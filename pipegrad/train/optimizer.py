@@ -8,16 +8,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from pipegrad.handler import ParameterRecord
 from pipegrad.options import closest_first, complaints_of
 from pipegrad.train.config import Config, LearningRate
 
 
-def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Returns the configured optimizer of `parameters`.
+def make_optimizer(config: Config, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns the configured optimizer of parameter groups.
 
     Raises:
         ConfigError: If torch has no such optimizer, or it does not take these options.
@@ -31,26 +31,20 @@ def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.
     kind = known[wanted.name]
     if complaint := complaints_of(kind, wanted.options, given=("params",)):
         config.refuse("optimizer", f"{wanted.name} {complaint}")
+    decay = "weight_decay" in inspect.signature(kind).parameters
+    if not (wanted.decay_norms_and_biases or decay):
+        config.refuse("optimizer.decay_norms_and_biases", f"{wanted.name} has no weight decay")
     try:
-        optimizer: torch.optim.Optimizer = kind(_groups(config, kind, parameters), **wanted.options)
+        optimizer: torch.optim.Optimizer = kind(list(groups), **wanted.options)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
         config.refuse("optimizer", f"{wanted.name} will not take that: {error}", cause=error)
     return optimizer
 
 
-def _groups(
-    config: Config, kind: type[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
-) -> list[dict[str, Any]]:
-    """Returns the parameters, those that are not to decay in a group of their own."""
-    if config.optimizer.decay_norms_and_biases:
-        return [{"params": list(parameters)}]
-    if "weight_decay" not in inspect.signature(kind).parameters:
-        config.refuse(
-            "optimizer.decay_norms_and_biases", f"{kind.__name__} has no weight decay at all"
-        )
-    decayed = {"params": [p for p in parameters if p.ndim > 1]}
-    undecayed = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
-    return [group for group in (decayed, undecayed) if group["params"]]
+def group_of(config: Config, record: ParameterRecord) -> dict[str, Any]:
+    """Returns what is particular to the group of a parameter: norms and biases may not decay."""
+    decays = config.optimizer.decay_norms_and_biases or len(record.shape) > 1
+    return {} if decays else {"weight_decay": 0.0}
 
 
 def make_learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

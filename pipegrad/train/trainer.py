@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from pipegrad.train.checkpoint import State
 from pipegrad.train.config import Config
 from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
-from pipegrad.train.optimizer import make_learning_rate, make_optimizer
+from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 from pipegrad.train.outline import outline
 from pipegrad.train.trial import try_out_optimizer, try_out_stages
 from pipegrad.train.world import device_of_rank
@@ -87,7 +88,6 @@ class Trainer:
         self._connect()
         agree("the optimizer", self._make_optimizer)
         agree("the outline", self._make_outline)
-        self._state = State(self.sync, self._modules, self._optimizer)
         self.first_step = 1
         if config.train.resume is not None:
             self._resume(config)
@@ -108,9 +108,9 @@ class Trainer:
         norm = self.sync.clip_grad_norm_(math.inf if clip is None else clip).item()
         if not math.isfinite(norm):
             self._refuse_step(number, norm)
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        self._optimizer.step()
+        self.sync.publish()
+        self._optimizer.zero_grad()
         if self._learning_rate is not None:
             self._learning_rate.step()
         loss = result.loss.item()
@@ -198,6 +198,7 @@ class Trainer:
             loss_fn=_cross_entropy,
             shared=self._cut.shared,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
+            stored_dtype=job.stored_dtype,
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync
@@ -219,18 +220,17 @@ class Trainer:
         self._cut = None
 
     def _make_optimizer(self) -> None:
-        """Makes the optimizer of this rank's parameters; a rank without any has none."""
-        self._kept = try_out_optimizer(self.job.config, self._device)
-        parameters = [self.sync.parameter(r) for r in self.sync.records() if r.requires_grad]
-        self._optimizer = self._learning_rate = None
-        if parameters:
-            self._optimizer = make_optimizer(self.job.config, parameters)
-            self._learning_rate = make_learning_rate(self.job.config, self._optimizer)
+        """Makes the optimizer of what this rank steps, which may be nothing."""
+        config = self.job.config
+        self._kept = try_out_optimizer(config, self._device)
+        groups = self.sync.optimizer_parameters(partial(group_of, config))
+        self._optimizer = make_optimizer(config, groups)
+        self._learning_rate = make_learning_rate(config, self._optimizer)
+        self._state = State(self.sync, self._modules, self._optimizer)
 
     def _resume(self, config: Config) -> None:
         metadata = agree("the checkpoint", lambda: self._state.check(config, self._kept))[0]
         done = self._state.load(Path(config.train.resume or ""), metadata)
-        self.sync.synchronize_parameters()
         self.first_step = done + 1
         if done >= config.train.steps:
             config.refuse("train.steps", f"the checkpoint is of step {done}: nothing is left to do")

@@ -30,6 +30,10 @@ AVERAGING = [
 ]
 WIDER = ["model.width=9"]
 STEADY = ["model.dropout=0"]
+OWNED = "{name='pipeline-shared', placement='owner'}"
+SHARDED = [*STEADY, "gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
+OWNER = [*STEADY, f"gradient_handlers=[{OWNED}, 'sharded']"]
+STORED = [*SHARDED, "gradients.stored_dtype='bfloat16'"]  # coarser than what parameters are in
 VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
 
 
@@ -40,6 +44,7 @@ def trained(settings: list[str], until: int, saved: str = "") -> tuple[list[floa
     losses = [trainer.step(number).loss for number in steps]
     if saved:
         trainer.save(Path(saved), until)
+    trainer.sync.wait_parameters()
     held = {
         name.partition(".")[2]: tensor.clone() for name, tensor in trainer._state.tensors().items()
     }
@@ -59,12 +64,24 @@ def histories(folder: str) -> dict[str, Any]:
         "averaging": trained(AVERAGING, 3, "averaging"),
         "averaging again": trained([*AVERAGING, "train.resume=averaging"], 3),  # reads, no step
     }
+    for name, placed in {"sharded": SHARDED, "owner": OWNER, "stored": STORED}.items():
+        found[f"{name} through"] = trained(placed, 6)
+        found[f"{name} first half"] = trained(placed, 3, f"{name} half")
+        found[f"{name} second half"] = trained([*placed, f"train.resume='{name} half'"], 6)
     for name, cut in {
         "replicas": ["parallel.data=2"],
         "four stages": VEE,
         "gpipe": ["parallel.schedule=gpipe", "parallel.boundaries=[1]"],
     }.items():
         found[name] = trained([*STEADY, steady, *cut], 6)
+    for name, cut in {
+        "sharded to pipeline": [*STEADY, "train.resume='sharded half'"],
+        "sharded to owner": [*OWNER, "train.resume='sharded half'"],
+        "pipeline to sharded": [*SHARDED, steady],
+        "owner to sharded": [*SHARDED, "train.resume='owner half'"],
+        "stored to replicas": [*STEADY, "train.resume='stored half'", "parallel.data=2"],
+    }.items():
+        found[name] = trained(cut, 6)
     for name, settings in {
         "wider": [steady, *WIDER],
         "nowhere": ["train.resume=nowhere"],
@@ -84,10 +101,11 @@ def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(histories, 2, str(folder))
 
 
-def test_going_on_is_never_having_stopped(replies: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("placed", ["", "sharded ", "owner ", "stored "])
+def test_going_on_is_never_having_stopped(replies: list[dict[str, Any]], placed: str) -> None:
     for found in replies:
         (whole, held), (first, _), (second, held_then) = (
-            found[name] for name in ("through", "first half", "second half")
+            found[placed + name] for name in ("through", "first half", "second half")
         )
         assert first + second == whole
         assert held.keys() == held_then.keys()
@@ -101,7 +119,18 @@ def test_what_a_forward_keeps_is_kept(replies: list[dict[str, Any]]) -> None:
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
-@pytest.mark.parametrize("cut", ["replicas", "four stages", "gpipe"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "replicas",
+        "four stages",
+        "gpipe",
+        "sharded to pipeline",
+        "sharded to owner",
+        "pipeline to sharded",
+        "owner to sharded",
+    ],
+)
 def test_any_cut_goes_on_from_any_other(replies: list[dict[str, Any]], cut: str) -> None:
     whole, _ = replies[0]["steady"]
     assert replies[0][cut][0] == pytest.approx(whole[3:], rel=1e-5)
@@ -109,6 +138,12 @@ def test_any_cut_goes_on_from_any_other(replies: list[dict[str, Any]], cut: str)
     for found in replies:
         for name, tensor in found[cut][1].items():
             torch.testing.assert_close(tensor, every[name], rtol=1e-3, atol=1e-5)
+
+
+def test_what_was_stored_coarser_goes_on_finer(replies: list[dict[str, Any]]) -> None:
+    stored, finer = replies[0]["stored through"][0], replies[0]["stored to replicas"][0]
+    assert finer == pytest.approx(stored[3:], rel=1e-2)
+    assert finer != stored[3:]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
+from pipegrad import ParameterRecord
+from pipegrad.gradients.stepped import Stepped, grouped
 from pipegrad.train.config import Config
-from pipegrad.train.optimizer import make_learning_rate, make_optimizer
+from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 
 
 def config(**optimizer: Any) -> Config:
@@ -21,8 +24,18 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in [(2, 3), (3,), (), (1, 3)]]
 
 
+def groups() -> list[dict[str, Any]]:
+    return [{"params": parameters()}]
+
+
+def record(position: int, shape: tuple[int, ...]) -> ParameterRecord:
+    return ParameterRecord(
+        f"0.{position}", f"{position}", 0, shape, torch.float32, True, (0,), position
+    )
+
+
 def test_options_are_torchs_own() -> None:
-    made = make_optimizer(config(lr=0.5, betas=[0.8, 0.9], weight_decay=0.3), parameters())
+    made = make_optimizer(config(lr=0.5, betas=[0.8, 0.9], weight_decay=0.3), groups())
     assert type(made) is torch.optim.AdamW
     [group] = made.param_groups
     assert (group["lr"], *group["betas"], group["weight_decay"]) == (0.5, 0.8, 0.9, 0.3)
@@ -31,27 +44,34 @@ def test_options_are_torchs_own() -> None:
 
 def test_norms_and_biases_may_be_spared() -> None:
     spared = config(name="SGD", lr=1.0, weight_decay=0.5, decay_norms_and_biases=False)
-    made = make_optimizer(spared, given := parameters())
+    given = parameters()
+    records = [record(index, p.shape) for index, p in enumerate(given)]
+    rows = [Stepped(r, p, 0) for r, p in zip(records, given, strict=True)]
+    rows[3] = Stepped(records[3], nn.Parameter(given[3].detach().flatten()), 0)  # a row of a matrix
+    made = make_optimizer(spared, grouped(records, rows, partial(group_of, spared)))
     decayed, undecayed = made.param_groups
-    assert [p.shape for p in decayed["params"]] == [(2, 3), (1, 3)]
+    assert [p.shape for p in decayed["params"]] == [(2, 3), (3,)]
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.5, 0.0)
-    for parameter in given:
-        parameter.grad = torch.zeros_like(parameter)
+    for row in rows:
+        row.tensor.grad = torch.zeros_like(row.tensor)
     made.step()
-    assert [float(p.detach().flatten()[0]) for p in given] == [0.5, 1.0, 1.0, 0.5]
+    assert [float(row.tensor.detach().flatten()[0]) for row in rows] == [0.5, 1.0, 1.0, 0.5]
 
 
-def test_a_rank_with_vectors_only_has_one_group() -> None:
+def test_a_rank_with_vectors_only_has_both_groups() -> None:
     spared = config(decay_norms_and_biases=False)
-    [group] = make_optimizer(spared, [nn.Parameter(torch.ones(3))]).param_groups
-    assert group["weight_decay"] == 0.0
+    records = [record(0, (2, 3)), record(1, (3,))]
+    own = [Stepped(records[1], nn.Parameter(torch.ones(3)), 0)]
+    made = make_optimizer(spared, grouped(records, own, partial(group_of, spared)))
+    assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == [(0, 0.01), (1, 0)]
 
 
 @pytest.mark.parametrize(
     "name", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"]
 )
 def test_any_first_order_optimizer(name: str) -> None:
-    made = make_optimizer(config(name=name, lr=0.1), given := parameters())
+    given = parameters()
+    made = make_optimizer(config(name=name, lr=0.1), [{"params": given}])
     for parameter in given:
         parameter.grad = torch.ones_like(parameter)
     made.step()
@@ -60,7 +80,7 @@ def test_any_first_order_optimizer(name: str) -> None:
 
 def rates(schedule: Any, steps: int) -> list[float]:
     wanted = config(name="SGD", lr=1.0, schedule=schedule)
-    optimizer = make_optimizer(wanted, parameters())
+    optimizer = make_optimizer(wanted, groups())
     scheduler = make_learning_rate(wanted, optimizer)
     return list(stepped(optimizer, scheduler, steps))
 
