@@ -12,8 +12,11 @@ from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradientAccessor
+from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import BucketBuffer
 from pipegrad.gradients.mirror import ParameterBuffer
+from pipegrad.gradients.route import has_result
+from pipegrad.gradients.shared import named, unwrapped
 from pipegrad.gradients.stepped import StandIn
 from pipegrad.handler import ParameterRecord, Placement
 
@@ -263,3 +266,44 @@ class LiveParameter:
             self._accessor.write(self.live, result.to(self._accessor.dtype(self.live)))
         else:
             gradient.copy_(result)
+
+
+def live_parameters(
+    agreed: Agreed,
+    modules: Mapping[int, nn.Module],
+    *,
+    buffers: Mapping[str, BucketBuffer],
+    mirrored: Mapping[str, ParameterBuffer],
+) -> dict[str, LiveParameter]:
+    """Returns this rank's parameters by key, with what stands in for them.
+
+    Args:
+        agreed: What they are.
+        modules: Where they are.
+        buffers: Key -> where its gradient is reduced.
+        mirrored: Key -> where it lies, if it may come from other ranks.
+    """
+    manifest, plan = agreed.manifest, agreed.plan
+    routes, wrapped = dict(plan.routes), dict(manifest.wrappers)
+    homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
+    found = {
+        record.key: LiveParameter(
+            record,
+            {p[0]: homes[p] for p in manifest.places(record.key) if p[0] in modules},
+            agreed.accessor,
+            buffers.get(record.key),
+            has_result=has_result(routes.get(record.key, ()), plan.rank),
+            mirrored=mirrored.get(record.key),
+        )
+        for record in manifest.records(agreed.topology)
+    }
+    for parameter in found.values():
+        if not parameter.stages.isdisjoint(wrapped):
+            parameter.early = False  # DistributedDataParallel is done when backward is
+    for share in plan.shares:
+        dtype = found[share.key].record.dtype
+        stored = agreed.stored_dtype if dtype.is_floating_point else None
+        if share.sharded or stored not in (None, dtype):
+            gradient_dtype = manifest.entries(share.key)[0].gradient_dtype
+            found[share.key].stand_in = StandIn(share, stored or dtype, gradient_dtype)
+    return found

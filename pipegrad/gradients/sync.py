@@ -17,60 +17,38 @@ for batch in data:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
-from pipegrad.agreement import FailureNotice, agree
+from pipegrad.agreement import FailureNotice
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.bucket import Plan, Share, make_plans
+from pipegrad.gradients.agreed import Agreed
+from pipegrad.gradients.bucket import Plan
 from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import make_equal, refuse_drift
-from pipegrad.gradients.manifest import (
-    Manifest,
-    RankManifest,
-    check_arguments,
-    describe_rank,
-    device_of,
-    fingerprints,
-    merge,
-    same,
-)
 from pipegrad.gradients.mirror import Mirror
 from pipegrad.gradients.norm import clip_, global_norm
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import LiveParameter, live_parameters
 from pipegrad.gradients.reduce import Reducer
-from pipegrad.gradients.route import has_result, is_counted
-from pipegrad.gradients.shared import (
-    Shared,
-    declared,
-    link_local,
-    named,
-    refuse_likely_ties,
-    unwrapped,
-)
+from pipegrad.gradients.route import is_counted
+from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.stepped import (
     GroupOf,
-    StandIn,
     Stepped,
     grouped,
     refuse_unless_elementwise,
     watch_optimizers,
 )
-from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord, Placement
-from pipegrad.handler import handlers as registry
+from pipegrad.handler import HandlerSpec, ParameterRecord, Placement
 from pipegrad.topology import Topology
-
-_instances = count()
 
 
 @dataclass(frozen=True)
@@ -148,29 +126,31 @@ class GradientSync:
         accessor: GradientAccessor | None = None,
         agree_seconds: float = 60.0,
     ) -> None:
+        agreed = Agreed(
+            modules,
+            topology,
+            shared=shared,
+            handlers=handlers,
+            accessor=accessor or GradAttribute(),
+            stored_dtype=stored_dtype,
+            agree_seconds=agree_seconds,
+            options={
+                "bucket_bytes": bucket_bytes,
+                "reduce_dtype": reduce_dtype,
+                "lanes": lanes,
+                "allow_unsynced": allow_unsynced,
+                "stage_ticks": stage_ticks and list(stage_ticks),
+                "shared_ticks": shared_ticks and list(shared_ticks),
+            },
+        )
+        self._agreed = agreed
         self.topology = topology
-        self._accessor = accessor or GradAttribute()
-        options: dict[str, Any] = {
-            "bucket_bytes": bucket_bytes,
-            "reduce_dtype": reduce_dtype,
-            "lanes": lanes,
-            "allow_unsynced": allow_unsynced,
-            "stage_ticks": stage_ticks and list(stage_ticks),
-            "shared_ticks": shared_ticks and list(shared_ticks),
-        }
-
-        settings = {**options, "stored_dtype": stored_dtype}
-        describe = partial(self._describe, modules, shared, handlers, settings)
+        self.handlers = agreed.handlers
+        self.manifest = agreed.manifest
+        self.plan = agreed.plan
+        self._device = agreed.device
         ranks = sorted(topology.ranks)
-        told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
-        manifests = [manifest for _, manifest in told]
-        self.manifest: Manifest = merge(manifests, topology, self._ties)
-        refuse_likely_ties(fingerprints(manifests), self.manifest.ties, allow_unsynced)
-        self._planner: Callable[..., dict[int, Plan]] = partial(make_plans, **options)
-        self._stored_dtype = stored_dtype
-        self._agree_on_plan(agree_seconds)
-        self._device = device_of(modules, manifests)
-        notice = FailureNotice(str(max(number for number, _ in told)))
+        notice = FailureNotice(agreed.name)
         self._failed = FailedSteps(notice, ranks)
         self._groups = Groups(
             self.plan.groups,
@@ -183,14 +163,22 @@ class GradientSync:
             self.plan,
             lanes=lanes,
             groups=self._groups,
-            handlers=self._plugins,
+            handlers=agreed.plugins,
             notice=notice,
             device=self._device,
         )
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
-        self._find_parameters(modules)
+        self._parameters = live_parameters(
+            agreed, modules, buffers=self._reducer.buffer_of, mirrored=self._mirror.buffer_of
+        )
+        self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(modules)}
+        for parameter in reversed(self._parameters.values()):
+            for stage in sorted(parameter.stages):
+                self._by_stage[stage].append(parameter)
+        self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
+        self._moves = bool(self.plan.publishes or self._stand_ins)
         self._statistics = Statistics()
         self._divisor = 1.0
         self._accumulating = False
@@ -539,8 +527,7 @@ class GradientSync:
 
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, made here."""
-        handlers = list(self._plugins.items())
-        return self._planner(self.manifest, self.topology, handlers, ranks=ranks)
+        return self._agreed.plans(ranks)
 
     @property
     def device(self) -> torch.device:
@@ -610,80 +597,5 @@ class GradientSync:
                 f"stage_first_use({stage}) before its first forward"
             )
 
-    def _describe(
-        self,
-        modules: Mapping[int, nn.Module],
-        shared: Shared,
-        handlers: Sequence[HandlerSpec],
-        options: Mapping[str, Any],
-    ) -> tuple[int, RankManifest]:
-        """Does what this rank alone can get wrong; returns what it says of itself."""
-        topology = self.topology
-        checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
-        check_arguments(modules, topology, **{name: options[name] for name in checked})
-        self.handlers = registry.resolve_all(handlers)
-        self._ties = declared(shared)
-        link_local(modules, self._ties)
-        settings = {
-            "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
-            "shared": list(map(str, self._ties)),
-            "handlers": [found.identity for found in self.handlers.values()],
-            **options,
-            "allow_unsynced": list(options["allow_unsynced"]),
-        }
-        return next(_instances), describe_rank(modules, self._accessor, settings)
-
-    @property
-    def _plugins(self) -> dict[str, GradientHandler]:
-        return {name: resolved.plugin for name, resolved in self.handlers.items()}
-
     def _lookup(self, key: str) -> nn.Parameter:
         return self._parameters[key].parameter
-
-    def _agree_on_plan(self, agree_seconds: float) -> None:
-        """Plans, and makes sure that all ranks' handlers said the same; they may be impure."""
-
-        def plan() -> str:
-            rank = self.topology.rank
-            self.plan: Plan = self.plans([rank])[rank]
-            return self.plan.digest
-
-        ranks = sorted(self.topology.ranks)
-        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
-        same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
-
-    def _find_parameters(self, modules: Mapping[int, nn.Module]) -> None:
-        routes = dict(self.plan.routes)
-        homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
-        self._parameters = {
-            record.key: LiveParameter(
-                record,
-                {p[0]: homes[p] for p in self.manifest.places(record.key) if p[0] in modules},
-                self._accessor,
-                self._reducer.buffer_of.get(record.key),
-                has_result=has_result(routes.get(record.key, ()), self.topology.rank),
-                mirrored=self._mirror.buffer_of.get(record.key),
-            )
-            for record in self.records()
-        }
-        for share in self.plan.shares:
-            self._parameters[share.key].stand_in = self._stand_in(share)
-        self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
-        self._moves = bool(self.plan.publishes or self._stand_ins)
-        wrapped = dict(self.manifest.wrappers)
-        for parameter in self._parameters.values():
-            if not parameter.stages.isdisjoint(wrapped):
-                parameter.early = False  # DistributedDataParallel is done when backward is
-        self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(modules)}
-        for parameter in reversed(self._parameters.values()):
-            for stage in sorted(parameter.stages):
-                self._by_stage[stage].append(parameter)
-
-    def _stand_in(self, share: Share) -> StandIn | None:
-        """Returns what the optimizer steps in a parameter's place; None if it steps that."""
-        dtype = self._parameters[share.key].record.dtype
-        stored = self._stored_dtype if dtype.is_floating_point else None
-        if stored in (None, dtype) and not share.sharded:
-            return None
-        gradient_dtype = self.manifest.entries(share.key)[0].gradient_dtype
-        return StandIn(share, stored or dtype, gradient_dtype)

@@ -1,0 +1,116 @@
+"""Discover, agree and plan: what all ranks settle, once, before the first collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipegrad.agreement import agree
+from pipegrad.gradients.accessor import GradientAccessor
+from pipegrad.gradients.bucket import Plan, make_plans
+from pipegrad.gradients.manifest import (
+    RankManifest,
+    check_arguments,
+    describe_rank,
+    device_of,
+    fingerprints,
+    merge,
+    same,
+)
+from pipegrad.gradients.shared import Shared, declared, link_local, refuse_likely_ties
+from pipegrad.handler import GradientHandler, HandlerSpec
+from pipegrad.handler import handlers as registry
+from pipegrad.topology import Topology
+
+_instances = count()
+
+
+class Agreed:
+    """What the ranks of a GradientSync have agreed on.
+
+    Args:
+        modules: This rank's stages.
+        topology: Over all ranks.
+        shared: Parameters that several stages hold.
+        handlers: Which gradients take which reduction.
+        accessor: Where gradients live.
+        stored_dtype: dtype of what optimizers step.
+        agree_seconds: How long the ranks wait for each other.
+        options: Further arguments of `make_plans`, the same on all ranks.
+
+    Attributes:
+        topology: As given.
+        accessor: As given.
+        stored_dtype: As given.
+        handlers: The resolved handlers by name.
+        manifest: The model.
+        plan: This rank's buckets and collectives.
+        device: Where this rank's parameters are.
+        name: The same on all ranks, and no other's.
+
+    Raises:
+        PipegradError: On all ranks alike.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        topology: Topology,
+        *,
+        shared: Shared,
+        handlers: Sequence[HandlerSpec],
+        accessor: GradientAccessor,
+        stored_dtype: torch.dtype | None,
+        agree_seconds: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.topology = topology
+        self.accessor = accessor
+        self.stored_dtype = stored_dtype
+        self._options = options
+        ranks = sorted(topology.ranks)
+
+        def describe() -> tuple[int, RankManifest]:
+            """Does what this rank alone can get wrong; returns what it says of itself."""
+            checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
+            check_arguments(modules, topology, **{name: options[name] for name in checked})
+            self.handlers = registry.resolve_all(handlers)
+            self._ties = declared(shared)
+            link_local(modules, self._ties)
+            settings = {
+                "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
+                "shared": list(map(str, self._ties)),
+                "handlers": [found.identity for found in self.handlers.values()],
+                "stored_dtype": stored_dtype,
+                **options,
+                "allow_unsynced": list(options["allow_unsynced"]),
+            }
+            return next(_instances), describe_rank(modules, accessor, settings)
+
+        def plan() -> str:
+            self.plan: Plan = self.plans([topology.rank])[topology.rank]
+            return self.plan.digest
+
+        told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
+        manifests = [manifest for _, manifest in told]
+        self.manifest = merge(manifests, topology, self._ties)
+        refuse_likely_ties(fingerprints(manifests), self.manifest.ties, options["allow_unsynced"])
+        # Handlers may be impure: all ranks' must have said the same.
+        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
+        same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
+        self.device = device_of(modules, manifests)
+        self.name = str(max(number for number, _ in told))
+
+    def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
+        """Returns the plans of any ranks, made here."""
+        handlers = list(self.plugins.items())
+        return make_plans(self.manifest, self.topology, handlers, ranks=ranks, **self._options)
+
+    @property
+    def plugins(self) -> dict[str, GradientHandler]:
+        """The handlers themselves, by name."""
+        return {name: resolved.plugin for name, resolved in self.handlers.items()}
