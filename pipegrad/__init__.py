@@ -26,9 +26,9 @@ from pipegrad.errors import (
     TopologyError,
 )
 from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor
-from pipegrad.gradients.bucket import Plan, make_plan, make_plans
 from pipegrad.gradients.bucketer import Bucketer
 from pipegrad.gradients.manifest import Manifest, make_manifest
+from pipegrad.gradients.plan import Plan, make_plan, make_plans
 from pipegrad.gradients.shared import find_shared
 from pipegrad.gradients.sync import GradientSync, Statistics
 from pipegrad.handler import (

@@ -11,11 +11,18 @@ class DataParallel(GradientHandler):
     """Averages every gradient over the data-parallel dimension.
 
     A mean: the loss of each rank is a mean over its share of the batch.
+
+    Args:
+        axis: The mesh dimension; by default the topology's data dimension. Behind ``sharded`` an
+            outer one, over which rows are averaged.
     """
+
+    def __init__(self, *, axis: str | None = None) -> None:
+        self._axis = axis
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:
         """Returns one mean for each parameter; free where the dimension has size 1."""
-        ranks = topology.ranks_along(topology.data)
+        ranks = topology.ranks_along(self._axis or topology.data)
         return [Reduction(p, ranks, "mean") for p in parameters]

@@ -11,7 +11,6 @@ from torch import nn
 
 from pipegrad.agreement import agree
 from pipegrad.gradients.accessor import GradientAccessor
-from pipegrad.gradients.bucket import Plan, make_plans
 from pipegrad.gradients.manifest import (
     RankManifest,
     check_arguments,
@@ -21,6 +20,7 @@ from pipegrad.gradients.manifest import (
     merge,
     same,
 )
+from pipegrad.gradients.plan import Plan, make_plans
 from pipegrad.gradients.shared import Shared, declared, link_local, refuse_likely_ties
 from pipegrad.handler import GradientHandler, HandlerSpec
 from pipegrad.handler import handlers as registry

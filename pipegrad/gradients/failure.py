@@ -33,6 +33,11 @@ class FailedSteps:
         """Whether there is no going on."""
         return self._final is not None
 
+    @property
+    def are_in_doubt(self) -> bool:
+        """Whether a step has failed, and the ranks have not gone on since."""
+        return self.are_final or self._doubt is not None
+
     def refuse(self) -> None:
         """Raises if a step before has left communicators out of step; all ranks come here.
 

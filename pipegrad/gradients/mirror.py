@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -11,10 +12,11 @@ from torch.profiler import record_function
 
 from pipegrad.errors import ReduceError, StepError
 from pipegrad.gradients import order
-from pipegrad.gradients.bucket import Bucket, Plan, Publish
+from pipegrad.gradients.bucket import Bucket
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Ticket
 from pipegrad.gradients.placement import bring_back
+from pipegrad.gradients.plan import Plan, Publish
 from pipegrad.gradients.reduce import Reducer
 from pipegrad.gradients.stepped import StandIn
 
@@ -64,6 +66,7 @@ class Mirror:
         buffers: By bucket.
         coming: Stages whose parameters may be on their way.
         is_due: Whether there are gradients that have not been published the update of.
+        blocked_seconds: How long first uses have blocked the host since somebody set it to 0.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Mirror:
         self.buffer_of = {key: b for b in self.buffers.values() for key in b.views}
         self.coming: dict[int, list[Ticket]] = {}
         self.is_due = False
+        self.blocked_seconds = 0.0
         self._versions: list[tuple[str, nn.Parameter, int]] = []
 
     def publish(self, stand_ins: Iterable[StandIn], stepped: Mapping[str, nn.Parameter]) -> None:
@@ -121,9 +125,13 @@ class Mirror:
         Sync: afterwards the current stream may read them; where collectives block the host, so
         does this.
         """
-        for ticket in self.coming.get(stage, ()):
+        if stage not in self.coming:
+            return
+        start = time.perf_counter()
+        for ticket in self.coming[stage]:
             self._reducer.wait_for(ticket)
-        self.coming.pop(stage, None)
+        del self.coming[stage]
+        self.blocked_seconds += time.perf_counter() - start
 
     def wait(self) -> None:
         """Waits for all that is on its way, to this rank or from it.

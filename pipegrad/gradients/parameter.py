@@ -166,7 +166,8 @@ class LiveParameter:
         if self.moves and self._address != parameter.data_ptr():
             raise StepError(
                 f"the memory of {self.record.key!r} was replaced, and what is stepped for it would "
-                f"not arrive there: call sync.synchronize_parameters() on all ranks"
+                f"not arrive there: call sync.synchronize_parameters() on all ranks; if it is "
+                f"another parameter now, make the optimizer of sync.optimizer_parameters() again"
             )
         gradient = self.gradient
         if gradient is None or self._reduced is None or gradient is not self._reduced[0]():

@@ -13,11 +13,11 @@ from torch.profiler import record_function
 from pipegrad.agreement import FailureNotice
 from pipegrad.errors import ReduceError
 from pipegrad.gradients import collective, order
-from pipegrad.gradients.bucket import Launch, Plan
 from pipegrad.gradients.buffer import BucketBuffer, FlatBuffer
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Lane, Task, Ticket
 from pipegrad.gradients.placement import HopBucket
+from pipegrad.gradients.plan import Launch, Plan
 from pipegrad.handler import GradientHandler, Placement
 
 _POLL_SECONDS = 0.2

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipegrad.errors import PlanError
-from pipegrad.gradients.bucket import Share
+from pipegrad.gradients.plan import Share
 from pipegrad.handler import ParameterRecord
 
 GroupOf = Callable[[ParameterRecord], Mapping[str, Any]]

@@ -29,7 +29,6 @@ from pipegrad.agreement import FailureNotice
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
-from pipegrad.gradients.bucket import Plan
 from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.groups import Groups
@@ -37,6 +36,7 @@ from pipegrad.gradients.guard import make_equal, refuse_drift
 from pipegrad.gradients.mirror import Mirror
 from pipegrad.gradients.norm import clip_, global_norm
 from pipegrad.gradients.parameter import LiveParameter, live_parameters
+from pipegrad.gradients.plan import Plan
 from pipegrad.gradients.reduce import Reducer
 from pipegrad.gradients.route import is_counted
 from pipegrad.gradients.shared import Shared
@@ -61,7 +61,9 @@ class Statistics:
         reduced_bytes: Bytes they reduced.
         copies: Gradients copied out of a bucket; 0 where all are views.
         early: Parameters whose gradient left before their stage's backward ended.
-        exposed_seconds: Time that `finish` was blocked, waiting for collectives.
+        published_bytes: Bytes of parameters that move back after it, to this rank or from it.
+        exposed_seconds: Time that `finish` was blocked, waiting for collectives; and before it
+            `stage_first_use`, for parameters.
     """
 
     steps: int = 0
@@ -69,6 +71,7 @@ class Statistics:
     reduced_bytes: int = 0
     copies: int = 0
     early: int = 0
+    published_bytes: int = 0
     exposed_seconds: float = 0.0
 
 
@@ -332,8 +335,10 @@ class GradientSync:
             reduced_bytes=self.plan.reduced_bytes,
             copies=copies,
             early=early,
-            exposed_seconds=exposed_seconds,
+            published_bytes=self.plan.published_bytes,
+            exposed_seconds=exposed_seconds + self._mirror.blocked_seconds,
         )
+        self._mirror.blocked_seconds = 0.0
 
     def abort(self, error: Exception, *, begun: bool = True) -> str | None:
         """Ends a step that failed: ranks that wait for this one's collectives are told.
@@ -544,7 +549,7 @@ class GradientSync:
         Parameters that are on their way arrive before, unless a step has failed.
         """
         try:
-            if self._asked and not self._open and not self._failed.are_final:
+            if self._asked and not self._open and not self._failed.are_in_doubt:
                 self.wait_parameters()
         finally:
             self._watch.remove()

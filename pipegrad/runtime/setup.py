@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,9 +76,15 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
     topology = sync.topology
     pipeline = topology.ranks_along(topology.pipeline)
     found: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
-    for plan in sync.plans(pipeline).values():
+    readers = defaultdict[tuple[int, int, tuple[int, ...]], set[int]](set)
+    plans = sync.plans(pipeline).values()
+    for plan in plans:
+        routes = {bucket.index: bucket.route for bucket in plan.buckets}
+        for publish in plan.publishes:
+            ranks = routes[publish.bucket][publish.hop].ranks
+            readers[publish.bucket, publish.hop, ranks].update(publish.readers)
+    for plan in plans:
         buckets = {bucket.index: bucket for bucket in plan.buckets}
-        readers = {(p.bucket, p.hop): p.readers for p in plan.publishes}
         for launch in plan.launches:
             bucket = buckets[launch.bucket]
             hop = bucket.route[launch.hop]
@@ -89,6 +96,6 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
                 tuple(places),
                 stages,
                 launch.lane,
-                readers.get((launch.bucket, launch.hop), ()),
+                tuple(sorted(readers[launch.bucket, launch.hop, hop.ranks])),
             )
     return tuple(found[key] for key in sorted(found))

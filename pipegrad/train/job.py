@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError, TopologyError, in_words
-from pipegrad.gradients.bucket import Plan, make_plans
 from pipegrad.gradients.manifest import Manifest, make_manifest
+from pipegrad.gradients.plan import Plan, make_plans
 from pipegrad.gradients.shared import matches_any
 from pipegrad.gradients.stepped import refuse_unless_elementwise
 from pipegrad.handler import GradientHandler, handlers

@@ -9,8 +9,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from pipegrad.gradients.bucket import Plan
 from pipegrad.gradients.manifest import Manifest
+from pipegrad.gradients.plan import Plan
 from pipegrad.registry import ResolvedPlugin
 from pipegrad.runtime.split import Cut
 from pipegrad.train.job import Job

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,11 +24,16 @@ from pipegrad import (
     Topology,
     Work,
 )
+from pipegrad.gradients import mirror
 from pipegrad.gradients.groups import Groups
+from pipegrad.testing import OrderChecker
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.cases import (
+    DATA,
+    SHARED,
     Case,
     Done,
+    Replies,
     give,
     grads,
     on,
@@ -36,10 +43,13 @@ from tests.gradients.cases import (
     stage,
     tied,
 )
+from tests.testing.programs import trained, updated
 
+FOUR: list[Case] = []
 TWO: list[Case] = []
 
 
+four = replies(4, FOUR)
 two = replies(2, TWO)
 
 
@@ -251,3 +261,121 @@ def test_communicators_are_connected_before_lanes_begin_in_different_orders(
 ) -> None:
     right = (3, 3, {"u": [2.0], "v": [2.0], "w": [2.0]})
     assert [reply["connected_lazily"] for reply in two] == [right] * 2
+
+
+# Gradients that are placed elsewhere, and parameters that come back under the next step's forward.
+
+OWNED = {"name": "pipeline-shared", "placement": "owner"}
+PLACED: dict[str, dict[str, Any]] = {
+    "owner": {"handlers": [OWNED, DATA]},
+    "shard": {"handlers": [SHARED, "sharded"]},
+    "both": {"handlers": [OWNED, "sharded"]},
+    "both, small buckets": {"handlers": [OWNED, "sharded"], "bucket_bytes": 0, "lanes": 3},
+    "both, wire of its own": {"handlers": [OWNED, "sharded"], "reduce_dtype": torch.float64},
+    "both, master copies": {"handlers": [OWNED, "sharded"], "stored_dtype": torch.float64},
+}
+# Lanes are streams, behind threads or with a host that runs ahead; or there are threads alone.
+MODES = ("streams", "inline", "threads")
+PRODUCERS = (1, 2, 3, 3)
+
+
+def used(step: int) -> dict[str, float]:
+    """Gradients of this rank, one of four: means over two and sums of those come out whole."""
+    return {"w": rank() + 1.0 + step, "own": 2.0 * (rank() % 2) + step}
+
+
+def watched(
+    mode: str,
+    make: Callable[[nn.Module], GradientSync],
+    module: nn.Module,
+    given: Callable[[int], Mapping[str, float]] = used,
+) -> tuple[Any, list[str]]:
+    """Trains a module under a checker; returns its parameters at each forward, and violations."""
+    host = mock.patch.object(Groups, "block_host", return_value=False)
+    with (
+        OrderChecker(virtual_streams=mode != "threads") as checker,
+        host if mode == "inline" else nullcontext(),
+    ):
+        numbers = (1,) * len(PRODUCERS) if mode == "threads" else PRODUCERS
+        found = trained(checker, make(module), module, given, numbers)
+    return found, list(map(str, checker.violations))
+
+
+@on(FOUR)
+def placed() -> Any:
+    """Two stages, two copies of each; one parameter on both, one that nobody uses."""
+    return {
+        (name, mode): watched(
+            mode,
+            lambda module, options=options: tied(module, "w", **options),  # type: ignore[misc]
+            stage(w=(4,), own=(6,), idle=(3,)),
+        )
+        for name, options in PLACED.items()
+        for mode in MODES
+    }
+
+
+@on(FOUR)
+def chain() -> Any:
+    """Four stages: the ranks in between pass gradients down and parameters up."""
+
+    def owned(module: nn.Module) -> GradientSync:
+        topology = Topology.create(pipeline=4)
+        return GradientSync({rank(): module}, topology, shared=[["w"]], handlers=[OWNED])
+
+    def given(step: int) -> dict[str, float]:
+        return {"w": used(step)["w"]}
+
+    return {mode: watched(mode, owned, stage(w=(4,)), given) for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PLACED)
+def test_whole_steps_of_a_placement_are_right_and_ordered(
+    name: str, mode: str, four: Replies
+) -> None:
+    steps = [{"w": 5.0 + 2 * k, "own": 1.0 + k, "idle": 0.0} for k in range(len(PRODUCERS))]
+    for reply in four:
+        assert reply["placed"][name, mode] == (updated(steps), [])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_chain_of_ranks_is_right_and_ordered(mode: str, four: Replies) -> None:
+    steps = [{"w": 10.0 + 4 * k} for k in range(len(PRODUCERS))]
+    assert [reply["chain"][mode] for reply in four] == [(updated(steps), [])] * 4
+
+
+@on(TWO)
+def first_uses() -> Any:
+    """What moves back is held back; each stage is let go, then waits for its own parameters."""
+    modules = {s: stage(w=torch.full((4,), 10.0 * s)) for s in range(2)}
+    topology = Topology.create(pipeline=1, stage_to_rank=[0, 0])
+    sync = GradientSync(modules, topology, handlers=["sharded"], bucket_bytes=0, lanes=2)
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+    gates = [threading.Event(), threading.Event()]
+    bring_back = mirror.bring_back
+
+    def held_back(parameters: torch.Tensor, *where: Any) -> None:
+        assert gates[int(parameters[0] > 5)].wait(30)
+        bring_back(parameters, *where)
+
+    found = []
+    with mock.patch.object(mirror, "bring_back", held_back):
+        sync.prepare()
+        for s, module in modules.items():
+            give(module, w=1.0)
+            sync.stage_final(s)
+        sync.finish()
+        optimizer.step()
+        sync.publish()
+        for s, module in modules.items():
+            gates[s].set()
+            sync.stage_first_use(s)
+            found.append(module.get_parameter("w").tolist())
+    sync.close()
+    return found
+
+
+def test_a_stage_waits_for_its_own_parameters_alone(two: Replies) -> None:
+    """Stage 0 has its own while those of stage 1 are held back; waiting for both would fail."""
+    assert [reply["first_uses"] for reply in two] == [[[-1.0] * 4, [9.0] * 4]] * 2
