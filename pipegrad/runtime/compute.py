@@ -209,6 +209,9 @@ class Compute:
         self, stage: int, microbatch: int
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns what backward begins with, and its gradients."""
+        if stage not in self._bare:
+            parameters = self._stages[stage].module.parameters()
+            self._bare[stage] = [p for p in parameters if p.grad is None and p.requires_grad]
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         for root, link in zip(self._roots[stage, microbatch], self._local.ends[stage], strict=True):
@@ -281,7 +284,7 @@ class Compute:
         """Copies gradients that share memory with one another, or with a buffer.
 
         Autograd lets several gradients be views of one, as behind a sum, and adds to each in place
-        later on. A parameter's can share only when it is new.
+        later on. A parameter's can share only when it is new; those in buckets lie where they must.
         """
         taken = {**self._transfers.lent}
         for link in self._local.links[stage]:
@@ -291,8 +294,6 @@ class Compute:
                 if address in taken:
                     value.grad = value.grad.clone()
                 taken[address] = None
-        if stage not in self._bare:
-            self._bare[stage] = list(self._stages[stage].module.parameters())
         if self._bare[stage]:
             for parameter in self._bare[stage]:
                 if parameter.grad is None:
@@ -304,4 +305,4 @@ class Compute:
                 if address in taken:
                     parameter.grad = parameter.grad.clone()
                 taken[address] = None
-            self._bare[stage] = [p for p in self._bare[stage] if p.grad is None and p.requires_grad]
+            self._bare[stage] = [p for p in self._bare[stage] if p.grad is None]
