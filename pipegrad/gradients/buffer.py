@@ -71,13 +71,14 @@ class BucketBuffer(FlatBuffer):
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        super().__init__(torch.zeros(bucket.numel, dtype=bucket.wire_dtype, device=device))
+        super().__init__(torch.empty(bucket.numel, dtype=bucket.wire_dtype, device=device))
         self.bucket = bucket
         # .data gives each view a version counter of its own, which tells who was written to.
         self.views = {slot.key: self._view(slot).data for slot in bucket.slots}
         self._flag_index = {slot.key: index for index, slot in enumerate(bucket.slots)}
         self._flags = self.buffer[bucket.payload_numel :]  # where they are now
         self._ready: dict[str, GradientReady] = {}
+        self._is_fresh = True  # it takes no memory on a CPU before it is written to
 
     def reset(self, keys: Sequence[str]) -> None:
         """Zeroes the slots of `keys` and forgets who has contributed.
@@ -86,8 +87,9 @@ class BucketBuffer(FlatBuffer):
         then orders every later writer behind it.
         """
         self.acquire(RESET_FREE)
-        if len(keys) == len(self.views):
+        if self._is_fresh or len(keys) == len(self.views):
             self.buffer.zero_()
+            self._is_fresh = False
         else:
             for key in keys:
                 self.views[key].zero_()

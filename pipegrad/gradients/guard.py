@@ -38,6 +38,7 @@ def make_equal(
         with torch.no_grad():
             for slot in pack.slots:
                 lookup(slot.key).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
+        del flat  # or two would be there at a time
 
 
 def refuse_drift(

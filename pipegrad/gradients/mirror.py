@@ -33,7 +33,8 @@ class ParameterBuffer:
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        self.flat = torch.zeros(bucket.payload_numel, dtype=bucket.parameter_dtype, device=device)
+        # Between the parameters nobody looks; a CPU gives memory as theirs comes, and goes.
+        self.flat = torch.empty(bucket.payload_numel, dtype=bucket.parameter_dtype, device=device)
         self.views = {
             slot.key: self.flat.as_strided(slot.shape, slot.stride, slot.offset)
             for slot in bucket.slots

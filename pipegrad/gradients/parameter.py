@@ -81,6 +81,7 @@ class LiveParameter:
         self._is_row = mirrored is not None and any(
             hop.placement is Placement.SHARD for hop in mirrored.bucket.route
         )
+        self._address: int | None = None  # of the memory that what is stepped is brought to
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
         self._zeroed_version: int | None = None
@@ -126,7 +127,7 @@ class LiveParameter:
             if share.sharded and self.mirrored is not None:
                 whole = self.mirrored.row(share.key, share.begin, share.end)
             self.stand_in.stand_for(whole)
-        self._address = self.parameter.data_ptr()
+        self._address = self.parameter.data_ptr() if self.moves else None
 
     @property
     def moves(self) -> bool:
@@ -163,7 +164,7 @@ class LiveParameter:
                     f"{self.record.key!r} was one parameter on stages {sorted(self.stages)}, now "
                     f"{name!r} is another: make them one again"
                 )
-        if self.moves and self._address != parameter.data_ptr():
+        if self._address is not None and self._address != parameter.data_ptr():
             raise StepError(
                 f"the memory of {self.record.key!r} was replaced, and what is stepped for it would "
                 f"not arrive there: call sync.synchronize_parameters() on all ranks; if it is "

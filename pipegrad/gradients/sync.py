@@ -183,6 +183,8 @@ class GradientSync:
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
         self._moves = bool(self.plan.publishes or self._stand_ins)
         self._statistics = Statistics()
+        self._reduced_bytes = self.plan.reduced_bytes
+        self._published_bytes = self.plan.published_bytes
         self._divisor = 1.0
         self._accumulating = False
         self._open = False
@@ -332,10 +334,10 @@ class GradientSync:
         self._statistics = Statistics(
             steps=self._statistics.steps + 1,
             collectives=launched,
-            reduced_bytes=self.plan.reduced_bytes,
+            reduced_bytes=self._reduced_bytes,
             copies=copies,
             early=early,
-            published_bytes=self.plan.published_bytes,
+            published_bytes=self._published_bytes,
             exposed_seconds=exposed_seconds + self._mirror.blocked_seconds,
         )
         self._mirror.blocked_seconds = 0.0
