@@ -74,24 +74,24 @@ class Backend:
         return stream or contextlib.nullcontext()
 
 
-_backend = Backend()
+in_use = Backend()  # looked up here each time: a call of `backend` for each transfer costs more
 sites: dict[str, Site] = {}
 
 
 def backend() -> Backend:
     """Returns whose streams are in use."""
-    return _backend
+    return in_use
 
 
 @contextlib.contextmanager
 def using(other: Backend) -> Iterator[None]:
     """Takes streams and events from `other`, in all threads."""
-    global _backend  # noqa: PLW0603 - lanes run in threads of their own and must see it too
-    before, _backend = _backend, other
+    global in_use  # noqa: PLW0603 - lanes run in threads of their own and must see it too
+    before, in_use = in_use, other
     try:
         yield
     finally:
-        _backend = before
+        in_use = before
 
 
 class Site:
@@ -125,7 +125,7 @@ class Record(Site):
     def __call__(
         self, device: torch.device, stream: torch.Stream | None = None
     ) -> torch.Event | None:
-        return _backend.record(device, stream) if self.enabled else None
+        return in_use.record(device, stream) if self.enabled else None
 
 
 class Wait(Site):
@@ -138,7 +138,7 @@ class Wait(Site):
         stream: torch.Stream | None = None,
     ) -> None:
         if self.enabled:
-            _backend.wait(event, device, stream)
+            in_use.wait(event, device, stream)
 
 
 class WaitWork(Site):
@@ -146,7 +146,7 @@ class WaitWork(Site):
 
     def __call__(self, work: Work) -> None:
         if self.enabled:
-            _backend.wait_work(work)
+            in_use.wait_work(work)
 
 
 class WaitHost(Site):

@@ -184,7 +184,7 @@ class Transfers:
         if end is not None:
             buffer = end.free.pop() if end.free else self._pool.make(end.spec)
             tag = microbatch * self._num_channels + channel
-            work = order.backend().receive(end.group, buffer.tensor, end.peer, tag)
+            work = order.in_use.receive(end.group, buffer.tensor, end.peer, tag)
             self._receiving[channel, microbatch] = buffer, work
 
     def wait(self, channel: int, microbatch: int) -> Buffer | None:
@@ -223,7 +223,7 @@ class Transfers:
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
         tag = microbatch * self._num_channels + channel
-        work = order.backend().send(end.group, tensor, end.peer, tag)
+        work = order.in_use.send(end.group, tensor, end.peer, tag)
         self._sending[channel, microbatch] = work, SENDING(tensor)
 
     def release(self, channel: int, microbatch: int) -> None:
