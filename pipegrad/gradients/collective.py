@@ -17,6 +17,7 @@ SENT = order.WaitWork("collective.sent", "who reuses the rows must not overwrite
 # Of our messages, so that they match no other's between the same two ranks; and not each other's,
 # since what is expected from behind is posted long before the others that come between.
 _ROWS, _COMMON, _GATHERED, _UP, _DOWN = range(0x70670, 0x70675)
+_PIECE_BYTES, _AHEAD = 2**20, 2  # sums are made of what a cache holds, and need that much memory
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -41,9 +42,8 @@ def reduce_scatter(
     """Sums row j over all ranks on rank j of the group.
 
     On gloo, whose own reduce-scatter is made of all-reduces and moves twice the bytes, every rank
-    sends row j to rank j and adds up what it gets, its own first and then in the order of ranks:
-    the bits do not depend on which message is first. That needs scratch memory of the size of the
-    other ranks' rows.
+    sends row j to rank j, in pieces, and adds up what it gets in the order of ranks: the bits do
+    not depend on which message is first. That needs scratch memory of 2 MiB a rank of the group.
 
     Args:
         output: This rank's sum, ``(numel,)``; may be its row.
@@ -179,21 +179,45 @@ def _exchange(
     common: torch.Tensor | None,
 ) -> None:
     me = dist.get_rank(group)
+    if common is not None:
+        _exchange_rows(common, [common.clone()] * len(rows), me, group, _COMMON)
+    _exchange_rows(output, rows, me, group, _ROWS)
+
+
+def _exchange_rows(
+    output: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    me: int,
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> None:
+    """Sends every rank its row in pieces, and sums up what comes, two pieces ahead."""
     peers = [peer for peer in range(len(rows)) if peer != me]
-    own = [] if common is None else [common.clone()]  # its sum is written where it is
-    sums = [(output, rows, _ROWS)]
-    sums += [(common, own * len(rows), _COMMON) for _ in own if common is not None]
-    terms = [{peer: torch.empty_like(into) for peer in peers} for into, _, _ in sums]
+    numel = max(1, _PIECE_BYTES // output.itemsize)
+    pieces = [slice(at, at + numel) for at in range(0, output.numel(), numel)]
+    room = [{peer: torch.empty_like(output[pieces[0]]) for peer in peers} for _ in pieces[:_AHEAD]]
+    arriving: list[dict[int, Work]] = []
+    for number, piece in enumerate(pieces[:_AHEAD]):
+        arriving.append(_expected(room[number], output[piece], group, tag))
     # All receives first: on gloo the other way a pair of ranks runs half duplex.
-    arriving = [
-        {peer: receive(term, peer, group, tag) for peer, term in found.items()}
-        for found, (_, _, tag) in zip(terms, sums, strict=True)
-    ]
-    leaving = [send(given[peer], peer, group, tag) for _, given, tag in sums for peer in peers]
-    for (into, given, _), found, works in zip(sums, terms, arriving, strict=True):
-        _add_up(into, given[me], me, found, works)
+    leaving = [send(rows[peer][piece], peer, group, tag) for piece in pieces for peer in peers]
+    for number, piece in enumerate(pieces):
+        terms = {peer: term[: len(output[piece])] for peer, term in room[number % _AHEAD].items()}
+        _add_up(output[piece], rows[me][piece], me, terms, arriving[number])
+        if number + _AHEAD < len(pieces):
+            later = output[pieces[number + _AHEAD]]
+            arriving.append(_expected(room[number % _AHEAD], later, group, tag))
     for work in leaving:
         SENT(work)
+
+
+def _expected(
+    room: Mapping[int, torch.Tensor],
+    piece: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> dict[int, Work]:
+    return {peer: receive(term[: len(piece)], peer, group, tag) for peer, term in room.items()}
 
 
 def _add_up(

@@ -6,11 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
+from pipegrad.gradients import collective
 from tests.gradients.cases import Case, bits, on, outcome, rank, replies
 from tests.gradients.sums import Calls, inputs, spied
 
@@ -173,6 +175,27 @@ def added_in_order() -> Any:
 
 def test_gloo_sums_are_added_in_the_order_of_ranks(four: list[dict[str, Any]]) -> None:
     assert [reply["added_in_order"] for reply in four] == [[1.0, 1.0]] * 4
+
+
+@on(FOUR)
+def in_pieces() -> Any:
+    """Rows of 7 pieces, the last one shorter, and of one; in place, as a bucket's are, or not."""
+    found = []
+    with mock.patch.object(collective, "_PIECE_BYTES", 64):
+        for numel in (100, 16, 5):
+            rows = [torch.arange(numel) * 10.0**row + rank() for row in range(4)]
+            output, common = torch.zeros(numel), torch.ones(3)
+            collective.reduce_scatter(output, rows, None, common=common)
+            collective.reduce_scatter(rows[rank()], rows, None)
+            found.append((output.tolist(), rows[rank()].tolist(), common.tolist()))
+    return found
+
+
+def test_gloo_sums_rows_in_pieces(four: list[dict[str, Any]]) -> None:
+    for row, reply in enumerate(four):
+        for numel, (out, in_place, common) in zip((100, 16, 5), reply["in_pieces"], strict=True):
+            expected = [4 * i * 10.0**row + 6 for i in range(numel)]
+            assert (out, in_place, common) == (expected, expected, [4.0] * 3)
 
 
 @dataclass(frozen=True)
