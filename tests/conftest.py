@@ -46,6 +46,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if reports:
         for report, killer in reports:
             mutant = report.nodeid.partition("[")[2].removesuffix("]")
-            terminalreporter.write_line(f"{mutant:24}{killer or 'SURVIVED'}")
+            terminalreporter.write_line(f"{mutant:40}{killer or 'SURVIVED'}")
         killed = sum(killer is not None for _, killer in reports)
         terminalreporter.write_line(f"mutation score: {killed} of {len(reports)} killed")

@@ -18,7 +18,7 @@ import torch
 from pipegrad import ParameterRecord, Plan, PluginOptionError, Topology, handlers
 from pipegrad.testing import rehearsal
 from pipegrad.testing.ranks import run_ranks
-from pipegrad.testing.rehearsal import STEPS, TOPOLOGIES, Seen, Specs
+from pipegrad.testing.rehearsal import STEPS, TOPOLOGIES, Piece, Seen, Specs
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 120.0
@@ -28,8 +28,9 @@ class HandlerContract:
     """Checks a handler. Subclass it in a test module, as a class whose name begins with ``Test``.
 
     Plans are made for several topologies. Steps are run on 4 gloo ranks, 2 stages by 2 data
-    replicas, on a small model with tied, frozen, float32, bfloat16 and float64 parameters. A check
-    that makes no sense because another one has failed is skipped.
+    replicas, on a small model with tied, frozen, float32, bfloat16 and float64 parameters. A rank
+    is judged by what its optimizer steps: parameters, rows of them, or nothing where another rank
+    does. A check that makes no sense because another one has failed is skipped.
 
     Attributes:
         handler: As a configuration lists it: a name, a table of name and options, or a class.
@@ -45,6 +46,8 @@ class HandlerContract:
 
     def expected(self, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Returns the gradient that a rank must have after a step; override it if not `whole`.
+
+        Where a rank steps rows of a parameter, the same rows of it are compared.
 
         Args:
             whole: What one process would have: the mean over data replicas of the sum over the
@@ -170,14 +173,14 @@ class HandlerContract:
     def test_a_gradient_that_nobody_has_stays_none(self) -> None:
         for step, rank, name, found in self._found(*STEPS):
             self._check(
-                found is None or self._expected(step, rank, name) is not None,
-                f"no rank gave a gradient of {name!r}, and rank {rank} ended with {_few(found)}; "
-                f"launch() must not make something of zeros",
+                found.gradient is None or self._expected(step, rank, name) is not None,
+                f"no rank gave a gradient of {name!r}, and rank {rank} ended with "
+                f"{_few(found.gradient)}; launch() must not make something of zeros",
             )
 
     def test_a_second_step_carries_nothing_over(self) -> None:
-        for _, rank, name, first in self._found("first"):
-            again = self._seen()[rank].gradients["again"][name]
+        for _, rank, name, found in self._found("first"):
+            first, again = found.gradient, self._seen()[rank].pieces["again"][name].gradient
             self._check(
                 self._close(again, first),
                 f"rank {rank} gave the same gradient of {name!r} in two steps, and ended with "
@@ -187,33 +190,75 @@ class HandlerContract:
     def test_a_step_is_finished_once(self) -> None:
         for _, rank, name, last in self._found(STEPS[-1]):
             seen = self._seen()[rank]
+            after = seen.after_second_finish[name].gradient
             self._check(
-                seen.second_finish.startswith("StepError")
-                and _same(last, seen.after_second_finish[name]),
+                seen.second_finish.startswith("StepError") and _same(last.gradient, after),
                 f"after a second finish() on rank {rank}, which said: {seen.second_finish}, the "
-                f"gradient of {name!r} is {_few(seen.after_second_finish[name])} and was "
-                f"{_few(last)}; the work that launch() returns ends when all its writes are done",
+                f"gradient of {name!r} is {_few(after)} and was {_few(last.gradient)}; the work "
+                f"that launch() returns ends when all its writes are done",
             )
 
     def test_copies_have_the_same_bits(self) -> None:
         self._need_values("first")
         for step, rank, name, found in self._found(*STEPS):
             for other in rehearsal.holders(rank, name):
-                there = self._seen()[other].gradients[step][name]
-                alike = _same(*(self._expected(step, r, name) for r in (rank, other)))
+                there = self._seen()[other].pieces[step].get(name)
+                if there is None or there.begin != found.begin:
+                    continue  # it steps other rows, or nothing
                 self._check(
-                    not alike or _same(found, there),
-                    f"ranks {rank} and {other} hold {name!r} and ended with {_few(found)} and "
-                    f"{_few(there)}; what they make of a sum must have the same bits",
+                    not self._alike(step, rank, other, name)
+                    or _same(found.gradient, there.gradient),
+                    f"ranks {rank} and {other} hold {name!r} and ended with "
+                    f"{_few(found.gradient)} and {_few(there.gradient)}; what they make of a sum "
+                    f"must have the same bits",
                 )
+
+    def test_every_element_is_stepped(self) -> None:
+        for rank, seen in enumerate(self._seen()):
+            for name in seen.parameters["first"]:
+                lost = self._lost(rank, name)
+                self._check(
+                    not lost,
+                    f"no rank steps elements {lost} of rank {rank}'s {name!r}, so they stay what "
+                    f"they were; its reductions leave them on none of the ranks that hold it",
+                )
+
+    def test_updated_parameters_are_those_of_one_process(self) -> None:
+        self._need_values("first")
+        for rank, seen in enumerate(self._seen()):
+            for name, found in seen.parameters["first"].items():
+                expected = self._expected("first", rank, name)
+                stepped = torch.zeros_like(found) if expected is None else -expected
+                self._check(
+                    self._close(found, stepped),
+                    f"{name!r} on rank {rank} was zero, and the first step, which subtracts "
+                    f"gradients, left it {_few(found)}, expected {_few(stepped)}; what a rank does "
+                    f"not step itself must come from one that does: look at ranks and placements "
+                    f"of reductions()",
+                )
+
+    def test_updated_copies_have_the_same_bits(self) -> None:
+        self._need_values("first")
+        for number, step in enumerate(STEPS, 1):
+            for rank, seen in enumerate(self._seen()):
+                for name, found in seen.parameters[step].items():
+                    for other in rehearsal.holders(rank, name):
+                        there = self._seen()[other].parameters[step][name]
+                        alike = all(self._alike(s, rank, other, name) for s in STEPS[:number])
+                        self._check(
+                            not alike or _same(found, there),
+                            f"ranks {rank} and {other} hold {name!r} and have {_few(found)} and "
+                            f"{_few(there)} after the step {step!r}; what they step must have the "
+                            f"same bits, or come from one of them",
+                        )
 
     def test_every_access_is_ordered(self) -> None:
         for rank, seen in enumerate(self._seen()):
             self._check(
                 not seen.violations,
                 f"{len(seen.violations)} accesses on rank {rank} are left to luck; a collective "
-                f"whose result launch() itself reads is called without async_op. The first:\n"
-                f"{''.join(seen.violations[:1])}",
+                f"whose result launch() itself reads is called without async_op, and the work that "
+                f"it returns waits for all others. The first:\n{''.join(seen.violations[:1])}",
             )
 
     # How it is found out.
@@ -240,10 +285,10 @@ class HandlerContract:
         self._planned()
         return _good(self._ranks(), "test_a_step_ends_on_every_rank")
 
-    def _found(self, *steps: str) -> Iterator[tuple[str, int, str, torch.Tensor | None]]:
+    def _found(self, *steps: str) -> Iterator[tuple[str, int, str, Piece]]:
         for step in steps:
             for rank, seen in enumerate(self._seen()):
-                for name, found in seen.gradients[step].items():
+                for name, found in seen.pieces[step].items():
                     yield step, rank, name, found
 
     def _reductions(
@@ -258,9 +303,23 @@ class HandlerContract:
             return None
         return self.expected(whole, torch.zeros_like(whole) if own is None else own.double())
 
+    def _alike(self, step: str, rank: int, other: int, name: str) -> bool:
+        """Whether two ranks that hold a parameter must have the same gradient of it."""
+        return _same(*(self._expected(step, r, name) for r in (rank, other)))
+
+    def _lost(self, rank: int, name: str) -> list[int]:
+        """Returns the elements of a parameter that none of its holders steps."""
+        whole = self._expected("first", rank, name)
+        lost = set(range(0 if whole is None else whole.numel()))
+        for other in rehearsal.holders(rank, name):
+            piece = self._seen()[other].pieces["first"].get(name)
+            lost -= set(range(piece.begin, piece.end) if piece else ())
+        return sorted(lost)
+
     def _wrong(self, step: str) -> Iterator[str]:
-        for _, rank, name, found in self._found(step):
-            expected, own = self._expected(step, rank, name), rehearsal.given(step, rank, name)
+        for _, rank, name, piece in self._found(step):
+            found, own = piece.gradient, piece.of(rehearsal.given(step, rank, name))
+            expected = piece.of(self._expected(step, rank, name))
             if expected is None:
                 continue
             none = found is None and own is None  # where a handler leaves it to this rank alone
@@ -274,9 +333,9 @@ class HandlerContract:
             not wrong,
             f"{len(wrong)} gradients are wrong by more than relative_error "
             f"{self.relative_error:g}. Look at ops and ranks of reductions(), and whether the work "
-            f"of launch() ends before the sum is there; handlers that belong to it are listed in "
-            f"beside; if it means something else, override expected(). The first:\n"
-            + "\n".join(wrong[:5]),
+            f"of launch() ends before the sum is there; it leaves OWNER and SHARD to super(); "
+            f"handlers that belong to it are listed in beside; if it means something else, "
+            f"override expected(). The first:\n" + "\n".join(wrong[:5]),
         )
 
     def _need_values(self, step: str) -> None:

@@ -11,9 +11,10 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ class OrderChecker(order.Backend):
     Make what is to be checked inside, and end it there: lanes keep the streams they were made with.
     It sees operators of torch, not code that bypasses its dispatcher (Triton kernels, replayed CUDA
     graphs). Transfers and collectives that are neither in lanes nor started by pipegrad's pipeline
-    are taken to end where they are called.
+    are taken to end where they are called; the others where somebody waits for the Work of each.
 
     Args:
         virtual_streams: Whether CPU tensors live on virtual streams. If False the order on CPU is
@@ -99,8 +100,7 @@ class OrderChecker(order.Backend):
         self._gone: deque[tuple[str, str]] = deque()  # strand that may use a freed memory again
         self._free: defaultdict[str, list[str]] = defaultdict(list)
         self._threads: set[str] = set()
-        self._flights: defaultdict[str, list[tuple[str, Clock]]] = defaultdict(list)
-        self._transfers: dict[int, tuple[Work, Clock]] = {}
+        self._flights: dict[int, tuple[dist.Work, str | None, Clock]] = {}  # by their Work
         self._names = itertools.count(1)
         self._lock = threading.RLock()
         self._local = threading.local()
@@ -108,6 +108,8 @@ class OrderChecker(order.Backend):
 
     def __enter__(self) -> Self:
         self._exit.enter_context(order.using(self))
+        waits = mock.patch.object(dist.Work, "wait", self._noticed(dist.Work.wait))
+        self._exit.enter_context(waits)
         self._exit.enter_context(self._watching())
         if torch.cuda.is_available():
             self._exit.enter_context(cuda_trace.following(self))
@@ -170,44 +172,35 @@ class OrderChecker(order.Backend):
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Sends on a strand of its own; a copy, so that it is seen when `tensor` is freed."""
         copy = tensor.clone()
-        with self._transferring(tensor) as strand:
-            work = super().send(group, copy, peer, tag)
-        return self._in_flight(work, strand)
+        with self._transferring(tensor):
+            return super().send(group, copy, peer, tag)
 
     def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Receives on a strand of its own."""
-        with self._transferring() as strand:
-            work = super().receive(group, tensor, peer, tag)
-        return self._in_flight(work, strand)
+        with self._transferring():
+            return super().receive(group, tensor, peer, tag)
 
     @contextlib.contextmanager
-    def _transferring(self, *reads: torch.Tensor) -> Iterator[str]:
+    def _transferring(self, *reads: torch.Tensor) -> Iterator[None]:
         """Takes the collective that is called inside for a transfer, which reads these tensors."""
-        self._local.transfer = strand, _ = f"transfer {next(self._names)}", reads
+        self._local.transfer = f"transfer {next(self._names)}", reads
         try:
-            yield strand
+            yield
         finally:
             self._local.transfer = None
 
-    def _in_flight(self, work: Work, strand: str) -> Work:
-        """Keeps a transfer alive, as on a device, where nothing ends it but its own end."""
-        with self._locked():
-            self._transfers[id(work)] = work, self._order.clock(strand)
-        return work
+    def _noticed(self, wait: Callable[..., bool]) -> Callable[..., bool]:
+        """Returns `dist.Work.wait`, whoever calls it, with what comes behind it ordered so."""
 
-    def wait_work(self, work: Work) -> None:
-        """Waits, and orders what comes behind it.
-
-        That is a transfer, or all collectives that were started here since the last wait.
-        """
-        super().wait_work(work)
-        with self._locked():
-            if id(work) in self._transfers:
+        def noticed(work: dist.Work, *args: object, **kwargs: object) -> bool:
+            done = wait(work, *args, **kwargs)
+            with self._locked():
+                _, home, clock = self._flights.pop(id(work), (work, None, {}))
                 here = self.on_now if self._virtual else self._thread
-                self._order.join(here, self._transfers.pop(id(work))[1])
-                return
-            for home, clock in self._flights.pop(self._here, []):
-                self._order.join(home, clock)
+                self._order.join(home or here, clock)
+            return done
+
+        return noticed
 
     def hand_over(self) -> object:
         """Returns the clock of this thread."""
@@ -260,14 +253,12 @@ class OrderChecker(order.Backend):
     def after(self, operation: Operation) -> Entry:
         """Takes an operator that this thread has called."""
         with self._locked():
-            home = strand = self._home(operation)
+            home = self._home(operation)
             self._order.join(home, self._order.clock(self._thread))
             in_lane = getattr(self._local, "in_lane", False)
             transfer, sent = getattr(self._local, "transfer", None) or (None, ())
-            in_flight = operation.group is not None and in_lane and not transfer
-            if in_flight or transfer:
-                strand = transfer or f"collectives of {home} in group {operation.group}"
-                self._order.join(strand, self._order.clock(home))
+            strand = transfer or (self._in_lane(operation, home) if in_lane else home)
+            self._order.join(strand, self._order.clock(home))
             tick, where = self._order.tick(strand), call_site()
             accesses = [
                 # Outside of lanes torch itself holds what one stream hands to another.
@@ -290,8 +281,10 @@ class OrderChecker(order.Backend):
             ]
             clock = self._order.clock(strand)
             entry = Entry(strand, tick, operation.name, where, clock, tuple(accesses))
-            if in_flight:
-                self._flights[self._here].append((home, clock))
+            if operation.work is not None and strand != home:
+                # Kept alive, as on a device, where nothing ends it but its own end.
+                waiting = None if transfer else home
+                self._flights[id(operation.work)] = operation.work, waiting, clock
             if operation.syncs_host:
                 self._order.join(self._thread, clock)
             if self._logs:
@@ -299,6 +292,17 @@ class OrderChecker(order.Backend):
             found = self._reuse(strand, where)
             self._report(found + [r for access in accesses for r in self._order.access(access)])
             return entry
+
+    def _in_lane(self, operation: Operation, home: str) -> str:
+        """Returns where an operator of a lane runs: its collectives beside it, in order.
+
+        Messages have no order: the end of one says nothing of those before it.
+        """
+        if operation.group is None:
+            return home
+        if operation.name.startswith(("c10d.send", "c10d.recv")):
+            return f"message {next(self._names)} of {home}"
+        return f"collectives of {home} in group {operation.group}"
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -361,10 +365,6 @@ class OrderChecker(order.Backend):
             self._local.thread = f"{threading.current_thread().name} #{next(self._names)}"
             self._threads.add(self._local.thread)
         return str(self._local.thread)
-
-    @property
-    def _here(self) -> str:
-        return f"{self._thread}, {self.on_now}"
 
     def _home(self, operation: Operation) -> str:
         """Returns the strand on which an operator runs, its collective's launch included."""

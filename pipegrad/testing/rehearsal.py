@@ -37,7 +37,6 @@ from pipegrad import (
 from pipegrad.testing.order import OrderChecker
 
 Specs = Sequence[str | Mapping[str, object]]
-Gradients = dict[str, torch.Tensor | None]
 
 LIVE: Final = Topology.build(axes=(("pp", 2), ("dp", 2)))
 TOPOLOGIES: Final = {
@@ -71,21 +70,47 @@ print(rehearsal.plans_as_text(pickle.loads(bytes.fromhex(sys.argv[1]))))
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What the optimizer of one rank steps of a parameter: some or all of its elements.
+
+    Attributes:
+        begin: The first one, counted as they lie in memory.
+        end: The one behind the last.
+        gradient: Theirs, ``(end - begin,)``; None if it has none.
+    """
+
+    begin: int
+    end: int
+    gradient: torch.Tensor | None
+
+    def of(self, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the same elements of a whole one."""
+        return None if whole is None else whole.flatten()[self.begin : self.end]
+
+
+Pieces = dict[str, Piece]
+Parameters = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Seen:
     """What one rank saw.
 
     Attributes:
         digest: Of its plan.
-        gradients: Step -> name -> what stood there after it.
+        pieces: Step -> name -> what it had to step after it; no name of which it steps nothing.
         second_finish: What a second finish said.
-        after_second_finish: Gradients after that.
+        after_second_finish: What it had to step after that.
+        parameters: Step -> name -> the parameter when all ranks had stepped and published theirs:
+            zeros before the first step, and gradients are subtracted.
         violations: Of the OrderChecker.
     """
 
     digest: str
-    gradients: dict[str, Gradients]
+    pieces: dict[str, Pieces]
     second_finish: str
-    after_second_finish: Gradients
+    after_second_finish: Pieces
+    parameters: dict[str, Parameters]
     violations: list[str]
 
 
@@ -177,7 +202,8 @@ def steps(specs: Specs) -> Seen:
     topology, rank = Topology.create(pipeline=2), dist.get_rank()
     (stage,) = topology.local_stages
     module = _stage(stage, topology.num_stages)
-    gradients: dict[str, Gradients] = {}
+    pieces: dict[str, Pieces] = {}
+    found: list[Parameters] = []
     second_finish = "nothing"
     with OrderChecker() as checker:
         sync = GradientSync(
@@ -187,9 +213,12 @@ def steps(specs: Specs) -> Seen:
             handlers=specs,
             **_OPTIONS,
         )
+        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
         for step in STEPS:
-            module.zero_grad()
+            optimizer.zero_grad()
             sync.prepare()
+            sync.stage_first_use(stage)
+            found.append(_parameters(module))
             for name, parameter in module.named_parameters():
                 gradient = given(step, rank, name)
                 if gradient is not None:
@@ -198,16 +227,21 @@ def steps(specs: Specs) -> Seen:
                 _wait_for_early_peers()
             sync.stage_final(stage)
             sync.finish()
-            gradients[step] = _gradients(module)
+            pieces[step] = _pieces(sync)
             _store().set(_ENDED, "")
+            optimizer.step()
+            sync.publish()
+        sync.wait_parameters()
+        found.append(_parameters(module))
         try:
             sync.finish()
         except StepError as error:
             second_finish = f"StepError: {error}"
-        after = _gradients(module)
+        after = _pieces(sync)
         sync.close()
+    parameters = dict(zip(STEPS, found[1:], strict=True))
     violations = list(map(str, checker.violations))
-    return Seen(sync.plan.digest, gradients, second_finish, after, violations)
+    return Seen(sync.plan.digest, pieces, second_finish, after, parameters, violations)
 
 
 def _wait_for_early_peers() -> None:
@@ -223,11 +257,19 @@ def _store() -> Store:
     return world.get_group_store()
 
 
-def _gradients(module: nn.Module) -> Gradients:
+def _pieces(sync: GradientSync) -> Pieces:
     return {
-        name: None if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in module.named_parameters()
+        one.record.name: Piece(
+            one.begin,
+            one.begin + one.tensor.numel(),
+            None if one.tensor.grad is None else one.tensor.grad.flatten().clone(),
+        )
+        for one in sync.stepped()
     }
+
+
+def _parameters(module: nn.Module) -> Parameters:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 def _manifest(topology: Topology) -> Manifest:

@@ -108,6 +108,10 @@ class Recording(OrderChecker):
         super().__exit__()
         self._keep_results("")
 
+    @property
+    def _here(self) -> str:
+        return f"{self._thread}, {self.on_now}"
+
     def _keep_results(self, home: str) -> None:
         """Keeps what the collectives of a lane made, or of all lanes where they are done."""
         for number, collective in self._collectives.items():

@@ -33,6 +33,7 @@ class Operation:
         reads: Tensors whose values it uses.
         writes: Tensors that it changes or makes.
         group: Name of the process group of an asynchronous collective, else None.
+        work: What its caller waits for; the object that it gets, so kept alive until it does.
         syncs_host: Whether the host waits for its result.
         run: Calls it again, on the same tensors, and puts its results where they are now; does
             nothing for a collective.
@@ -42,6 +43,7 @@ class Operation:
     reads: tuple[torch.Tensor, ...]
     writes: tuple[torch.Tensor, ...]
     group: str | None
+    work: dist.Work | None
     syncs_host: bool
     run: Callable[[], None]
 
@@ -190,7 +192,9 @@ def _operation(
     if signature.is_collective:
         reads, writes = _collective_accesses(signature, given, args)
         group = _group(signature, args, kwargs)
-        return Operation(signature.name, reads, writes, group, False, _nothing) if given else None
+        work = None if group is None else _work(out)
+        operation = Operation(signature.name, reads, writes, group, work, False, _nothing)
+        return operation if given else None
     if signature.is_view:
         return None
     written = _tensors([signature.argument(i, args, kwargs) for i in signature.written])
@@ -214,6 +218,7 @@ def _operation(
         # Fresh memory may still be in use, by what held it before, on the stream that asks for it.
         writes=(*written, *made),
         group=None,
+        work=None,
         syncs_host=signature.reads_item
         or (signature.copies and _crosses(used, (*written, *made), args, kwargs)),
         run=_nothing if signature.leaves_uninitialised else again,
@@ -262,6 +267,13 @@ def _group(
         return None
     group: Any = passed["process_group"]
     return str(dist.ProcessGroup.unbox(group).group_name)
+
+
+def _work(out: object) -> dist.Work | None:
+    """Returns what an asynchronous collective gives its caller to wait for."""
+    made = out if isinstance(out, tuple | list) else (out,)
+    found = [one for one in made if isinstance(one, torch.ScriptObject)]
+    return dist.Work.unbox(found[0]) if found else None
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 from pipegrad.gradients.bucket import Bucket, Slot
 from pipegrad.gradients.buffer import RELEASED, WRITTEN, BucketBuffer, FlatBuffer
 from pipegrad.gradients.lane import Lane
+from pipegrad.gradients.mirror import STEPPED
 from pipegrad.gradients.order import backend, sites
 from pipegrad.testing import OrderChecker
 
@@ -155,11 +156,33 @@ def given_up(where: Where, slow: Slow) -> list[list[float]]:
     return [_values(result), *map(_values, others)]
 
 
+def published(where: Where, slow: Slow) -> list[list[float]]:
+    """Twice: the optimizer steps, a lane doubles what it has written, the next forward reads it."""
+    lane = Lane("published", where.device, threaded=False)
+    parameter, *results = (_full(where, 0) for _ in range(3))
+
+    def move() -> None:
+        _pause(where, slow, "lane")
+        parameter.mul_(2)
+
+    for result in results:
+        _pause(where, slow, "optimizer")
+        parameter.add_(1)
+        event = STEPPED(where.device)
+        ticket = lane.submit(move, [] if event is None else [event])
+        ticket.wait(10)
+        result.copy_(parameter)
+    lane.close()
+    where.synchronize()
+    return [_values(result) for result in results]
+
+
 EXPECTED: dict[Program, Any] = {
     two_steps: [{"a": [2.0], "b": [4.0]}, {"a": [22.0], "b": [24.0]}],
     in_a_thread: [{"a": [2.0], "b": [4.0]}, {"a": [22.0], "b": [24.0]}],
     held: [[1.0], *[[-1.0]] * 4],
     given_up: [[0.0], *[[-1.0]] * 4],
+    published: [[2.0], [6.0]],
 }
 
 
@@ -185,10 +208,11 @@ TWINS: dict[str, Twin] = {
     "lane.result": Twin(two_steps, {"lane": 1}),
     "lane.last": Twin(given_up, {"lane": 1}),
     "lane.closed": Twin(given_up, {"lane": 1}),
+    "mirror.stepped": Twin(published, {"optimizer": 1}),
 }
 _SUMS = "needs a process group: tests/testing/programs.py; on a card test_ranks_on_one_card.py"
 ELSEWHERE = {  # a site, or the file of several -> why it has no twin here
-    "reduce.collective": "its twin needs a late rank: test_ranks_on_one_card.py",
+    "reduce": "its twins need another rank: test_ranks_on_one_card.py",
     "bucketer": _SUMS,
     "collective": _SUMS,
     "staging": _SUMS,

@@ -303,6 +303,113 @@ def accumulated(device: torch.device) -> Any:
     return found
 
 
+# Gradients that are placed elsewhere, and parameters that come back.
+
+OWNED = {"name": "pipeline-shared", "placement": "owner"}
+
+
+def trained(
+    sync: GradientSync, module: nn.Module, gradients: Sequence[dict[str, float]]
+) -> list[dict[str, Any]]:
+    """Steps that subtract gradients; returns the parameters that each forward finds, and the last.
+
+    A second forward reads them all behind the optimizer: none may arrive before it has.
+    """
+    device, (at,) = next(module.parameters()).device, sync.topology.local_stages
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+    found = []
+    for given in gradients:
+        optimizer.zero_grad()
+        sync.prepare()
+        sync.stage_first_use(at)
+        found.append([p.detach().clone() for p in module.parameters()])
+        sync.stage_last_backward(at)
+        backward(module, given, device)
+        sync.stage_final(at)
+        sync.finish()
+        optimizer.step()
+        sum(p.detach().sum() for p in module.parameters())
+        sync.publish()
+    sync.check_replicas()
+    sync.close()
+    found.append([p.detach().clone() for p in module.parameters()])
+    names = [name for name, _ in module.named_parameters()]
+    return [{n: p.unique().tolist() for n, p in zip(names, one, strict=True)} for one in found]
+
+
+def updated(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
+    """Returns what parameters are before each of some steps and behind the last."""
+    found = [dict.fromkeys(steps[0], 0.0)]
+    for step in steps:
+        found.append({name: value - step[name] for name, value in found[-1].items()})
+    return [{name: [value] for name, value in one.items()} for one in found]
+
+
+def rows_of(num_ranks: int) -> Sequence[Any]:
+    whole = num_ranks - 1.0
+    steps = [
+        {"a": mean, "b": 3 * mean, "large": mean, "part": 8.0 / num_ranks, "unused": 0.0}
+        for mean in (whole, whole + 1, whole + 2, whole + 3)
+    ]
+    return [updated(steps)] * num_ranks
+
+
+@case(rows_of, 2, 4)
+def rows(device: torch.device, **options: Any) -> Any:
+    """Each rank has rows of the means, and steps them."""
+    module = model(device)
+    sync = replicated(module, bucket_bytes=256, lanes=2, handlers=["sharded"], **options)
+    return trained(sync, module, [used(step) for step in range(4)])
+
+
+@case(rows_of, 2, 4)
+def rows_of_master_copies(device: torch.device) -> Any:
+    return rows(device, stored_dtype=torch.float64)
+
+
+@case(lambda n: [(found, []) for found in rows_of(n)], 2, 4)
+def rows_checked(device: torch.device) -> Any:
+    with OrderChecker(virtual_streams=False) as checker:
+        found = rows(device)
+    return found, list(map(str, checker.violations))
+
+
+def owned_of(num_ranks: int) -> Sequence[Any]:
+    """A sum over two stages of means over the others; what each stage has alone is a mean."""
+    both, copies = num_ranks * (num_ranks + 1) / 2, num_ranks // 2
+    owned, own = both / copies, [(copies + 1) / 2, (copies + 1) / 2 + copies]
+    return [updated([{"w": owned, "own": mine}] * 3) for mine in own for _ in range(copies)]
+
+
+@case(owned_of, 2, 4)
+def owned(device: torch.device) -> Any:
+    """Sums are passed down to the first stage, whose parameters are passed up; rows of both."""
+    module = stage(w=(4,), own=(6,)).to(device)
+    sync = tied(module, "w", bucket_bytes=64, handlers=[OWNED, "sharded"])
+    return trained(sync, module, [{"w": rank() + 1.0, "own": rank() + 1.0}] * 3)
+
+
+@case(lambda n: [(found, []) for found in owned_of(n)], 2, 4)
+def owned_checked(device: torch.device) -> Any:
+    with OrderChecker(virtual_streams=False) as checker:
+        found = owned(device)
+    return found, list(map(str, checker.violations))
+
+
+def ends(num_ranks: int) -> Sequence[Any]:
+    """Of a chain of ranks: all have the same."""
+    return [updated([{"w": num_ranks * (num_ranks + 1) / 2}] * 3)] * num_ranks
+
+
+@case(ends, 2, 4)
+def chain(device: torch.device) -> Any:
+    """A stage on each rank: those in between pass gradients down and parameters up."""
+    module = stage(w=(4,)).to(device)
+    topology = Topology.create(pipeline=dist.get_world_size())
+    sync = GradientSync({rank(): module}, topology, shared=[["w"]], handlers=[OWNED])
+    return trained(sync, module, [{"w": rank() + 1.0}] * 3)
+
+
 # A schedule of torch.
 
 

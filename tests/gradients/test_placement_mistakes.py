@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import FlatBucket, Hop, ReduceError, Work
+from pipegrad import FlatBucket, GradientSync, Hop, ReduceError, Work
 from pipegrad.gradients import failure
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Ticket
@@ -460,6 +460,11 @@ def test_a_launch_of_rows_that_raises_is_every_ranks_error(three: list[dict[str,
         assert seconds < SOON
 
 
+def end_step(sync: GradientSync) -> None:
+    sync.stage_final(0)
+    sync.finish()
+
+
 def die_before_publish(folder: str, placed: str) -> None:
     """Rank 1's process ends between publish and first use of the others."""
     job = Job(By("dp", OWNER if placed == "owner" else SHARD))
@@ -474,7 +479,7 @@ def die_before_publish(folder: str, placed: str) -> None:
     said = [outcome(job.sync.prepare)]
     said += [outcome(lambda: job.sync.stage_first_use(0)) for _ in range(2)]
     give(job.module, w=1.0)
-    said.append(outcome(lambda: (job.sync.stage_final(0), job.sync.finish())))
+    said.append(outcome(partial(end_step, job.sync)))
     seconds = time.monotonic() - began
     Path(folder, str(rank())).write_text(json.dumps([*said, seconds]))
 

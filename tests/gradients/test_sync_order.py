@@ -26,6 +26,7 @@ from pipegrad import (
 )
 from pipegrad.gradients import mirror
 from pipegrad.gradients.groups import Groups
+from pipegrad.gradients.placement import bring_back
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.cases import (
@@ -43,7 +44,7 @@ from tests.gradients.cases import (
     stage,
     tied,
 )
-from tests.testing.programs import trained, updated
+from tests.testing.programs import OWNED, trained, updated
 
 FOUR: list[Case] = []
 TWO: list[Case] = []
@@ -265,7 +266,6 @@ def test_communicators_are_connected_before_lanes_begin_in_different_orders(
 
 # Gradients that are placed elsewhere, and parameters that come back under the next step's forward.
 
-OWNED = {"name": "pipeline-shared", "placement": "owner"}
 PLACED: dict[str, dict[str, Any]] = {
     "owner": {"handlers": [OWNED, DATA]},
     "shard": {"handlers": [SHARED, "sharded"]},
@@ -353,7 +353,6 @@ def first_uses() -> Any:
     sync = GradientSync(modules, topology, handlers=["sharded"], bucket_bytes=0, lanes=2)
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
     gates = [threading.Event(), threading.Event()]
-    bring_back = mirror.bring_back
 
     def held_back(parameters: torch.Tensor, *where: Any) -> None:
         assert gates[int(parameters[0] > 5)].wait(30)

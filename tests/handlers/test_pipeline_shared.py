@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import GradientSync, ParameterRecord, Reduction, Topology, find_shared
+from pipegrad import (
+    GradientSync,
+    ParameterRecord,
+    Placement,
+    PluginOptionError,
+    Reduction,
+    Topology,
+    find_shared,
+    handlers,
+)
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
 
 
 class TestPipelineShared(HandlerContract):
     handler = "pipeline-shared"
+    beside = ("data-parallel",)
+
+
+class TestOwned(HandlerContract):
+    handler = {"name": "pipeline-shared", "placement": "owner"}  # noqa: RUF012 - as in a table
     beside = ("data-parallel",)
 
 
@@ -32,6 +47,22 @@ def test_where_one_rank_holds_all_it_is_a_reduction_over_one() -> None:
     v = Topology.build(axes=(("pp", 2), ("dp", 2)), stage_to_rank=(0, 1, 1, 0), rank=3)
     tie = record("w", 1, (1, 2))
     assert PipelineShared().reductions([tie], v) == [Reduction(tie, (3,))]
+
+
+def test_the_sum_may_be_given_to_the_lowest_holder() -> None:
+    topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
+    emb, own = record("emb", 0, (0, 3)), record("w", 0, (0,))
+    owned = Reduction(emb, (1, 7), "sum", Placement.OWNER)
+    assert PipelineShared(placement="owner").reductions([own, emb], topology) == [owned]
+
+
+@pytest.mark.parametrize("placement", ["shard", "OWNER", 0])
+def test_another_placement_is_refused(placement: object) -> None:
+    with pytest.raises(PluginOptionError) as caught:
+        handlers.resolve({"name": "pipeline-shared", "placement": placement})
+    assert f"placement is {placement!r}, expected one of ['replicate', 'owner']" in str(
+        caught.value
+    )
 
 
 class Model(nn.Module):
@@ -64,15 +95,19 @@ def model() -> tuple[Model, torch.Tensor]:
     return Model(), torch.arange(9)
 
 
-def step_on_three_ranks() -> tuple[dict[str, torch.Tensor], int, str]:
+def backward_on_three_ranks(placement: str) -> tuple[int, nn.Module, GradientSync]:
     """Each stage's copy gets only the gradient of its own use, as it would in a pipeline."""
     whole, tokens = model()
     topology = Topology.create(pipeline=3)
     here = dist.get_rank()
     mine = whole.stages()[here]
     apart = _untied(model()[0])
-    shared = find_shared(whole)
-    sync = GradientSync({here: mine}, topology, shared=shared, handlers=["pipeline-shared"])
+    sync = GradientSync(
+        {here: mine},
+        topology,
+        shared=find_shared(whole),
+        handlers=[{"name": "pipeline-shared", "placement": placement}],
+    )
     sync.prepare()
     apart(tokens).backward()
     own = dict(apart.stages()[here].named_parameters())
@@ -82,8 +117,26 @@ def step_on_three_ranks() -> tuple[dict[str, torch.Tensor], int, str]:
         (parameter * gradient).sum().backward()
     sync.stage_final(here)
     sync.finish()
+    return here, mine, sync
+
+
+def step_on_three_ranks() -> tuple[dict[str, torch.Tensor], int, str]:
+    _, mine, sync = backward_on_three_ranks("replicate")
     found = {n: p.grad.clone() for n, p in mine.named_parameters() if p.grad is not None}
     return found, sync.statistics().collectives, str(sync.plan)
+
+
+def owners_step_on_three_ranks() -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Returns what this rank's optimizer steps, and what its stage's parameters are then."""
+    here, mine, sync = backward_on_three_ranks("owner")
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+    optimizer.step()
+    sync.publish()
+    sync.stage_first_use(here)
+    found = {name: p.detach().clone() for name, p in mine.named_parameters()}
+    stepped = [one.record.name for one in sync.stepped()]
+    sync.close()
+    return stepped, found
 
 
 def _untied(tied: Model) -> Model:
@@ -108,3 +161,23 @@ def test_every_holder_has_the_gradient_of_one_process() -> None:
     assert torch.equal(middle["one.bias"], last["two.bias"])
     assert [collectives for _, collectives, _ in replies] == [1, 1, 2]
     assert "replicate-sum(pp[0,2]) over ranks [0, 2]" in replies[0][2]
+
+
+def test_an_owner_steps_alone_and_every_holder_has_the_parameters_of_one_process() -> None:
+    whole, tokens = model()
+    whole(tokens).backward()
+    torch.optim.SGD(whole.parameters(), lr=1.0).step()
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    replies = run_ranks(owners_step_on_three_ranks, 3)
+    assert [sorted(stepped) for stepped, _ in replies] == [
+        ["emb.weight"],
+        ["one.bias", "one.weight"],
+        ["two.weight"],
+    ]
+    for _, found in replies:
+        for name, parameter in found.items():
+            torch.testing.assert_close(parameter, expected[name].detach(), rtol=0, atol=1e-6)
+    first, middle, last = (found for _, found in replies)
+    assert sorted(last) == ["head.weight", "two.bias", "two.weight"]
+    assert torch.equal(first["emb.weight"], last["head.weight"])
+    assert torch.equal(middle["one.bias"], last["two.bias"])

@@ -32,6 +32,7 @@ from tests.runtime.chains import (
     skips,
     step,
 )
+from tests.testing.programs import OWNED, off
 
 Tensor = torch.Tensor
 
@@ -44,7 +45,8 @@ two = replies(2, TWO)
 # Order.
 
 TWO_EACH = (INTERLEAVED, "zbv", "zbv head_w_first")  # stages a rank
-KINDS = ("plain", "tied", "skips")
+KINDS = ("plain", "tied", "placed", "skips")
+TIED = ("tied", "placed")
 CHECKED = [
     *((kind, schedule) for schedule in (*SCHEDULES, *SPLIT) for kind in KINDS),
     *(("tied", schedule) for schedule in HEAD_FIRST),
@@ -58,12 +60,13 @@ def stages(kind: str, schedule: str) -> Callable[[int], Stage]:
     return skips if kind == "skips" else plain
 
 
-def tied(schedule: str) -> dict[str, Any]:
+def tied(kind: str, schedule: str) -> dict[str, Any]:
     """Two ranks a pipeline; zbv has the first stage and the last on one of them."""
+    handlers = [OWNED, "sharded"] if kind == "placed" else [SHARED, DATA]
     shared: list[dict[int, str]] = [{0: "weight", 1 + 2 * (schedule in TWO_EACH): "weight"}]
     if schedule.startswith("zbv"):
         shared += [{0: "last", 2: "last"}]
-    return {"shared": shared, "handlers": [SHARED, DATA], "bucket_bytes": 4 * WIDTH}
+    return {"shared": shared, "handlers": handlers, "bucket_bytes": 4 * WIDTH}
 
 
 @dataclass(frozen=True)
@@ -73,22 +76,21 @@ class Seen:
     violations: list[str]
     num_transfers: int
     num_collectives: int
+    num_messages: int
 
 
-def check(kind: str, schedule: str, *, virtual_streams: bool, off: str | None = None) -> Seen:
-    """Takes three steps and an evaluation under a checker."""
-    pipeline = 2 if kind == "tied" else dist.get_world_size()
-    options = tied(schedule) if kind == "tied" else {"handlers": [DATA]}
+def check(kind: str, schedule: str, *, virtual_streams: bool, mutant: str | None = None) -> Seen:
+    """Takes three steps and an evaluation under a checker; parameters go back under forwards."""
+    pipeline = 2 if kind in TIED else dist.get_world_size()
+    options = tied(kind, schedule) if kind in TIED else {"handlers": [DATA]}
     with OrderChecker(virtual_streams=virtual_streams, log=True) as checker:
         scheduler = make(pipeline, schedule, stages(kind, schedule), **options)
-        if off is not None:
-            order.sites[off].enabled = False
-        try:
+        optimizer = torch.optim.SGD(scheduler.sync.optimizer_parameters(), lr=2**-9)
+        with nullcontext() if mutant is None else off(mutant):
             for _ in range(3):
                 step(scheduler)
-        finally:
-            if off is not None:
-                order.sites[off].enabled = True
+                optimizer.step()
+                scheduler.sync.publish()
         x = torch.ones(4, WIDTH)
         scheduler.evaluate(x, target=x)
         scheduler.close()
@@ -97,6 +99,7 @@ def check(kind: str, schedule: str, *, virtual_streams: bool, off: str | None = 
         list(map(str, checker.violations)),
         sum(strand.startswith("transfer") for strand in strands),
         sum(strand.startswith("collectives of pipegrad lane") for strand in strands),
+        sum(strand.startswith("message") for strand in strands),
     )
 
 
@@ -118,10 +121,19 @@ def checks_of_four() -> Any:
     return checks()
 
 
+UNCHECKED = {  # what nobody waits for would be no harm to a checker that did not see it -> where
+    "transfer.sending": "plain",
+    "mirror.stepped": "placed",
+    "lane.result in Reducer.wait_for": "placed",
+}
+
+
 @on(TWO)
 def unchecked() -> Any:
-    """Nobody waits for what is let go of: a checker that saw no transfers would see no harm."""
-    return check("plain", "1f1b", virtual_streams=True, off="transfer.sending")
+    return {
+        mutant: check(kind, "1f1b", virtual_streams=True, mutant=mutant).violations
+        for mutant, kind in UNCHECKED.items()
+    }
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
@@ -140,10 +152,13 @@ def test_no_access_is_left_to_luck(
             assert seen.num_transfers >= 3 * 4 * 2 + 4  # a value and a gradient, each step
             if kind == "tied" and streams:
                 assert seen.num_collectives >= 3
+            if kind == "placed":
+                assert seen.num_messages >= 3 * 2  # a gradient and a parameter, each step
 
 
-def test_a_transfer_that_nobody_holds_is_seen(two: Replies) -> None:
-    assert any(reply["unchecked"].violations for reply in two)
+@pytest.mark.parametrize("mutant", UNCHECKED)
+def test_what_nobody_holds_or_waits_for_is_seen(mutant: str, two: Replies) -> None:
+    assert any(reply["unchecked"][mutant] for reply in two)
 
 
 # What split backward keeps of a microbatch until its weights' gradients are computed.

@@ -6,9 +6,12 @@ They are tests (`test_order.py`), and what the mutation gate kills its mutants w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
+from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology, measure_hops
 from pipegrad.gradients import collective
 from pipegrad.gradients.buffer import WRITTEN, FlatBuffer
 from pipegrad.gradients.groups import Groups
@@ -60,10 +63,39 @@ def run_programs(names: Sequence[str], mutant: str | None = None) -> dict[str, R
             if mutant is None:
                 value = this.run(checker)
             else:
-                with sites[mutant].off():
+                with off(mutant):
                     value = this.run(checker)
         found[name] = value, list(map(str, checker.violations))
     return found
+
+
+@contextmanager
+def off(mutant: str) -> Iterator[None]:
+    """Switches off a site; of ``"site in function"`` what that function, or what it calls, uses."""
+    name, _, function = mutant.partition(" in ")
+    site = sites[name]
+    if not function:
+        with site.off():
+            yield
+        return
+    call = type(site).__call__
+
+    def unless_there(called: object, *given: Any) -> Any:
+        there = called is site and function in running()
+        return None if there else call(called, *given)
+
+    with mock.patch.object(type(site), "__call__", unless_there):
+        yield
+
+
+def running() -> set[str]:
+    """Returns the qualified names of the functions that this thread is in."""
+    names = set[str]()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        names.add(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return names
 
 
 def wrong(name: str, result: Result) -> str | None:
@@ -203,6 +235,116 @@ def tie(checker: OrderChecker) -> Any:
     return found
 
 
+# Gradients that are placed elsewhere, and parameters that come back.
+
+OWNED = {"name": "pipeline-shared", "placement": "owner"}
+
+
+def updated(gradients: Sequence[Mapping[str, float]]) -> list[dict[str, list[float]]]:
+    """Returns the value of parameters before each step and after the last."""
+    values, found = dict.fromkeys(gradients[0], 0.0), []
+    for step in ({}, *gradients):
+        values = {name: value - step.get(name, 0.0) for name, value in values.items()}
+        found.append({name: [value] for name, value in values.items()})
+    return found
+
+
+def trained(
+    checker: OrderChecker,
+    sync: GradientSync,
+    module: nn.Module,
+    given: Callable[[int], Mapping[str, float]],
+    numbers: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Steps of an optimizer, whose parameters are on their way; returns what each forward finds.
+
+    Somebody also reads all parameters behind the optimizer's step: none may arrive before.
+    """
+    stage = sync.topology.local_stages[0]
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+    producers = Producers(checker, list(module.parameters()))
+    found = []
+    for step, number in enumerate(numbers):
+        producers.number = number
+        optimizer.zero_grad()
+        sync.prepare()
+        sync.stage_first_use(stage)
+        found.append({name: p.detach() + 0 for name, p in module.named_parameters()})
+        sync.stage_last_backward(stage)
+        with producers.backward():
+            total = torch.zeros(())
+            for name, gradient in given(step).items():
+                total = total + (module.get_parameter(name) * gradient).sum()
+            total.backward()
+        sync.stage_final(stage)
+        sync.finish()
+        sync.clip_grad_norm_(1e9)
+        optimizer.step()
+        for parameter in module.parameters():
+            parameter.detach().sum()  # for a log, say
+        sync.publish()
+    sync.wait_parameters()
+    found.append({name: p.detach() + 0 for name, p in module.named_parameters()})
+    sync.close()
+    return [{name: p.unique().tolist() for name, p in one.items()} for one in found]
+
+
+def sharded(checker: OrderChecker, module: nn.Module, numbers: Sequence[int]) -> Any:
+    sync = replicated(module, bucket_bytes=256, lanes=2, handlers=["sharded"])
+    return trained(checker, sync, module, used, numbers)
+
+
+def owned(checker: OrderChecker, numbers: Sequence[int]) -> Any:
+    module = stage(w=(4,), v=(4,))
+    sync = tied(module, "w", "v", bucket_bytes=0, handlers=[OWNED])
+    return trained(checker, sync, module, parts, numbers)
+
+
+def parts(step: int) -> dict[str, float]:
+    return {"w": rank() + 1.0, "v": rank() + 1.0 + step}
+
+
+ROWS = updated(
+    [{n: values[0] if values else 0.0 for n, values in means(step).items()} for step in range(4)]
+)
+PASSED = updated([{"w": 3.0, "v": 3.0 + 2 * step} for step in range(4)])
+
+
+@program(ROWS)
+def rows(checker: OrderChecker) -> Any:
+    """Each rank steps rows; lanes are threads, as with gloo."""
+    return sharded(checker, model(), NUMBERS)
+
+
+@program(ROWS)
+def rows_inline(checker: OrderChecker) -> Any:
+    """The host runs ahead of its lanes, as with NCCL; messages are those of gloo."""
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return sharded(checker, model(), NUMBERS)
+
+
+@program(ROWS, virtual_streams=False)
+def rows_in_threads(checker: OrderChecker) -> Any:
+    return sharded(checker, model(), (1,) * 4)
+
+
+@program(PASSED)
+def passed(checker: OrderChecker) -> Any:
+    """The first rank steps: gradients are passed down to it, parameters up from it."""
+    return owned(checker, NUMBERS)
+
+
+@program(PASSED)
+def passed_inline(checker: OrderChecker) -> Any:
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return owned(checker, NUMBERS)
+
+
+@program(PASSED, virtual_streams=False)
+def passed_in_threads(checker: OrderChecker) -> Any:
+    return owned(checker, (1,) * 4)
+
+
 @program(None)
 def given_up(checker: OrderChecker) -> Any:
     """A step fails, nobody waits for what was launched, and the buffers are freed."""
@@ -319,6 +461,15 @@ def transfers(checker: OrderChecker) -> Any:
 def transfers_on_host(checker: OrderChecker) -> Any:
     del checker
     return pipeline()
+
+
+@program(True)
+def measured(checker: OrderChecker) -> Any:
+    """Messages there and back."""
+    del checker
+    (seconds,) = measure_hops(Topology.create(pipeline=2), num_bytes=64, repeats=2)
+    torch.zeros(64)  # in the memory of a message, perhaps
+    return seconds > 0
 
 
 class Scale(nn.Module):

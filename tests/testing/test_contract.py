@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from unittest import SkipTest
 
 import pytest
@@ -16,18 +17,29 @@ from pipegrad import (
     HandlerSpec,
     Hop,
     ParameterRecord,
+    Placement,
     Reduction,
     Topology,
     Work,
     handlers,
 )
 from pipegrad.testing import HandlerContract
+from pipegrad.testing.rehearsal import Seen
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.noop import Done
+from pipegrad_handlers.sharded import Sharded
 
 HASH_SEEDS = "test_no_plan_depends_on_hash_seeds"  # starts Python twice
 Parameters = Sequence[ParameterRecord]
 Reductions = Iterable[Reduction]
+
+
+class Owned(DataParallel):
+    """Right: the first of the copies steps."""
+
+    def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
+        for reduction in super().reductions(parameters, topology):
+            yield replace(reduction, placement=Placement.OWNER)
 
 
 class Sums(DataParallel):
@@ -37,6 +49,7 @@ class Sums(DataParallel):
 
 class Forgets(DataParallel):
     def __init__(self) -> None:
+        super().__init__()
         self._known: set[tuple[int, str]] = set()
 
     def reductions(self, parameters: Parameters, topology: Topology) -> Reductions:
@@ -114,6 +127,7 @@ class StaysAway(DataParallel):
 
 class CarriesOver(DataParallel):
     def __init__(self) -> None:
+        super().__init__()
         self._carried: dict[int, torch.Tensor] = {}
 
     def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
@@ -137,13 +151,31 @@ class RoundsByRank(DataParallel):
         return Done()
 
 
+class KeepsToItself(Sharded):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        return Done()
+
+
+class SumsWhole(Sharded):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
+        return work
+
+
+class GivesHalf(Owned):
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        bucket.buffer.mul_(0.5 if dist.get_rank(group) else 1)
+        return super().launch(bucket, reduction, group)
+
+
 class TakesPositions(DataParallel):
     def __init__(self, axis: str = "dp", /) -> None:
-        self.axis = axis
+        super().__init__(axis=axis)
 
 
 class TakesAnything(DataParallel):
     def __init__(self, **options: object) -> None:
+        super().__init__()
         self.options = options
 
 
@@ -158,6 +190,10 @@ PLAN = "test_all_ranks_make_one_plan"
 ENDS = "test_a_step_ends_on_every_rank"
 VALUES = "test_gradients_are_those_of_one_process"
 NONE = "test_a_gradient_that_nobody_has_stays_none"
+MISSING = "test_a_missing_gradient_counts_as_zeros"
+UPDATED = "test_updated_parameters_are_those_of_one_process"
+UPDATED_BITS = "test_updated_copies_have_the_same_bits"
+ELEMENTS = "test_every_element_is_stepped"
 SECOND = "test_a_second_step_carries_nothing_over"
 
 WRONG: dict[type[GradientHandler], dict[str, str]] = {
@@ -176,11 +212,17 @@ WRONG: dict[type[GradientHandler], dict[str, str]] = {
     CutsTheWire: {ENDS: "rank 2: .*the wire is cut"},
     CarriesOver: {
         SECOND: "keep nothing of a step",
-        "test_a_missing_gradient_counts_as_zeros": "gradients are wrong",
+        MISSING: "gradients are wrong",
         NONE: "make something of zeros",
     },
     AddsSomething: {NONE: "'weight_bf16'.*make something of zeros"},
-    RoundsByRank: {"test_copies_have_the_same_bits": "ranks 0 and 1 hold 'weight'"},
+    RoundsByRank: {
+        "test_copies_have_the_same_bits": "ranks 0 and 1 hold 'weight'",
+        UPDATED_BITS: "ranks 0 and 1 hold 'weight' .* after the step 'first'",
+    },
+    KeepsToItself: {VALUES: r"10 gradients are wrong.* on rank 0: found .*, expected .*, own \["},
+    SumsWhole: {MISSING: r"4 gradients are wrong.*it leaves OWNER and SHARD to super\(\)"},
+    GivesHalf: {VALUES: r"10 gradients are wrong.* on rank 0: found .*, expected .*, own \["},
     TakesPositions: {"test_its_options_are_keywords": r"takes \['axis'\] by position"},
     TakesAnything: {"test_an_unknown_option_is_refused_by_name": "nothing, it was accepted"},
 }
@@ -224,11 +266,57 @@ def test_a_sum_that_nobody_waits_for_is_wrong(handler: type[GradientHandler]) ->
         contract(handler).test_gradients_are_those_of_one_process()
 
 
-def test_a_copy_that_runs_ahead_of_the_sum_is_not_ordered() -> None:
+@pytest.mark.parametrize(("handler", "hazard"), [(ReadsTooEarly, "read"), (DoesNotWait, "write")])
+def test_what_runs_ahead_of_the_sum_is_not_ordered(
+    handler: type[GradientHandler], hazard: str
+) -> None:
     with pytest.raises(
-        AssertionError, match=r"without async_op[\s\S]*read not ordered after write"
+        AssertionError, match=rf"without async_op[\s\S]*{hazard} not ordered after write"
     ):
-        contract(ReadsTooEarly).test_every_access_is_ordered()
+        contract(handler).test_every_access_is_ordered()
+
+
+def loses_rows(rank: int, seen: Seen) -> Seen:
+    """Nobody steps a parameter of the second stage."""
+    lost = "weight" if rank > 1 else ""
+    steps = seen.pieces.items()
+    left = {step: {n: p for n, p in found.items() if n != lost} for step, found in steps}
+    return replace(seen, pieces=left)
+
+
+def forgets_to_publish(rank: int, seen: Seen) -> Seen:
+    """A rank still has one parameter as it was."""
+    parameters = dict(seen.parameters["first"])
+    if rank == 2:
+        parameters["tied"] = torch.zeros_like(parameters["tied"])
+    return replace(seen, parameters={**seen.parameters, "first": parameters})
+
+
+HARMED: dict[Callable[[int, Seen], Seen], dict[str, str]] = {
+    loses_rows: {ELEMENTS: r"no rank steps elements \[0, 1, .*, 14\] of rank 2's 'weight'"},
+    forgets_to_publish: {
+        UPDATED: r"'tied' on rank 2 was zero, .* left it \[0, 0, 0, ...\], expected \[-",
+        UPDATED_BITS: "ranks 0 and 2 hold 'tied' and have .* after the step 'first'",
+    },
+}
+
+
+@pytest.mark.parametrize("harm", HARMED, ids=lambda harm: harm.__name__)
+def test_parameters_that_do_not_come_back_are_told(
+    harm: Callable[[int, Seen], Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No handler does that by itself."""
+    checked = contract(Sharded)
+    harmed = [harm(rank, seen) for rank, seen in enumerate(checked._seen())]
+    monkeypatch.setattr(type(checked), "_ranks", lambda _: harmed)
+    found = failures(checked)
+    assert found.keys() == HARMED[harm].keys()
+    for check, words in HARMED[harm].items():
+        assert re.search(words, found[check], re.DOTALL)
+
+
+def test_a_right_handler_that_places_its_results_fails_nothing() -> None:
+    assert failures(contract(Owned)) == {}
 
 
 def test_a_rank_that_stays_away_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.cuda import _gpu_trace
 
 from pipegrad.errors import OrderError
@@ -273,6 +275,56 @@ def test_what_is_freed_may_be_in_use_until_somebody_gets_it() -> None:
             torch.ones(4)
             lane.close()
         assert len(checker.violations) == (not waits)
+
+
+# Of two collectives in a lane, of 4 and 5 elements: which are waited for -> which are left to luck.
+WAITED: dict[tuple[str, tuple[int, ...]], list[int]] = {
+    ("sum", (0, 1)): [],
+    ("sum", (1,)): [],  # a group runs one behind the other
+    ("sum", (0,)): [5],
+    ("sum", ()): [4, 5],
+    ("message", (0, 1)): [],
+    ("message", (1,)): [4],
+    ("message", (0,)): [5],
+    ("message", ()): [4, 5],
+}
+
+
+def left_to_luck(kind: str, waited: Sequence[int]) -> list[int]:
+    """Waits in the lane, as a handler would, then writes on the compute stream."""
+    works: list[Any] = []
+    with OrderChecker() as checker:
+        lane = Lane("lane", CPU, threaded=False)
+        tensors = [torch.ones(4), torch.ones(5)]
+        made = checker.record(CPU)
+
+        def start() -> None:
+            works.extend(started(kind, tensor) for tensor in tensors)
+            for number in waited:
+                works[number].wait()
+
+        lane.submit(start, [made]).wait(10)  # type: ignore[list-item]
+        for tensor in tensors:
+            tensor.mul_(2)
+        lane.close()
+    for number in {0, 1} - {*waited}:  # a message must be waited for once
+        works[number].wait()
+    return [violation.span[1] // 4 for violation in checker.violations]
+
+
+def started(kind: str, tensor: torch.Tensor) -> Any:
+    if kind == "sum":
+        return dist.all_reduce(tensor, async_op=True)
+    exchange = dist.irecv if dist.get_rank() else dist.isend
+    return exchange(tensor, 1 - dist.get_rank())
+
+
+def all_left_to_luck() -> dict[tuple[str, tuple[int, ...]], list[int]]:
+    return {(kind, waited): left_to_luck(kind, waited) for kind, waited in WAITED}
+
+
+def test_a_collective_ends_where_somebody_waits_for_it() -> None:
+    assert run_ranks(all_left_to_luck, 2, timeout_seconds=60) == [WAITED] * 2
 
 
 def test_an_access_forgets_only_what_it_stands_for() -> None:

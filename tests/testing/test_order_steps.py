@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipegrad import Topology
+from pipegrad import HandlerSpec, Topology, attach, find_shared
 from pipegrad.testing import OrderChecker, run_ranks
 from pipegrad.testing.order import Entry
 from tests.gradients.cases import replicated
-from tests.runtime.pipelines import LOOPS, VEES, Case
+from tests.runtime.models import TOKENS, VOCAB, build
+from tests.runtime.pipelines import LOOPS, VEES, Case, loss_of, stage_module
 from tests.runtime.training import Run, alone, truth
 from tests.testing.producers import Producers
-from tests.testing.programs import NUMBERS, model, steps
+from tests.testing.programs import NUMBERS, OWNED, model, steps
 
 SCHEDULES = ("GPipe", "1F1B", *LOOPS[:3], *VEES)
 FATES: dict[str, dict[str, Any]] = {
@@ -166,6 +168,34 @@ def test_the_number_of_lanes_changes_no_bit(others: list[list[Watched]]) -> None
     for one, two, three, *_ in others:
         assert one.bits == two.bits == three.bits
         assert one.bits
+
+
+def placed(streams: bool) -> list[str]:
+    """Trains a schedule of torch whose ties have an owner, and whose rows are stepped."""
+    with OrderChecker(virtual_streams=streams) as checker:
+        topology, whole = Topology.create(pipeline=2), build("tied")
+        here, share = topology.coordinate("pp"), topology.coordinate("dp")
+        module, group = stage_module(whole, here, 2), topology.group_along("pp")
+        stage = PipelineStage(module, here, 2, torch.device("cpu"), group=group)
+        schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
+        handlers: list[HandlerSpec] = [OWNED, "sharded"]
+        shared = find_shared(whole)
+        sync = attach(schedule, topology=topology, shared=shared, handlers=handlers, lanes=2)
+        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.05)
+        for step in range(3):
+            tokens = torch.arange(4 * TOKENS).reshape(4, TOKENS).add(step + share) % VOCAB
+            schedule.step(*([tokens] if here == 0 else []), target=tokens if here else None)
+            optimizer.step()
+            sync.publish()
+            optimizer.zero_grad()
+        sync.check_replicas()
+        sync.close()
+    return list(map(str, checker.violations))
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
+def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> None:
+    assert run_ranks(placed, 4, streams) == [[]] * 4
 
 
 def sequences() -> list[tuple[str, int]]:
