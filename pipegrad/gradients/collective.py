@@ -11,13 +11,13 @@ import torch.distributed as dist
 from pipegrad.gradients import order
 from pipegrad.handler import Work
 
-RECEIVED = order.WaitWork("collective.received", "a sum must not read what is still arriving")
-SENT = order.WaitWork("collective.sent", "who reuses the rows must not overwrite what is leaving")
+RECEIVED = order.WaitWork("collective.received", "nobody reads or passes on what is still arriving")
+SENT = order.WaitWork("collective.sent", "who writes there next must not overwrite what is leaving")
 
 # Of our messages, so that they match no other's between the same two ranks; and not each other's,
 # since what is expected from behind is posted long before the others that come between.
 _ROWS, _COMMON, _GATHERED, _UP, _DOWN = range(0x70670, 0x70675)
-_PIECE_BYTES, _AHEAD = 2**20, 2  # sums are made of what a cache holds, and need that much memory
+_PIECE_BYTES, _AHEAD = 2**23, 2  # smaller ones cost time, larger ones scratch memory
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -43,7 +43,7 @@ def reduce_scatter(
 
     On gloo, whose own reduce-scatter is made of all-reduces and moves twice the bytes, every rank
     sends row j to rank j, in pieces, and adds up what it gets in the order of ranks: the bits do
-    not depend on which message is first. That needs scratch memory of 2 MiB a rank of the group.
+    not depend on which message is first. That needs scratch memory: 16 MiB a rank at most.
 
     Args:
         output: This rank's sum, ``(numel,)``; may be its row.

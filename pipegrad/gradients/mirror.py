@@ -20,7 +20,7 @@ from pipegrad.gradients.plan import Plan, Publish
 from pipegrad.gradients.reduce import Reducer
 from pipegrad.gradients.stepped import StandIn
 
-STEPPED = order.Record("mirror.stepped", "what moves back is what the optimizer has written")
+STEPPED = order.Record("mirror.stepped", "it moves behind the optimizer's writes and all reads")
 
 
 class ParameterBuffer:
@@ -93,6 +93,8 @@ class Mirror:
 
         Sync: behind all that the current stream has done; on the lanes.
         """
+        if not self.is_due:
+            self.check_published()
         for stand_in in stand_ins:
             stand_in.give_back()
         self.is_due = False
@@ -117,7 +119,7 @@ class Mirror:
             if tensor._version != version:
                 raise StepError(
                     f"{key!r} was changed after publish(), so other ranks do not have it: call "
-                    f"publish() after optimizer.step()"
+                    f"publish() after optimizer.step(), and step once behind finish()"
                 )
 
     def first_use(self, stage: int) -> None:
