@@ -17,10 +17,10 @@ class PipelineShared(GradientHandler):
     added their gradients.
 
     Args:
-        placement: ``replicate``: every holder gets the sum, and steps. ``owner``: the lowest one
-            does alone; the others' parts leave as soon as they are final, and the updated parameter
-            comes back under the next step's first forwards. The optimizer is then made of
-            ``sync.optimizer_parameters()``.
+        placement: ``replicate``: every holder gets the sum, and steps. ``owner``: the lowest rank
+            of them does alone; the others' parts leave as soon as they are final, and the updated
+            parameter comes back under the next step's first forwards. The optimizer is then made
+            of ``sync.optimizer_parameters()``.
     """
 
     def __init__(self, *, placement: Literal["replicate", "owner"] = "replicate") -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipegrad.agreement import agree
+from pipegrad.errors import PlanError
 from pipegrad.gradients.accessor import GradientAccessor
 from pipegrad.gradients.manifest import (
     RankManifest,
@@ -22,11 +23,16 @@ from pipegrad.gradients.manifest import (
 )
 from pipegrad.gradients.plan import Plan, make_plans
 from pipegrad.gradients.shared import Shared, declared, link_local, refuse_likely_ties
-from pipegrad.handler import GradientHandler, HandlerSpec
+from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
 from pipegrad.handler import handlers as registry
 from pipegrad.topology import Topology
 
 _instances = count()
+
+
+def stored_dtype_of(record: ParameterRecord, stored_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns in which dtype a parameter is stepped."""
+    return stored_dtype if stored_dtype and record.dtype.is_floating_point else record.dtype
 
 
 class Agreed:
@@ -51,6 +57,7 @@ class Agreed:
         plan: This rank's buckets and collectives.
         device: Where this rank's parameters are.
         name: The same on all ranks, and no other's.
+        moves: Whether what is stepped is brought elsewhere, on any rank.
 
     Raises:
         PipegradError: On all ranks alike.
@@ -78,6 +85,8 @@ class Agreed:
             """Does what this rank alone can get wrong; returns what it says of itself."""
             checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
             check_arguments(modules, topology, **{name: options[name] for name in checked})
+            if not getattr(stored_dtype or torch.float32, "is_floating_point", False):
+                raise PlanError(f"stored_dtype is {stored_dtype!r}, expected one of floats or None")
             self.handlers = registry.resolve_all(handlers)
             self._ties = declared(shared)
             link_local(modules, self._ties)
@@ -104,6 +113,10 @@ class Agreed:
         same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
         self.device = device_of(modules, manifests)
         self.name = str(max(number for number, _ in told))
+        self.moves = self.plan.moves or any(
+            record.requires_grad and stored_dtype_of(record, stored_dtype) != record.dtype
+            for record in self.manifest.parameters
+        )
 
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, made here."""

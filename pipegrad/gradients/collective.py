@@ -43,7 +43,7 @@ def reduce_scatter(
 
     On gloo, whose own reduce-scatter is made of all-reduces and moves twice the bytes, every rank
     sends row j to rank j, in pieces, and adds up what it gets in the order of ranks: the bits do
-    not depend on which message is first. That needs scratch memory: 16 MiB a rank at most.
+    not depend on which message is first. Scratch memory: 16 MiB for each other rank at most.
 
     Args:
         output: This rank's sum, ``(numel,)``; may be its row.

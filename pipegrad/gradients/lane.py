@@ -66,12 +66,15 @@ class Lane:
         name: For the thread, in stack dumps.
         device: Where the tensors live.
         threaded: Run tasks in a thread of its own, because waiting for them blocks the host.
+
+    Attributes:
+        error: The first one that a task raised.
     """
 
     def __init__(self, name: str, device: torch.device, *, threaded: bool) -> None:
         self._device = device
         self._stream = order.backend().stream(device, name)
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._last: Ticket | None = None
         self._queue: queue.SimpleQueue[_Item | None] | None = None
         if threaded:
@@ -116,8 +119,8 @@ class Lane:
 
     def _run(self, item: _Item) -> None:
         try:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             order.backend().take_over(item.handed)
             with order.backend().running(self._stream):
                 for event in item.after:
@@ -126,7 +129,7 @@ class Lane:
                 done = TASK_DONE(self._device)
             item.ticket.done.set_result((done, order.backend().hand_over()))
         except BaseException as error:  # noqa: BLE001 - raised again by wait, in the caller's thread
-            self._error = error
+            self.error = error
             item.ticket.done.set_exception(error)
 
 

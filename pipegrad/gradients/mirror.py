@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from pipegrad.errors import ReduceError, StepError
+from pipegrad.errors import StepError
 from pipegrad.gradients import order
 from pipegrad.gradients.bucket import Bucket
 from pipegrad.gradients.groups import Groups
@@ -67,6 +67,7 @@ class Mirror:
         buffers: By bucket.
         coming: Stages whose parameters may be on their way.
         is_due: Whether there are gradients that have not been published the update of.
+        is_moving: Whether something was published that nobody has waited for as a whole.
         blocked_seconds: How long first uses have blocked the host since somebody set it to 0.
     """
 
@@ -81,6 +82,7 @@ class Mirror:
         self.buffer_of = {key: b for b in self.buffers.values() for key in b.views}
         self.coming: dict[int, list[Ticket]] = {}
         self.is_due = False
+        self.is_moving = False
         self.blocked_seconds = 0.0
         self._versions: list[tuple[str, nn.Parameter, int]] = []
 
@@ -101,6 +103,7 @@ class Mirror:
         self._versions = [(key, tensor, tensor._version) for key, tensor in stepped.items()]
         if not self._plan.publishes:
             return
+        self.is_moving = True
         event = STEPPED(self._device)
         after = [] if event is None else [event]
         for publish in self._plan.publishes:
@@ -143,6 +146,7 @@ class Mirror:
         """
         self._reducer.wait()
         self.coming.clear()
+        self.is_moving = False
 
     def forget(self) -> None:
         """Says that all ranks have the same parameters by now, whatever was stepped before."""
@@ -152,15 +156,12 @@ class Mirror:
     def _move(self, buffer: ParameterBuffer, publish: Publish) -> None:
         """Moves one bucket back along one hop. On a lane."""
         rank, hop = self._plan.rank, buffer.bucket.route[publish.hop]
-        try:
+        what = (
+            f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {hop} "
+            f"over ranks {list(hop.ranks)}"
+        )
+        with self._reducer.telling(what):
             region = buffer.bucket.region(rank, publish.hop)
             group = self._groups.of(hop.ranks, publish.lane)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {hop}"):
                 bring_back(buffer.flat[region.start : region.stop], hop.placement, group)
-        except Exception as error:
-            raise ReduceError(
-                self._reducer.notice.post(
-                    f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back "
-                    f"along {hop} over ranks {list(hop.ranks)} failed: {error}"
-                )
-            ) from error

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradientAccessor
-from pipegrad.gradients.agreed import Agreed
+from pipegrad.gradients.agreed import Agreed, stored_dtype_of
 from pipegrad.gradients.buffer import BucketBuffer
 from pipegrad.gradients.mirror import ParameterBuffer
 from pipegrad.gradients.route import has_result
@@ -82,6 +82,7 @@ class LiveParameter:
             hop.placement is Placement.SHARD for hop in mirrored.bucket.route
         )
         self._address: int | None = None  # of the memory that what is stepped is brought to
+        self._version: int | None = None  # before anybody else writes into it
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
         self._zeroed_version: int | None = None
@@ -128,6 +129,8 @@ class LiveParameter:
                 whole = self.mirrored.row(share.key, share.begin, share.end)
             self.stand_in.stand_for(whole)
         self._address = self.parameter.data_ptr() if self.moves else None
+        is_copied = self.stand_in is not None and self.stand_in.copied
+        self._version = self.parameter._version if is_copied else None
 
     @property
     def moves(self) -> bool:
@@ -169,6 +172,11 @@ class LiveParameter:
                 f"the memory of {self.record.key!r} was replaced, and what is stepped for it would "
                 f"not arrive there: call sync.synchronize_parameters() on all ranks; if it is "
                 f"another parameter now, make the optimizer of sync.optimizer_parameters() again"
+            )
+        if self._version is not None and self._version != parameter._version:
+            raise StepError(
+                f"{self.record.key!r} was changed, and its stored copy, which is what is stepped, "
+                f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
         gradient = self.gradient
         if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
@@ -303,9 +311,9 @@ def live_parameters(
         if not parameter.stages.isdisjoint(wrapped):
             parameter.early = False  # DistributedDataParallel is done when backward is
     for share in plan.shares:
-        dtype = found[share.key].record.dtype
-        stored = agreed.stored_dtype if dtype.is_floating_point else None
-        if share.sharded or stored not in (None, dtype):
+        record = found[share.key].record
+        stored = stored_dtype_of(record, agreed.stored_dtype)
+        if share.sharded or stored != record.dtype:
             gradient_dtype = manifest.entries(share.key)[0].gradient_dtype
-            found[share.key].stand_in = StandIn(share, stored or dtype, gradient_dtype)
+            found[share.key].stand_in = StandIn(share, stored, gradient_dtype)
     return found

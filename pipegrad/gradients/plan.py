@@ -44,7 +44,8 @@ class Publish:
         bucket: Whose parameters.
         hop: Against which hop.
         lane: Where.
-        use: Its place in the order: the first stage, over all ranks, that waits for it.
+        use: Its place in the order: the first stage, over all ranks, that waits for it, unless one
+            that comes before it on the way is waited for later.
         readers: Stages of this rank whose parameters come by it: none of an owner's.
     """
 
@@ -79,6 +80,7 @@ class Plan:
         publishes: What moves back after the optimizer's step, by first use.
         shares: What the optimizer steps on this rank, by stage and position.
         trained_numel: Elements of all trained parameters that this rank holds.
+        moves: Whether updated parameters move back on any rank.
         routes: Key -> route, for every parameter that this rank reduces or keeps equal.
         packs: Buckets of parameters (frozen ones too), for making replicas equal.
         groups: Process groups of all ranks, as (ranks, lane): made by every rank in this order.
@@ -91,6 +93,7 @@ class Plan:
     publishes: tuple[Publish, ...]
     shares: tuple[Share, ...]
     trained_numel: int
+    moves: bool
     routes: tuple[tuple[str, Route], ...]
     packs: tuple[Bucket, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
@@ -222,6 +225,7 @@ def make_plans(
             publishes=_publishes(mine, view, routes, lanes),
             shares=tuple(_shares(trained, mine, routes[rank], rank)),
             trained_numel=sum(r.numel for r in trained),
+            moves=any(bucket.mirrored for bucket in buckets),
             routes=tuple(routes[rank].items()),
             packs=localised(packs, routes[rank]),
             groups=groups,

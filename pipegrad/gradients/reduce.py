@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -72,10 +73,24 @@ class Reducer:
         self.num_launched = 0
 
     def begin(self) -> None:
-        """Starts a step: nothing is complete, nothing launched."""
+        """Starts a step.
+
+        Raises:
+            ReduceError: If a lane has failed since the last one; other ranks are told.
+        """
+        self.reset()
+        for lane in self._lanes:
+            if lane.error is not None:
+                raise ReduceError(self.notice.post(str(lane.error))) from lane.error
+
+    def reset(self) -> None:
+        """Says that nothing is complete, nothing launched."""
         self._complete.clear()
         self._next = [0] * len(self._lanes)
         self.num_launched = 0
+
+    def expect(self) -> None:
+        """Posts the receives of what comes from behind in this step."""
         for launch in self._expecting:
             self._lanes[launch.lane].submit(partial(self._expect, launch), ())
 
@@ -113,32 +128,38 @@ class Reducer:
 
     def _expect(self, launch: Launch) -> None:
         """Posts the receive of what comes from behind, unless it still is. On a lane."""
-        if self._flat[launch].arriving is None:
-            hop = self.buffers[launch.bucket].bucket.route[launch.hop]
-            group = self._groups.of(hop.ranks, launch.lane)
-            inbox = self._inboxes[launch]
-            inbox.acquire(INBOX_FREE)
-            self._flat[launch].arriving = collective.expect_from_behind(inbox.buffer, group)
+        bucket, flat = self.buffers[launch.bucket].bucket, self._flat[launch]
+        if flat.arriving is None:
+            hop, inbox = bucket.route[launch.hop], self._inboxes[launch]
+            with self.telling(f"bucket {bucket.index}: expecting its {hop}"):
+                inbox.acquire(INBOX_FREE)
+                group = self._groups.of(hop.ranks, launch.lane)
+                flat.arriving = collective.expect_from_behind(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective. On a lane."""
-        buffer = self.buffers[launch.bucket]
+        buffer, flat = self.buffers[launch.bucket], self._flat[launch]
         hop = buffer.bucket.route[launch.hop]
-        try:
+        what = (
+            f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {hop} over ranks "
+            f"{list(hop.ranks)} by handler {hop.handler!r}"
+        )
+        with self.telling(what):
             group = self._groups.of(hop.ranks, launch.lane)
-            flat = self._flat[launch]
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 COLLECTIVE(self._handlers[hop.handler].launch(flat, hop, group))
             flat.arriving = None
             rest = buffer.cut(self._rank, launch.hop + 1)
             if hop.op == "mean":
                 rest.div_(len(hop.ranks))
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Tells the other ranks of what fails inside, and raises it as a ReduceError."""
+        try:
+            yield
         except Exception as error:
-            message = (
-                f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {hop} over ranks "
-                f"{list(hop.ranks)} by handler {hop.handler!r} failed: {error}"
-            )
-            raise ReduceError(self.notice.post(message)) from error
+            raise ReduceError(self.notice.post(f"{what} failed: {error}")) from error
 
     def close(self) -> None:
         """Ends the lanes' threads."""

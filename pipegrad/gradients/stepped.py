@@ -43,6 +43,7 @@ class StandIn:
 
     Attributes:
         tensor: What the optimizer gets; its ``.grad`` is set by each step.
+        copied: Whether it has memory of its own.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StandIn:
     ) -> None:
         self.share = share
         self._dtype = stored_dtype
-        self._copied = False
+        self.copied = False
         self._gradient_dtype = gradient_dtype
         self.tensor: nn.Parameter
 
@@ -60,13 +61,13 @@ class StandIn:
         Sync: on the current stream.
         """
         self._source = source.data  # with a version of its own
-        self._copied = source.dtype != self._dtype
+        self.copied = source.dtype != self._dtype
         values = self._source.to(self._dtype)
         if hasattr(self, "tensor"):
             self.tensor.data = values
             return
         self.tensor = nn.Parameter(values)
-        if not self._copied and self._gradient_dtype != self._dtype:
+        if not self.copied and self._gradient_dtype != self._dtype:
             self.tensor.grad_dtype = self._gradient_dtype
 
     def give_back(self) -> None:
@@ -74,13 +75,13 @@ class StandIn:
 
         Sync: on the current stream.
         """
-        if self._copied:
+        if self.copied:
             self._source.copy_(self.tensor.data)
 
     def take(self, gradient: torch.Tensor | None) -> None:
         """Hands the optimizer its gradient, cast if need be; None if nobody contributed."""
         if gradient is not None:
-            gradient = gradient.detach().to(self._dtype if self._copied else self._gradient_dtype)
+            gradient = gradient.detach().to(self._dtype if self.copied else self._gradient_dtype)
         self.tensor.grad = gradient
 
 

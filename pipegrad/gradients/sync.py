@@ -81,6 +81,9 @@ class GradientSync:
     All ranks of the topology construct it together: what one rank alone can get wrong is exchanged
     before the first collective, so all raise the same error or none does. Replicas are made equal.
 
+    With OWNER and SHARD parameters become views of flat memory that they come back to. So save
+    clones, or a whole state_dict: ``torch.save`` of one parameter writes all that lies beside it.
+
     Args:
         modules: This rank's stages, ``{stage: module}``.
         topology: Over all ranks of the default process group.
@@ -181,7 +184,7 @@ class GradientSync:
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
-        self._moves = bool(self.plan.publishes or self._stand_ins)
+        self._moves = agreed.moves
         self._statistics = Statistics()
         self._reduced_bytes = self.plan.reduced_bytes
         self._published_bytes = self.plan.published_bytes
@@ -232,6 +235,8 @@ class GradientSync:
         for parameter in self._parameters.values():
             parameter.watch(self._on_accumulated)
         self._reducer.begin()
+        if not self._accumulating:
+            self._reducer.expect()
         self._last_backwards.clear()
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
@@ -327,7 +332,7 @@ class GradientSync:
         for buffer in self._reducer.buffers.values():
             buffer.release(RELEASED)
         self._open = False
-        self._mirror.is_due = self._moves
+        self._mirror.is_due, self._mirror.is_moving = self._moves, False
         self._failed.end()
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
@@ -360,7 +365,7 @@ class GradientSync:
         if not begun:
             if self._failed.are_final:
                 return None  # `prepare` has told
-            self._reducer.begin()
+            self._reducer.reset()
         self._open = False
         return self._failed.tell(
             error,
@@ -406,8 +411,10 @@ class GradientSync:
         """Returns parameter groups of what this rank steps, for any optimizer's constructor.
 
         With REPLICATE that is the parameter itself; with OWNER likewise, on the owner; with SHARD a
-        flat row of it, for an optimizer that looks at each element by itself. All ranks get the
-        same groups, of which some may be empty: make an optimizer on every rank.
+        flat row of it, for an optimizer that looks at each element by itself; with a stored dtype a
+        copy. Gradients are where they are stepped: of parameters that something stands in for,
+        ``.grad`` is None after `finish`. All ranks get the same groups, of which some may be empty:
+        make an optimizer on every rank.
 
         Args:
             group_of: Record -> the options of its parameter group; records with equal options are
@@ -428,7 +435,7 @@ class GradientSync:
     def check_optimizer(self, optimizer: torch.optim.Optimizer | type) -> None:
         """Refuses an optimizer that cannot step rows of parameters, if that is what it would get.
 
-        Any optimizer is checked in its first step; this is to know it before.
+        Any optimizer is checked before it steps; this is to know it earlier.
 
         Raises:
             PlanError: Names it, and those that can be taken.
@@ -477,6 +484,7 @@ class GradientSync:
         Raises:
             ReduceError: If a movement failed, on every rank that waits for it.
         """
+        self.publish_if_due()
         self._mirror.first_use(stage)
 
     def wait_parameters(self) -> None:
@@ -496,15 +504,15 @@ class GradientSync:
         Sync: on the current stream; every rank must call it, outside of a step.
 
         Raises:
-            StepError: Behind a step that is not published: what other ranks stepped would be lost.
+            StepError: Behind a step that is not published, or while parameters are on their way:
+                what other ranks stepped would be lost, or mixed with what was loaded.
         """
         self._check_closed("synchronize_parameters")
-        if self._mirror.is_due:
+        if self._mirror.is_due or self._mirror.is_moving:
             raise StepError(
-                "synchronize_parameters() behind a step that is not published would lose what "
-                "other ranks stepped: call wait_parameters() before, ahead of any loading"
+                "synchronize_parameters() while what other ranks stepped is on its way would mix "
+                "it with what was loaded: call wait_parameters() before, ahead of any loading"
             )
-        self._mirror.wait()
         make_equal(self.plan.packs, self._lookup, self._groups, self._device)
         for parameter in self._parameters.values():
             parameter.settle()

@@ -204,7 +204,6 @@ class Scheduler:
         look like is learned anew in the first evaluation: its batches may have another size than
         those of `step`, but all the same.
         """
-        self.sync.publish_if_due()
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
             return self._run(inputs, named, target, loss_divisor, forward_only=True)
 
@@ -222,9 +221,10 @@ class Scheduler:
         if self._closed:
             return
         self._closed = True
-        self.sync.close()
-        self._edges.close()
-        self._losses.close()
+        with contextlib.ExitStack() as closing:  # whatever one of them raises
+            closing.callback(self._losses.close)
+            closing.callback(self._edges.close)
+            closing.callback(self.sync.close)
 
     # Inside.
 
@@ -305,6 +305,8 @@ class Scheduler:
             given, targets = ready.batches.cut(inputs, named, target)
             if training:
                 self.sync.prepare()
+            else:
+                self.sync.publish_if_due()
             begun = True
             losses, outputs = ready.executor.run(given, targets, divisor)
             if (first := self._notice.read()) is not None:

@@ -43,11 +43,12 @@ def attach(
 ) -> GradientSync:
     """Makes ``schedule.step`` leave the gradients that one process would have computed.
 
-    Call it on all ranks, once, before or after the optimizer is made. From then on each step
-    prepares, reduces and finishes by itself; the schedule divides by the number of microbatches
-    (``scale_grads``) once for each parameter, when it is final. ``schedule.eval`` and schedules
-    without a loss are untouched. To accumulate over several steps, run all but the last one under
-    ``with sync.accumulate():``.
+    Call it on all ranks, once, before the optimizer is made of ``sync.optimizer_parameters()``, or
+    after it where all placements are REPLICATE. From then on each step prepares, reduces and
+    finishes by itself, and forwards wait for parameters that are on their way; the schedule divides
+    by the number of microbatches (``scale_grads``) once for each parameter, when it is final.
+    ``schedule.eval`` and schedules without a loss reduce nothing. To accumulate over several steps,
+    run all but the last one under ``with sync.accumulate():``.
 
     Args:
         schedule: Any schedule of ``torch.distributed.pipelining``, its stages manual or traced.
@@ -102,11 +103,13 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
         if not schedule._has_backward:
             sync.publish_if_due()
             return step(*args, **kwargs)
-        sync.prepare(divisor=_divisor(schedule))
+        begun = False
         try:
+            sync.prepare(divisor=_divisor(schedule))
+            begun = True
             result = step(*args, **kwargs)
         except Exception as error:
-            if (cause := sync.abort(error)) is not None:
+            if (cause := sync.abort(error, begun=begun)) is not None:
                 raise ReduceError(f"a step failed on another rank: {cause}") from error
             raise
         sync.finish()

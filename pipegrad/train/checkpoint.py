@@ -118,6 +118,7 @@ class State:
             owner = self._owner(key) if key.startswith("optimizer.") else None
             if owner is not None:
                 kept_there.setdefault(owner, set()).add(key.rpartition(".")[2])
+        self._check_rows(config, metadata)
         for name, there in kept_there.items():
             parameter = self._parameters[name]
             if parameter.ndim == 2 and parameter.requires_grad and there != kept:
@@ -127,6 +128,21 @@ class State:
                     f"kept {sorted(there)}: choose the same",
                 )
         return metadata
+
+    def _check_rows(self, config: Config, metadata: Metadata) -> None:
+        """Refuses optimizer state of a shape that no rows can be taken of."""
+        for key, found in metadata.state_dict_metadata.items():
+            name = self._owner(key)
+            if name not in self._stepped or not isinstance(found, TensorStorageMetadata):
+                continue
+            one = self._stepped[name]
+            is_row = one.tensor.shape != one.record.shape
+            if is_row and tuple(found.size) not in ((), (one.record.numel,)):
+                config.refuse(
+                    "train.resume",
+                    f"its {key!r} is {tuple(found.size)}, expected ({one.record.numel},): state of "
+                    f"an optimizer that cannot be sharded, or of an older version",
+                )
 
     def load(self, folder: Path, metadata: Metadata) -> int:
         """Reads a checkpoint into parameters, buffers and optimizer; returns its step.

@@ -130,7 +130,7 @@ class Job:
             for plan in plans.values():
                 self._check_replicas(plan, manifest)
         if any(share.sharded for plan in plans.values() for share in plan.shares):
-            self._check_optimizer()
+            self.check_optimizer()
         return plans
 
     @property
@@ -150,7 +150,7 @@ class Job:
         stored = self.config.gradients.stored_dtype
         return None if stored is None else getattr(torch, stored)
 
-    def _check_optimizer(self) -> None:
+    def check_optimizer(self) -> None:
         """Refuses an optimizer that cannot step rows of parameters."""
         kind = getattr(torch.optim, self.config.optimizer.name, None)
         try:

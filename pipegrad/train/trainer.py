@@ -223,6 +223,8 @@ class Trainer:
         """Makes the optimizer of what this rank steps, which may be nothing."""
         config = self.job.config
         self._kept = try_out_optimizer(config, self._device)
+        if any(share.sharded for share in self.sync.plan.shares):
+            self.job.check_optimizer()
         groups = self.sync.optimizer_parameters(partial(group_of, config))
         self._optimizer = make_optimizer(config, groups)
         self._learning_rate = make_learning_rate(config, self._optimizer)

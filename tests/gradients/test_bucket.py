@@ -50,6 +50,7 @@ def test_a_plan_as_a_whole() -> None:
         publishes=(),
         shares=(Share("2.ln", 0, 3, sharded=False), Share("0.emb", 0, 15, sharded=False)),
         trained_numel=18,
+        moves=False,
         routes=(("2.ln", (mean,)), ("0.emb", (mean, tie))),
         packs=plan.packs,
         groups=(

@@ -245,7 +245,9 @@ def test_replicas_are_not_made_equal_before_a_step_is_published(two: list[dict[s
     """The rows of all ranks but the lowest were overwritten by what they had been before."""
     for reply in two:
         for said, after, values in reply["unpublished"]:
-            assert said.startswith("StepError: synchronize_parameters() behind a step that is not")
+            assert said.startswith(
+                "StepError: synchronize_parameters() while what other ranks stepped"
+            )
             assert "call wait_parameters() before" in said
             assert (after, values) == ("None", [-2.0])
 
