@@ -109,7 +109,8 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
             begun = True
             result = step(*args, **kwargs)
         except Exception as error:
-            if (cause := sync.abort(error, begun=begun)) is not None:
+            cause = sync.abort(error, begun=begun)
+            if begun and cause is not None:
                 raise ReduceError(f"a step failed on another rank: {cause}") from error
             raise
         sync.finish()

@@ -59,7 +59,7 @@ def noted(events: list[Event]) -> Iterator[None]:
         events.append(("products", {id(product.parameter) for product in found}))
 
     def say_leaves(self: Lane, task: Any, after: Any) -> Any:
-        events.append(("leaves", task.args[0].bucket.names))
+        events.append(("leaves", task.args[0].bucket))
         return submit(self, task, after)
 
     with (
@@ -98,7 +98,8 @@ def events_of(schedule: str, pipeline: int, handlers: Sequence[str]) -> tuple[li
     told: list[Event] = []
     for kind, what in events:
         parameters = kind in ("final", "products")
-        told.append((kind, {names[p] for p in what} if parameters else what))
+        found = buckets[what] if kind == "leaves" else what
+        told.append((kind, {names[p] for p in what} if parameters else found))
     return told, launches
 
 

@@ -140,7 +140,7 @@ def test_lanes_that_wait_for_each_other_are_refused_whole() -> None:
 def joining() -> Program:
     """Returns a Program whose rank 0 has one item of each kind, at least."""
     schedule = rows("0F0 0B0", "1F0 1B0", "2F0 2B0", stages=(0, 1, 2))
-    tied = Collective("tied", (0, 1), (0, 1), lane=0, readers=(1,))
+    tied = Collective("tied", (0, 1), (0, 1), lane=0, readers=(0, 1))
     links = [Link("x", 0, (1, 2)), Link("y", 1, (2,))]
     return lower(schedule, links=links, collectives=[tied])
 
