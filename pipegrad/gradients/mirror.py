@@ -67,7 +67,7 @@ class Mirror:
         buffers: By bucket.
         coming: Stages whose parameters may be on their way.
         is_due: Whether there are gradients that have not been published the update of.
-        is_moving: Whether something was published that nobody has waited for as a whole.
+        is_moving: Whether any rank has published what not all have waited for; alike on all.
         blocked_seconds: How long first uses have blocked the host since somebody set it to 0.
     """
 
@@ -101,9 +101,9 @@ class Mirror:
             stand_in.give_back()
         self.is_due = False
         self._versions = [(key, tensor, tensor._version) for key, tensor in stepped.items()]
+        self.is_moving = self._plan.moves
         if not self._plan.publishes:
             return
-        self.is_moving = True
         event = STEPPED(self._device)
         after = [] if event is None else [event]
         for publish in self._plan.publishes:
