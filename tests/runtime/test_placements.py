@@ -14,7 +14,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.runtime.placements import FACTORS, MAX_NORM, Case, Comparison, Distances, compared, truth
+from tests.runtime.placement_cases import FACTORS, MAX_NORM, Case
+from tests.runtime.placement_runs import truth
+from tests.runtime.placements import Comparison, Distances, compared
 
 PAIRS = """
 replicate     gpipe       1x3 bf16-fp32 again AdamW free 2 4 small publish      close none
