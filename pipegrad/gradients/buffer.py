@@ -28,7 +28,7 @@ class FlatBuffer:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self._device = buffer.device
-        self._home = order.backend().current(buffer.device)
+        self._home = order.in_use.current(buffer.device)
         self._free = ALLOCATED(buffer.device)
 
     def acquire(self, site: order.Wait) -> None:
@@ -131,12 +131,16 @@ class BucketBuffer(FlatBuffer):
         offset = self.views[key].storage_offset()
         return self.buffer[offset + begin : offset + end]
 
-    def cut(self, rank: int, num_hops: int) -> torch.Tensor:
-        """Goes on with what `rank` has left after so many hops: payload and flags, flat."""
+    def part(self, rank: int, num_hops: int) -> torch.Tensor:
+        """Returns what `rank` has left after so many hops: payload and flags, flat."""
         region = self.bucket.region(rank, num_hops)
-        end = region.stop + len(self.views)
-        self._flags = self.buffer[region.stop : end]
-        return self.buffer[region.start : end]
+        return self.buffer[region.start : region.stop + len(self.views)]
+
+    def cut(self, rank: int, num_hops: int) -> torch.Tensor:
+        """Goes on with that part alone, and with the flags in it; returns it."""
+        part = self.part(rank, num_hops)
+        self._flags = part[len(part) - len(self.views) :]
+        return part
 
     def _view(self, slot: Slot) -> torch.Tensor:
         return self.buffer.as_strided(slot.shape, slot.stride, slot.offset)

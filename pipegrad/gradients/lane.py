@@ -44,7 +44,7 @@ class Ticket:
             return False
         if done:
             event, handed = self.done.result()
-            order.backend().take_over(handed)
+            order.in_use.take_over(handed)
             RESULT(event, self._device)
         return True
 
@@ -73,7 +73,7 @@ class Lane:
 
     def __init__(self, name: str, device: torch.device, *, threaded: bool) -> None:
         self._device = device
-        self._stream = order.backend().stream(device, name)
+        self._stream = order.in_use.stream(device, name)
         self.error: BaseException | None = None
         self._last: Ticket | None = None
         self._queue: queue.SimpleQueue[_Item | None] | None = None
@@ -92,7 +92,7 @@ class Lane:
         Whoever submits holds the tensors of the task until it has been waited for.
         """
         self._last = Ticket(self._device)
-        item = _Item(task, after, order.backend().hand_over(), self._last)
+        item = _Item(task, after, order.in_use.hand_over(), self._last)
         if self._queue is None:
             self._run(item)
         else:
@@ -121,13 +121,13 @@ class Lane:
         try:
             if self.error is not None:
                 raise self.error
-            order.backend().take_over(item.handed)
-            with order.backend().running(self._stream):
+            order.in_use.take_over(item.handed)
+            with order.in_use.running(self._stream):
                 for event in item.after:
                     PRODUCERS(event, self._device)
                 item.task()
                 done = TASK_DONE(self._device)
-            item.ticket.done.set_result((done, order.backend().hand_over()))
+            item.ticket.done.set_result((done, order.in_use.hand_over()))
         except BaseException as error:  # noqa: BLE001 - raised again by wait, in the caller's thread
             self.error = error
             item.ticket.done.set_exception(error)

@@ -74,13 +74,8 @@ class Backend:
         return stream or contextlib.nullcontext()
 
 
-in_use = Backend()  # looked up here each time: a call of `backend` for each transfer costs more
+in_use = Backend()  # to be looked up each time, as order.in_use: `using` changes it
 sites: dict[str, Site] = {}
-
-
-def backend() -> Backend:
-    """Returns whose streams are in use."""
-    return in_use
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,13 +100,13 @@ class Plan:
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
 
-    @property
+    @cached_property
     def reduced_bytes(self) -> int:
         """Bytes that this rank's collectives reduce in one step."""
         buckets = {bucket.index: bucket for bucket in self.buckets}
         return sum(buckets[launch.bucket].nbytes(launch.hop) for launch in self.launches)
 
-    @property
+    @cached_property
     def published_bytes(self) -> int:
         """Bytes of parameters that move back to this rank, or from it, in one step."""
         buckets = {bucket.index: bucket for bucket in self.buckets}

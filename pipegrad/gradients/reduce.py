@@ -124,7 +124,7 @@ class Reducer:
 
     def _hop_bucket(self, launch: Launch) -> HopBucket:
         buffer = self.buffers[launch.bucket]
-        return HopBucket(buffer.cut(self._rank, launch.hop), len(buffer.views))
+        return HopBucket(buffer.part(self._rank, launch.hop), len(buffer.views))
 
     def _expect(self, launch: Launch) -> None:
         """Posts the receive of what comes from behind, unless it still is. On a lane."""

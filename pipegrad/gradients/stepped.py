@@ -94,11 +94,18 @@ class Stepped:
         tensor: The live parameter; with SHARD, flat, its elements from `begin` on as they lie in
             memory; with a stored dtype a copy.
         begin: 0 unless sharded.
+        sharded: Whether it is a row.
     """
 
     record: ParameterRecord
     tensor: nn.Parameter
-    begin: int
+    begin: int = 0
+    sharded: bool = False
+
+    @property
+    def copied(self) -> bool:
+        """Whether its values are its own, in a dtype that is not the parameter's."""
+        return self.tensor.dtype != self.record.dtype
 
 
 def grouped(

@@ -184,10 +184,7 @@ class GradientSync:
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
-        self._moves = agreed.moves
         self._statistics = Statistics()
-        self._reduced_bytes = self.plan.reduced_bytes
-        self._published_bytes = self.plan.published_bytes
         self._divisor = 1.0
         self._accumulating = False
         self._open = False
@@ -332,17 +329,17 @@ class GradientSync:
         for buffer in self._reducer.buffers.values():
             buffer.release(RELEASED)
         self._open = False
-        self._mirror.is_due, self._mirror.is_moving = self._moves, False
+        self._mirror.is_due, self._mirror.is_moving = self._agreed.moves, False
         self._failed.end()
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
         self._statistics = Statistics(
             steps=self._statistics.steps + 1,
             collectives=launched,
-            reduced_bytes=self._reduced_bytes,
+            reduced_bytes=self.plan.reduced_bytes,
             copies=copies,
             early=early,
-            published_bytes=self._published_bytes,
+            published_bytes=self.plan.published_bytes,
             exposed_seconds=exposed_seconds + self._mirror.blocked_seconds,
         )
         self._mirror.blocked_seconds = 0.0
@@ -427,7 +424,7 @@ class GradientSync:
     def stepped(self) -> tuple[Stepped, ...]:
         """Returns what this rank's optimizer steps, by stage and position."""
         return tuple(
-            Stepped(self._parameters[share.key].record, tensor, share.begin)
+            Stepped(self._parameters[share.key].record, tensor, share.begin, share.sharded)
             for share in self.plan.shares
             if (tensor := self._parameters[share.key].stepped) is not None
         )
@@ -458,7 +455,7 @@ class GradientSync:
             StepError: Inside a step, or if the optimizer was not given `optimizer_parameters`.
         """
         self._check_closed("publish")
-        if self._moves and not self._asked:
+        if self._agreed.moves and not self._asked:
             raise StepError(
                 "some gradients live on other ranks, in rows or in another dtype, and nobody has "
                 "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "

@@ -61,10 +61,10 @@ def _ping(
     times = []
     for _ in range(repeats + 1):  # the first one connects
         began = time.perf_counter()
-        receiving = order.backend().receive(group_back, received, peer_back, hop)
+        receiving = order.in_use.receive(group_back, received, peer_back, hop)
         if me > hop:
             RECEIVED(receiving)
-        sending = order.backend().send(group_there, sent, peer_there, hop)
+        sending = order.in_use.send(group_there, sent, peer_there, hop)
         if me == hop:
             RECEIVED(receiving)
         SENT(sending)

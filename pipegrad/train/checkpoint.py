@@ -56,8 +56,7 @@ class State:
             name for m in modules.values() for name, _ in m.named_parameters(remove_duplicate=False)
         }
         for name, one in self._stepped.items():
-            is_row = one.tensor.shape != one.record.shape
-            if is_row and not self._parameters[name].is_contiguous():
+            if one.sharded and not self._parameters[name].is_contiguous():
                 raise PlanError(
                     f"{name!r} is sharded and not contiguous, so its rows fit into no other cut's "
                     f"checkpoint: make it .contiguous()"
@@ -79,7 +78,7 @@ class State:
         self._sync.wait_parameters()
         state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
         for name, one in self._stepped.items():
-            if _is_copy(one):
+            if one.copied:
                 state[f"stored.{name}"] = _row(one, one.tensor)
             for key, value in self._optimizer.state.get(one.tensor, {}).items():
                 found = torch.as_tensor(value)
@@ -136,8 +135,7 @@ class State:
             if name not in self._stepped or not isinstance(found, TensorStorageMetadata):
                 continue
             one = self._stepped[name]
-            is_row = one.tensor.shape != one.record.shape
-            if is_row and tuple(found.size) not in ((), (one.record.numel,)):
+            if one.sharded and tuple(found.size) not in ((), (one.record.numel,)):
                 config.refuse(
                     "train.resume",
                     f"its {key!r} is {tuple(found.size)}, expected ({one.record.numel},): state of "
@@ -167,7 +165,7 @@ class State:
         self._sync.synchronize_parameters()
         for name, one in self._stepped.items():
             stored = state.get(f"stored.{name}")
-            if _is_copy(one) and isinstance(stored, Row):
+            if one.copied and isinstance(stored, Row):
                 one.tensor.detach().copy_(stored.local.view_as(one.tensor))
         self._restore(self._optimizer, state)
         return int(state[STEP])
@@ -192,11 +190,6 @@ class State:
                 kept = told["state"].setdefault(index[id(tensor)], {})
                 kept[key.rpartition(".")[2]] = found
         optimizer.load_state_dict(told)
-
-
-def _is_copy(one: Stepped) -> bool:
-    """Whether a parameter has values of its own in what the optimizer steps."""
-    return one.tensor.dtype != one.record.dtype
 
 
 def _row(one: Stepped, found: Tensor) -> Row:

@@ -49,7 +49,7 @@ class Producers:
             for hook in backs:
                 hook.remove()
             for event in self._leaves:
-                order.backend().wait(event, CPU)
+                order.in_use.wait(event, CPU)
             self._leaves.clear()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,12 +68,12 @@ class Producers:
             if self.number == 1:
                 return function(*args, **kwargs)
             self._calls += 1
-            before = order.backend().record(CPU)
+            before = order.in_use.record(CPU)
             with self._checker.on(f"producer {self._calls % self.number}"):
-                order.backend().wait(before, CPU)
+                order.in_use.wait(before, CPU)
                 result = function(*args, **kwargs)
-                after = order.backend().record(CPU)
-            order.backend().wait(after, CPU)
+                after = order.in_use.record(CPU)
+            order.in_use.wait(after, CPU)
             return result
 
         return moved
@@ -81,12 +81,12 @@ class Producers:
     def _switch(self, k: int) -> Callable[[Any], None]:
         def switch(_: Any) -> None:
             if self.number > 1:
-                event = order.backend().record(CPU)
+                event = order.in_use.record(CPU)
                 self._checker.switch(f"producer {k % self.number}")
-                order.backend().wait(event, CPU)
+                order.in_use.wait(event, CPU)
 
         return switch
 
     def _back(self, _: torch.Tensor) -> None:
-        self._leaves.append(order.backend().record(CPU))
+        self._leaves.append(order.in_use.record(CPU))
         self._checker.switch(self._caller)
