@@ -32,6 +32,7 @@ from pipegrad.gradients.plan import Plan, make_plan, make_plans
 from pipegrad.gradients.shared import find_shared
 from pipegrad.gradients.sync import GradientSync, Statistics
 from pipegrad.handler import (
+    Exchange,
     FlatBucket,
     GradientHandler,
     HandlerSpec,
@@ -60,6 +61,7 @@ __all__ = [
     "ConfigError",
     "Cut",
     "DriftError",
+    "Exchange",
     "FlatBucket",
     "Float32Grad",
     "GradAttribute",

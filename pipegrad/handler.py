@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipegrad.topology import Topology
 
 Op = Literal["sum", "mean"]
+Exchange = Literal["all-reduce", "pairwise", "asymmetric"]
 
 
 class Placement(Enum):
@@ -66,12 +67,23 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class Reduction:
-    """This gradient is summed (or averaged) over these global ranks, and the result lives there."""
+    """This gradient is summed (or averaged) over these global ranks, and the result lives there.
+
+    Attributes:
+        record: Whose gradient.
+        ranks: Global ranks, each once, in any order.
+        op: Sum or mean.
+        placement: Where the result lives.
+        exchange: With REPLICATE over two ranks, how: ``pairwise``, by one message each way, the
+            higher rank's as soon as its gradient is final; ``asymmetric``, the same, but the lower
+            rank gives the rows alone that its gradient is not zero in. All give the same bits.
+    """
 
     record: ParameterRecord
     ranks: tuple[int, ...]
     op: Op = "sum"
     placement: Placement = Placement.REPLICATE
+    exchange: Exchange = "all-reduce"
 
 
 class Work(Protocol):
@@ -95,6 +107,10 @@ class Hop(Protocol):
     @property
     def placement(self) -> Placement:
         """Where the sum must be then."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """How it gets there."""
 
 
 class FlatBucket(Protocol):
@@ -129,7 +145,7 @@ class GradientHandler(ABC):
         """Sums ``bucket.buffer`` in place over `group`.
 
         Overridden for another way to send it: with REPLICATE all of the sum must be there
-        afterwards, on every rank. Leave other placements to ``super().launch``.
+        afterwards, on every rank. Leave other placements and exchanges to ``super().launch``.
 
         Sync: runs on a lane, never on the compute stream: on CPU in the lane's thread, on devices
         with the lane's side stream current, after every producer of the bucket. The buffer is

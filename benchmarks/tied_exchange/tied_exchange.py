@@ -35,7 +35,8 @@ from stages import (
 
 RANKS = 4
 FIRST, LAST = 0, RANKS - 1  # who hold the weight
-PARTS = {FIRST: 1.0, LAST: 2.0}  # the weight's gradient on each, everywhere: any bits lost show
+PARTS = {FIRST: 1.0, LAST: 2.0}  # the weight's gradient on each, in its rows: any bits lost show
+WIDTH, EVERY = 256, {FIRST: 20, LAST: 1}  # of a row; which rows are used on each: one in so many
 LEARNING_RATE = 2.0**-20  # with which all sums are exact
 LEAD_IN, WARM_UP = 1, 3  # steps before those that are timed: in a round; in all, of each way
 PROBE_KIB, REPEATS = 4096, 20
@@ -62,20 +63,29 @@ WAYS = {
     "blocking": Way(["noop"], blocking=True),
     "REPLICATE": Way(["pipeline-shared"]),
     "OWNER": Way([{"name": "pipeline-shared", "placement": "owner"}]),
+    "pairwise": Way([{"name": "pipeline-shared", "exchange": "pairwise"}]),
+    "asymmetric": Way([{"name": "pipeline-shared", "exchange": "asymmetric"}]),
 }
 
 
+def part_of(rank: int, num_rows: int) -> Tensor:
+    """Returns the weight's gradient on a rank, one number a row, ``(num_rows, 1)``."""
+    part = torch.zeros(num_rows, 1)
+    part[:: EVERY[rank]] = PARTS[rank]
+    return part
+
+
 class _Use(torch.autograd.Function):
-    """A zero for a weight, whose gradient is one number everywhere: nobody has to compute it."""
+    """A zero for a weight, whose gradient is one number in each row: nobody has to compute it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, part: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, weight: Tensor, part: Tensor) -> Tensor:  # noqa: ANN401
         ctx.part, ctx.shape = part, weight.shape
         return weight.new_zeros(1, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return gradient.new_full((), ctx.part).expand(ctx.shape), None
+        return ctx.part.expand(ctx.shape), None
 
 
 class TiedStage(SleepingStage):
@@ -85,13 +95,13 @@ class TiedStage(SleepingStage):
     so that a split backward can leave that to W.
 
     Attributes:
-        tied: The weight, ``(numel,)``.
+        tied: The weight, ``(num_rows, WIDTH)``.
         seen: Its first and last number, as the first forward of each step found them.
     """
 
-    def __init__(self, seconds: Seconds, numel: int, part: float, num_microbatches: int) -> None:
+    def __init__(self, seconds: Seconds, part: Tensor, num_microbatches: int) -> None:
         super().__init__(seconds)
-        self.tied = nn.Parameter(torch.zeros(numel))
+        self.tied = nn.Parameter(torch.zeros(len(part), WIDTH))
         self.seen: list[tuple[float, float]] = []
         self._part = part
         self._num_microbatches = num_microbatches
@@ -99,7 +109,7 @@ class TiedStage(SleepingStage):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._microbatch == 0:
-            self.seen.append((self.tied[0].item(), self.tied[-1].item()))
+            self.seen.append((self.tied[0, 0].item(), self.tied[-1, -1].item()))
         self._microbatch = (self._microbatch + 1) % self._num_microbatches
         if self._microbatch == 0:
             used = x[:, :1] @ _Use.apply(self.tied, self._part)  # type: ignore[no-untyped-call]
@@ -116,7 +126,7 @@ class Trainer:
         schedule: One stage a rank.
         seconds: What a rank's computes take.
         batch: Of every step.
-        numel: Of the tied weight.
+        num_rows: Of the tied weight.
         holders: The group of the two ranks that hold it.
     """
 
@@ -127,15 +137,17 @@ class Trainer:
         schedule: Schedule,
         seconds: Seconds,
         batch: Batch,
-        numel: int,
+        num_rows: int,
         holders: dist.ProcessGroup,
     ) -> None:
         rank = dist.get_rank()
         self._way, self._batch, self._holders, self._num_steps = way, batch, holders, 0
-        self._part = sum(PARTS.values()) if way.ties else PARTS.get(rank, 0.0)
         self._stage = SleepingStage(seconds)
         if rank in PARTS:
-            self._stage = TiedStage(seconds, numel, PARTS[rank], schedule.num_microbatches)
+            parts = [part_of(each, num_rows) for each in (PARTS if way.ties else [rank])]
+            self._whole = torch.stack(parts).sum(0)
+            own = part_of(rank, num_rows)
+            self._stage = TiedStage(seconds, own, schedule.num_microbatches)
         self.scheduler = pipegrad.Scheduler(
             [pipegrad.Stage(self._stage, rank)],
             pipegrad.Topology.create(pipeline=RANKS),
@@ -163,8 +175,9 @@ class Trainer:
         if self._way.ties:
             self.scheduler.sync.check_replicas()  # which waits for a weight that is on its way
         if isinstance(self._stage, TiedStage):
-            each = -LEARNING_RATE * self._part
-            assert self._stage.seen == [(each * n, each * n) for n in range(self._num_steps)]
+            each = -LEARNING_RATE * self._whole
+            first, last = each[0].item(), each[-1].item()
+            assert self._stage.seen == [(first * n, last * n) for n in range(self._num_steps)]
             assert bool((self._stage.tied == each * self._num_steps).all())
 
 
@@ -204,10 +217,10 @@ def seconds_of(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def weight_seconds(numel: int) -> tuple[float, float]:
+def weight_seconds(num_rows: int) -> tuple[float, float]:
     """Returns what the tied weight costs this host in a step: its gradient, and its update."""
-    stage, x = TiedStage(split_seconds(0, 0), numel, 1.0, 1), torch.zeros(1, 1)
-    stage.tied.grad = torch.zeros(numel)
+    stage = TiedStage(split_seconds(0, 0), part_of(LAST, num_rows), 1)
+    stage.tied.grad, x = torch.zeros_like(stage.tied), torch.zeros(1, 1)
     optimizer = torch.optim.SGD([stage.tied], lr=LEARNING_RATE)
 
     def backward() -> None:
@@ -229,7 +242,7 @@ def measure(
     for fraction in given.exchanges:
         kib = round(fraction * (RANKS - 1) * alone["B"] * kib_per_second)
         exchange = statistics.mean(hop_seconds(kib))
-        cost = weight_seconds(kib * KIB) if dist.get_rank() == 0 else (0.0, 0.0)
+        cost = weight_seconds(kib * KIB // WIDTH) if dist.get_rank() == 0 else (0.0, 0.0)
         dist.barrier()
         trainers = {
             name: Trainer(
@@ -237,7 +250,7 @@ def measure(
                 schedule=schedule,
                 seconds=seconds,
                 batch=batch,
-                numel=kib * KIB,
+                num_rows=kib * KIB // WIDTH,
                 holders=holders,
             )
             for name in given.ways

@@ -16,8 +16,15 @@ SENT = order.WaitWork("collective.sent", "who writes there next must not overwri
 
 # Of our messages, so that they match no other's between the same two ranks; and not each other's,
 # since what is expected from behind is posted long before the others that come between.
-_ROWS, _COMMON, _GATHERED, _UP, _DOWN = range(0x70670, 0x70675)
+_ROWS, _COMMON, _GATHERED, _UP, _DOWN, COUNTS, BACK = range(0x70670, 0x70677)
 _PIECE_BYTES, _AHEAD = 2**23, 2  # smaller ones cost time, larger ones scratch memory
+
+
+class Done:
+    """Work that is over."""
+
+    def wait(self) -> None:
+        """Returns at once."""
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -53,8 +60,7 @@ def reduce_scatter(
 
     Sync: `output` is ready on the current stream; where the backend blocks the host, so does this.
     """
-    if output.is_complex():
-        output, rows = _parts(output), list(map(_parts, rows))
+    output, rows = real(output), list(map(real, rows))
     if _is_gloo(output, group):
         _exchange(output, rows, group, common)
         return
@@ -156,10 +162,15 @@ def pass_down(
         return
     if arriving is not None:
         RECEIVED(arriving.work)
-        tensor.add_(arriving.tensor)
+        real(tensor).add_(real(arriving.tensor))
     me = dist.get_rank(group)
     if me > 0:
         SENT(send(tensor, me - 1, group, _DOWN))
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a flat tensor; of a complex one its parts, one by one, which is what backends add."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
@@ -258,8 +269,3 @@ def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if places == [(storage, offset + i * first.numel()) for i in range(len(rows))]:
         return first.as_strided((len(rows) * first.numel(),), (1,))
     return torch.cat(list(rows))
-
-
-def _parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns real and imaginary parts, which is what backends add."""
-    return torch.view_as_real(tensor).view(-1)

@@ -8,14 +8,8 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.gradients import collective
+from pipegrad.gradients.exchange import Exchange
 from pipegrad.handler import Hop, Placement, Work
-
-
-class Done:
-    """Work that is over."""
-
-    def wait(self) -> None:
-        """Returns at once."""
 
 
 class HopBucket:
@@ -24,14 +18,18 @@ class HopBucket:
     Args:
         buffer: Payload, then one flag a slot; flat.
         num_flags: How many.
+        exchange: What two ranks do that do not all-reduce.
 
     Attributes:
-        arriving: With OWNER, what comes from the rank behind in this step.
+        arriving: What comes from the rank behind in this step, where it is handed down.
     """
 
-    def __init__(self, buffer: torch.Tensor, num_flags: int) -> None:
+    def __init__(
+        self, buffer: torch.Tensor, num_flags: int, exchange: Exchange | None = None
+    ) -> None:
         self.buffer = buffer
         self.num_flags = num_flags
+        self.exchange = exchange
         self.arriving: collective.Arriving | None = None
 
     def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
@@ -43,13 +41,15 @@ class HopBucket:
 
 
 def _replicate(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
+    if bucket.exchange is not None:
+        return bucket.exchange.begin(bucket.arriving, group)
     work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
     return work
 
 
 def _give_to_owner(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
     collective.pass_down(bucket.buffer, bucket.arriving, group)
-    return Done()
+    return collective.Done()
 
 
 def _shard(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
@@ -61,7 +61,7 @@ def _shard(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
     if me + 1 < size:  # over the row behind this one, which is with its rank by now
         behind = (me + 1) * rows.shape[1]
         payload[behind : behind + bucket.num_flags].copy_(flags)
-    return Done()
+    return collective.Done()
 
 
 def bring_back(parameters: torch.Tensor, placement: Placement, group: dist.ProcessGroup) -> None:

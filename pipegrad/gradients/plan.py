@@ -116,9 +116,9 @@ class Plan:
 
     @property
     def chains(self) -> frozenset[tuple[int, ...]]:
-        """Ranks that hand gradients down to an owner, and its parameters up."""
+        """Ranks that hand gradients down, one to the next, and what becomes of them up."""
         hops = [hop for _, route in self.routes for hop in route]
-        return frozenset(hop.ranks for hop in hops if hop.placement is Placement.OWNER)
+        return frozenset(hop.ranks for hop in hops if hop.handed_down)
 
     @property
     def stepped_numel(self) -> int:

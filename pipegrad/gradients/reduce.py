@@ -15,11 +15,12 @@ from pipegrad.agreement import FailureNotice
 from pipegrad.errors import ReduceError
 from pipegrad.gradients import collective, order
 from pipegrad.gradients.buffer import BucketBuffer, FlatBuffer
+from pipegrad.gradients.exchange import Exchange, rows_of
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Lane, Task, Ticket
 from pipegrad.gradients.placement import HopBucket
 from pipegrad.gradients.plan import Launch, Plan
-from pipegrad.handler import GradientHandler, Placement
+from pipegrad.handler import GradientHandler, Work
 
 _POLL_SECONDS = 0.2
 
@@ -120,11 +121,16 @@ class Reducer:
     def _is_behind(self, launch: Launch) -> bool:
         """Whether another rank passes its part of a sum to this one."""
         hop = self.buffers[launch.bucket].bucket.route[launch.hop]
-        return hop.placement is Placement.OWNER and self._rank != hop.ranks[-1]
+        return hop.handed_down and self._rank != hop.ranks[-1]
 
     def _hop_bucket(self, launch: Launch) -> HopBucket:
         buffer = self.buffers[launch.bucket]
-        return HopBucket(buffer.part(self._rank, launch.hop), len(buffer.views))
+        part, how = buffer.part(self._rank, launch.hop), buffer.bucket.route[launch.hop].exchange
+        if how == "all-reduce":
+            return HopBucket(part, len(buffer.views))
+        region = buffer.bucket.region(self._rank, launch.hop)
+        rows = rows_of(buffer.bucket, region) if how == "asymmetric" else ()
+        return HopBucket(part, len(buffer.views), Exchange(part, rows))
 
     def _expect(self, launch: Launch) -> None:
         """Posts the receive of what comes from behind, unless it still is. On a lane."""
@@ -147,8 +153,20 @@ class Reducer:
         with self.telling(what):
             group = self._groups.of(hop.ranks, launch.lane)
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
-                COLLECTIVE(self._handlers[hop.handler].launch(flat, hop, group))
-            flat.arriving = None
+                work = self._handlers[hop.handler].launch(flat, hop, group)
+        end = partial(self._end, launch, work, what)
+        if getattr(work, "blocks_host", False):
+            self._lanes[launch.lane].finish(end)
+        else:
+            end()
+
+    def _end(self, launch: Launch, work: Work, what: str) -> None:
+        """Waits for a collective. On a lane."""
+        buffer = self.buffers[launch.bucket]
+        hop = buffer.bucket.route[launch.hop]
+        with self.telling(what):
+            COLLECTIVE(work)
+            self._flat[launch].arriving = None
             rest = buffer.cut(self._rank, launch.hop + 1)
             if hop.op == "mean":
                 rest.div_(len(hop.ranks))
@@ -179,6 +197,16 @@ class Reducer:
             while not lane.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
         return time.perf_counter() - start
+
+    def settle(self) -> None:
+        """Waits for what still leaves, though the sum that it is a part of is here.
+
+        Raises:
+            ReduceError: As `wait` does.
+        """
+        for launch, flat in self._flat.items():
+            if flat.exchange is not None:
+                self.wait_for(self.submit(launch.lane, flat.exchange.settle, ()))
 
     def submit(self, lane: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
         """Has a lane do something, behind all that it has to do; as `Lane.submit`."""

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.shared import matches_any
-from pipegrad.handler import GradientHandler, Op, ParameterRecord, Placement, Reduction
+from pipegrad.handler import (
+    Exchange,
+    GradientHandler,
+    Op,
+    ParameterRecord,
+    Placement,
+    Reduction,
+)
 
 if TYPE_CHECKING:
     from pipegrad.gradients.manifest import Manifest
@@ -28,6 +35,7 @@ class RouteHop:
         op: Sum or mean.
         placement: Where the result lives.
         handler: Name of the handler that asked for it.
+        exchange: How the result gets there.
     """
 
     axes: str
@@ -35,23 +43,30 @@ class RouteHop:
     op: Op
     placement: Placement
     handler: str
+    exchange: Exchange = "all-reduce"
 
     @property
-    def signature(self) -> tuple[str, str, str, str]:
+    def signature(self) -> tuple[str, ...]:
         """What this hop is, whichever copy of the group one looks at."""
-        return (self.axes, self.op, self.placement.value, self.handler)
+        return (self.axes, self.op, self.placement.value, self.handler, self.exchange)
 
     @property
     def mirrored(self) -> bool:
         """Whether updated parameters come back along it."""
         return self.placement is not Placement.REPLICATE
 
+    @property
+    def handed_down(self) -> bool:
+        """Whether a rank's part goes to the one before it, which expects it when a step begins."""
+        return self.placement is Placement.OWNER or self.exchange != "all-reduce"
+
     def spans(self, axis: str) -> bool:
         """Whether it goes along this mesh dimension; unknown, so False, for ``"ranks[..]"``."""
         return axis in {part.partition("[")[0] for part in self.axes.split("+")}
 
     def __str__(self) -> str:
-        return f"{self.placement.value}-{self.op}({self.axes})"
+        exchange = "" if self.exchange == "all-reduce" else f"{self.exchange}-"
+        return f"{exchange}{self.placement.value}-{self.op}({self.axes})"
 
 
 Route = tuple[RouteHop, ...]
@@ -93,7 +108,9 @@ def _routes(
             ranks = tuple(sorted(reduction.ranks))
             if len(ranks) > 1:
                 axes = topology.axes_of(ranks)
-                hop = RouteHop(axes, ranks, reduction.op, reduction.placement, name)
+                hop = RouteHop(
+                    axes, ranks, reduction.op, reduction.placement, name, reduction.exchange
+                )
                 hops[reduction.record.key].append(hop)
     return {key: _ordered(key, route, topology) for key, route in hops.items() if route}
 
@@ -133,6 +150,17 @@ def _check_reduction(
         raise PlanError(f"{asked}, but the topology has only ranks {list(topology.ranks)}")
     if reduction.op not in ("sum", "mean"):
         raise PlanError(f"{asked} by {reduction.op!r}: expected 'sum' or 'mean'")
+    if reduction.exchange not in get_args(Exchange):
+        raise PlanError(
+            f"{asked}, exchange {reduction.exchange!r}: expected one of {get_args(Exchange)}"
+        )
+    is_plain = reduction.exchange == "all-reduce" or len(ranks) == 1
+    if not is_plain and (len(ranks) != 2 or reduction.placement is not Placement.REPLICATE):
+        raise PlanError(
+            f"{asked}, placement {reduction.placement.value!r}, exchange {reduction.exchange!r}: "
+            f"that is for the gradients of two ranks, placed by 'replicate'; give others the "
+            f"exchange 'all-reduce'"
+        )
 
 
 def _ordered(key: str, hops: Sequence[RouteHop], topology: Topology) -> Route:
@@ -220,7 +248,7 @@ def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> Non
                 )
 
 
-def signature(route: Route) -> tuple[tuple[str, str, str, str], ...]:
+def signature(route: Route) -> tuple[tuple[str, ...], ...]:
     """Returns a route without its ranks: the same on every copy of it."""
     return tuple(hop.signature for hop in route)
 

@@ -556,8 +556,10 @@ class GradientSync:
         Parameters that are on their way arrive before, unless a step has failed.
         """
         try:
-            if self._asked and not self._open and not self._failed.are_in_doubt:
-                self.wait_parameters()
+            if not self._open and not self._failed.are_in_doubt:
+                self._reducer.settle()
+                if self._asked:
+                    self.wait_parameters()
         finally:
             self._watch.remove()
             self._reducer.close()

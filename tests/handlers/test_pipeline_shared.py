@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +30,16 @@ class TestPipelineShared(HandlerContract):
 
 class TestOwned(HandlerContract):
     handler = {"name": "pipeline-shared", "placement": "owner"}  # noqa: RUF012 - as in a table
+    beside = ("data-parallel",)
+
+
+class TestPairwise(HandlerContract):
+    handler = {"name": "pipeline-shared", "exchange": "pairwise"}  # noqa: RUF012 - as in a table
+    beside = ("data-parallel",)
+
+
+class TestAsymmetric(HandlerContract):
+    handler = {"name": "pipeline-shared", "exchange": "asymmetric"}  # noqa: RUF012 - as in a table
     beside = ("data-parallel",)
 
 
@@ -63,6 +75,33 @@ def test_another_placement_is_refused(placement: object) -> None:
     assert f"placement is {placement!r}, expected one of ['replicate', 'owner']" in str(
         caught.value
     )
+
+
+@pytest.mark.parametrize("exchange", ["pairwise", "asymmetric"])
+def test_two_ranks_may_exchange_and_more_all_reduce(exchange: Any) -> None:
+    topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
+    two, three = record("emb", 0, (0, 3)), record("w", 0, (0, 2, 3))
+    assert PipelineShared(exchange=exchange).reductions([two, three], topology) == [
+        Reduction(two, (1, 7), exchange=exchange),
+        Reduction(three, (1, 5, 7)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"exchange": "sparse"}, "exchange is 'sparse', expected one of ['all-reduce', 'pairwise'"),
+        ({"exchange": 2}, "exchange is 2, expected one of"),
+        (
+            {"placement": "owner", "exchange": "pairwise"},
+            "placement 'owner' has no exchange 'pairwise': drop one",
+        ),
+    ],
+)
+def test_another_exchange_is_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(PluginOptionError) as caught:
+        handlers.resolve({"name": "pipeline-shared", **options})
+    assert complaint in str(caught.value)
 
 
 class Model(nn.Module):

@@ -25,6 +25,7 @@ from pipegrad.gradients.buffer import WRITTEN, FlatBuffer
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Lane
 from pipegrad.gradients.order import sites
+from pipegrad.handler import HandlerSpec
 from pipegrad.testing import OrderChecker
 from tests.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.testing.producers import CPU, Producers
@@ -238,6 +239,7 @@ def tie(checker: OrderChecker) -> Any:
 # Gradients that are placed elsewhere, and parameters that come back.
 
 OWNED = {"name": "pipeline-shared", "placement": "owner"}
+EXCHANGED = [{"name": "pipeline-shared", "exchange": how} for how in ("pairwise", "asymmetric")]
 
 
 def updated(gradients: Sequence[Mapping[str, float]]) -> list[dict[str, list[float]]]:
@@ -294,10 +296,14 @@ def sharded(checker: OrderChecker, module: nn.Module, numbers: Sequence[int]) ->
     return trained(checker, sync, module, used, numbers)
 
 
-def owned(checker: OrderChecker, numbers: Sequence[int]) -> Any:
+def owned(checker: OrderChecker, numbers: Sequence[int], handler: HandlerSpec = OWNED) -> Any:
     module = stage(w=(4,), v=(4,))
-    sync = tied(module, "w", "v", bucket_bytes=0, handlers=[OWNED])
+    sync = tied(module, "w", "v", bucket_bytes=0, handlers=[handler])
     return trained(checker, sync, module, parts, numbers)
+
+
+def exchanged(checker: OrderChecker, numbers: Sequence[int]) -> Any:
+    return [owned(checker, numbers, handler) for handler in EXCHANGED]
 
 
 def parts(step: int) -> dict[str, float]:
@@ -343,6 +349,23 @@ def passed_inline(checker: OrderChecker) -> Any:
 @program(PASSED, virtual_streams=False)
 def passed_in_threads(checker: OrderChecker) -> Any:
     return owned(checker, (1,) * 4)
+
+
+@program([PASSED] * 2)
+def met(checker: OrderChecker) -> Any:
+    """Both ranks send their part and add what comes: all of the first one's, or its rows."""
+    return exchanged(checker, NUMBERS)
+
+
+@program([PASSED] * 2)
+def met_inline(checker: OrderChecker) -> Any:
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return exchanged(checker, NUMBERS)
+
+
+@program([PASSED] * 2, virtual_streams=False)
+def met_in_threads(checker: OrderChecker) -> Any:
+    return exchanged(checker, (1,) * 4)
 
 
 @program(None)
