@@ -21,6 +21,8 @@ HANDLERS: dict[str, list[Any]] = {
     "sharded": ["pipeline-shared", "sharded"],
     "owner": [{"name": "pipeline-shared", "placement": "owner"}, "data-parallel"],
     "owner+sharded": [{"name": "pipeline-shared", "placement": "owner"}, "sharded"],
+    "pairwise": [{"name": "pipeline-shared", "exchange": "pairwise"}, "data-parallel"],
+    "asym+sharded": [{"name": "pipeline-shared", "exchange": "asymmetric"}, "sharded"],
     "noop": ["noop"],
 }
 SCHEDULES: dict[str, Any] = {
@@ -39,7 +41,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {  # of parameters, and on the wire if t
     "bf16-fp32": {"stored_dtype": torch.float32, "reduce_dtype": torch.float32},
 }
 FACTORS: dict[str, tuple[str, ...]] = {
-    "handlers": ("replicate", "sharded", "owner", "owner+sharded"),
+    "handlers": (
+        "replicate",
+        "sharded",
+        "owner",
+        "owner+sharded",
+        "pairwise",
+        "asym+sharded",
+    ),
     "schedule": tuple(SCHEDULES),
     "mesh": ("1x2", "1x3", "2x1", "2x2", "2x3", "3x2", "4x1"),  # pipeline x data
     "precision": tuple(PRECISIONS),
@@ -119,8 +128,8 @@ class Case:
     @property
     def is_placed(self) -> bool:
         """Whether its ranks are enough for all that its handlers can do."""
-        enough = self.pipeline > 1 or not self.is_owned, self.data > 1 or not self.is_sharded
-        return all(enough)
+        meets = self.handlers.startswith(("owner", "pairwise", "asym"))
+        return (self.pipeline > 1 or not meets) and (self.data > 1 or not self.is_sharded)
 
     @property
     def is_exact(self) -> bool:
