@@ -5,6 +5,7 @@ Stage 0 has a table that few rows of are used, and the last stage the same as a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ from pipegrad.gradients.exchange import Rows, rows_of
 from pipegrad.gradients.lane import Lane
 from pipegrad.testing import OrderChecker, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
+from tests.gradients.cases import outcome
 
 CPU = torch.device("cpu")
 EXCHANGES: Sequence[Exchange] = ("all-reduce", "pairwise", "asymmetric")
@@ -264,6 +266,32 @@ def meet() -> dict[str, Any]:
 def test_the_dense_part_leaves_early_and_the_first_rank_does_not_wait_for_the_way_back() -> None:
     for reply in run_ranks(meet, 2):
         assert reply == {f"{how} {n}": UNIQUE * WIDTH for how in EXCHANGES[1:] for n in range(2)}
+
+
+def fail() -> dict[str, Any]:
+    """The last stage waits for what never comes back: the first one failed before it was final."""
+    found: dict[str, Any] = {}
+    for how in EXCHANGES[1:]:
+        here, sync, parameter = embedding_and_head(how)
+        sync.prepare()
+        use(parameter, here)
+        began = time.monotonic()
+        if here == 1:
+            sync.stage_final(here)
+            found[how] = outcome(sync.finish)
+        else:
+            sync.abort(RuntimeError("no memory"))
+        sync.close()
+        found[f"{how} seconds"] = time.monotonic() - began
+    return found
+
+
+def test_a_failure_ends_both_ranks_at_once() -> None:
+    first, last = run_ranks(fail, 2)
+    for how in EXCHANGES[1:]:
+        assert "ReduceError: a step failed on another rank" in last[how]
+        assert "no memory" in last[how]
+        assert max(first[f"{how} seconds"], last[f"{how} seconds"]) < 20
 
 
 # Where the host runs ahead, what blocks it waits.
