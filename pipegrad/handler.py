@@ -66,12 +66,22 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class Reduction:
-    """This gradient is summed (or averaged) over these global ranks, and the result lives there."""
+    """This gradient is summed (or averaged) over these global ranks, and the result lives there.
+
+    Attributes:
+        record: Whose gradient.
+        ranks: Global ranks.
+        op: Sum or mean.
+        placement: Where the result lives.
+        divisor: What each rank's gradient is divided by before it leaves, besides a mean's own.
+            Counts over a single rank as well: of what lives there alone.
+    """
 
     record: ParameterRecord
     ranks: tuple[int, ...]
     op: Op = "sum"
     placement: Placement = Placement.REPLICATE
+    divisor: float = 1.0
 
 
 class Work(Protocol):
@@ -122,7 +132,8 @@ class GradientHandler(ABC):
         """Returns the reductions of the parameters that ``topology.rank`` holds.
 
         Pure: called once for every rank (``topology.at(rank)``), on every rank, so that any
-        rank's plan can be computed anywhere. Reductions over a single rank are free and dropped.
+        rank's plan can be computed anywhere. Reductions over a single rank are free and dropped,
+        but for their divisors.
         """
 
     def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
