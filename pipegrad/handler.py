@@ -74,6 +74,8 @@ class Reduction:
         ranks: Global ranks, each once, in any order.
         op: Sum or mean.
         placement: Where the result lives.
+        divisor: What each rank's gradient is divided by before it leaves, besides a mean's own.
+            Counts over a single rank as well: of what lives there alone.
         exchange: With REPLICATE over two ranks, how: ``pairwise``, by one message each way, the
             higher rank's as soon as its gradient is final; ``asymmetric``, the same, but the lower
             rank gives the rows alone that its gradient is not zero in. All give the same bits.
@@ -83,6 +85,7 @@ class Reduction:
     ranks: tuple[int, ...]
     op: Op = "sum"
     placement: Placement = Placement.REPLICATE
+    divisor: float = 1.0
     exchange: Exchange = "all-reduce"
 
 
@@ -138,7 +141,8 @@ class GradientHandler(ABC):
         """Returns the reductions of the parameters that ``topology.rank`` holds.
 
         Pure: called once for every rank (``topology.at(rank)``), on every rank, so that any
-        rank's plan can be computed anywhere. Reductions over a single rank are free and dropped.
+        rank's plan can be computed anywhere. Reductions over a single rank are free and dropped,
+        but for their divisors.
         """
 
     def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ class Topology:
         stage_to_rank: For each stage its coordinate along the pipeline dimension.
         rank: The global rank that looks.
         pipeline: Name of the pipeline dimension.
-        data: Name of the data-parallel dimension.
+        data: The dimension, or dimensions, along which ranks see different data.
         mesh: The DeviceMesh it was made of; None for plain data.
     """
 
@@ -34,7 +35,7 @@ class Topology:
     stage_to_rank: tuple[int, ...]
     rank: int
     pipeline: str = "pp"
-    data: str = "dp"
+    data: str | tuple[str, ...] = "dp"
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -42,13 +43,18 @@ class Topology:
         cls,
         *,
         pipeline: int,
+        dimensions: Mapping[str, int] | None = None,
+        data: str | tuple[str, ...] = "dp",
         stage_to_rank: Mapping[int, int] | Sequence[int] | None = None,
         device_type: str | None = None,
     ) -> Topology:
         """Returns the topology of this job: pipeline outermost, what is left is data parallel.
 
         Args:
-            pipeline: Size of the pipeline dimension; the data dimension is ``world / pipeline``.
+            pipeline: Size of the pipeline dimension, ``"pp"``.
+            dimensions: Names and sizes of dimensions inside of ``"dp"``, outermost first, as in
+                ``{"tp": 2}``; the size of ``"dp"`` is what is left of the world.
+            data: The dimension, or dimensions, along which ranks see different data.
             stage_to_rank: Stage -> pipeline coordinate; one stage per coordinate unless given.
             device_type: For the DeviceMesh; the accelerator if the backend serves one, or "cpu".
 
@@ -65,12 +71,37 @@ class Topology:
                 f"a world of {world} ranks cannot be cut into pipelines of {pipeline}: "
                 f"choose a pipeline size that divides {world}"
             )
+        axes = cls.axes_for(world, pipeline, dimensions or {})
         mesh = init_device_mesh(
             device_type or _device_type(),
-            (pipeline, world // pipeline),
-            mesh_dim_names=("pp", "dp"),
+            tuple(size for _, size in axes),
+            mesh_dim_names=tuple(name for name, _ in axes),
         )
-        return cls.from_mesh(mesh, stage_to_rank=stage_to_rank)
+        return cls.from_mesh(mesh, data=data, stage_to_rank=stage_to_rank)
+
+    @staticmethod
+    def axes_for(
+        world: int, pipeline: int, dimensions: Mapping[str, int]
+    ) -> tuple[tuple[str, int], ...]:
+        """Returns names and sizes of the mesh that `create` makes of so many ranks.
+
+        Raises:
+            TopologyError: If the sizes do not divide, or a name is taken.
+        """
+        for name, size in dimensions.items():
+            if name in ("pp", "dp") or size < 1:
+                raise TopologyError(
+                    f"the further dimension {name!r} has size {size}: choose a size of at least 1, "
+                    f"and a name other than 'pp' and 'dp'"
+                )
+        inside = math.prod((pipeline, *dimensions.values()))
+        if world % inside:
+            sizes = {"pp": pipeline, **dimensions}
+            raise TopologyError(
+                f"a world of {world} ranks cannot be cut into {sizes}: choose sizes whose product, "
+                f"{inside}, divides {world}"
+            )
+        return (("pp", pipeline), ("dp", world // inside), *dimensions.items())
 
     @classmethod
     def from_mesh(
@@ -78,7 +109,7 @@ class Topology:
         mesh: DeviceMesh,
         *,
         pipeline: str = "pp",
-        data: str = "dp",
+        data: str | tuple[str, ...] = "dp",
         stage_to_rank: Mapping[int, int] | Sequence[int] | None = None,
     ) -> Topology:
         """Returns the topology of a DeviceMesh with named dimensions.
@@ -87,7 +118,7 @@ class Topology:
             TopologyError: If a named dimension is missing.
         """
         names = mesh.mesh_dim_names or ()
-        for name in (pipeline, data):
+        for name in (pipeline, *_names(data)):
             if name not in names:
                 raise TopologyError(
                     f"the mesh has no dimension {name!r}, only {list(names)}: name its dimensions, "
@@ -112,7 +143,7 @@ class Topology:
         ranks: Sequence[int] | None = None,
         stage_to_rank: Mapping[int, int] | Sequence[int] | None = None,
         pipeline: str = "pp",
-        data: str = "dp",
+        data: str | tuple[str, ...] = "dp",
     ) -> Topology:
         """Returns a topology from plain data: needs no process group, so plans work offline.
 
@@ -127,9 +158,15 @@ class Topology:
             raise TopologyError(f"ranks {members} do not fill the mesh {axes} once each")
         if rank not in members:
             raise TopologyError(f"rank {rank} is not in the mesh of ranks {members}")
-        if pipeline not in sizes or data not in sizes:
+        if not {pipeline, *_names(data)} <= set(sizes):
             raise TopologyError(f"the mesh {axes} lacks the dimension {pipeline!r} or {data!r}")
+        if not data or len({pipeline, *_names(data)}) <= len(_names(data)):
+            raise TopologyError(
+                f"data={data!r} and pipeline={pipeline!r}: expected at least one dimension of "
+                f"data, each once, none of them that of the pipeline"
+            )
         stages = _stage_list(stage_to_rank, sizes[pipeline])
+        data = data if isinstance(data, str) else tuple(data)
         return cls(axes, members, stages, rank, pipeline, data)
 
     def with_stages(self, stage_to_rank: Mapping[int, int] | Sequence[int]) -> Topology:
@@ -156,13 +193,21 @@ class Topology:
         here = self.coordinate(self.pipeline)
         return tuple(s for s, place in enumerate(self.stage_to_rank) if place == here)
 
-    def coordinate(self, axis: str) -> int:
-        """Returns this rank's index along a mesh dimension."""
-        return self._coordinates[self.rank][self._axis(axis)]
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """`data` as a tuple of names."""
+        return _names(self.data)
 
-    def size(self, axis: str) -> int:
-        """Returns the size of a mesh dimension."""
-        return self.axes[self._axis(axis)][1]
+    def coordinate(self, axis: str | tuple[str, ...]) -> int:
+        """Returns this rank's index along a mesh dimension; along several, the first outermost."""
+        index = 0
+        for name in _names(axis):
+            index = index * self.size(name) + self._coordinates[self.rank][self._axis(name)]
+        return index
+
+    def size(self, axis: str | tuple[str, ...]) -> int:
+        """Returns the size of a mesh dimension, or of several together."""
+        return math.prod(self.axes[self._axis(name)][1] for name in _names(axis))
 
     def group_along(self, axis: str) -> dist.ProcessGroup:
         """Returns the DeviceMesh's process group of `ranks_along`, as pipeline stages want it.
@@ -174,9 +219,12 @@ class Topology:
             raise TopologyError("a topology from plain data has no process groups: use create()")
         return self.mesh.get_group(axis)
 
-    def ranks_along(self, axis: str) -> tuple[int, ...]:
-        """Returns the global ranks that differ from this one in `axis` alone, itself included."""
-        return self._select({axis: range(self.size(axis))})
+    def ranks_along(self, axis: str | tuple[str, ...]) -> tuple[int, ...]:
+        """Returns the global ranks that differ from this one in `axis` alone, itself included.
+
+        Several dimensions span a box; none, as an empty tuple, this rank alone.
+        """
+        return self._select({name: range(self.size(name)) for name in _names(axis)})
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
@@ -228,6 +276,10 @@ class Topology:
         here = self._coordinates[self.rank]
         spans = [wanted.get(name, (at,)) for (name, _), at in zip(self.axes, here, strict=True)]
         return tuple(sorted(self._rank_at[place] for place in itertools.product(*spans)))
+
+
+def _names(axis: str | Sequence[str]) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _device_type() -> str:

@@ -189,8 +189,10 @@ print(json.dumps({
 
 BUILT_IN = [
     ["data-parallel", "pipegrad_handlers.data_parallel:DataParallel"],
+    ["expert-parallel", "pipegrad_handlers.expert_parallel:ExpertParallel"],
     ["noop", "pipegrad_handlers.noop:Noop"],
     ["pipeline-shared", "pipegrad_handlers.pipeline_shared:PipelineShared"],
+    ["sequence-parallel", "pipegrad_handlers.sequence_parallel:SequenceParallel"],
     ["sharded", "pipegrad_handlers.sharded:Sharded"],
 ]
 

@@ -276,12 +276,16 @@ def test_the_switch_can_be_off(
 # --- pipegrad's own
 
 
+BUILT_IN = ["data-parallel", "expert-parallel", "noop", "pipeline-shared"]
+BUILT_IN += ["sequence-parallel", "sharded"]
+
+
 def test_the_handlers_of_pipegrad_are_entry_points_like_any_other() -> None:
     ours = [plugin.name for plugin in handlers if plugin.distribution == "pipegrad"]
-    assert ours == ["data-parallel", "noop", "pipeline-shared", "sharded"]
+    assert ours == BUILT_IN
 
 
-@pytest.mark.parametrize("name", ["data-parallel", "noop", "pipeline-shared", "sharded"])
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_the_handlers_of_pipegrad_resolve(name: str) -> None:
     resolved = handlers.resolve(name)
 

@@ -92,9 +92,50 @@ def test_a_third_dimension_is_held_fixed() -> None:
     assert topology.axes_of((4, 5, 6, 7)) == "stage+tp"
 
 
+def test_several_dimensions_are_one_of_their_product_the_first_outermost() -> None:
+    axes = (("pp", 2), ("dp", 2), ("ep", 3), ("tp", 2))
+    topology = Topology.build(axes=axes, rank=23, data=("dp", "ep"))
+    assert topology.data_axes == ("dp", "ep")
+    assert topology.size(topology.data) == 6
+    assert topology.ranks_along(topology.data) == (13, 15, 17, 19, 21, 23)
+    assert [topology.at(r).coordinate(("dp", "ep")) for r in (13, 15, 17, 19, 21, 23)] == [
+        *range(6)
+    ]
+    assert [topology.at(r).coordinate(("ep", "dp")) for r in (13, 15, 19)] == [0, 2, 1]
+    assert topology.axes_of(topology.ranks_along(("ep", "dp"))) == "dp+ep"
+    assert topology.ranks_along(()) == (23,)
+    assert (topology.size(()), topology.coordinate(())) == (1, 0)
+    assert Topology.build(axes=axes, data=["dp"]).data_axes == ("dp",)  # type: ignore[arg-type]
+    assert Topology.build(axes=axes).data_axes == ("dp",)
+
+
+def test_what_the_further_dimensions_leave_is_data_parallel() -> None:
+    assert Topology.axes_for(16, 2, {"ep": 2, "tp": 2}) == (
+        ("pp", 2),
+        ("dp", 2),
+        ("ep", 2),
+        ("tp", 2),
+    )
+    assert Topology.axes_for(4, 4, {}) == (("pp", 4), ("dp", 1))
+    with pytest.raises(
+        TopologyError, match=r"8 ranks cannot be cut into \{'pp': 2, 'tp': 3\}.* 6,"
+    ):
+        Topology.axes_for(8, 2, {"tp": 3})
+    for name, size in (("dp", 2), ("pp", 1), ("tp", 0)):
+        with pytest.raises(TopologyError, match=f"dimension '{name}' has size {size}: choose"):
+            Topology.axes_for(8, 2, {name: size})
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (
+            lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), data=("dp", "ep")),
+            r"lacks the dimension 'pp' or \('dp', 'ep'\)",
+        ),
+        (lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), data=("dp", "dp")), "each once"),
+        (lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), data=("dp", "pp")), "none of them"),
+        (lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), data=()), "at least one dimension"),
         (lambda: Topology.build(axes=(("pp", 2), ("pp", 2))), "do not fill the mesh"),
         (lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 1, 2)), "do not fill"),
         (lambda: Topology.build(axes=(("pp", 2), ("dp", 1)), ranks=(1, 1), rank=1), "once each"),
@@ -126,6 +167,10 @@ def topologies() -> tuple[object, ...]:
     placed = Topology.create(pipeline=2, stage_to_rank=[0, 1, 1, 0], device_type="cpu")
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "stage", "tp"))
     deep = Topology.from_mesh(mesh, pipeline="stage", data="replica")
+    cube = Topology.create(pipeline=1, dimensions={"ep": 2, "tp": 2}, data=("dp", "ep"))
+    assert (cube.axes, cube.data) == ((("pp", 1), ("dp", 1), ("ep", 2), ("tp", 2)), ("dp", "ep"))
+    assert dist.get_process_group_ranks(cube.group_along("ep")) == [*cube.ranks_along("ep")]
+    assert cube.ranks_along(cube.data) == cube.ranks_along("ep")
     wrongs: list[Callable[[], Topology]] = [
         lambda: Topology.create(pipeline=3),
         lambda: Topology.create(pipeline=0),

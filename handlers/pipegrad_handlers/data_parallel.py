@@ -13,8 +13,8 @@ class DataParallel(GradientHandler):
     A mean: the loss of each rank is a mean over its share of the batch.
 
     Args:
-        axis: The mesh dimension; by default the topology's data dimension. Behind ``sharded`` an
-            outer one, over which rows are averaged.
+        axis: The mesh dimension; by default all data dimensions of the topology. Behind
+            ``sharded`` an outer one, over which rows are averaged.
     """
 
     def __init__(self, *, axis: str | None = None) -> None:

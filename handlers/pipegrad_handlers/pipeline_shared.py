@@ -56,4 +56,4 @@ class PipelineShared(GradientHandler):
 
     def _sum(self, record: ParameterRecord, ranks: tuple[int, ...]) -> Reduction:
         exchange = self._exchange if len(ranks) == 2 else "all-reduce"
-        return Reduction(record, ranks, "sum", self._placement, exchange)
+        return Reduction(record, ranks, "sum", self._placement, exchange=exchange)

@@ -15,7 +15,7 @@ class Sharded(GradientHandler):
     optimizer is made of ``sync.optimizer_parameters()``, and looks at each element by itself.
 
     Args:
-        axis: The mesh dimension; by default the topology's data dimension.
+        axis: The mesh dimension; by default all data dimensions of the topology.
     """
 
     def __init__(self, *, axis: str | None = None) -> None:

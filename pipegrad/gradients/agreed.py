@@ -12,6 +12,7 @@ from torch import nn
 from pipegrad.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.gradients.accessor import GradientAccessor
+from pipegrad.gradients.copies import refuse_loose_copies
 from pipegrad.gradients.manifest import (
     RankManifest,
     check_arguments,
@@ -91,7 +92,12 @@ class Agreed:
             self._ties = declared(shared)
             link_local(modules, self._ties)
             settings = {
-                "the topology": (topology.axes, topology.ranks, topology.stage_to_rank),
+                "the topology": (
+                    topology.axes,
+                    topology.ranks,
+                    topology.stage_to_rank,
+                    topology.data_axes,
+                ),
                 "shared": list(map(str, self._ties)),
                 "handlers": [found.identity for found in self.handlers.values()],
                 "stored_dtype": stored_dtype,
@@ -102,6 +108,9 @@ class Agreed:
 
         def plan() -> str:
             self.plan: Plan = self.plans([topology.rank])[topology.rank]
+            prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
+            routes, allowed = dict(self.plan.routes), options["allow_unsynced"]
+            refuse_loose_copies(self.manifest, topology, routes, prints, allowed)
             return self.plan.digest
 
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)

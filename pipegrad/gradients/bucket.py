@@ -62,8 +62,7 @@ class Bucket:
     @property
     def names(self) -> str:
         """Its parameters in few words."""
-        keys = [slot.key for slot in self.slots]
-        return f"{len(keys)} parameters, {keys[0]} .. {keys[-1]}" if len(keys) > 1 else keys[0]
+        return in_few_words([slot.key for slot in self.slots])
 
     @property
     def numel(self) -> int:
@@ -126,6 +125,11 @@ class Kind:
         back = str(self.record.dtype) if any(hop.mirrored for hop in self.route) else ""
         dtypes = (str(self.dtype), str(self.wire_dtype), back)
         return (self.ready, self.record.holders, signature(self.route), dtypes)
+
+
+def in_few_words(keys: Sequence[str]) -> str:
+    """Returns how many parameters these are, the first and the last."""
+    return f"{len(keys)} parameters, {keys[0]} .. {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
 def make_buckets(manifest: Manifest, kinds: Iterable[Kind], capacity_bytes: int) -> list[Bucket]:

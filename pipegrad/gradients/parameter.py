@@ -46,6 +46,7 @@ class LiveParameter:
         buffer: Its bucket's buffer; None if nobody reduces it.
         has_result: Whether this rank has its reduced gradient, or a row of it.
         mirrored: Where it lies, if it may come from other ranks.
+        divisor: What its gradient is divided by, beside what each step divides all by.
 
     Attributes:
         live: The tensor that this step began with.
@@ -61,6 +62,7 @@ class LiveParameter:
         *,
         has_result: bool = True,
         mirrored: ParameterBuffer | None = None,
+        divisor: float = 1.0,
     ) -> None:
         self.record = record
         self.stages = frozenset(homes)
@@ -68,6 +70,7 @@ class LiveParameter:
         self.mirrored = mirrored
         self.stand_in: StandIn | None = None
         self._has_result = has_result
+        self._divisor = divisor
         self.early: bool | None = None
         self.final = False
         self.contributed = False
@@ -216,7 +219,7 @@ class LiveParameter:
         """Marks the gradient final and returns it, divided once; None if there is none."""
         self.final = True
         self.left_early = bool(self.waiting)
-        gradient = self.gradient
+        gradient, divisor = self.gradient, divisor * self._divisor
         untouched = gradient is self.view and self._zeroed_version is not None
         self.contributed = gradient is not None and not (
             untouched and gradient._version == self._zeroed_version
@@ -295,6 +298,7 @@ def live_parameters(
     """
     manifest, plan = agreed.manifest, agreed.plan
     routes, wrapped = dict(plan.routes), dict(manifest.wrappers)
+    divisors = dict(plan.divisors)
     homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
     found = {
         record.key: LiveParameter(
@@ -304,6 +308,7 @@ def live_parameters(
             buffers.get(record.key),
             has_result=has_result(routes.get(record.key, ()), plan.rank),
             mirrored=mirrored.get(record.key),
+            divisor=divisors.get(record.key, 1.0),
         )
         for record in manifest.records(agreed.topology)
     }

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipegrad.gradients.bucket import Bucket, Kind, localised, make_buckets, num_rows
+from pipegrad.gradients.bucket import (
+    Bucket,
+    Kind,
+    in_few_words,
+    localised,
+    make_buckets,
+    num_rows,
+)
 from pipegrad.gradients.route import (
     Route,
     RouteHop,
@@ -86,6 +93,7 @@ class Plan:
         packs: Buckets of parameters (frozen ones too), for making replicas equal.
         groups: Process groups of all ranks, as (ranks, lane): made by every rank in this order.
         digest: Of all ranks' routes and buckets: equal on ranks whose plans fit together.
+        divisors: Key -> what its gradient is divided by before it leaves, where that is not 1.
     """
 
     rank: int
@@ -99,6 +107,7 @@ class Plan:
     packs: tuple[Bucket, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
+    divisors: tuple[tuple[str, float], ...] = ()
 
     @cached_property
     def reduced_bytes(self) -> int:
@@ -132,6 +141,9 @@ class Plan:
             f"{self.stepped_numel:,} of {self.trained_numel:,} elements"
         )
         lines = [summary]
+        for divisor in sorted({divisor for _, divisor in self.divisors}):
+            keys = [key for key, by in self.divisors if by == divisor]
+            lines.append(f"divided by {divisor:g} before they leave: {in_few_words(keys)}")
         if self.launches:
             lines.append("launch  bucket  lane  ready  MiB        reduction")
         buckets = {bucket.index: bucket for bucket in self.buckets}
@@ -201,7 +213,7 @@ def make_plans(
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
-    routes = make_routes(manifest, topology, handlers, allow_unsynced)
+    routes, divisors = make_routes(manifest, topology, handlers, allow_unsynced)
     alone = stage_ticks or range(topology.num_stages - 1, -1, -1)
     shared = shared_ticks or alone
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
@@ -214,11 +226,12 @@ def make_plans(
     buckets = make_buckets(manifest, gradients, bucket_bytes)
     packs = make_buckets(manifest, [Kind(*pair, alone) for pair in agreed], bucket_bytes)
     groups = _groups(routes, buckets, lanes)
-    digest = hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((routes, buckets, packs, divisors)).encode()).hexdigest()
     plans: dict[int, Plan] = {}
     for rank in topology.ranks if ranks is None else ranks:
         view, mine = topology.at(rank), localised(buckets, routes[rank])
-        trained = [r for r in manifest.records(view) if r.requires_grad]
+        held = manifest.records(view)
+        trained = [r for r in held if r.requires_grad]
         plans[rank] = Plan(
             rank=rank,
             buckets=mine,
@@ -231,6 +244,7 @@ def make_plans(
             packs=localised(packs, routes[rank]),
             groups=groups,
             digest=digest,
+            divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),
         )
     return plans
 

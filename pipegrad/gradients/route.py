@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,45 +75,76 @@ Route = tuple[RouteHop, ...]
 Routes = Mapping[int, Mapping[str, Route]]
 """Rank -> key -> route, by ascending rank."""
 
+Divisors = Mapping[str, float]
+"""Key -> what its gradient is divided by before it leaves, where that is not 1."""
+
 
 def make_routes(
     manifest: Manifest,
     topology: Topology,
     handlers: Sequence[tuple[str, GradientHandler]],
     allow_unsynced: Sequence[str],
-) -> Routes:
-    """Returns every rank's routes, checked against each other.
+) -> tuple[Routes, Divisors]:
+    """Returns every rank's routes, checked against each other, and what gradients are divided by.
 
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
-    routes = {r: _routes(manifest, topology.at(r), handlers) for r in sorted(topology.ranks)}
+    asked = {r: _asked_of_all(manifest, topology.at(r), handlers) for r in sorted(topology.ranks)}
+    routes = {r: _routes(manifest, topology.at(r), asked[r]) for r in asked}
     _check_members(routes)
     _check_copies(manifest, topology, routes)
     _check_places(routes)
     _check_wrappers(manifest, topology, routes)
     _check_ties(manifest, topology, routes, allow_unsynced)
-    return routes
+    return routes, _divisors(manifest, topology, asked)
 
 
-def _routes(
+Asked = Sequence[tuple[str, Reduction]]
+
+
+def _asked_of_all(
     manifest: Manifest, topology: Topology, handlers: Sequence[tuple[str, GradientHandler]]
-) -> dict[str, Route]:
-    """Returns key -> route on one rank, without the hops that would stay on that rank."""
+) -> Asked:
+    """Returns what all handlers say on one rank, each reduction with its handler's name."""
     records = manifest.records(topology)
-    hops: dict[str, list[RouteHop]] = {record.key: [] for record in records}
     known = set(records)
-    for name, handler in handlers:
-        for reduction in _asked(name, handler, records, topology):
-            _check_reduction(name, reduction, known, topology)
-            ranks = tuple(sorted(reduction.ranks))
-            if len(ranks) > 1:
-                axes = topology.axes_of(ranks)
-                hop = RouteHop(
-                    axes, ranks, reduction.op, reduction.placement, name, reduction.exchange
-                )
-                hops[reduction.record.key].append(hop)
+    asked = [(n, r) for n, handler in handlers for r in _asked(n, handler, records, topology)]
+    for name, reduction in asked:
+        _check_reduction(name, reduction, known, topology)
+    return asked
+
+
+def _routes(manifest: Manifest, topology: Topology, asked: Asked) -> dict[str, Route]:
+    """Returns key -> route on one rank, without the hops that would stay on that rank."""
+    hops: dict[str, list[RouteHop]] = {r.key: [] for r in manifest.records(topology)}
+    for name, reduction in asked:
+        ranks = tuple(sorted(reduction.ranks))
+        if len(ranks) > 1:
+            axes = topology.axes_of(ranks)
+            hop = RouteHop(axes, ranks, reduction.op, reduction.placement, name, reduction.exchange)
+            hops[reduction.record.key].append(hop)
     return {key: _ordered(key, route, topology) for key, route in hops.items() if route}
+
+
+def _divisors(manifest: Manifest, topology: Topology, asked: Mapping[int, Asked]) -> Divisors:
+    """Returns what gradients are divided by: alike on all copies, or sums would be weighted."""
+    agreed: dict[str, tuple[float, int]] = {}
+    for rank, mine in asked.items():
+        here = dict.fromkeys((r.key for r in manifest.records(topology.at(rank))), 1.0)
+        for _, reduction in mine:
+            here[reduction.record.key] *= reduction.divisor
+        for key, divisor in here.items():
+            there, other = agreed.setdefault(key, (divisor, rank))
+            if divisor != there:
+                both = [*mine, *asked[other]]
+                names = {n for n, r in both if r.record.key == key and r.divisor != 1}
+                raise PlanError(
+                    f"the gradient of {key!r} is divided by {divisor:g} on rank {rank}, but by "
+                    f"{there:g} on rank {other}: handlers {sorted(names)} must give one divisor "
+                    f"on all ranks that hold it"
+                )
+    return {key: divisor for key, (divisor, _) in agreed.items() if divisor != 1}
 
 
 def _asked(
@@ -150,12 +182,21 @@ def _check_reduction(
         raise PlanError(f"{asked}, but the topology has only ranks {list(topology.ranks)}")
     if reduction.op not in ("sum", "mean"):
         raise PlanError(f"{asked} by {reduction.op!r}: expected 'sum' or 'mean'")
+    divisor = reduction.divisor
+    if not 0 < divisor < math.inf:
+        raise PlanError(f"{asked} with divisor {divisor!r}: expected a positive number")
+    _check_exchange(asked, reduction)
+
+
+def _check_exchange(asked: str, reduction: Reduction) -> None:
     if reduction.exchange not in get_args(Exchange):
         raise PlanError(
             f"{asked}, exchange {reduction.exchange!r}: expected one of {get_args(Exchange)}"
         )
-    is_plain = reduction.exchange == "all-reduce" or len(ranks) == 1
-    if not is_plain and (len(ranks) != 2 or reduction.placement is not Placement.REPLICATE):
+    is_plain = reduction.exchange == "all-reduce" or len(reduction.ranks) == 1
+    if not is_plain and (
+        len(reduction.ranks) != 2 or reduction.placement is not Placement.REPLICATE
+    ):
         raise PlanError(
             f"{asked}, placement {reduction.placement.value!r}, exchange {reduction.exchange!r}: "
             f"that is for the gradients of two ranks, placed by 'replicate'; give others the "
@@ -264,7 +305,7 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
         for key, route in routes[rank].items():
             held = any(s == stage for s, _ in manifest.places(key))
             for hop in route:
-                if held and hop.spans(topology.data):
+                if held and any(map(hop.spans, topology.data_axes)):
                     raise PlanError(
                         f"stage {stage} is wrapped by DistributedDataParallel and handler "
                         f"{hop.handler!r} reduces {key!r} over {hop.axes} too: it would be reduced "

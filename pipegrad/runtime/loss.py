@@ -68,7 +68,8 @@ class Losses:
     def __init__(self, topology: Topology, device: torch.device) -> None:
         ranks = sorted(topology.ranks)
         self._num_ranks = len(ranks)
-        self._num_copies = topology.size(topology.data)
+        # Of the last stages: replicas' losses are of different data, others' of the same.
+        self._num_copies = len(ranks) // topology.size(topology.pipeline)
         self._device = device
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1:

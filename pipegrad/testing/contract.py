@@ -293,9 +293,11 @@ class HandlerContract:
 
     def _reductions(
         self, order: Sequence[ParameterRecord], view: Topology
-    ) -> set[tuple[str, str, tuple[int, ...], str]]:
+    ) -> set[tuple[str, str, tuple[int, ...], str, float]]:
         asked = handlers.resolve(self.handler).plugin.reductions(order, view)
-        return {(r.record.key, r.op, tuple(sorted(r.ranks)), r.placement.name) for r in asked}
+        return {
+            (r.record.key, r.op, tuple(sorted(r.ranks)), r.placement.name, r.divisor) for r in asked
+        }
 
     def _expected(self, step: str, rank: int, name: str) -> torch.Tensor | None:
         whole, own = rehearsal.whole(step, rank, name), rehearsal.given(step, rank, name)

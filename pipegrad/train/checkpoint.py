@@ -3,6 +3,9 @@
 A checkpoint holds parameters, buffers, optimizer state and the step. Everything else comes from the
 configuration of the run that reads it. What the optimizer keeps of each element of a parameter is
 written flat, by each rank what it steps, and read by each rank what it steps.
+
+What lives apart along a dimension of the mesh, as tensor-parallel shards and experts do, carries
+its place there: ``name[tp=1]``. A run reads it with the same sizes only.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pipegrad.errors import PlanError
 from pipegrad.gradients.stepped import Stepped
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.config import Config
+from pipegrad.train.places import Places, check_places
 from pipegrad.train.rows import Row
 
 STEP = "step"
@@ -47,10 +51,11 @@ class State:
         self._optimizer = optimizer
         self._sync = sync
         # A key is "stage.name" at the lowest stage that holds it, and names are the uncut model's.
-        self._parameters = {
-            record.key.partition(".")[2]: sync.parameter(record) for record in sync.records()
-        }
-        self._stepped = {one.record.key.partition(".")[2]: one for one in sync.stepped()}
+        places = Places(sync.topology, sync.plan)
+        self._place_of_buffers = places.of()
+        names = {r.key: r.key.partition(".")[2] + places.of(r.key) for r in sync.records()}
+        self._parameters = {names[record.key]: sync.parameter(record) for record in sync.records()}
+        self._stepped = {names[one.record.key]: one for one in sync.stepped()}
         self._modules = modules
         self._own = {
             name for m in modules.values() for name, _ in m.named_parameters(remove_duplicate=False)
@@ -65,13 +70,17 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their keys in a checkpoint; wait for them before."""
         buffers = {
-            name: found
+            name + self._place_of_buffers: found
             for module in self._modules.values()
             for name, found in module.state_dict().items()
             if name not in self._own and isinstance(found, Tensor)
         }
         named = {**self._parameters, **buffers}
         return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
+
+    def keys(self) -> list[str]:
+        """Returns the keys of `tensors`."""
+        return list(self.tensors())
 
     def save(self, folder: Path, step: int) -> None:
         """Writes a checkpoint; every rank must call it. It is whole once it has ``.metadata``."""
@@ -86,12 +95,13 @@ class State:
                 state[f"optimizer.{name}.{key}"] = _row(one, found) if each else found
         save(state, checkpoint_id=folder)
 
-    def check(self, config: Config, kept: set[str]) -> Metadata:
+    def check(self, config: Config, kept: set[str], held: set[str]) -> Metadata:
         """Returns what the checkpoint ``train.resume`` holds. Local.
 
         Args:
             config: The configuration.
             kept: What the optimizer keeps of a matrix.
+            held: The `keys` of all ranks.
 
         Raises:
             ConfigError: If it cannot be read, or is of another model or optimizer.
@@ -103,6 +113,7 @@ class State:
             config.refuse(
                 "train.resume", "is not a whole checkpoint: it has no .metadata", cause=error
             )
+        check_places(config, set(metadata.state_dict_metadata), held)
         for key, tensor in self.tensors().items():
             found = metadata.state_dict_metadata.get(key)
             shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "none"

@@ -60,7 +60,16 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str | Mapping) else value
 
 
+def _further(value: object) -> object:
+    if isinstance(value, Mapping) and any(n in ("pp", "dp") or not n.isidentifier() for n in value):
+        raise PydanticCustomError(
+            "dimensions", "should name dimensions by words, other than 'pp' and 'dp'"
+        )
+    return value
+
+
 Choice = Annotated[Named, BeforeValidator(_named)]
+Dimensions = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_further)]
 
 
 class Gradients(Table):
@@ -113,12 +122,26 @@ class Parallel(Table):
     """Which rank does what."""
 
     pipeline: int | None = Field(
-        default=None, ge=1, description="pipeline ranks; by default all ranks / parallel.data"
+        default=None,
+        ge=1,
+        description="pipeline ranks; by default all ranks / (parallel.data and dimensions)",
     )
     data: int | None = Field(
         default=None,
         ge=1,
-        description="data-parallel replicas; by default all ranks / parallel.pipeline",
+        description="data-parallel replicas; by default all ranks / (parallel.pipeline and "
+        "dimensions)",
+    )
+    dimensions: Dimensions = Field(
+        default={},
+        description="names and sizes of further mesh dimensions inside of 'pp' and 'dp', "
+        "outermost first, as in { tp = 2 }",
+    )
+    data_dimensions: list[str] = Field(
+        default=["dp"],
+        min_length=1,
+        description="mesh dimensions along which ranks see different data: 'dp', and such of "
+        "parallel.dimensions as 'ep' for expert parallelism",
     )
     schedule: Choice = Field(
         default=Named(name="1f1b"),
@@ -256,7 +279,10 @@ class Config(Table):
         """
         value: Any = self
         for part in re.findall(r"\w+", key):
-            value = value[int(part)] if isinstance(value, list) else getattr(value, part)
+            if isinstance(value, Mapping):
+                value = value[part]
+            else:
+                value = value[int(part)] if isinstance(value, list) else getattr(value, part)
         if isinstance(value, Named):
             value = value.spec if value.options else value.name
         if isinstance(value, Model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import pkgutil
 import random
 import sys
@@ -38,7 +40,8 @@ class Job:
     Attributes:
         num_ranks: All ranks.
         pipeline: Pipeline ranks.
-        data: Data-parallel replicas.
+        data: Size of the dimension ``dp``.
+        num_shares: Into how many parts a batch is cut: the size of all data dimensions.
         generator: The schedule's plug-in.
         schedule: What every pipeline rank computes.
         handlers: The handlers by name.
@@ -50,14 +53,16 @@ class Job:
     def __init__(self, config: Config, num_ranks: int | None = None) -> None:
         self.config = config
         wanted = config.parallel
-        self.num_ranks = num_ranks or (wanted.pipeline or 1) * (wanted.data or 1)
+        inside = math.prod(wanted.dimensions.values())
+        self.num_ranks = num_ranks or (wanted.pipeline or 1) * (wanted.data or 1) * inside
         self.pipeline, self.data = self._sizes()
-        share = self.data * wanted.microbatches
+        self.num_shares = self._num_shares()
+        share = self.num_shares * wanted.microbatches
         if config.data.batch_size % share:
             config.refuse(
                 "data.batch_size",
-                f"{self.data} replicas x {wanted.microbatches} microbatches do not divide it: "
-                f"choose a multiple of {share}",
+                f"{self.num_shares} replicas x {wanted.microbatches} microbatches do not divide "
+                f"it: choose a multiple of {share}",
             )
         folder = str(config.path.resolve().parent)
         if folder not in sys.path:
@@ -70,18 +75,27 @@ class Job:
 
     def topology(self, rank: int = 0) -> Topology:
         """Returns the topology as plain data, seen from a rank."""
-        axes = (("pp", self.pipeline), ("dp", self.data))
-        return Topology.build(axes=axes, rank=rank, stage_to_rank=self.schedule.stage_to_rank)
+        axes = (("pp", self.pipeline), ("dp", self.data), *self.config.parallel.dimensions.items())
+        return Topology.build(
+            axes=axes,
+            rank=rank,
+            stage_to_rank=self.schedule.stage_to_rank,
+            data=tuple(self.config.parallel.data_dimensions),
+        )
 
-    def model(self, device: str = "cpu") -> nn.Sequential:
+    def model(self, device: str = "cpu", topology: Topology | None = None) -> nn.Sequential:
         """Returns the uncut model; every call and every rank gets the same start.
 
         Args:
             device: Where the factory's tensors are made: ``"meta"`` to plan without memory.
+            topology: For a factory that has a parameter of this name: what rank it is on. Plain
+                data, as rank 0 sees it, if None.
         """
         factory, options = self._factory, self.config.model.options
-        if complaint := complaints_of(factory, options):
+        given = {"topology"} & set(_parameters_of(factory))
+        if complaint := complaints_of(factory, options, given=given):
             self.config.refuse("model", f"the factory {complaint}")
+        options |= dict.fromkeys(given, topology or self.topology())
         seed = self.config.train.seed
         random.seed(seed)
         np.random.seed(seed)
@@ -126,7 +140,7 @@ class Job:
             ranks=ranks,
             **self.gradient_options,
         )
-        if self.data > 1:
+        if self.num_shares > 1:
             for plan in plans.values():
                 self._check_replicas(plan, manifest)
         if any(share.sharded for plan in plans.values() for share in plan.shares):
@@ -160,15 +174,25 @@ class Job:
             self.config.refuse("optimizer.name", str(error), cause=error)
 
     def _check_replicas(self, plan: Plan, manifest: Manifest) -> None:
-        """Refuses trained parameters that no handler reduces over their data-parallel replicas."""
+        """Refuses trained parameters that no handler reduces over their data-parallel replicas.
+
+        Those whose divisor is the number of such replicas are none: each has the gradient of all.
+        """
         view = self.topology(plan.rank)
         replicas = view.ranks_along(view.data)
-        routes = dict(plan.routes)
+        routes, divisors = dict(plan.routes), dict(plan.divisors)
+        along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
+
+        def is_bare(key: str) -> bool:
+            hops = [set(hop.ranks) for hop in routes.get(key, ())]
+            rest = [axis for axis, ranks in along.items() if not any(ranks <= h for h in hops)]
+            return view.size(tuple(rest)) not in (1, divisors.get(key))
+
         bare = [
             record.key
             for record in manifest.records(view)
             if record.requires_grad
-            and not any(set(replicas) <= set(hop.ranks) for hop in routes.get(record.key, ()))
+            and is_bare(record.key)
             and not matches_any(self.config.gradients.allow_unsynced, (record.key, record.name))
         ]
         if bare:
@@ -179,22 +203,40 @@ class Job:
             )
 
     def _sizes(self) -> tuple[int, int]:
-        pipeline, data = self.config.parallel.pipeline, self.config.parallel.data
-        for key, size in (("parallel.pipeline", pipeline), ("parallel.data", data)):
+        wanted = self.config.parallel
+        pipeline, data, inside = wanted.pipeline, wanted.data, math.prod(wanted.dimensions.values())
+        named = {f"parallel.dimensions.{n}": size for n, size in wanted.dimensions.items()}
+        if len(named) > 1:
+            named["parallel.dimensions"] = inside
+        for key, size in {"parallel.pipeline": pipeline, "parallel.data": data, **named}.items():
             if size is not None and self.num_ranks % size:
                 self.config.refuse(
                     key,
                     f"{self.num_ranks} ranks cannot be cut into groups of {size}: start a multiple "
                     f"of {size}, or choose a divisor of {self.num_ranks}",
                 )
-        if pipeline is not None and data is not None and pipeline * data != self.num_ranks:
+        known = {"pipeline": pipeline, "data": data, **wanted.dimensions}
+        sizes = {name: size for name, size in known.items() if size is not None}
+        product = math.prod(sizes.values())
+        whole = pipeline is not None and data is not None
+        if self.num_ranks % product or (whole and product != self.num_ranks):
             self.config.refuse(
-                "parallel.data",
-                f"pipeline {pipeline} x data {data} are {pipeline * data} ranks, but there are "
-                f"{self.num_ranks}: start that many, or leave one of the two out",
+                f"parallel.{'data' if data else 'pipeline' if pipeline else 'dimensions'}",
+                f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} are {product} "
+                f"ranks, but there are {self.num_ranks}: start "
+                f"{'that many' if whole else 'a multiple'}, or leave one of pipeline and data out",
             )
-        pipeline = pipeline or self.num_ranks // (data or 1)
-        return pipeline, self.num_ranks // pipeline
+        pipeline = pipeline or self.num_ranks // product
+        return pipeline, self.num_ranks // (pipeline * inside)
+
+    def _num_shares(self) -> int:
+        """Returns the size of the data dimensions."""
+        wanted = self.config.parallel
+        sizes = {"dp": self.data, **wanted.dimensions}
+        names = wanted.data_dimensions
+        if len(set(names)) < len(names) or not set(names) <= set(sizes):
+            self.config.refuse("parallel.data_dimensions", f"expected of {[*sizes]}, once each")
+        return math.prod(sizes[name] for name in names)
 
     def _handlers(self) -> dict[str, ResolvedPlugin[GradientHandler]]:
         specs = [choice.spec for choice in self.config.gradient_handlers]
@@ -227,3 +269,10 @@ class Job:
             return function(*arguments)
         except Exception as error:  # noqa: BLE001 - somebody's plug-in
             self.config.refuse(key, in_words(error), cause=error)
+
+
+def _parameters_of(factory: Callable[..., object]) -> list[str]:
+    try:
+        return list(inspect.signature(factory).parameters)
+    except ValueError:  # some functions written in C
+        return []

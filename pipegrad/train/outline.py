@@ -34,6 +34,7 @@ def outline(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
         "ranks": job.num_ranks,
         "pipeline": job.pipeline,
         "data": job.data,
+        "dimensions": job.config.parallel.dimensions,
         "microbatches": job.schedule.num_microbatches,
         "schedule": _identity(job.generator) | {"grid": str(job.schedule).splitlines()},
         "handlers": [_identity(resolved) for resolved in job.handlers.values()],
@@ -113,7 +114,8 @@ def _plan(plan: Plan) -> dict[str, Any]:
 def rendered(told: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Yields an `outline` as what rich prints."""
     yield (
-        f"{told['ranks']} ranks: pipeline {told['pipeline']} x data {told['data']}, "
+        f"{told['ranks']} ranks: pipeline {told['pipeline']} x data {told['data']}"
+        f"{''.join(f' x {name} {size}' for name, size in told['dimensions'].items())}, "
         f"{told['microbatches']} microbatches by {_source(told['schedule'])}"
     )
     yield "handlers: " + (", ".join(map(_source, told["handlers"])) or "none")

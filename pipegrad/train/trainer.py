@@ -79,12 +79,14 @@ class Trainer:
 
     def __init__(self, load: Callable[[], Config]) -> None:
         config = self._agreed_configuration(load)
-        texts = agree(
+        told = agree(
             "preparing the job", lambda: self._prepare(config), timeout_seconds=_PREPARE_SECONDS
         )
-        same("the text", dict(enumerate(texts)))
-        kinds = agree("placing the stages", self._place, timeout_seconds=_PREPARE_SECONDS)
-        same("the device", dict(enumerate(kinds)))
+        same("the text", {rank: text for rank, (text, _) in enumerate(told)})
+        same("the device", {rank: kind for rank, (_, kind) in enumerate(told)})
+        self._topology = self._meet()
+        agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
+        agree("placing the stages", self._place, timeout_seconds=_PREPARE_SECONDS)
         self._connect()
         agree("the optimizer", self._make_optimizer)
         agree("the outline", self._make_outline)
@@ -163,28 +165,41 @@ class Trainer:
             same(key, {rank: str(flat.get(key)) for rank, flat in enumerate(said)})
         return configs[dist.get_rank()]
 
-    def _prepare(self, config: Config) -> str:
-        """Does everything that this rank can do alone; returns the digest of its text."""
+    def _prepare(self, config: Config) -> tuple[str, str]:
+        """Does what this rank can do alone; returns digest of its text and kind of its device."""
         self.job = Job(config, dist.get_world_size())
         self._corpus: Corpus = read_corpus(config)
         self._device = device_of_rank(config)
-        self._cut: Cut | None = self.job.cut(self.job.model())
-        try_out_stages(config, self._cut)
-        return self._corpus.digest
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index)
+        return self._corpus.digest, self._device.type
 
-    def _place(self) -> str:
-        """Moves this rank's stages to its device; returns the kind of it."""
+    def _meet(self) -> Topology:
+        """Makes the topology with its process groups; every rank must call it."""
+        wanted = self.job.config.parallel
+        return Topology.create(
+            pipeline=self.job.pipeline,
+            dimensions=wanted.dimensions,
+            data=tuple(wanted.data_dimensions),
+            stage_to_rank=self.job.schedule.stage_to_rank,
+            device_type=self._device.type,
+        )
+
+    def _make_model(self) -> None:
+        """Makes the uncut model, and sends a sequence through it: layers may meet on the way."""
+        self._cut: Cut | None = self.job.cut(self.job.model(topology=self._topology))
+        try_out_stages(self.job.config, self._cut)
+
+    def _place(self) -> None:
+        """Moves this rank's stages to its device."""
         job, device = self.job, self._device
         assert self._cut is not None
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)
         local = job.topology(dist.get_rank()).local_stages
         self._modules = {stage: self._cut.modules[stage].to(device) for stage in local}
         if job.config.train.precision == "bf16":
             for module in self._modules.values():
                 autocast = torch.autocast(device.type, dtype=torch.bfloat16)
                 module.forward = autocast(module.forward)
-        return device.type
 
     def _connect(self) -> None:
         """Makes process groups, what runs the schedule, and what reduces its gradients."""
@@ -193,7 +208,7 @@ class Trainer:
         again = job.config.train.recompute
         self._scheduler = Scheduler(
             [Stage(module, index, recompute=again) for index, module in self._modules.items()],
-            Topology.create(pipeline=job.pipeline, device_type=self._device.type),
+            self._topology,
             schedule=job.schedule,
             loss_fn=_cross_entropy,
             shared=self._cut.shared,
@@ -231,7 +246,8 @@ class Trainer:
         self._state = State(self.sync, self._modules, self._optimizer)
 
     def _resume(self, config: Config) -> None:
-        metadata = agree("the checkpoint", lambda: self._state.check(config, self._kept))[0]
+        held = {key for keys in agree("what is held", self._state.keys) for key in keys}
+        metadata = agree("the checkpoint", lambda: self._state.check(config, self._kept, held))[0]
         done = self._state.load(Path(config.train.resume or ""), metadata)
         self.first_step = done + 1
         if done >= config.train.steps:
@@ -272,7 +288,7 @@ class Trainer:
             seed=config.train.seed,
             size=config.data.batch_size,
             share=topology.coordinate(topology.data),
-            num_shares=self.job.data,
+            num_shares=self.job.num_shares,
         )
         return (
             tokens.to(self._device) if first else None,

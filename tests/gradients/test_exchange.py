@@ -364,7 +364,7 @@ class Exchanging(GradientHandler):
     """Asks for anything."""
 
     def __init__(self, ranks: tuple[int, ...], placement: Placement, how: Any) -> None:
-        self._asked = ranks, "sum", placement, how
+        self._asked = ranks, "sum", placement, 1.0, how
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology

@@ -205,7 +205,8 @@ def test_what_is_installed_is_listed_and_not_imported(
     assert ["worse", "zeta", "1.0", "Breaks."] in words
     assert "broken" not in sys.modules
     rows = json.loads(CliRunner().invoke(main, ["handlers", "--json"]).output)
-    names = ["data-parallel", "noop", "pipeline-shared", "sharded", "worse"]
+    names = ["data-parallel", "expert-parallel", "noop", "pipeline-shared"]
+    names += ["sequence-parallel", "sharded", "worse"]
     assert [row["name"] for row in rows] == names
 
 
