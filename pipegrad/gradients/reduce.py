@@ -124,7 +124,12 @@ class Reducer:
 
     def _hop_bucket(self, launch: Launch) -> HopBucket:
         buffer = self.buffers[launch.bucket]
-        return HopBucket(buffer.part(self._rank, launch.hop), len(buffer.views))
+        return HopBucket(
+            buffer.part(self._rank, launch.hop),
+            len(buffer.views),
+            index=launch.bucket,
+            slots=buffer.bucket.pieces(self._rank, launch.hop),
+        )
 
     def _expect(self, launch: Launch) -> None:
         """Posts the receive of what comes from behind, unless it still is. On a lane."""
@@ -146,11 +151,12 @@ class Reducer:
         )
         with self.telling(what):
             group = self._groups.of(hop.ranks, launch.lane)
+            flat.is_mean = False
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 COLLECTIVE(self._handlers[hop.handler].launch(flat, hop, group))
             flat.arriving = None
             rest = buffer.cut(self._rank, launch.hop + 1)
-            if hop.op == "mean":
+            if hop.op == "mean" and not flat.is_mean:
                 rest.div_(len(hop.ranks))
 
     @contextmanager

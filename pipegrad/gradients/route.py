@@ -90,6 +90,8 @@ def _routes(
     for name, handler in handlers:
         for reduction in _asked(name, handler, records, topology):
             _check_reduction(name, reduction, known, topology)
+            if handler.hook is not None:
+                _check_hooked(name, reduction)
             ranks = tuple(sorted(reduction.ranks))
             if len(ranks) > 1:
                 axes = topology.axes_of(ranks)
@@ -133,6 +135,15 @@ def _check_reduction(
         raise PlanError(f"{asked}, but the topology has only ranks {list(topology.ranks)}")
     if reduction.op not in ("sum", "mean"):
         raise PlanError(f"{asked} by {reduction.op!r}: expected 'sum' or 'mean'")
+
+
+def _check_hooked(name: str, reduction: Reduction) -> None:
+    if reduction.op != "mean" or reduction.placement is not Placement.REPLICATE:
+        raise PlanError(
+            f"handler {name!r} has a communication hook, which leaves a mean on every rank, and "
+            f"reduces {reduction.record.key!r} by {reduction.placement.value}-{reduction.op}: "
+            f"expected replicate-mean; drop its hook"
+        )
 
 
 def _ordered(key: str, hops: Sequence[RouteHop], topology: Topology) -> Route:
