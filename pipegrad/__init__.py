@@ -27,6 +27,7 @@ from pipegrad.errors import (
 )
 from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor
 from pipegrad.gradients.bucketer import Bucketer
+from pipegrad.gradients.hook import CommunicationHook
 from pipegrad.gradients.manifest import Manifest, make_manifest
 from pipegrad.gradients.plan import Plan, make_plan, make_plans
 from pipegrad.gradients.shared import find_shared
@@ -58,6 +59,7 @@ from pipegrad.topology import Topology
 __all__ = [
     "AgreementError",
     "Bucketer",
+    "CommunicationHook",
     "ConfigError",
     "Cut",
     "DriftError",

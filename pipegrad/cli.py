@@ -87,6 +87,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
         console = _console(quiet=dist.get_rank() != 0)
         try:
             trainer = Trainer(loaded)
+            _print(console, trainer.notes)
             if dry_run:
                 _print(console, rendered(trainer.outline) if trainer.outline else [])
             else:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,32 @@ class Hop(Protocol):
 
 
 class FlatBucket(Protocol):
-    """The gradients that travel together, as a handler's `launch` sees them."""
+    """The gradients that travel together, as a handler's `launch` sees them.
+
+    Attributes:
+        is_mean: Set by a `launch` that leaves the mean already: then pipegrad does not divide.
+    """
+
+    is_mean: bool
+
+    @property
+    def index(self) -> int:
+        """Its number: the same on all ranks, and in every step."""
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The gradients of `buffer` alone, with the gaps between them, flat."""
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """The rest of it, one element a gradient, 1 where this rank contributed: to be summed."""
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of `payload`, one a flag, in the parameters' shapes.
+
+        Behind a SHARD what this rank's row has of each, flat; empty where that is nothing.
+        """
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -127,12 +152,34 @@ class FlatBucket(Protocol):
         """Sums over `group` as the reduction's placement says: what `launch` does by itself."""
 
 
+class Averaging(Protocol):
+    """What averages in the place of an all-reduce: `pipegrad.CommunicationHook` does.
+
+    Its verbs are those of the handler that has it.
+    """
+
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        """As `GradientHandler.launch`; it sets ``bucket.is_mean``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradientHandler.state_dict`."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `GradientHandler.load_state_dict`."""
+
+
 class GradientHandler(ABC):
     """Says which gradients take which reduction. Nothing else is its business.
 
     Options are keyword-only arguments of ``__init__``. Subclasses import only ``pipegrad``'s
     public names.
+
+    Attributes:
+        hook: Set in ``__init__``, how `launch` averages: then every reduction must be a mean that
+            lives on all ranks.
     """
+
+    hook: Averaging | None = None
 
     @abstractmethod
     def reductions(
@@ -146,7 +193,7 @@ class GradientHandler(ABC):
         """
 
     def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
-        """Sums ``bucket.buffer`` in place over `group`.
+        """Sums ``bucket.buffer`` in place over `group`, or averages it as `hook` does.
 
         Overridden for another way to send it: with REPLICATE all of the sum must be there
         afterwards, on every rank. Leave other placements and exchanges to ``super().launch``.
@@ -155,7 +202,27 @@ class GradientHandler(ABC):
         with the lane's side stream current, after every producer of the bucket. The buffer is
         held until the returned work is done.
         """
+        if self.hook is not None:
+            return self.hook.launch(bucket, reduction, group)
         return bucket.reduce(reduction, group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank keeps from step to step: numbers, strings and CPU tensors.
+
+        Overridden where `launch` keeps something of its own; by default what `hook` keeps.
+        """
+        return {} if self.hook is None else self.hook.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned on the same rank; afresh if it is empty.
+
+        Raises:
+            ValueError: If it is of something else.
+        """
+        if self.hook is not None:
+            self.hook.load_state_dict(state)
+        elif state:
+            raise ValueError("it has no communication hook, and takes nothing that one kept")
 
 
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
+from pipegrad import CommunicationHook, GradientHandler, ParameterRecord, Reduction, Topology
 
 
 class DataParallel(GradientHandler):
@@ -15,10 +15,16 @@ class DataParallel(GradientHandler):
     Args:
         axis: The mesh dimension; by default all data dimensions of the topology. Behind
             ``sharded`` an outer one, over which rows are averaged.
+        hook: How they are sent, a communication hook of torch's DistributedDataParallel by name:
+            ``"bf16_compress_hook"``, or a table of name and options, ``{name = "powerSGD_hook",
+            matrix_approximation_rank = 2}``; see `pipegrad.CommunicationHook`.
     """
 
-    def __init__(self, *, axis: str | None = None) -> None:
+    def __init__(
+        self, *, axis: str | None = None, hook: str | Mapping[str, object] | None = None
+    ) -> None:
         self._axis = axis
+        self.hook = None if hook is None else CommunicationHook(hook)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology

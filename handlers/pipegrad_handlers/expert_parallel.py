@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad import (
+    CommunicationHook,
+    GradientHandler,
+    ParameterRecord,
+    Placement,
+    Reduction,
+    Topology,
+)
 from pipegrad_handlers.patterns import Patterns
 
 _PLACEMENTS = {"replicate": Placement.REPLICATE, "shard": Placement.SHARD}
@@ -24,6 +31,7 @@ class ExpertParallel(GradientHandler):
             `axis` alone.
         axis: The mesh dimension that tokens are exchanged along; one of the topology's ``data``.
         placement: ``replicate``, or ``shard``: each rank steps a row of what it averages.
+        hook: With ``replicate``, how they are sent, as in ``data-parallel``.
     """
 
     def __init__(
@@ -32,12 +40,14 @@ class ExpertParallel(GradientHandler):
         experts: Sequence[str] = ("*experts*",),
         axis: str = "ep",
         placement: Literal["replicate", "shard"] = "replicate",
+        hook: str | Mapping[str, object] | None = None,
     ) -> None:
         if placement not in _PLACEMENTS:
             raise ValueError(f"placement is {placement!r}, expected one of {list(_PLACEMENTS)}")
         self._experts = Patterns("experts", experts)
         self._axis = axis
         self._placement = _PLACEMENTS[placement]
+        self.hook = None if hook is None else CommunicationHook(hook)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology

@@ -81,6 +81,16 @@ class Bucket:
                 region = region[row * numel : (row + 1) * numel]
         return region
 
+    def pieces(self, rank: int, num_hops: int) -> tuple[Slot, ...]:
+        """Returns where what `rank` still has of each slot lies, in its region.
+
+        Of a row flat, and empty where the row has nothing of it.
+        """
+        region = self.region(rank, num_hops)
+        if len(region) == self.payload_numel:
+            return self.slots
+        return tuple(_piece(slot, region) for slot in self.slots)
+
     def nbytes(self, hop: int) -> int:
         """Returns the bytes on the wire of a hop: payload and flags."""
         num_shards = num_rows(self.route[:hop])
@@ -94,6 +104,13 @@ class Bucket:
     def mirrored(self) -> bool:
         """Whether updated parameters come back."""
         return any(hop.mirrored for hop in self.route)
+
+
+def _piece(slot: Slot, region: range) -> Slot:
+    """Returns the elements of a slot that lie in a region, counted from its start."""
+    begin = min(max(slot.offset, region.start), region.stop)
+    end = max(min(slot.offset + slot.numel, region.stop), begin)
+    return Slot(slot.key, begin - region.start, (end - begin,), (1,))
 
 
 # [Note: rows] After a SHARD each rank goes on with one row of the payload, where it lies, and with

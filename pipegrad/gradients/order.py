@@ -62,6 +62,10 @@ class Backend:
         """Waits for what was started: the host, or the current stream, as its backend does."""
         work.wait()
 
+    def trusting(self) -> contextlib.AbstractContextManager[object]:
+        """Runs code whose collectives are waited for through its own future: torch's hooks."""
+        return contextlib.nullcontext()
+
     def hand_over(self) -> object:
         """Returns what this thread knows to be done, for the thread that goes on from here."""
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.gradients import collective
+from pipegrad.gradients.bucket import Slot
 from pipegrad.gradients.exchange import Exchange
 from pipegrad.handler import Hop, Placement, Work
 
@@ -18,19 +19,41 @@ class HopBucket:
     Args:
         buffer: Payload, then one flag a slot; flat.
         num_flags: How many.
+        index: The bucket's.
+        slots: Where each gradient lies in the payload.
         exchange: What two ranks do that do not all-reduce.
 
     Attributes:
+        is_mean: Whether what was launched last leaves the mean.
         arriving: What comes from the rank behind in this step, where it is handed down.
     """
 
     def __init__(
-        self, buffer: torch.Tensor, num_flags: int, exchange: Exchange | None = None
+        self,
+        buffer: torch.Tensor,
+        num_flags: int,
+        *,
+        index: int,
+        slots: Sequence[Slot],
+        exchange: Exchange | None = None,
     ) -> None:
         self.buffer = buffer
         self.num_flags = num_flags
+        self.index = index
+        self.payload, self.flags = buffer[:-num_flags], buffer[-num_flags:]
+        self._slots = slots
         self.exchange = exchange
+        self.is_mean = False
         self.arriving: collective.Arriving | None = None
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the payload, one a flag; see `FlatBucket`."""
+        start = int(self.payload.storage_offset())
+        return [
+            self.payload.as_strided(slot.shape, slot.stride, start + slot.offset)
+            for slot in self._slots
+        ]
 
     def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
         """Sums over `group` as the reduction's placement says.

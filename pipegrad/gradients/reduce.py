@@ -125,12 +125,18 @@ class Reducer:
 
     def _hop_bucket(self, launch: Launch) -> HopBucket:
         buffer = self.buffers[launch.bucket]
-        part, how = buffer.part(self._rank, launch.hop), buffer.bucket.route[launch.hop].exchange
-        if how == "all-reduce":
-            return HopBucket(part, len(buffer.views))
-        region = buffer.bucket.region(self._rank, launch.hop)
-        rows = rows_of(buffer.bucket, region) if how == "asymmetric" else ()
-        return HopBucket(part, len(buffer.views), Exchange(part, rows))
+        bucket, part = buffer.bucket, buffer.part(self._rank, launch.hop)
+        how, exchange = bucket.route[launch.hop].exchange, None
+        if how != "all-reduce":
+            region = bucket.region(self._rank, launch.hop)
+            exchange = Exchange(part, rows_of(bucket, region) if how == "asymmetric" else ())
+        return HopBucket(
+            part,
+            len(buffer.views),
+            index=launch.bucket,
+            slots=bucket.pieces(self._rank, launch.hop),
+            exchange=exchange,
+        )
 
     def _expect(self, launch: Launch) -> None:
         """Posts the receive of what comes from behind, unless it still is. On a lane."""
@@ -152,6 +158,7 @@ class Reducer:
         )
         with self.telling(what):
             group = self._groups.of(hop.ranks, launch.lane)
+            flat.is_mean = False
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 work = self._handlers[hop.handler].launch(flat, hop, group)
         end = partial(self._end, launch, work, what)
@@ -166,9 +173,10 @@ class Reducer:
         hop = buffer.bucket.route[launch.hop]
         with self.telling(what):
             COLLECTIVE(work)
-            self._flat[launch].arriving = None
+            flat = self._flat[launch]
+            flat.arriving = None
             rest = buffer.cut(self._rank, launch.hop + 1)
-            if hop.op == "mean":
+            if hop.op == "mean" and not flat.is_mean:
                 rest.div_(len(hop.ranks))
 
     @contextmanager

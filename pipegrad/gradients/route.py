@@ -109,9 +109,13 @@ def _asked_of_all(
     """Returns what all handlers say on one rank, each reduction with its handler's name."""
     records = manifest.records(topology)
     known = set(records)
-    asked = [(n, r) for n, handler in handlers for r in _asked(n, handler, records, topology)]
-    for name, reduction in asked:
-        _check_reduction(name, reduction, known, topology)
+    asked = []
+    for name, handler in handlers:
+        for reduction in _asked(name, handler, records, topology):
+            _check_reduction(name, reduction, known, topology)
+            if handler.hook is not None:
+                _check_hooked(name, reduction)
+            asked.append((name, reduction))
     return asked
 
 
@@ -201,6 +205,16 @@ def _check_exchange(asked: str, reduction: Reduction) -> None:
             f"{asked}, placement {reduction.placement.value!r}, exchange {reduction.exchange!r}: "
             f"that is for the gradients of two ranks, placed by 'replicate'; give others the "
             f"exchange 'all-reduce'"
+        )
+
+
+def _check_hooked(name: str, reduction: Reduction) -> None:
+    asked = reduction.op, reduction.placement, reduction.exchange
+    if asked != ("mean", Placement.REPLICATE, "all-reduce"):
+        raise PlanError(
+            f"handler {name!r} has a communication hook, which leaves a mean on every rank, and "
+            f"reduces {reduction.record.key!r} by {reduction.placement.value}-{reduction.op}, "
+            f"{reduction.exchange}: expected replicate-mean, all-reduce; drop its hook"
         )
 
 

@@ -33,6 +33,7 @@ from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import make_equal, refuse_drift
+from pipegrad.gradients.hook import load_kept
 from pipegrad.gradients.mirror import Mirror
 from pipegrad.gradients.norm import clip_, global_norm
 from pipegrad.gradients.parameter import LiveParameter, live_parameters
@@ -58,7 +59,7 @@ class Statistics:
     Attributes:
         steps: Steps finished so far.
         collectives: Collectives launched.
-        reduced_bytes: Bytes they reduced.
+        reduced_bytes: Bytes they reduced, as gradients: a communication hook sends fewer.
         copies: Gradients copied out of a bucket; 0 where all are views.
         early: Parameters whose gradient left before their stage's backward ended.
         published_bytes: Bytes of parameters that move back after it, to this rank or from it.
@@ -492,6 +493,30 @@ class GradientSync:
         self._check_closed("wait_parameters")
         self.publish_if_due()
         self._mirror.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank's handlers keep from step to step, such as error feedback.
+
+        Empty if none keeps anything. It fits into the plan that it is of, on this rank.
+
+        Raises:
+            StepError: Inside a step.
+        """
+        self._check_closed("state_dict")
+        kept = {name: found.plugin.state_dict() for name, found in self.handlers.items()}
+        kept = {name: state for name, state in kept.items() if state}
+        return {"plan": self.plan.digest, "handlers": kept} if kept else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned on this rank; handlers not in it start afresh.
+
+        Raises:
+            PlanError: If it is of another plan, or of handlers that keep something else. Nothing
+                is kept then: all handlers start afresh.
+            StepError: Inside a step.
+        """
+        self._check_closed("load_state_dict")
+        load_kept(state, self.handlers, self.plan.digest)
 
     def synchronize_parameters(self) -> None:
         """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.

@@ -72,7 +72,8 @@ class OrderChecker(order.Backend):
     Make what is to be checked inside, and end it there: lanes keep the streams they were made with.
     It sees operators of torch, not code that bypasses its dispatcher (Triton kernels, replayed CUDA
     graphs). Transfers and collectives that are neither in lanes nor started by pipegrad's pipeline
-    are taken to end where they are called; the others where somebody waits for the Work of each.
+    are taken to end where they are called, and those of communication hooks; the others where
+    somebody waits for the Work of each.
 
     Args:
         virtual_streams: Whether CPU tensors live on virtual streams. If False the order on CPU is
@@ -201,6 +202,15 @@ class OrderChecker(order.Backend):
             return done
 
         return noticed
+
+    @contextlib.contextmanager
+    def trusting(self) -> Iterator[None]:
+        """Takes the collectives that are started inside to end where they are called."""
+        before, self._local.in_lane = getattr(self._local, "in_lane", False), False
+        try:
+            yield
+        finally:
+            self._local.in_lane = before
 
     def hand_over(self) -> object:
         """Returns the clock of this thread."""

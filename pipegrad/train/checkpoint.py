@@ -1,7 +1,8 @@
 """Checkpoints by torch.distributed.checkpoint, by the names of the uncut model: any cut reads any.
 
-A checkpoint holds parameters, buffers, optimizer state and the step. Everything else comes from the
-configuration of the run that reads it. What the optimizer keeps of each element of a parameter is
+A checkpoint holds parameters, buffers, optimizer state, the step, and what handlers keep on each
+rank, which only the same plan goes on from. Everything else comes from the configuration of the run
+that reads it. What the optimizer keeps of each element of a parameter is
 written flat, by each rank what it steps, and read by each rank what it steps.
 
 What lives apart along a dimension of the mesh, as tensor-parallel shards and experts do, carries
@@ -10,10 +11,12 @@ its place there: ``name[tp=1]``. A run reads it with the same sizes only.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -28,6 +31,7 @@ from pipegrad.train.places import Places, check_places
 from pipegrad.train.rows import Row
 
 STEP = "step"
+_KEPT = "kept."  # and the rank
 
 
 class State:
@@ -50,6 +54,7 @@ class State:
     ) -> None:
         self._optimizer = optimizer
         self._sync = sync
+        self._kept: dict[str, Any] = {}
         # A key is "stage.name" at the lowest stage that holds it, and names are the uncut model's.
         places = Places(sync.topology, sync.plan)
         self._place_of_buffers = places.of()
@@ -93,6 +98,8 @@ class State:
                 found = torch.as_tensor(value)
                 each = found.shape == one.tensor.shape
                 state[f"optimizer.{name}.{key}"] = _row(one, found) if each else found
+        if kept := self._sync.state_dict():
+            state[_own_key()] = _packed(kept)
         save(state, checkpoint_id=folder)
 
     def check(self, config: Config, kept: set[str], held: set[str]) -> Metadata:
@@ -169,7 +176,11 @@ class State:
                 each = tuple(found.size) == (one.record.numel,)
                 made = torch.empty_like(one.tensor, dtype=dtype, device="cpu").detach()
                 state[key] = _row(one, made) if each else torch.empty(found.size, dtype=dtype)
+        kept = _kept_key(metadata)
+        if kept is not None:
+            state[kept] = _place_of(kept, metadata)
         load(state, checkpoint_id=folder)
+        self._kept = _unpacked(state[kept], mine=kept == _own_key()) if kept else {}
         for key, tensor in held.items():
             if not torch.equal(tensor, state[key]):
                 tensor.copy_(state[key])
@@ -180,6 +191,14 @@ class State:
                 one.tensor.detach().copy_(stored.local.view_as(one.tensor))
         self._restore(self._optimizer, state)
         return int(state[STEP])
+
+    def resume_handlers(self) -> str:
+        """Gives handlers what the checkpoint kept of them; returns why they start afresh, or ""."""
+        try:
+            self._sync.load_state_dict(self._kept)
+        except PlanError as error:
+            return str(error)
+        return ""
 
     def _owner(self, key: str) -> str | None:
         """Returns the parameter that a key is the optimizer's state of, if this rank holds it."""
@@ -206,3 +225,34 @@ class State:
 def _row(one: Stepped, found: Tensor) -> Row:
     """Returns something of each element that a rank steps as part of the whole."""
     return Row.of(found.detach().reshape(-1), one.begin, one.record.numel)
+
+
+def _own_key() -> str:
+    return f"{_KEPT}{dist.get_rank()}"
+
+
+def _kept_key(metadata: Metadata) -> str | None:
+    """Returns where to read what this rank kept; if nothing, another's, which tells of which plan.
+
+    None if no rank kept anything.
+    """
+    found = sorted(key for key in metadata.state_dict_metadata if key.startswith(_KEPT))
+    return _own_key() if _own_key() in found else next(iter(found), None)
+
+
+def _place_of(key: str, metadata: Metadata) -> Tensor:
+    found = metadata.state_dict_metadata[key]
+    assert isinstance(found, TensorStorageMetadata)
+    return torch.empty(found.size, dtype=found.properties.dtype)
+
+
+def _packed(kept: dict[str, Any]) -> Tensor:
+    """Returns it as bytes: it is one rank's, and no other cut can make anything of its parts."""
+    file = io.BytesIO()
+    torch.save(kept, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, *, mine: bool) -> dict[str, Any]:
+    kept: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    return kept if mine else {**kept, "handlers": {}}

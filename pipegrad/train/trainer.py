@@ -71,6 +71,7 @@ class Trainer:
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
         outline: What the job will do, as plain data; on rank 0, elsewhere empty.
+        notes: What the user should know of the checkpoint that the job goes on from.
 
     Raises:
         PipegradError: If anything is wrong with configuration, files, model, plug-ins or devices:
@@ -91,6 +92,7 @@ class Trainer:
         agree("the optimizer", self._make_optimizer)
         agree("the outline", self._make_outline)
         self.first_step = 1
+        self.notes: tuple[str, ...] = ()
         if config.train.resume is not None:
             self._resume(config)
 
@@ -249,6 +251,7 @@ class Trainer:
         held = {key for keys in agree("what is held", self._state.keys) for key in keys}
         metadata = agree("the checkpoint", lambda: self._state.check(config, self._kept, held))[0]
         done = self._state.load(Path(config.train.resume or ""), metadata)
+        self._resume_handlers()
         self.first_step = done + 1
         if done >= config.train.steps:
             config.refuse("train.steps", f"the checkpoint is of step {done}: nothing is left to do")
@@ -257,6 +260,13 @@ class Trainer:
                 warnings.simplefilter("ignore")  # torch misses the optimizer's steps before these
                 for _ in range(done):
                     self._learning_rate.step()
+
+    def _resume_handlers(self) -> None:
+        """Goes on from what the handlers of all ranks kept, or on none."""
+        told = [why for why in agree("what handlers kept", self._state.resume_handlers) if why]
+        if told:
+            self.sync.load_state_dict({})
+            self.notes = (f"train.resume: error feedback starts afresh: {told[0]}",)
 
     def _make_folder(self, begin: Callable[[Path], None]) -> str:
         config = self.job.config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,17 @@ from pipegrad_handlers.data_parallel import DataParallel
 
 class TestDataParallel(HandlerContract):
     handler = "data-parallel"
+    beside = ("pipeline-shared",)
+
+
+class TestDataParallelInBf16(HandlerContract):
+    handler: ClassVar[Any] = {"name": "data-parallel", "hook": "bf16_compress_hook"}
+    beside = ("pipeline-shared",)
+    relative_error = 2**-7  # bfloat16 rounds by 2**-8 at most: both halves, and then their sum
+
+
+class TestDataParallelBeforePowerSGDBegins(HandlerContract):
+    handler: ClassVar[Any] = {"name": "data-parallel", "hook": {"name": "powerSGD_hook"}}
     beside = ("pipeline-shared",)
 
 
