@@ -217,7 +217,10 @@ def make_plans(
     digest = hashlib.sha256(repr((routes, buckets, packs)).encode()).hexdigest()
     plans: dict[int, Plan] = {}
     for rank in topology.ranks if ranks is None else ranks:
-        view, mine = topology.at(rank), localised(buckets, routes[rank])
+        view = topology.at(rank)
+        shards = {r.key: manifest.shard(rank, r.key) for r in manifest.records(view)}
+        shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
+        mine = localised(buckets, routes[rank], shapes)
         trained = [r for r in manifest.records(view) if r.requires_grad]
         plans[rank] = Plan(
             rank=rank,
@@ -228,7 +231,7 @@ def make_plans(
             trained_numel=sum(r.numel for r in trained),
             moves=any(bucket.mirrored for bucket in buckets),
             routes=tuple(routes[rank].items()),
-            packs=localised(packs, routes[rank]),
+            packs=localised(packs, routes[rank], shapes),
             groups=groups,
             digest=digest,
         )
