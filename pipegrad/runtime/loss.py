@@ -68,7 +68,7 @@ class Losses:
     def __init__(self, topology: Topology, device: torch.device) -> None:
         ranks = sorted(topology.ranks)
         self._num_ranks = len(ranks)
-        self._num_copies = topology.size(topology.data)
+        self._num_copies = len(topology.pipelines)  # along all further dimensions
         self._device = device
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
