@@ -25,7 +25,7 @@ from pipegrad.errors import (
     StepError,
     TopologyError,
 )
-from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor
+from pipegrad.gradients.accessor import Float32Grad, GradAttribute, GradientAccessor, MainGrad
 from pipegrad.gradients.bucketer import Bucketer
 from pipegrad.gradients.hook import CommunicationHook
 from pipegrad.gradients.manifest import Manifest, make_manifest
@@ -73,6 +73,7 @@ __all__ = [
     "HandlerSpec",
     "Hop",
     "Link",
+    "MainGrad",
     "Manifest",
     "ParameterRecord",
     "PipegradError",

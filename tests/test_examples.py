@@ -15,16 +15,17 @@ import torch.distributed as dist
 from pipegrad.testing import run_ranks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torch_pipelining.py"
+TITAN = EXAMPLE.with_name("torchtitan.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def run_example(arguments: list[str]) -> str:
-    """Runs the example's main on a world that is there already; returns what it printed."""
+def run_example(arguments: list[str], example: Path = EXAMPLE) -> str:
+    """Runs an example's main on a world that is there already; returns what it printed."""
     dist.init_process_group = lambda *_, **__: None
-    sys.argv = [str(EXAMPLE), *arguments]
+    sys.argv = [str(example), *arguments]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        runpy.run_path(str(example), run_name="__main__")
     return printed.getvalue()
 
 
@@ -52,6 +53,22 @@ def test_torch_pipelining_equals_one_process(num_ranks: int, pipeline: int) -> N
     for ours, true in losses(printed):
         assert ours == pytest.approx(true, rel=1e-4)
     assert losses(printed)[-1][0] < 0.65 * losses(printed)[0][0]
+
+
+@pytest.mark.parametrize("model", ["llama3-debug", "qwen3-debug"])
+@pytest.mark.parametrize("by", [[], ["--scheduler"]], ids=["attach", "scheduler"])
+def test_torchtitans_tied_models_equal_one_process(model: str, by: list[str]) -> None:
+    arguments = ["--compare", "--steps", "6", "--model", model, *by]
+    printed, *others = run_ranks(run_example, 4, arguments, TITAN)
+    found = re.findall(r"loss (\S+)  norm (\S+)  one process: loss (\S+)  norm (\S+)", printed)
+    assert len(found) == 6
+    for loss, norm, true_loss, true_norm in found:
+        assert float(loss) == pytest.approx(float(true_loss), rel=1e-5)
+        assert float(norm) == pytest.approx(float(true_norm), rel=1e-5)
+    assert float(found[-1][0]) < 0.95 * float(found[0][0])
+    assert "tied [['tok_embeddings.weight', 'output.weight']]" in printed
+    assert printed.endswith("the same bits on both stages\n")
+    assert others == [""] * 3
 
 
 def test_a_text_that_is_missing_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from torch import nn
 
 from pipegrad.agreement import agree
 from pipegrad.errors import PlanError
-from pipegrad.gradients.accessor import GradientAccessor
+from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.copies import refuse_loose_copies
 from pipegrad.gradients.manifest import (
+    Manifest,
     RankManifest,
     check_arguments,
     describe_rank,
@@ -23,6 +24,7 @@ from pipegrad.gradients.manifest import (
     same,
 )
 from pipegrad.gradients.plan import Plan, make_plans
+from pipegrad.gradients.shards import fsdp_modules, reshard
 from pipegrad.gradients.shared import Shared, declared, link_local, refuse_likely_ties
 from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
 from pipegrad.handler import handlers as registry
@@ -34,6 +36,35 @@ _instances = count()
 def stored_dtype_of(record: ParameterRecord, stored_dtype: torch.dtype | None) -> torch.dtype:
     """Returns in which dtype a parameter is stepped."""
     return stored_dtype if stored_dtype and record.dtype.is_floating_point else record.dtype
+
+
+def has_stand_in(
+    record: ParameterRecord, accessor: GradientAccessor, stored_dtype: torch.dtype | None
+) -> bool:
+    """Whether the optimizer steps something else: in another dtype, or with its gradient there."""
+    elsewhere = not isinstance(accessor, GradAttribute)
+    return elsewhere or stored_dtype_of(record, stored_dtype) != record.dtype
+
+
+def refuse_stand_ins(
+    manifest: Manifest, accessor: GradientAccessor, stored_dtype: torch.dtype | None
+) -> None:
+    """Refuses what would keep gradients or copies of a DTensor in another way than itself.
+
+    Raises:
+        PlanError: Names the parameter.
+    """
+    for record in manifest.parameters:
+        entry = manifest.entries(record.key)[0]
+        if entry.layout is None or not entry.requires_grad:
+            continue
+        if has_stand_in(record, accessor, stored_dtype) or entry.gradient_dtype != entry.dtype:
+            raise PlanError(
+                f"{record.key!r} is a DTensor, {entry.layout}, of {entry.dtype}: it is stepped as "
+                f"it is, and its gradient is where and what FSDP2 makes it; found stored_dtype="
+                f"{stored_dtype}, gradients of {entry.gradient_dtype} by "
+                f"{type(accessor).__name__}: leave both out, FSDP2 has MixedPrecisionPolicy"
+            )
 
 
 class Agreed:
@@ -90,6 +121,7 @@ class Agreed:
                 raise PlanError(f"stored_dtype is {stored_dtype!r}, expected one of floats or None")
             self.handlers = registry.resolve_all(handlers)
             self._ties = declared(shared)
+            reshard(part for parts in fsdp_modules(modules).values() for part in parts)
             link_local(modules, self._ties)
             settings = {
                 "the topology": (
@@ -101,6 +133,7 @@ class Agreed:
                 "shared": list(map(str, self._ties)),
                 "handlers": [found.identity for found in self.handlers.values()],
                 "stored_dtype": stored_dtype,
+                "accessor": type(accessor).__qualname__,
                 **options,
                 "allow_unsynced": list(options["allow_unsynced"]),
             }
@@ -116,6 +149,7 @@ class Agreed:
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in told]
         self.manifest = merge(manifests, topology, self._ties)
+        refuse_stand_ins(self.manifest, accessor, stored_dtype)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, options["allow_unsynced"])
         # Handlers may be impure: all ranks' must have said the same.
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
@@ -123,7 +157,7 @@ class Agreed:
         self.device = device_of(modules, manifests)
         self.name = str(max(number for number, _ in told))
         self.moves = self.plan.moves or any(
-            record.requires_grad and stored_dtype_of(record, stored_dtype) != record.dtype
+            record.requires_grad and has_stand_in(record, accessor, stored_dtype)
             for record in self.manifest.parameters
         )
 

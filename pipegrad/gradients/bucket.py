@@ -37,6 +37,8 @@ class Slot:
 class Bucket:
     """Parameters that travel together. The same on every rank but for the ranks in its route.
 
+    And but for the shapes of slots where a rank has a smaller local shard: its beginning is used.
+
     Attributes:
         index: Its number, counted over all ranks' buckets in the order they become ready.
         ready: Tick at which its last holder's gradient is final.
@@ -226,10 +228,25 @@ def _common_stride(manifest: Manifest, record: ParameterRecord) -> tuple[int, ..
     return stride if len(strides) == 1 else tuple(row_major)
 
 
-def localised(buckets: Iterable[Bucket], routes: Mapping[str, Route]) -> tuple[Bucket, ...]:
-    """Returns the buckets of one rank, with the ranks of its own copy of each group."""
+def localised(
+    buckets: Iterable[Bucket],
+    routes: Mapping[str, Route],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[Bucket, ...]:
+    """Returns the buckets of one rank, with the ranks of its own copy of each group.
+
+    Args:
+        buckets: Of all ranks.
+        routes: Key -> route on that rank.
+        shapes: Key -> shape of the rank's local shard, where it has one.
+    """
+    found = shapes or {}
     return tuple(
-        replace(bucket, route=routes[bucket.slots[0].key])
+        replace(
+            bucket,
+            route=routes[bucket.slots[0].key],
+            slots=tuple(replace(s, shape=found.get(s.key, s.shape)) for s in bucket.slots),
+        )
         for bucket in buckets
         if bucket.slots[0].key in routes
     )

@@ -21,7 +21,9 @@ def refuse_loose_copies(
     fingerprints: Mapping[int, Mapping[Place, str]],
     allow_unsynced: Sequence[str],
 ) -> None:
-    """Refuses copies along a dimension of one and the same data that no handler reduces.
+    """Refuses copies along a dimension of one and the same data that nobody reduces.
+
+    A handler does, or a DTensor's own ranks do.
 
     Args:
         manifest: The agreed model.
@@ -33,6 +35,11 @@ def refuse_loose_copies(
     Raises:
         PlanError: Names one, and what to write.
     """
+
+    def reduced(key: str) -> list[tuple[int, ...]]:
+        shard = manifest.shard(view.rank, key)
+        return [hop.ranks for hop in routes.get(key, ())] + ([shard.members] if shard else [])
+
     for axis in (name for name, _ in view.axes):
         if axis in (view.pipeline, *view.data_axes):
             continue
@@ -42,7 +49,7 @@ def refuse_loose_copies(
             for record in manifest.records(view)
             if record.requires_grad
             and _start_alike([fingerprints[r].get((record.stage, record.name)) for r in ranks])
-            and not any(set(ranks) <= set(hop.ranks) for hop in routes.get(record.key, ()))
+            and not any(set(ranks) <= set(others) for others in reduced(record.key))
             and not matches_any(allow_unsynced, (record.key, record.name))
         ]
         if loose:

@@ -12,6 +12,7 @@ from pipegrad.agreement import agree
 from pipegrad.errors import DriftError
 from pipegrad.gradients.bucket import Bucket
 from pipegrad.gradients.groups import Groups
+from pipegrad.gradients.shards import local
 
 Lookup = Callable[[str], nn.Parameter]
 
@@ -37,7 +38,7 @@ def make_equal(
             dist.broadcast(flat, src=hop.ranks[0], group=groups.of(hop.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
-                lookup(slot.key).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
+                local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
         del flat  # or two would be there at a time
 
 
@@ -79,7 +80,7 @@ def differing(
     """
     found: list[tuple[str, tuple[int, ...]]] = []
     for pack in packs:
-        sums = torch.stack([_checksum(lookup(slot.key)) for slot in pack.slots])
+        sums = torch.stack([_checksum(local(lookup(slot.key))) for slot in pack.slots])
         for hop in pack.route:
             group = groups.of(hop.ranks, 0)
             low, high = sums.clone(), sums.clone()
@@ -94,11 +95,11 @@ def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
     flat = torch.zeros(pack.payload_numel, dtype=pack.dtype, device=device)
     for slot in pack.slots:
         view = flat.as_strided(slot.shape, slot.stride, slot.offset)
-        view.copy_(lookup(slot.key).detach())
+        view.copy_(local(lookup(slot.key)).detach())
     return flat
 
 
-def _checksum(parameter: nn.Parameter) -> torch.Tensor:
+def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
     words = parameter.detach().contiguous().view(-1).view(_INTEGERS[parameter.itemsize])
     weights = 2 * torch.arange(words.numel(), device=words.device) + 1

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import AgreementError, PlanError, TopologyError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
+from pipegrad.gradients.shards import Layout, Shard, largest, layout_of, local, shard_of
 from pipegrad.gradients.shared import Place, Shared, Tie, declared, named
 from pipegrad.handler import ParameterRecord
 
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from pipegrad.topology import Topology
 
 _SAMPLE_NUMEL = 1024
-_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DTensor")
 
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter as one stage holds it; `aliases` are its other names in that stage."""
+    """One parameter as one stage holds it; `aliases` are its other names in that stage.
+
+    Where it lies over ranks, `layout` says how; the shape is that of the largest local shard then,
+    and before the ranks have agreed on it that of the whole.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -38,10 +41,12 @@ class ParameterEntry:
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     requires_grad: bool
+    layout: Layout | None = None
 
     def __str__(self) -> str:
         trained = "trained" if self.requires_grad else "frozen"
-        return f"{self.name} {self.shape} {self.dtype} grad {self.gradient_dtype} {trained}"
+        shape = self.layout or self.shape
+        return f"{self.name} {shape} {self.dtype} grad {self.gradient_dtype} {trained}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class RankManifest:
         device_type: Where the parameters live; "" without any.
         fingerprints: Digest of a sample of the bits of each parameter that is not constant.
         settings: What every rank must say alike, by name.
+        shards: What this rank has of each parameter that lies over ranks.
     """
 
     stages: tuple[tuple[int, tuple[ParameterEntry, ...]], ...]
@@ -63,6 +69,7 @@ class RankManifest:
     device_type: str
     fingerprints: tuple[tuple[Place, str], ...]
     settings: tuple[tuple[str, str], ...]
+    shards: tuple[tuple[Place, Shard], ...] = ()
 
 
 def describe_rank(
@@ -82,6 +89,7 @@ def describe_rank(
     entries: dict[Place, ParameterEntry] = {}
     objects: dict[int, list[Place]] = {}
     fingerprints: list[tuple[Place, str]] = []
+    shards: list[tuple[Place, Shard]] = []
     for stage in sorted(modules):
         seen: dict[int, str] = {}
         for place, _, parameter in named({stage: modules[stage]}):
@@ -93,8 +101,11 @@ def describe_rank(
             seen[id(parameter)] = place[1]
             entries[place] = _entry(place[1], parameter, accessor)
             objects.setdefault(id(parameter), []).append(place)
-            # Reading a sharded parameter would communicate; the plan refuses its stage.
-            digest = None if wrappers.get(stage) in _SHARDED else _fingerprint(parameter)
+            if (shard := shard_of(parameter)) is not None:
+                shards.append((place, shard))
+            # Reading a parameter of FSDP1 would communicate; the plan refuses its stage.
+            is_flat = wrappers.get(stage) == FullyShardedDataParallel.__name__
+            digest = None if is_flat else _fingerprint(local(parameter))
             if digest is not None:
                 fingerprints.append((place, digest))
     return RankManifest(
@@ -107,6 +118,7 @@ def describe_rank(
         device_type=torch.device(devices[0]).type if devices else "",
         fingerprints=tuple(fingerprints),
         settings=tuple((name, str(value)) for name, value in settings.items()),
+        shards=tuple(shards),
     )
 
 
@@ -119,10 +131,11 @@ def _entry(name: str, parameter: nn.Parameter, accessor: GradientAccessor) -> Pa
         dtype=parameter.dtype,
         gradient_dtype=accessor.dtype(parameter),
         requires_grad=parameter.requires_grad,
+        layout=layout_of(parameter),
     )
 
 
-def _fingerprint(parameter: nn.Parameter) -> str | None:
+def _fingerprint(parameter: torch.Tensor) -> str | None:
     if parameter.is_meta:
         return None
     flat = parameter.detach().reshape(-1)
@@ -133,12 +146,12 @@ def _fingerprint(parameter: nn.Parameter) -> str | None:
 
 
 def _wrapper(stage: nn.Module) -> str:
-    """Returns the class name of the first wrapper or tensor of a stage that reduces by itself."""
+    """Returns the class name of the first wrapper of a stage that reduces by itself."""
     for module in stage.modules():
         for kind in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
             if isinstance(module, kind):
                 return kind.__name__
-    return "DTensor" if any(isinstance(p, DTensor) for p in stage.parameters()) else ""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -149,11 +162,13 @@ class Manifest:
         stages: For each stage its parameters.
         ties: Places that are one parameter, ascending, at most one a stage.
         wrappers: Stage -> class name of what reduces its gradients already.
+        shards: Rank -> what it has of each parameter that lies over ranks.
     """
 
     stages: tuple[tuple[ParameterEntry, ...], ...]
     ties: tuple[tuple[Place, ...], ...]
     wrappers: tuple[tuple[int, str], ...] = ()
+    shards: tuple[tuple[int, tuple[tuple[Place, Shard], ...]], ...] = ()
 
     def records(self, topology: Topology) -> tuple[ParameterRecord, ...]:
         """Returns what ``topology.rank`` holds: one record a parameter, by stage and position."""
@@ -176,6 +191,20 @@ class Manifest:
     def entries(self, key: str) -> tuple[ParameterEntry, ...]:
         """Returns the entries of the parameter `key`, by stage."""
         return tuple(self._entries[place] for place in self._places[key])
+
+    def shard(self, rank: int, key: str) -> Shard | None:
+        """Returns what `rank` has of the parameter `key`; None if it does not lie over ranks."""
+        held = self._shards.get(rank, {})
+        return next((held[place] for place in self._places[key] if place in held), None)
+
+    def is_counted(self, rank: int, key: str) -> bool:
+        """Whether `rank` is the one whose part counts, of those that hold the same."""
+        shard, layout = self.shard(rank, key), self.entries(key)[0].layout
+        return shard is None or layout is None or shard.is_counted(layout)
+
+    @cached_property
+    def _shards(self) -> dict[int, dict[Place, Shard]]:
+        return {rank: dict(shards) for rank, shards in self.shards}
 
     @cached_property
     def _entries(self) -> dict[Place, ParameterEntry]:
@@ -233,14 +262,37 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
         same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in said.items()})
         wrapped = {r: dict(by_rank[r].wrappers).get(stage, "") for r in holders}
         same(f"the wrapper of stage {stage}", wrapped)
-        stages.append(said[holders[0]])
+        stages.append(_sharded(stage, said[holders[0]], [by_rank[r] for r in holders]))
         wrappers += [(stage, wrapped[holders[0]])] if wrapped[holders[0]] else []
     linked = [set(group) for m in manifests for group in m.linked]
     claimed = [_places_of(tie, stages) for tie in ties]
     groups = tuple(tuple(sorted(group)) for group in _united([*claimed, *linked]))
     for group in groups:
         _check_tie(group, stages)
-    return Manifest(tuple(stages), tuple(sorted(g for g in groups if len(g) > 1)), tuple(wrappers))
+    return Manifest(
+        stages=tuple(stages),
+        ties=tuple(sorted(g for g in groups if len(g) > 1)),
+        wrappers=tuple(wrappers),
+        shards=tuple((rank, m.shards) for rank, m in by_rank.items() if m.shards),
+    )
+
+
+def _sharded(
+    stage: int, entries: tuple[ParameterEntry, ...], holders: Sequence[RankManifest]
+) -> tuple[ParameterEntry, ...]:
+    """Returns a stage's entries, those that lie over ranks with their largest local shard."""
+    if not any(entry.layout for entry in entries):
+        return entries
+    shards = [dict(manifest.shards) for manifest in holders]
+    found: list[ParameterEntry] = []
+    for entry in entries:
+        if entry.layout is None:
+            found.append(entry)
+            continue
+        shape = largest(held[stage, entry.name] for held in shards)
+        row_major = tuple(torch.empty(shape, device="meta").stride())
+        found.append(replace(entry, shape=shape, stride=row_major))
+    return tuple(found)
 
 
 def make_manifest(
@@ -339,9 +391,11 @@ def _check_tie(group: Sequence[Place], stages: Sequence[Sequence[ParameterEntry]
         )
     entries = [next(e for e in stages[s] if e.name == name) for s, name in group]
     for (stage, name), entry in zip(group[1:], entries[1:], strict=True):
-        traits = ("shape", "dtype", "gradient_dtype", "requires_grad")
+        traits = ("layout", "shape", "dtype", "gradient_dtype", "requires_grad")
         for trait in traits:
             here, there = getattr(entry, trait), getattr(entries[0], trait)
+            if trait == "layout" and here != there:
+                here, there = (e.layout or f"{e.shape} whole" for e in (entry, entries[0]))
             if here != there:
                 raise PlanError(
                     f"{name!r} on stage {stage} is tied to {group[0][1]!r} on stage {group[0][0]}, "

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradientAccessor
-from pipegrad.gradients.agreed import Agreed, stored_dtype_of
+from pipegrad.gradients.agreed import Agreed, has_stand_in, stored_dtype_of
 from pipegrad.gradients.buffer import BucketBuffer
 from pipegrad.gradients.mirror import ParameterBuffer
 from pipegrad.gradients.route import has_result
@@ -79,7 +81,7 @@ class LiveParameter:
         self.left_early = False
         self._accessor = accessor
         self._homes = list(homes.values())
-        self.live = self.parameter
+        self.live = self._found
         self._agreed = self._traits(self.live)
         self._is_row = mirrored is not None and any(
             hop.placement is Placement.SHARD for hop in mirrored.bucket.route
@@ -93,7 +95,18 @@ class LiveParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The live tensor, looked up in its stage each time."""
+        """The live tensor, looked up in its stage each time.
+
+        Where FSDP2 has put what it gathered in its place, the last one that was there: a shard.
+        """
+        found = self._found
+        if not isinstance(self.live, DTensor) or found is self.live:
+            return found
+        shards = isinstance(found, DTensor) and found.device_mesh == self.live.device_mesh
+        return found if shards else self.live
+
+    @property
+    def _found(self) -> nn.Parameter:
         module, name = self._homes[0]
         return module.get_parameter(name)
 
@@ -147,7 +160,12 @@ class LiveParameter:
             return
         if self._hook is not None:
             self._hook.remove()
-        self._hook = parameter.register_post_accumulate_grad_hook(lambda _: on_accumulated(self))
+
+        def accumulated(_: torch.Tensor) -> None:
+            self._accessor.accumulated(parameter)
+            on_accumulated(self)
+
+        self._hook = parameter.register_post_accumulate_grad_hook(accumulated)
         self._hooked = parameter
 
     def refresh(self) -> None:
@@ -184,7 +202,7 @@ class LiveParameter:
         gradient = self.gradient
         if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
             return
-        if gradient._version == self._reduced[1] or bool(gradient.any()):
+        if self._writes(gradient) == self._reduced[1] or bool(gradient.any()):
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
                 f"would add to it: call optimizer.zero_grad() before the step, or accumulate with "
@@ -213,7 +231,7 @@ class LiveParameter:
         view = self.view
         if view is not None:
             self._accessor.write(self.live, view)
-            self._zeroed_version = view._version
+            self._zeroed_version = self._writes(view)
 
     def close(self, divisor: float) -> torch.Tensor | None:
         """Marks the gradient final and returns it, divided once; None if there is none."""
@@ -222,7 +240,7 @@ class LiveParameter:
         gradient, divisor = self.gradient, divisor * self._divisor
         untouched = gradient is self.view and self._zeroed_version is not None
         self.contributed = gradient is not None and not (
-            untouched and gradient._version == self._zeroed_version
+            untouched and self._writes(gradient) == self._zeroed_version
         )
         if gradient is not None and self.contributed and divisor != 1:
             with torch.no_grad():
@@ -266,7 +284,14 @@ class LiveParameter:
         """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""
         gradient = self.gradient
         # Weakly: a gradient that the user drops must not live on until the next one is there.
-        self._reduced = None if gradient is None else (TensorWeakRef(gradient), gradient._version)
+        self._reduced = (
+            None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
+        )
+
+    def _writes(self, gradient: torch.Tensor) -> int:
+        """Counts the writes to the gradient; what is written by way of a DTensor, that counts."""
+        whole = self.live.grad
+        return gradient._version + (whole._version if isinstance(whole, DTensor) else 0)
 
     def _traits(self, parameter: nn.Parameter) -> Traits:
         # Asking for the gradient's dtype also tells autograd that of a parameter that is new.
@@ -297,8 +322,8 @@ def live_parameters(
         mirrored: Key -> where it lies, if it may come from other ranks.
     """
     manifest, plan = agreed.manifest, agreed.plan
-    routes, wrapped = dict(plan.routes), dict(manifest.wrappers)
-    divisors = dict(plan.divisors)
+    routes, divisors = dict(plan.routes), dict(plan.divisors)
+    wrapped = {s for s, kind in manifest.wrappers if kind == DistributedDataParallel.__name__}
     homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
     found = {
         record.key: LiveParameter(
@@ -318,7 +343,7 @@ def live_parameters(
     for share in plan.shares:
         record = found[share.key].record
         stored = stored_dtype_of(record, agreed.stored_dtype)
-        if share.sharded or stored != record.dtype:
+        if share.sharded or has_stand_in(record, agreed.accessor, agreed.stored_dtype):
             gradient_dtype = manifest.entries(share.key)[0].gradient_dtype
             found[share.key].stand_in = StandIn(share, stored, gradient_dtype)
     return found

@@ -229,8 +229,11 @@ def make_plans(
     digest = hashlib.sha256(repr((routes, buckets, packs, divisors)).encode()).hexdigest()
     plans: dict[int, Plan] = {}
     for rank in topology.ranks if ranks is None else ranks:
-        view, mine = topology.at(rank), localised(buckets, routes[rank])
+        view = topology.at(rank)
         held = manifest.records(view)
+        shards = {r.key: manifest.shard(rank, r.key) for r in held}
+        shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
+        mine = localised(buckets, routes[rank], shapes)
         trained = [r for r in held if r.requires_grad]
         plans[rank] = Plan(
             rank=rank,
@@ -241,7 +244,7 @@ def make_plans(
             trained_numel=sum(r.numel for r in trained),
             moves=any(bucket.mirrored for bucket in buckets),
             routes=tuple(routes[rank].items()),
-            packs=localised(packs, routes[rank]),
+            packs=localised(packs, routes[rank], shapes),
             groups=groups,
             digest=digest,
             divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),

@@ -96,6 +96,8 @@ def make_routes(
     _check_copies(manifest, topology, routes)
     _check_places(routes)
     _check_wrappers(manifest, topology, routes)
+    _check_shards(manifest, routes)
+    _check_left_out(manifest, topology, routes, allow_unsynced)
     _check_ties(manifest, topology, routes, allow_unsynced)
     return routes, _divisors(manifest, topology, asked)
 
@@ -310,10 +312,12 @@ def signature(route: Route) -> tuple[tuple[str, ...], ...]:
 
 def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> None:
     for stage, wrapper in manifest.wrappers:
+        if wrapper == "FSDPModule":
+            continue
         if wrapper != "DistributedDataParallel":
             raise PlanError(
-                f"stage {stage} has parameters of {wrapper}, whose sharded gradients pipegrad "
-                f"cannot reduce yet: use plain modules with handler 'data-parallel'"
+                f"stage {stage} has parameters of {wrapper}, whose flat gradients pipegrad cannot "
+                f"reduce: use fully_shard (FSDP2), or plain modules with handler 'data-parallel'"
             )
         rank = next(r for r in routes if stage in topology.at(r).local_stages)
         for key, route in routes[rank].items():
@@ -325,6 +329,64 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
                         f"{hop.handler!r} reduces {key!r} over {hop.axes} too: it would be reduced "
                         f"twice; unwrap the stage, or drop the handler"
                     )
+
+
+def _check_shards(manifest: Manifest, routes: Routes) -> None:
+    """A DTensor's own ranks reduce among themselves; along others the same parts must meet."""
+    for rank, mine in routes.items():
+        for key, route in mine.items():
+            shard = manifest.shard(rank, key)
+            if shard is None:
+                continue
+            layout = manifest.entries(key)[0].layout
+            for hop in route:
+                asked = f"handler {hop.handler!r} reduces {key!r} by {hop} over {list(hop.ranks)}"
+                if hop.mirrored:
+                    raise PlanError(
+                        f"{asked}, but it is a DTensor, {layout}: only whole parameters can be "
+                        f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
+                    )
+                if len(set(hop.ranks) & set(shard.members)) > 1:
+                    raise PlanError(
+                        f"{asked}, but it is a DTensor, {layout}, on ranks "
+                        f"{list(shard.members)}, which reduce it among themselves: it would be "
+                        f"reduced twice; drop the handler, ['pipeline-shared'] is enough"
+                    )
+                places = {r: manifest.shard(r, key) for r in hop.ranks}
+                parts = {r: s and (s.coordinate, s.shape) for r, s in places.items()}
+                if len(set(parts.values())) > 1:
+                    raise PlanError(
+                        f"{asked}, where it is a DTensor, {layout}, but these ranks have different "
+                        f"parts of it, (coordinate, shape): {parts}; number the ranks of its mesh "
+                        f"alike in all stages"
+                    )
+
+
+def _check_left_out(
+    manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
+) -> None:
+    """What FSDP2 has left out of a stage, nobody would reduce over its mesh."""
+    for stage, wrapper in manifest.wrappers:
+        rank = next(r for r in routes if stage in topology.at(r).local_stages)
+        held = [
+            (record.key, manifest.shard(rank, record.key))
+            for record in manifest.records(topology.at(rank))
+            if record.requires_grad and any(s == stage for s, _ in manifest.places(record.key))
+        ]
+        shards = [shard for _, shard in held if shard is not None]
+        meshes = {shard.members for shard in shards if len(shard.members) > 1}
+        if wrapper != "FSDPModule" or not meshes:
+            continue
+        members = min(meshes)
+        for key, shard in held:
+            covered = any(set(members) <= set(hop.ranks) for hop in routes[rank].get(key, ()))
+            names = (key, *(name for _, name in manifest.places(key)))
+            if shard is None and not covered and not matches_any(allow_unsynced, names):
+                raise PlanError(
+                    f"{key!r} is a whole parameter in stage {stage}, of which FSDP2 shards others "
+                    f"over ranks {list(members)}, and nobody reduces its gradient over them: call "
+                    f"fully_shard on the stage itself, or name it in allow_unsynced"
+                )
 
 
 def _check_ties(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import PlanError
+from pipegrad.gradients.shards import fsdp_modules
 
 # Wrappers that add a path segment and nothing else: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -121,8 +122,9 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     clipped and stepped once, and costs no collective.
 
     Raises:
-        PlanError: If their shapes, dtypes or requires_grad differ.
+        PlanError: If their shapes, dtypes or requires_grad differ, or FSDP2 keeps them apart.
     """
+    wrapped = {stage for stage, parts in fsdp_modules(modules).items() if parts}
     for tie in ties:
         found = list(named(modules))
         copies = [(place, full, p) for place, full, p in found if tie.claims(place)]
@@ -136,6 +138,13 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
                     f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} is {_traits(first)}, "
                     f"{place[1]!r} on stage {place[0]} is {_traits(parameter)}; one parameter "
                     f"cannot be both"
+                )
+            if not wrapped.isdisjoint((place[0], first_place[0])):
+                raise PlanError(
+                    f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} and {place[1]!r} on "
+                    f"stage {place[0]} are on one rank, and fully_shard has made two parameters "
+                    f"of them; place these stages on two ranks, or make them one stage, and one "
+                    f"group: fully_shard([module_a, module_b])"
                 )
             owner_name, _, attribute = full_name.rpartition(".")
             owner = unwrapped(modules[place[0]]).get_submodule(owner_name)

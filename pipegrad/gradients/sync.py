@@ -40,6 +40,7 @@ from pipegrad.gradients.parameter import LiveParameter, live_parameters
 from pipegrad.gradients.plan import Plan
 from pipegrad.gradients.reduce import Reducer
 from pipegrad.gradients.route import is_counted
+from pipegrad.gradients.shards import fsdp_modules, reshard
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.stepped import (
     GroupOf,
@@ -84,6 +85,10 @@ class GradientSync:
 
     With OWNER and SHARD parameters become views of flat memory that they come back to. So save
     clones, or a whole state_dict: ``torch.save`` of one parameter writes all that lies beside it.
+
+    Stages may be sharded by FSDP2, and parameters be DTensors: what their own mesh dimensions need
+    is theirs to do, and handlers reduce local shards along others. So with FSDP2 over the data
+    ranks the handlers are ``["pipeline-shared"]``, and `stage_final` comes behind its reduction.
 
     Args:
         modules: This rank's stages, ``{stage: module}``.
@@ -155,6 +160,8 @@ class GradientSync:
         self.handlers = agreed.handlers
         self.manifest = agreed.manifest
         self.plan = agreed.plan
+        self._wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
+        self._routes = dict(agreed.plan.routes)
         self._device = agreed.device
         ranks = sorted(topology.ranks)
         notice = FailureNotice(agreed.name)
@@ -221,6 +228,8 @@ class GradientSync:
         if self._mirror.is_due:
             self.publish()
         self._mirror.check_published()
+        if not self._open:  # else FSDP2 may go on with what it has gathered
+            self.reshard()
         for parameter in self._parameters.values():
             parameter.refresh()
         self._failed.begin()  # not before: a rank may be refused, and try again
@@ -249,6 +258,11 @@ class GradientSync:
             yield
         finally:
             self._accumulating = before
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether this step only adds up."""
+        return self._accumulating
 
     def stage_last_backward(self, stage: int) -> None:
         """Says that the next backward of `stage` is its last: parameters become final one by one.
@@ -379,9 +393,9 @@ class GradientSync:
 
         An infinite `max_norm` measures and scales nothing.
 
-        A parameter counts once, however many ranks hold it or rows of it, if its copies are reduced
-        over those ranks; one that no handler reduces counts on every rank that holds it. The norm,
-        and so the factor, has the same bits on all ranks: every rank must call this.
+        A parameter counts once, however many ranks hold it, or parts of it, if its copies are
+        reduced over those ranks; one that no handler reduces counts on every rank that holds it.
+        The norm, and so the factor, has the same bits on all ranks: every rank must call this.
 
         Returns:
             The norm before clipping, an fp32 scalar.
@@ -391,10 +405,8 @@ class GradientSync:
         self._check_closed("clip_grad_norm_")
         found = {key: p.stepped_gradient for key, p in self._parameters.items()}
         gradients = {key: gradient for key, gradient in found.items() if gradient is not None}
-        routes = dict(self.plan.routes)
-        rank = self.topology.rank
         norm = global_norm(
-            [g for key, g in gradients.items() if is_counted(routes.get(key, ()), rank)],
+            [g for key, g in gradients.items() if self._is_counted(key)],
             norm_type,
             group=self._groups.world,
             device=self._device,
@@ -442,6 +454,10 @@ class GradientSync:
             refuse_unless_elementwise(optimizer)
 
     # Parameters that come back, and replicas.
+
+    def reshard(self) -> None:
+        """Frees what FSDP2 has left gathered, so that the next forward gathers what is stepped."""
+        reshard(self._wrapped)
 
     def publish(self) -> None:
         """Sends what the optimizer has stepped to all that hold it; call it after its step.
@@ -535,6 +551,7 @@ class GradientSync:
                 "synchronize_parameters() while what other ranks stepped is on its way would mix "
                 "it with what was loaded: call wait_parameters() before, ahead of any loading"
             )
+        self.reshard()
         make_equal(self.plan.packs, self._lookup, self._groups, self._device)
         for parameter in self._parameters.values():
             parameter.settle()
@@ -551,6 +568,7 @@ class GradientSync:
         """
         self._check_closed("check_replicas")
         self.wait_parameters()
+        self.reshard()
         ranks = self.topology.ranks
         refuse_drift(self.plan.packs, self._lookup, self._groups, self._device, ranks)
 
@@ -617,6 +635,12 @@ class GradientSync:
             self._reducer.announce(
                 parameter.record.key, gradient, contributed=parameter.contributed
             )
+
+    def _is_counted(self, key: str) -> bool:
+        """Whether this rank's gradient counts, of those that are the same."""
+        return is_counted(self._routes.get(key, ()), self.topology.rank) and (
+            self.manifest.is_counted(self.topology.rank, key)
+        )
 
     def _check_closed(self, verb: str) -> None:
         """Refuses what would run collectives between those of a step: ranks would mix them up."""

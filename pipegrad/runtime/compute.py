@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from pipegrad.errors import StepError
+from pipegrad.gradients.shards import local
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.runtime.fsdp import ShardedStages
 from pipegrad.runtime.local import Key, LocalValues, Value
 from pipegrad.runtime.recompute import Recompute
 from pipegrad.runtime.stage import Stage
@@ -35,6 +37,7 @@ class Compute:
         transfers: Whose buffers values lie in.
         sync: None in a forward-only program.
         weights: What waits of backwards.
+        sharded: The stages whose parameters FSDP2 swaps.
         loss_fn: Of the last stage's outputs and a microbatch's target.
 
     Attributes:
@@ -51,6 +54,7 @@ class Compute:
         transfers: Transfers,
         sync: GradientSync | None,
         weights: WeightGradients,
+        sharded: ShardedStages,
         loss_fn: Loss | None,
     ) -> None:
         self._program = program
@@ -61,6 +65,7 @@ class Compute:
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
         self._weights = weights
+        self._sharded = sharded
         self._recomputes = {
             index: Recompute(stage.module, sync.device)
             for index, stage in stages.items()
@@ -180,6 +185,8 @@ class Compute:
         roots, gradients = self._begin_backward(stage, microbatch)
         if roots:
             torch.autograd.backward(roots, gradients)
+        else:
+            self._sharded.without_backward(stage)
         self._end_backward(stage, microbatch)
         self._let_go(stage, microbatch)
 
@@ -211,7 +218,8 @@ class Compute:
         """Returns what backward begins with, and its gradients."""
         if stage not in self._bare:
             parameters = self._stages[stage].module.parameters()
-            self._bare[stage] = [p for p in parameters if p.grad is None and p.requires_grad]
+            bare = [p for p in parameters if p.grad is None and p.requires_grad]
+            self._bare[stage] = [p for p in bare if not self._sharded.reduces(stage, p)]
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         for root, link in zip(self._roots[stage, microbatch], self._local.ends[stage], strict=True):
@@ -294,14 +302,14 @@ class Compute:
                 if address in taken:
                     value.grad = value.grad.clone()
                 taken[address] = None
-        if self._bare[stage]:
-            for parameter in self._bare[stage]:
+        if bare := [*self._bare[stage], *self._sharded.gathered(stage)]:
+            for parameter in bare:
                 if parameter.grad is None:
                     continue
                 if parameter.grad.layout != torch.strided:  # its values may lie anywhere
                     parameter.grad = parameter.grad.clone()
                     continue
-                address = parameter.grad.untyped_storage().data_ptr()
+                address = local(parameter.grad).untyped_storage().data_ptr()
                 if address in taken:
                     parameter.grad = parameter.grad.clone()
                 taken[address] = None

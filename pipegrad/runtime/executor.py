@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.runtime.compute import Compute, Loss, Method
+from pipegrad.runtime.fsdp import ShardedStages
 from pipegrad.runtime.local import LocalValues, Value
 from pipegrad.runtime.stage import Stage, Wiring
 from pipegrad.runtime.torch_pipelining import is_profiled
@@ -37,6 +38,7 @@ class Executor:
         transfers: This rank's end of them.
         sync: Told of last backwards and final stages; waits for parameters at their first use.
         weights: What waits of backwards.
+        sharded: Told of last backwards too.
         loss_fn: Of the last stage's outputs and a microbatch's target.
     """
 
@@ -50,6 +52,7 @@ class Executor:
         transfers: Transfers,
         sync: GradientSync,
         weights: WeightGradients,
+        sharded: ShardedStages,
         loss_fn: Loss | None,
     ) -> None:
         self._program = program
@@ -57,6 +60,7 @@ class Executor:
         self._channels: Sequence[Channel] = program.channels
         self._transfers = transfers
         self._sync = sync
+        self._sharded = sharded
         self._local = LocalValues(program, rank, stages, wiring)
         self._compute = Compute(
             program,
@@ -65,6 +69,7 @@ class Executor:
             transfers=transfers,
             sync=None if program.forward_only else sync,
             weights=weights,
+            sharded=sharded,
             loss_fn=loss_fn,
         )
         # What a rank does; the same where a profiler looks; and what is left of a step that failed.
@@ -148,6 +153,10 @@ class Executor:
         Sync: all on the current stream.
         """
         self._compute.begin(inputs, targets, divisor)
+        if self.forward_only:
+            self._sharded.begin_evaluation()
+        else:
+            self._sharded.begin()
         self.place = 0
         items = self._ranged if is_profiled() else self._items
         try:
@@ -234,6 +243,7 @@ class Executor:
 
     def _last_backward(self, stage: int, _microbatch: int) -> None:
         self._sync.stage_last_backward(stage)
+        self._sharded.last_backward(stage)
 
     def _become_final(self, stage: int, _microbatch: int) -> None:
         self._sync.stage_final(stage)

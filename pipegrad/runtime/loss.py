@@ -69,7 +69,7 @@ class Losses:
         ranks = sorted(topology.ranks)
         self._num_ranks = len(ranks)
         # Of the last stages: replicas' losses are of different data, others' of the same.
-        self._num_copies = len(ranks) // topology.size(topology.pipeline)
+        self._num_copies = len(topology.pipelines)
         self._device = device
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1:

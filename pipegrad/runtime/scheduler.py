@@ -29,6 +29,7 @@ from pipegrad.handler import HandlerSpec
 from pipegrad.runtime.batch import Batches, joined
 from pipegrad.runtime.compute import Loss
 from pipegrad.runtime.executor import Executor, PeerFailedError
+from pipegrad.runtime.fsdp import ShardedStages
 from pipegrad.runtime.loss import Losses, StepResult
 from pipegrad.runtime.setup import (
     Ends,
@@ -140,6 +141,7 @@ class Scheduler:
         )
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(modules, self.sync)
+        self._sharded = ShardedStages(modules, self.sync)
         self._device = self.sync.device
         self._collectives = collectives_of(self.sync)
         self.program = self._lowered(self._wiring.links)
@@ -335,6 +337,7 @@ class Scheduler:
         if not executor.forward_only:
             self.sync.abort(error, begun=begun)
         executor.finish_transfers()
+        self._sharded.forget()
         with contextlib.suppress(RuntimeError):  # a rank that has died
             self._losses.send(torch.zeros((), device=self._device), 0.0, failed=True)
         first = self._notice.read()
@@ -374,6 +377,7 @@ class Scheduler:
             transfers=transfers,
             sync=self.sync,
             weights=self._weights,
+            sharded=self._sharded,
             loss_fn=self._loss_fn,
         )
         batches = Batches(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import ScheduleError, TopologyError
@@ -48,7 +49,14 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
             f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
             f"which has {found}"
         )
+    splits = any(action.kind == "W" for row in schedule.actions for action in row)
     for stage in stages:
+        if splits and any(isinstance(p, DTensor) for p in stage.module.parameters()):
+            raise TopologyError(
+                f"schedule {schedule.name!r} splits backward, and stage {stage.index} has DTensor "
+                f"parameters, whose backward FSDP2, or tensor parallelism, wants whole: take a "
+                f"schedule that does not split, such as '1f1b' or 'interleaved-1f1b'"
+            )
         for part in stage.module.modules():
             if isinstance(part, DistributedDataParallel):
                 raise TopologyError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -23,6 +24,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipegrad.agreement import agree
 from pipegrad.errors import PlanError, ReduceError, TopologyError
+from pipegrad.gradients.shards import fsdp_modules
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
@@ -50,6 +52,9 @@ def attach(
     ``schedule.eval`` and schedules without a loss reduce nothing. To accumulate over several steps,
     run all but the last one under ``with sync.accumulate():``.
 
+    Of stages that FSDP2 shards, which reduces over the data ranks, give ``["pipeline-shared"]`` as
+    handlers: ties are summed behind FSDP2's own reduction.
+
     Args:
         schedule: Any schedule of ``torch.distributed.pipelining``, its stages manual or traced.
         topology: Ranks; which stage is where is taken from the schedule.
@@ -63,7 +68,8 @@ def attach(
 
     Raises:
         PlanError: If the schedule is attached already, or splits backward on torch before 2.13,
-            whose split gradients are wrong (pytorch#180952). On all ranks alike.
+            whose split gradients are wrong (pytorch#180952); or splits it where FSDP2 reshards
+            after forward, for which torch loses gradients. On all ranks alike.
         PipegradError: As `GradientSync` does.
     """
     stages = _stages(schedule)
@@ -72,6 +78,7 @@ def attach(
         if any(hasattr(stage, "_pipegrad") for stage in stages):
             raise PlanError("this schedule is attached already; attach once, before training")
         _check_split_backward(schedule)
+        _check_sharded(schedule, stages)
         _placed(topology, stages[0])
 
     agree("attach", check)
@@ -95,13 +102,35 @@ def is_profiled() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+def end_backward(part: FSDPModule) -> None:
+    """Does for an outermost FSDP2 module what autograd calls FSDP2 for behind each backward."""
+    state = part._get_fsdp_state()
+    if state._is_root:
+        state._root_post_backward_final_callback()
+
+
+def forget_backwards(parts: Iterable[FSDPModule]) -> None:
+    """Lets go of all that FSDP2 keeps of a step that failed, what has added up as well."""
+    for part in parts:
+        state = part._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        if state._is_root:
+            state._reset_iter_state()
+
+
 def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
     step = schedule.step
+    modules = {stage.stage_index: stage.submod for stage in _stages(schedule)}
 
     @functools.wraps(step)
     def synced_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
         if not schedule._has_backward:
             sync.publish_if_due()
+            sync.reshard()
             return step(*args, **kwargs)
         begun = False
         try:
@@ -110,6 +139,8 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
             result = step(*args, **kwargs)
         except Exception as error:
             cause = sync.abort(error, begun=begun)
+            for parts in fsdp_modules(modules).values():
+                forget_backwards(parts)
             if begun and cause is not None:
                 raise ReduceError(f"a step failed on another rank: {cause}") from error
             raise
@@ -135,7 +166,7 @@ def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
             sync.stage_last_backward(index)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
 
-    forward = stage.forward_one_chunk
+    forward, reduce = stage.forward_one_chunk, getattr(stage, "perform_reduce_grad", None)
 
     @functools.wraps(forward)
     def awaited_forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
@@ -145,6 +176,8 @@ def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
         # GPipe and 1F1B come here in eval() too, and would divide gradients that are already there.
         if stage.has_backward:
+            if reduce and isinstance(stage.submod, FSDPModule) and not sync.is_accumulating:
+                reduce(1)  # FSDP2's own reduction alone
             sync.stage_final(index)
 
     stage.forward_one_chunk = awaited_forward  # type: ignore[method-assign]
@@ -194,6 +227,21 @@ def _check_split_backward(schedule: TorchSchedule) -> None:
             f"{type(schedule).__name__} splits backward, and torch {torch.__version__} computes "
             f"wrong gradients then (pytorch#180952): use torch 2.13, or a schedule without split"
         )
+
+
+def _check_sharded(schedule: TorchSchedule, stages: Sequence[_PipelineStageBase]) -> None:
+    """Refuses FSDP2 where torch looks for gathered parameters that are not there any more."""
+    splits = any(letter == "W" for _, _, letter in _backwards(schedule))
+    for stage in stages if splits else ():
+        for part in fsdp_modules({0: stage.submod})[0]:
+            state = part._get_fsdp_state()
+            is_root = stage.submod in state._modules  # which torch itself keeps gathered
+            if any(g._reshard_after_forward and not is_root for g in state._fsdp_param_groups):
+                raise PlanError(
+                    f"{type(schedule).__name__} splits backward, and stage {stage.stage_index} has "
+                    f"modules that FSDP2 reshards after forward: torch loses their gradients then; "
+                    f"give fully_shard reshard_after_forward=False, or take another schedule"
+                )
 
 
 def _stage_ticks(schedule: TorchSchedule, topology: Topology) -> list[int] | None:

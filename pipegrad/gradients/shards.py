@@ -1,0 +1,113 @@
+"""Local shards: what a rank has of a DTensor parameter, and how all of it lies over ranks.
+
+A DTensor's ranks reduce among themselves: FSDP2 over its mesh, tensor parallelism in its own
+computes. What is left to pipegrad are other dimensions, along which ranks of one coordinate hold
+the same part. So everything here is about parts, and nothing communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a DTensor lies over ranks: the same on each of them, and on whatever is tied to it.
+
+    Attributes:
+        shape: Of the whole.
+        mesh: Its mesh dimensions, name and size.
+        placements: Of the whole along each of them, in torch's words.
+        replicated: Along which of them it is the same everywhere.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...]
+    placements: tuple[str, ...]
+    replicated: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        dims = zip(self.placements, self.mesh, strict=True)
+        return f"{self.shape} by " + ", ".join(
+            f"{placement} over {name or 'a dimension'} of {size}"
+            for placement, (name, size) in dims
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank has of a DTensor.
+
+    Attributes:
+        shape: Of its part; the last ranks may have less than others, or nothing.
+        coordinate: Where the rank is in the DTensor's mesh.
+        members: Global ranks of that mesh.
+    """
+
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    members: tuple[int, ...]
+
+    def is_counted(self, layout: Layout) -> bool:
+        """Whether this is the part that counts, of those that are the same."""
+        here = zip(self.coordinate, layout.replicated, strict=True)
+        return not any(at for at, replicated in here if replicated)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a DTensor, its memory; any other tensor is its own."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def layout_of(parameter: torch.Tensor) -> Layout | None:
+    """Returns how a parameter lies over ranks; None if it is not a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return Layout(
+        shape=tuple(parameter.shape),
+        mesh=tuple(zip(names, mesh.shape, strict=True)),
+        placements=tuple(map(repr, parameter.placements)),
+        replicated=tuple(placement.is_replicate() for placement in parameter.placements),
+    )
+
+
+def shard_of(parameter: torch.Tensor) -> Shard | None:
+    """Returns what this rank has of a parameter; None if it is not a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    return Shard(
+        shape=tuple(local(parameter).shape),
+        coordinate=tuple(mesh.get_coordinate() or ()),
+        members=tuple(mesh.mesh.flatten().tolist()),
+    )
+
+
+def largest(shards: Iterable[Shard]) -> tuple[int, ...]:
+    """Returns the shape of which every part is the beginning."""
+    return tuple(map(max, zip(*(shard.shape for shard in shards), strict=True)))
+
+
+def fsdp_modules(modules: Mapping[int, nn.Module]) -> dict[int, list[FSDPModule]]:
+    """Returns what FSDP2 has wrapped of each stage, the outermost first."""
+    return {
+        stage: [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for stage, module in modules.items()
+    }
+
+
+def reshard(parts: Iterable[FSDPModule]) -> None:
+    """Puts the sharded parameters back into their modules, where a forward left whole ones."""
+    for part in parts:
+        part.reshard()
