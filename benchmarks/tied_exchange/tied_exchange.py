@@ -318,7 +318,7 @@ def print_table(found: list[dict[str, Any]], ways: Sequence[str], *, is_split: b
 def arguments() -> argparse.Namespace:
     """Returns the command line's."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--exchanges", type=float, nargs="+", default=[0.3, 0.4, 0.5, 1.2])
+    parser.add_argument("--exchanges", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.9, 1.2])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--schedule", default="1f1b", help="with one stage a rank")
     parser.add_argument("--head-w-first", action="store_true", help="an option of zb-h1")

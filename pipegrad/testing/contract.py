@@ -293,10 +293,11 @@ class HandlerContract:
 
     def _reductions(
         self, order: Sequence[ParameterRecord], view: Topology
-    ) -> set[tuple[str, str, tuple[int, ...], str, float]]:
+    ) -> set[tuple[str, str, tuple[int, ...], str, float, str]]:
         asked = handlers.resolve(self.handler).plugin.reductions(order, view)
         return {
-            (r.record.key, r.op, tuple(sorted(r.ranks)), r.placement.name, r.divisor) for r in asked
+            (r.record.key, r.op, tuple(sorted(r.ranks)), r.placement.name, r.divisor, r.exchange)
+            for r in asked
         }
 
     def _expected(self, step: str, rank: int, name: str) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 import pipegrad
-from pipegrad import GradientSync, Scheduler, Stage, Topology, find_shared
+from pipegrad import Exchange, GradientSync, Scheduler, Stage, Topology, find_shared
 from pipegrad.gradients.shards import local
 from pipegrad.testing import OrderChecker
 from tests.runtime.pipelines import CPU, VEES, loss_of
@@ -83,6 +83,7 @@ class Case:
     wrap: str = "all"  # "layers": not the stage; "stage": nothing else
     keep: bool = False  # reshard_after_forward=False
     low: bool = False  # bf16 parameters, fp32 reductions
+    exchange: Exchange = "all-reduce"
 
     def __str__(self) -> str:
         fields = self.__dataclass_fields__.values()
@@ -167,7 +168,7 @@ class Run:
             schedule,
             topology=self.topology,
             shared=self.shared,
-            handlers=["pipeline-shared"],
+            handlers=[{"name": "pipeline-shared", "exchange": self.case.exchange}],
         )
 
         def step(tokens: Tensor, target: Tensor) -> Tensor | None:
@@ -191,7 +192,7 @@ class Run:
             num_microbatches=self.case.num_microbatches,
             loss_fn=loss_of,
             shared=self.shared,
-            handlers=["pipeline-shared"],
+            handlers=[{"name": "pipeline-shared", "exchange": self.case.exchange}],
         )
 
         def step(tokens: Tensor, target: Tensor) -> Tensor | None:

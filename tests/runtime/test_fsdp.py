@@ -29,6 +29,8 @@ OURS = [
     Case("1f1b", keep=True, accumulate=2),
     Case("1f1b", replicate=2),
     Case("1f1b", low=True),
+    Case("1f1b", exchange="pairwise", accumulate=2),
+    Case("eager-1f1b", exchange="asymmetric", steps=5),
 ]
 TORCH = [
     Case("GPipe", attached=True, accumulate=2),
@@ -37,6 +39,7 @@ TORCH = [
     Case("1F1B", attached=True, evaluate=True),
     Case("1F1B", attached=True, wrap="layers"),
     Case("1F1B", attached=True, low=True),
+    Case("1F1B", attached=True, exchange="asymmetric"),
     Case("Interleaved1F1B", attached=True),
     Case("LoopedBFS", attached=True),
     Case("InterleavedZeroBubble", attached=True, keep=True),
