@@ -68,18 +68,24 @@ def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
     return tuple(Rows(rows.begin * parts, rows.num_rows, rows.width * parts) for rows in found)
 
 
-class Exchange:
+class PairSum:
     """What two ranks exchange of a bucket, each step anew. On a lane.
 
     Args:
         buffer: Payload and flags, flat.
         rows: What it is made of, where only what was touched goes back; else empty.
+        back: The communicator of the way back: receives of the way there are posted early, and
+            would block what is sent behind them where messages have no tags.
     """
 
-    def __init__(self, buffer: torch.Tensor, rows: Sequence[Rows] = ()) -> None:
+    def __init__(
+        self, buffer: torch.Tensor, rows: Sequence[Rows], *, back: dist.ProcessGroup
+    ) -> None:
         self._buffer = buffer
         self._rows = rows
+        self._back = back
         self._room: torch.Tensor | None = None  # for all of the first one's part
+        self._coming: Work | None = None
         self._leaving: list[tuple[torch.Tensor, Work]] = []
 
     def begin(self, arriving: Arriving | None, group: dist.ProcessGroup) -> Work:
@@ -89,18 +95,19 @@ class Exchange:
             arriving: On the first rank what was expected from the second.
             group: Of the two.
 
-        Sync: what the first one sends is a copy, which leaves while both go on. Where only rows go
-        back the host must know how many: waiting for the work blocks it, on devices too.
+        Sync: what the first one sends is a copy, which leaves while both go on. The second one's
+        work ends late: nothing of its lane has to wait behind what comes at the end of the step.
+        Where only rows go back the host must know how many: that blocks it, on devices too.
         """
         if not collective.can_send(group, self._buffer.device):
             work: Work = dist.all_reduce(self._buffer, group=group, async_op=True)
             return work
         if dist.get_rank(group) == 0:
-            rest = partial(self._give, arriving, group)
-        else:
-            collective.pass_down(self._buffer, None, group)
-            rest = partial(self._take, group)
-        return _Rest(rest, blocks_host=bool(self._rows))
+            return _Rest(partial(self._give, arriving, group), blocks_host=bool(self._rows))
+        collective.pass_down(self._buffer, None, group)
+        if not self._rows:
+            self._coming = receive(self._whole(), 0, self._back, BACK)
+        return _Rest(self._take_rows if self._rows else self._take_all, ends_late=True)
 
     def settle(self) -> None:
         """Waits until what this rank sent last is gone."""
@@ -111,22 +118,19 @@ class Exchange:
     def _give(self, arriving: Arriving | None, group: dist.ProcessGroup) -> None:
         """Sends the first rank's part, then adds what has come from the second."""
         self.settle()
-        (self._give_rows if self._rows else self._give_all)(group)
+        if self._rows:
+            self._give_rows()
+        else:
+            self._send(self._whole().copy_(self._buffer), BACK)
         collective.pass_down(self._buffer, arriving, group)
 
-    def _take(self, group: dist.ProcessGroup) -> None:
+    def _take_all(self) -> None:
         """Adds what comes back to the second rank's part."""
-        (self._take_rows if self._rows else self._take_all)(group)
+        assert self._coming is not None
+        RECEIVED(self._coming)
+        real(self._buffer).add_(real(self._whole()))
 
-    def _take_all(self, group: dist.ProcessGroup) -> None:
-        room = self._whole()
-        RECEIVED(receive(room, 0, group, BACK))
-        real(self._buffer).add_(real(room))
-
-    def _give_all(self, group: dist.ProcessGroup) -> None:
-        self._send(self._whole().copy_(self._buffer), BACK, group)
-
-    def _give_rows(self, group: dist.ProcessGroup) -> None:
+    def _give_rows(self) -> None:
         """Sends the rows with a bit that is not zero: no other changes what the second has."""
         flat = real(self._buffer)
         parts = [rows.of(flat) for rows in self._rows]
@@ -136,15 +140,16 @@ class Exchange:
         for part, numbers, (to_numbers, to_values) in zip(parts, touched, message, strict=True):
             to_numbers.copy_(numbers)
             torch.index_select(part, 0, numbers, out=to_values)
-        self._send(torch.tensor(counts, device=self._buffer.device), COUNTS, group)
-        self._send(message.content, BACK, group)
+        self._send(torch.tensor(counts, device=self._buffer.device), COUNTS)
+        self._send(message.content, BACK)
 
-    def _take_rows(self, group: dist.ProcessGroup) -> None:
+    def _take_rows(self) -> None:
+        """Adds the rows that come back to those of the second rank's part."""
         flat = real(self._buffer)
         counts = torch.empty(len(self._rows), dtype=torch.int64, device=flat.device)
-        RECEIVED(receive(counts, 0, group, COUNTS))
+        RECEIVED(receive(counts, 0, self._back, COUNTS))
         message = _Message(self._rows, counts.tolist(), flat)
-        RECEIVED(receive(message.content, 0, group, BACK))
+        RECEIVED(receive(message.content, 0, self._back, BACK))
         sums = []
         for rows, (numbers, values) in zip(self._rows, message, strict=True):
             part = rows.of(flat)
@@ -153,8 +158,8 @@ class Exchange:
         for part, numbers, values in sums:
             part.index_copy_(0, numbers, values)
 
-    def _send(self, tensor: torch.Tensor, tag: int, group: dist.ProcessGroup) -> None:
-        self._leaving.append((tensor, send(tensor, 1, group, tag)))
+    def _send(self, tensor: torch.Tensor, tag: int) -> None:
+        self._leaving.append((tensor, send(tensor, 1, self._back, tag)))
 
     def _whole(self) -> torch.Tensor:
         if self._room is None:
@@ -164,10 +169,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is left to do."""
+    """What is left to do; see `Work`."""
 
     wait: Callable[[], None]
-    blocks_host: bool
+    blocks_host: bool = False
+    ends_late: bool = False
 
 
 class _Message:

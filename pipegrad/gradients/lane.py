@@ -77,8 +77,7 @@ class Lane:
         self.error: BaseException | None = None
         self._last: Ticket | None = None
         self._queue: queue.SimpleQueue[_Item | None] | None = None
-        self._late: list[_Item] = []
-        self._may_block = threaded
+        self._late: list[Task] = []
         if threaded:
             self._queue = queue.SimpleQueue()
             self._thread = threading.Thread(
@@ -95,33 +94,33 @@ class Lane:
         """
         self._last = Ticket(self._device)
         item = _Item(task, after, order.in_use.hand_over(), self._last)
-        if self._queue is not None:
-            self._queue.put(item)
-        elif self._late:
-            self._late.append(item)
-        else:
+        if self._queue is None:
             self._run(item)
+        else:
+            self._queue.put(item)
         return self._last
 
-    def finish(self, task: Task) -> None:
-        """Ends the task that runs now by another one, which blocks the host.
+    @property
+    def is_threaded(self) -> bool:
+        """Whether tasks may block the host: it is a thread of their own."""
+        return self._queue is not None
 
-        In a thread it runs at once. Else it waits, with all that is submitted behind it, until
-        somebody waits for the lane: who submits must not be blocked, others may depend on it.
-        """
-        if self._may_block:
-            task()
-            return
-        self._last = Ticket(self._device)
-        self._late.append(_Item(task, (), order.in_use.hand_over(), self._last))
+    def put_off(self, task: Task) -> None:
+        """Keeps a task until `submit_late`: called by a task, of what is left of it."""
+        self._late.append(task)
+
+    def submit_late(self) -> None:
+        """Submits what was put off, in order. Blocks the host if they do, and this is no thread."""
+        late, self._late = self._late, []
+        for task in late:
+            self.submit(task, ())
+
+    def forget_late(self) -> None:
+        """Drops what was put off, of a step that failed."""
+        self._late.clear()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Waits for all submitted tasks, as `Ticket.wait` does for one."""
-        if self._late:
-            late, self._late, self._may_block = self._late, [], True
-            for item in late:
-                self._run(item)
-            self._may_block = False
         return self._last is None or self._last.wait(timeout_seconds)
 
     def close(self) -> None:

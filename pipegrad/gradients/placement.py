@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pipegrad.gradients import collective
 from pipegrad.gradients.bucket import Slot
-from pipegrad.gradients.exchange import Exchange
+from pipegrad.gradients.exchange import PairSum
 from pipegrad.handler import Hop, Placement, Work
 
 
@@ -21,7 +21,7 @@ class HopBucket:
         num_flags: How many.
         index: The bucket's.
         slots: Where each gradient lies in the payload.
-        exchange: What two ranks do that do not all-reduce.
+        pair_sum: What two ranks do that do not all-reduce.
 
     Attributes:
         is_mean: Whether what was launched last leaves the mean.
@@ -35,14 +35,14 @@ class HopBucket:
         *,
         index: int,
         slots: Sequence[Slot],
-        exchange: Exchange | None = None,
+        pair_sum: PairSum | None = None,
     ) -> None:
         self.buffer = buffer
         self.num_flags = num_flags
         self.index = index
         self.payload, self.flags = buffer[:-num_flags], buffer[-num_flags:]
         self._slots = slots
-        self.exchange = exchange
+        self.pair_sum = pair_sum
         self.is_mean = False
         self.arriving: collective.Arriving | None = None
 
@@ -64,8 +64,8 @@ class HopBucket:
 
 
 def _replicate(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
-    if bucket.exchange is not None:
-        return bucket.exchange.begin(bucket.arriving, group)
+    if bucket.pair_sum is not None:
+        return bucket.pair_sum.begin(bucket.arriving, group)
     work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
     return work
 

@@ -91,7 +91,8 @@ class Plan:
         moves: Whether updated parameters move back on any rank.
         routes: Key -> route, for every parameter that this rank reduces or keeps equal.
         packs: Buckets of parameters (frozen ones too), for making replicas equal.
-        groups: Process groups of all ranks, as (ranks, lane): made by every rank in this order.
+        groups: Process groups of all ranks, as (ranks, lane, or `way_back` of one): made by every
+            rank in this order.
         digest: Of all ranks' routes and buckets: equal on ranks whose plans fit together.
         divisors: Key -> what its gradient is divided by before it leaves, where that is not 1.
     """
@@ -333,12 +334,24 @@ def _shares(
 # issued all that comes before it. A bucket's hops share a lane, so a hop follows the one before it.
 
 
+def way_back(lane: int) -> int:
+    """Returns the number of a lane's other communicator, for what two ranks exchange."""
+    return ~lane
+
+
 def _groups(
     routes: Routes, buckets: Sequence[Bucket], lanes: int
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
     """Returns every (ranks, lane) that any rank launches on; lane 0 also makes replicas equal."""
     lane_of = {slot.key: bucket.index % lanes for bucket in buckets for slot in bucket.slots}
-    wanted = {
+    exchanged = {
+        (hop.ranks, way_back(lane_of[key]))
+        for mine in routes.values()
+        for key, route in mine.items()
+        for hop in route
+        if key in lane_of and hop.exchange != "all-reduce"
+    }
+    wanted = exchanged | {
         (hop.ranks, lane)
         for mine in routes.values()
         for key, route in mine.items()

@@ -15,11 +15,11 @@ from pipegrad.agreement import FailureNotice
 from pipegrad.errors import ReduceError
 from pipegrad.gradients import collective, order
 from pipegrad.gradients.buffer import BucketBuffer, FlatBuffer
-from pipegrad.gradients.exchange import Exchange, rows_of
+from pipegrad.gradients.exchange import PairSum, rows_of
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.lane import Lane, Task, Ticket
 from pipegrad.gradients.placement import HopBucket
-from pipegrad.gradients.plan import Launch, Plan
+from pipegrad.gradients.plan import Launch, Plan, way_back
 from pipegrad.handler import GradientHandler, Work
 
 _POLL_SECONDS = 0.2
@@ -86,6 +86,8 @@ class Reducer:
 
     def reset(self) -> None:
         """Says that nothing is complete, nothing launched."""
+        for lane in self._lanes:
+            lane.forget_late()
         self._complete.clear()
         self._next = [0] * len(self._lanes)
         self.num_launched = 0
@@ -126,16 +128,17 @@ class Reducer:
     def _hop_bucket(self, launch: Launch) -> HopBucket:
         buffer = self.buffers[launch.bucket]
         bucket, part = buffer.bucket, buffer.part(self._rank, launch.hop)
-        how, exchange = bucket.route[launch.hop].exchange, None
-        if how != "all-reduce":
+        hop, pair_sum = bucket.route[launch.hop], None
+        if hop.exchange != "all-reduce":
             region = bucket.region(self._rank, launch.hop)
-            exchange = Exchange(part, rows_of(bucket, region) if how == "asymmetric" else ())
+            rows = rows_of(bucket, region) if hop.exchange == "asymmetric" else ()
+            pair_sum = PairSum(part, rows, back=self._groups.of(hop.ranks, way_back(launch.lane)))
         return HopBucket(
             part,
             len(buffer.views),
             index=launch.bucket,
             slots=bucket.pieces(self._rank, launch.hop),
-            exchange=exchange,
+            pair_sum=pair_sum,
         )
 
     def _expect(self, launch: Launch) -> None:
@@ -161,9 +164,10 @@ class Reducer:
             flat.is_mean = False
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 work = self._handlers[hop.handler].launch(flat, hop, group)
-        end = partial(self._end, launch, work, what)
-        if getattr(work, "blocks_host", False):
-            self._lanes[launch.lane].finish(end)
+        lane, end = self._lanes[launch.lane], partial(self._end, launch, work, what)
+        blocks_host = getattr(work, "blocks_host", False) and not lane.is_threaded
+        if blocks_host or getattr(work, "ends_late", False):
+            lane.put_off(end)
         else:
             end()
 
@@ -201,10 +205,16 @@ class Reducer:
             ReduceError: If a collective failed here, or a peer said that it failed.
         """
         start = time.perf_counter()
+        self._wait_for_lanes()
+        for lane in self._lanes:
+            lane.submit_late()
+        self._wait_for_lanes()
+        return time.perf_counter() - start
+
+    def _wait_for_lanes(self) -> None:
         for lane in self._lanes:
             while not lane.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
-        return time.perf_counter() - start
 
     def settle(self) -> None:
         """Waits for what still leaves, though the sum that it is a part of is here.
@@ -213,8 +223,8 @@ class Reducer:
             ReduceError: As `wait` does.
         """
         for launch, flat in self._flat.items():
-            if flat.exchange is not None:
-                self.wait_for(self.submit(launch.lane, flat.exchange.settle, ()))
+            if flat.pair_sum is not None:
+                self.wait_for(self.submit(launch.lane, flat.pair_sum.settle, ()))
 
     def submit(self, lane: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
         """Has a lane do something, behind all that it has to do; as `Lane.submit`."""
