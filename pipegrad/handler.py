@@ -90,7 +90,12 @@ class Reduction:
 
 
 class Work(Protocol):
-    """What a launch returns. ``torch.distributed.Work`` is one."""
+    """What a launch returns. ``torch.distributed.Work`` is one.
+
+    It may have two attributes, False if missing. ``blocks_host``: waiting blocks the host even on
+    devices, so there it is waited for when `finish` is called. ``ends_late``: it is so everywhere,
+    since nothing should wait behind it. One that wraps another hands them on.
+    """
 
     def wait(self) -> object:
         """Blocks the calling thread (CPU), or makes its current stream wait (devices)."""
@@ -190,6 +195,14 @@ class GradientHandler(ABC):
         Pure: called once for every rank (``topology.at(rank)``), on every rank, so that any
         rank's plan can be computed anywhere. Reductions over a single rank are free and dropped,
         but for their divisors.
+        """
+
+    def check(  # noqa: B027 - need not be overridden
+        self, parameters: Sequence[ParameterRecord], topology: Topology
+    ) -> None:
+        """Raises, in words, if the handler's options do not fit the model; by default never.
+
+        Called once on every rank, with the parameters of all stages. Pure, as `reductions`.
         """
 
     def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:

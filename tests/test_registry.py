@@ -287,7 +287,8 @@ def test_the_handlers_of_pipegrad_are_entry_points_like_any_other() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_handlers_of_pipegrad_resolve(name: str) -> None:
-    resolved = handlers.resolve(name)
+    required = {"sequence-parallel": {"parameters": ["*norm*"]}}
+    resolved = handlers.resolve({"name": name, **required.get(name, {})})
 
     assert isinstance(resolved.plugin, GradientHandler)
     assert (resolved.name, resolved.distribution) == (name, "pipegrad")

@@ -27,8 +27,8 @@ class ExpertParallel(GradientHandler):
     the rest, by that factor.
 
     Args:
-        experts: Shell-style patterns of names or keys, case-sensitive: what lives on its rank along
-            `axis` alone.
+        experts: Shell-style patterns of names, case-sensitive: what lives on its rank along `axis`
+            alone.
         axis: The mesh dimension that tokens are exchanged along; one of the topology's ``data``.
         placement: ``replicate``, or ``shard``: each rank steps a row of what it averages.
         hook: With ``replicate``, how they are sent, as in ``data-parallel``.
@@ -48,6 +48,11 @@ class ExpertParallel(GradientHandler):
         self._axis = axis
         self._placement = _PLACEMENTS[placement]
         self.hook = None if hook is None else CommunicationHook(hook)
+
+    def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
+        """Refuses patterns that match nothing: all experts would become one."""
+        if topology.size(self._axis) > 1:
+            self._experts.check(parameters)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology

@@ -25,9 +25,26 @@ class Patterns:
             raise ValueError(
                 f"{option} is {patterns!r}, expected a list of patterns, as in ['*norm*']"
             )
+        self._option = option
         self._patterns = tuple(patterns)
 
     def match(self, record: ParameterRecord) -> bool:
-        """Whether one matches a parameter's name here, its key, or its name at the key's stage."""
-        names = (record.name, record.key, record.key.partition(".")[2])
+        """Whether one matches a parameter's name here, or that at its key's stage."""
+        names = (record.name, record.key.partition(".")[2])
         return any(fnmatchcase(name, pattern) for name in names for pattern in self._patterns)
+
+    def check(self, parameters: Sequence[ParameterRecord]) -> None:
+        """Does nothing if a parameter matches, or if there are no patterns.
+
+        Args:
+            parameters: All of the model.
+
+        Raises:
+            ValueError: If none matches.
+        """
+        if self._patterns and parameters and not any(map(self.match, parameters)):
+            raise ValueError(
+                f"{self._option} is {list(self._patterns)}, which matches none of the model's "
+                f"{len(parameters)} parameters, such as {parameters[0].name!r}: write patterns of "
+                f"their names, or [] for none"
+            )

@@ -18,7 +18,7 @@ class SequenceParallel(GradientHandler):
     ``sharded`` and ``pipeline-shared``.
 
     Args:
-        parameters: Shell-style patterns of names or keys, case-sensitive: what is replicated.
+        parameters: Shell-style patterns of names, case-sensitive: what is replicated.
         axis: The mesh dimension.
         op: ``sum`` of parts. ``mean`` where every rank has the whole gradient already: copies then
             stay equal to the last bit, and count once in the norm instead of once a rank.
@@ -27,7 +27,7 @@ class SequenceParallel(GradientHandler):
     def __init__(
         self,
         *,
-        parameters: Sequence[str] = ("*",),
+        parameters: Sequence[str],
         axis: str = "tp",
         op: Literal["sum", "mean"] = "sum",
     ) -> None:
@@ -36,6 +36,11 @@ class SequenceParallel(GradientHandler):
         self._parameters = Patterns("parameters", parameters)
         self._axis = axis
         self._op: Literal["sum", "mean"] = op
+
+    def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
+        """Refuses patterns that match nothing, where there are ranks to sum over."""
+        if topology.size(self._axis) > 1:
+            self._parameters.check(parameters)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipegrad.errors import PlanError
 from pipegrad.gradients.route import Route
 from pipegrad.gradients.shared import Place, matches_any
+from pipegrad.handler import ParameterRecord
 
 if TYPE_CHECKING:
     from pipegrad.gradients.manifest import Manifest
     from pipegrad.topology import Topology
+
+Starts = Mapping[ParameterRecord, Sequence[str | None]]
+"""A digest a rank along some dimension; None where all bits are alike, as those of zeros."""
 
 
 def refuse_loose_copies(
@@ -23,7 +28,8 @@ def refuse_loose_copies(
 ) -> None:
     """Refuses copies along a dimension of one and the same data that nobody reduces.
 
-    A handler does, or a DTensor's own ranks do.
+    A handler does, or a DTensor's own ranks do. What starts differently is no copy but a shard: a
+    reduction of it is refused. Of what is constant at the start, nobody can tell: a warning asks.
 
     Args:
         manifest: The agreed model.
@@ -36,32 +42,64 @@ def refuse_loose_copies(
         PlanError: Names one, and what to write.
     """
 
-    def reduced(key: str) -> list[tuple[int, ...]]:
-        shard = manifest.shard(view.rank, key)
-        return [hop.ranks for hop in routes.get(key, ())] + ([shard.members] if shard else [])
+    def is_loose(record: ParameterRecord, ranks: Sequence[int]) -> bool:
+        shard = manifest.shard(view.rank, record.key)
+        reduced = [hop.ranks for hop in routes.get(record.key, ())]
+        reduced += [shard.members] if shard else []
+        is_covered = any(set(ranks) <= set(others) for others in reduced)
+        allowed = matches_any(allow_unsynced, (record.key, record.name))
+        return record.requires_grad and not is_covered and not allowed
 
-    for axis in (name for name, _ in view.axes):
-        if axis in (view.pipeline, *view.data_axes):
+    for axis, size in view.axes:
+        if size == 1 or axis in (view.pipeline, *view.data_axes):
             continue
         ranks = view.ranks_along(axis)
-        loose = [
-            record.key
+        starts = {
+            record: [fingerprints[r].get((record.stage, record.name)) for r in ranks]
             for record in manifest.records(view)
-            if record.requires_grad
-            and _start_alike([fingerprints[r].get((record.stage, record.name)) for r in ranks])
-            and not any(set(ranks) <= set(others) for others in reduced(record.key))
-            and not matches_any(allow_unsynced, (record.key, record.name))
-        ]
-        if loose:
-            raise PlanError(
-                f"{loose[0]!r} and {len(loose) - 1} more start with the same bits on ranks "
-                f"{list(ranks)}, along {axis!r}, but no handler reduces their gradients there: "
-                f"they would drift apart, or count several times in the norm. Add "
-                f"'sequence-parallel' to the handlers, with op = 'sum' where each rank has a part "
-                f"of the gradient and 'mean' where each has all of it, or name them in "
-                f"allow_unsynced"
-            )
+        }
+        _refuse_reduced_shards(axis, ranks, starts, routes)
+        loose = {record: told for record, told in starts.items() if is_loose(record, ranks)}
+        _refuse_copies(axis, ranks, loose)
+        _warn_of_constants(axis, ranks, loose)
 
 
-def _start_alike(digests: Sequence[str | None]) -> bool:
-    return len(digests) > 1 and digests[0] is not None and len(set(digests)) == 1
+def _refuse_reduced_shards(
+    axis: str, ranks: Sequence[int], starts: Starts, routes: Mapping[str, Route]
+) -> None:
+    for record, digests in starts.items():
+        told = dict(zip(ranks, digests, strict=True))
+        for hop in routes.get(record.key, ()):
+            along = sorted(set(hop.ranks) & set(ranks))
+            if len({told[rank] for rank in along}) > 1:
+                raise PlanError(
+                    f"handler {hop.handler!r} reduces {record.key!r} by {hop} over ranks "
+                    f"{list(hop.ranks)}, but it starts with different bits on ranks {along}, along "
+                    f"{axis!r}: if each has a shard of its own, leave it out of the handler's "
+                    f"parameters; if they are copies, give all these ranks the same start"
+                )
+
+
+def _refuse_copies(axis: str, ranks: Sequence[int], loose: Starts) -> None:
+    alike = [r.key for r, told in loose.items() if told[0] is not None and len(set(told)) == 1]
+    if alike:
+        raise PlanError(
+            f"{alike[0]!r} and {len(alike) - 1} more start with the same bits on ranks "
+            f"{list(ranks)}, along {axis!r}, but no handler reduces their gradients there: "
+            f"they would drift apart, or count several times in the norm. Add "
+            f"'sequence-parallel' to the handlers and them to its parameters, with op = 'sum' "
+            f"where each rank has a part of the gradient and 'mean' where each has all of it, or "
+            f"name them in allow_unsynced"
+        )
+
+
+def _warn_of_constants(axis: str, ranks: Sequence[int], loose: Starts) -> None:
+    constant = [record.key for record, told in loose.items() if not any(told)]
+    if constant:
+        more = f" and {len(constant) - 3} more" if len(constant) > 3 else ""
+        warnings.warn(
+            f"{', '.join(map(repr, constant[:3]))}{more} start constant on ranks {list(ranks)}, "
+            f"along {axis!r}, and no handler reduces them there: list copies in the parameters of "
+            f"'sequence-parallel', and in allow_unsynced what each rank has a part of its own of",
+            stacklevel=2,
+        )

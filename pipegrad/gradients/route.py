@@ -90,13 +90,15 @@ def make_routes(
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
+    for name, handler in handlers:
+        _check_options(name, handler, manifest, topology)
     asked = {r: _asked_of_all(manifest, topology.at(r), handlers) for r in sorted(topology.ranks)}
     routes = {r: _routes(manifest, topology.at(r), asked[r]) for r in asked}
     _check_members(routes)
     _check_copies(manifest, topology, routes)
     _check_places(routes)
     _check_wrappers(manifest, topology, routes)
-    _check_shards(manifest, routes)
+    _check_shards(manifest, topology, routes)
     _check_left_out(manifest, topology, routes, allow_unsynced)
     _check_ties(manifest, topology, routes, allow_unsynced)
     return routes, _divisors(manifest, topology, asked)
@@ -151,6 +153,16 @@ def _divisors(manifest: Manifest, topology: Topology, asked: Mapping[int, Asked]
                     f"on all ranks that hold it"
                 )
     return {key: divisor for key, (divisor, _) in agreed.items() if divisor != 1}
+
+
+def _check_options(
+    name: str, handler: GradientHandler, manifest: Manifest, topology: Topology
+) -> None:
+    """Lets a handler see the whole model; what it raises names it."""
+    try:
+        handler.check(manifest.parameters, topology)
+    except Exception as error:
+        raise PlanError(f"handler {name!r}: check() failed: {in_words(error)}") from error
 
 
 def _asked(
@@ -222,14 +234,20 @@ def _check_hooked(name: str, reduction: Reduction) -> None:
 
 def _ordered(key: str, hops: Sequence[RouteHop], topology: Topology) -> Route:
     """Orders a route by placement, a reduction across stages last among its like."""
-    for hop, times in Counter(hop.ranks for hop in hops).items():
+    for ranks, times in Counter(hop.ranks for hop in hops).items():
         if times > 1:
-            names = [h.handler for h in hops if h.ranks == hop]
+            names = [h.handler for h in hops if h.ranks == ranks]
             raise PlanError(
-                f"{key!r} is reduced twice over ranks {list(hop)}, by handlers {names}: drop one"
+                f"{key!r} is reduced twice over ranks {list(ranks)}, by handlers {names}: drop one"
             )
     across = {hop: hop.spans(topology.pipeline) or hop.spans("ranks") for hop in hops}
     order = sorted(hops, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
+    for hop in order[:-1]:
+        if hop.exchange != "all-reduce":  # the sum of which ends late
+            raise PlanError(
+                f"{key!r} is reduced by {hop}, handler {hop.handler!r}, and then by {order[-1]}: "
+                f"an exchange must come last; give it the exchange 'all-reduce'"
+            )
     return tuple(order)
 
 
@@ -331,7 +349,7 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
                     )
 
 
-def _check_shards(manifest: Manifest, routes: Routes) -> None:
+def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> None:
     """A DTensor's own ranks reduce among themselves; along others the same parts must meet."""
     for rank, mine in routes.items():
         for key, route in mine.items():
@@ -346,11 +364,18 @@ def _check_shards(manifest: Manifest, routes: Routes) -> None:
                         f"{asked}, but it is a DTensor, {layout}: only whole parameters can be "
                         f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
                     )
-                if len(set(hop.ranks) & set(shard.members)) > 1:
+                twice = set(hop.ranks) & set(shard.members)
+                if len(twice) > 1:
+                    of_data = twice <= set(topology.at(rank).ranks_along(topology.data_axes))
+                    way_out = (
+                        "drop the handler, ['pipeline-shared'] is enough"
+                        if of_data
+                        else "leave it out of the parameters that the handler is given"
+                    )
                     raise PlanError(
                         f"{asked}, but it is a DTensor, {layout}, on ranks "
                         f"{list(shard.members)}, which reduce it among themselves: it would be "
-                        f"reduced twice; drop the handler, ['pipeline-shared'] is enough"
+                        f"reduced twice; {way_out}"
                     )
                 places = {r: manifest.shard(r, key) for r in hop.ranks}
                 parts = {r: s and (s.coordinate, s.shape) for r, s in places.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -160,30 +161,82 @@ def test_a_gradient_is_divided_once_by_all_that_divides_it() -> None:
     assert second == [[3 / 8, 2 / 8], [2 * 3 / 8, 2 * 2 / 8]]
 
 
-def loose() -> list[str]:
-    """On 2 tensor-parallel ranks: what is said of equal copies that no handler reduces."""
-    topology = Topology.create(pipeline=1, dimensions={"tp": 2})
-    said = []
-    for seeds, handlers, allowed in (
-        ((0, 0), ["data-parallel"], ()),
-        ((0, 0), ["data-parallel"], ("weight",)),
-        ((0, 1), ["data-parallel"], ()),  # shards
-        ((0, 0), [{"name": "sequence-parallel", "op": "mean"}], ()),
-    ):
+WHOLE = {"name": "sequence-parallel", "parameters": ["*"]}
+NORM = {"name": "sequence-parallel", "parameters": ["1.*"]}
+COPIES, SHARDS = (0, 0), (0, 1)
+
+# Seeds of two ranks, the dimension they lie along, handlers, and what may stay as it is.
+STARTS: dict[str, tuple[tuple[int, int], str, list[Any], tuple[str, ...]]] = {
+    "copies alone": (COPIES, "tp", ["data-parallel", NORM], ()),
+    "copies allowed": (COPIES, "tp", ["data-parallel", NORM], ("0.weight",)),
+    "copies": (COPIES, "tp", [{**WHOLE, "op": "mean"}], ()),
+    "shards": (SHARDS, "tp", ["data-parallel", NORM], ()),
+    "shards reduced": (SHARDS, "tp", ["data-parallel", WHOLE], ()),
+    "replicas": (SHARDS, "dp", ["data-parallel"], ()),
+    "constants alone": (SHARDS, "tp", ["data-parallel"], ()),
+    "constants allowed": (SHARDS, "tp", ["data-parallel"], ("1.*",)),
+}
+
+
+def starts() -> dict[str, tuple[str, list[str]]]:
+    """On 2 ranks: what is said and warned of a layer and its norm, and of what they start with."""
+    found = {}
+    for name, (seeds, axis, handlers, allowed) in STARTS.items():
+        dimensions = {"tp": 2} if axis == "tp" else {}
+        topology = Topology.create(pipeline=1, dimensions=dimensions)
         torch.manual_seed(seeds[topology.rank])
-        module = nn.Linear(3, 3, bias=False)
-        try:
-            sync = GradientSync({0: module}, topology, handlers=handlers, allow_unsynced=allowed)
-            said.append("fine")
-            sync.close()
-        except PlanError as error:
-            said.append(str(error))
-    return said
+        layer = nn.Linear(3, 3, bias=False)
+        module, before, said = nn.Sequential(layer, nn.LayerNorm(3)), layer.weight.clone(), "fine"
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                GradientSync(
+                    {0: module}, topology, handlers=handlers, allow_unsynced=allowed
+                ).close()
+            except PlanError as error:
+                said = str(error)
+        assert axis == "dp" or torch.equal(before, layer.weight)
+        found[name] = said, [str(w.message) for w in warned]
+    return found
 
 
-def test_copies_that_nobody_reduces_along_a_dimension_of_the_same_data_are_refused() -> None:
-    first, second = run_ranks(loose, 2)
+@pytest.fixture(scope="module")
+def told() -> dict[str, tuple[str, list[str]]]:
+    first, second = run_ranks(starts, 2)
     assert first == second
-    assert "'0.weight' and 0 more start with the same bits on ranks [0, 1], along 'tp'" in first[0]
-    assert "Add 'sequence-parallel' to the handlers" in first[0]
-    assert first[1:] == ["fine"] * 3
+    return first
+
+
+def test_copies_that_nobody_reduces_along_a_dimension_of_the_same_data_are_refused(
+    told: dict[str, tuple[str, list[str]]],
+) -> None:
+    said, _ = told["copies alone"]
+    assert "'0.0.weight' and 0 more start with the same bits on ranks [0, 1], along 'tp'" in said
+    assert "Add 'sequence-parallel' to the handlers and them to its parameters" in said
+    for name in ("copies allowed", "copies", "shards", "replicas"):
+        assert told[name] == ("fine", []), name
+
+
+def test_shards_that_a_handler_reduces_along_their_dimension_are_refused(
+    told: dict[str, tuple[str, list[str]]],
+) -> None:
+    """It would have given all ranks the first one's shard, before the first step."""
+    said, warned = told["shards reduced"]
+    assert "handler 'sequence-parallel' reduces '0.0.weight' by replicate-sum(tp)" in said
+    assert "it starts with different bits on ranks [0, 1], along 'tp'" in said
+    assert "leave it out of the handler's parameters" in said
+    assert warned == []
+
+
+def test_constants_that_nobody_reduces_may_be_copies_and_are_warned_of(
+    told: dict[str, tuple[str, list[str]]],
+) -> None:
+    """Norms and biases start alike on all ranks whether they are copies or each has a part."""
+    said, [warned] = told["constants alone"]
+    assert said == "fine"
+    assert warned == (
+        "'0.1.weight', '0.1.bias' start constant on ranks [0, 1], along 'tp', and no handler "
+        "reduces them there: list copies in the parameters of 'sequence-parallel', and in "
+        "allow_unsynced what each rank has a part of its own of"
+    )
+    assert told["constants allowed"] == ("fine", [])

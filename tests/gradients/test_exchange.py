@@ -499,6 +499,23 @@ def test_an_exchange_of_others_is_refused_by_name(
         make_plan(manifest, topology, asked, bucket_bytes=2**20)
 
 
+def test_an_exchange_comes_last() -> None:
+    topology = Topology.build(axes=(("pp", 2), ("dp", 2)))
+    stages = {stage: nn.Linear(2, 2, bias=False) for stage in range(2)}
+    manifest = make_manifest(stages, topology, shared=[["weight"]])
+
+    class Pairs(GradientHandler):
+        def reductions(
+            self, parameters: Sequence[ParameterRecord], topology: Topology
+        ) -> Iterable[Reduction]:
+            ranks = topology.ranks_along("dp")
+            return [Reduction(p, ranks, "mean", exchange="pairwise") for p in parameters]
+
+    asked = [("pairs", Pairs()), ("pipeline-shared", PipelineShared())]
+    with pytest.raises(PlanError, match="an exchange must come last"):
+        make_plan(manifest, topology, asked, bucket_bytes=2**20)
+
+
 def test_another_exchange_is_another_bucket() -> None:
     topology = Topology.build(axes=(("pp", 2), ("dp", 1)))
     stages = {stage: nn.Linear(2, 2) for stage in range(2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pipegrad import GradientHandler, ParameterRecord, Placement, PlanError, Reduction, Topology
 from pipegrad.gradients.manifest import Manifest, ParameterEntry
 from pipegrad.gradients.route import RouteHop, Routes, hops_taken, make_routes, shared_routes
+from pipegrad.gradients.shards import Layout, Shard
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 
@@ -243,6 +245,30 @@ def test_two_handlers_that_reduce_alike_are_both_named() -> None:
         "'0.emb' is reduced twice over ranks [0, 1], by handlers ['data-parallel', 'again']: "
         "drop one"
     )
+
+
+@pytest.mark.parametrize(
+    ("axis", "way_out"),
+    [
+        ("dp", "drop the handler, ['pipeline-shared'] is enough"),
+        ("tp", "leave it out of the parameters that the handler is given"),
+    ],
+)
+def test_a_dtensor_is_not_reduced_over_its_own_ranks_again(axis: str, way_out: str) -> None:
+    """FSDP2's ranks need no handler there; of a tensor-parallel one other parameters may be."""
+    mesh = Topology.build(axes=(("pp", 1), ("dp", 2), ("tp", 2)))
+    layout = Layout((4,), ((axis, 2),), ("Shard(dim=0)",), (False,))
+    cut = dataclasses.replace(entry("cut"), layout=layout)
+    shards = [
+        (r, (((0, "cut"), Shard((2,), (v.coordinate(axis),), v.ranks_along(axis))),))
+        for r, v in ((r, mesh.at(r)) for r in mesh.ranks)
+    ]
+    model = Manifest(((cut,),), (), shards=tuple(shards))
+    with pytest.raises(PlanError) as caught:
+        make_routes(model, mesh, [say(over(axis))], ())
+    assert str(caught.value).endswith(f"it would be reduced twice; {way_out}")
+    other = {"dp": "tp", "tp": "dp"}[axis]
+    assert make_routes(model, mesh, [say(over(other))], ())
 
 
 # --- ties that nobody reduces

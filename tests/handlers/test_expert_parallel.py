@@ -13,13 +13,16 @@ from pipegrad import (
     GradientSync,
     ParameterRecord,
     Placement,
+    PlanError,
     PluginOptionError,
     Reduction,
     Topology,
     handlers,
 )
+from pipegrad.gradients.plan import make_plans
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.expert_parallel import ExpertParallel
+from tests.gradients.test_route import manifest
 
 
 class TestOnlyExperts(HandlerContract):
@@ -32,12 +35,17 @@ class TestOnlyExperts(HandlerContract):
 
 
 class TestNoExperts(HandlerContract):
-    handler: ClassVar[Any] = {"name": "expert-parallel", "axis": "dp"}
+    handler: ClassVar[Any] = {"name": "expert-parallel", "experts": [], "axis": "dp"}
     beside = ("pipeline-shared",)
 
 
 class TestNoExpertsInRows(HandlerContract):
-    handler: ClassVar[Any] = {"name": "expert-parallel", "axis": "dp", "placement": "shard"}
+    handler: ClassVar[Any] = {
+        "name": "expert-parallel",
+        "experts": [],
+        "axis": "dp",
+        "placement": "shard",
+    }
     beside = ({"name": "pipeline-shared", "placement": "owner"},)
 
 
@@ -76,6 +84,20 @@ def test_an_axis_without_data_of_its_own_is_refused_in_words() -> None:
         list(ExpertParallel().reductions([record("w")], topology))
 
 
+def test_a_model_without_what_is_named_as_experts_is_refused() -> None:
+    """They would be averaged over all data, and be one expert from the first step on."""
+    moe = manifest(["router", "moe.up"])
+    options: dict[str, Any] = {"bucket_bytes": 64}
+    for size in (1, 2):
+        mesh = Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", size)), data=("dp", "ep"))
+        assert make_plans(moe, mesh, [("ep", ExpertParallel(experts=["moe.*"]))], **options)
+        if size == 1:
+            assert make_plans(moe, mesh, [("ep", ExpertParallel())], **options)
+            continue
+        with pytest.raises(PlanError, match=r"handler 'ep': check.*experts is .* matches none"):
+            make_plans(moe, mesh, [("ep", ExpertParallel())], **options)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -105,7 +127,9 @@ def gradients_of(placement: str) -> dict[str, list[torch.Tensor | None]]:
     names = ["sequence-parallel", "expert-parallel"]
     options: list[dict[str, Any]] = [{"parameters": ["*whole"]}, {"placement": placement}]
     chosen = [{"name": n, **o} for n, o in zip(names, options, strict=True)]
-    sync = GradientSync({0: module}, topology, handlers=chosen, bucket_bytes=0)
+    sync = GradientSync(
+        {0: module}, topology, handlers=chosen, bucket_bytes=0, allow_unsynced=["*cut"]
+    )
     sync.optimizer_parameters()
     sync.prepare(divisor=2)
     for _ in range(2):
