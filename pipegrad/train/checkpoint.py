@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pipegrad.errors import PlanError
+from pipegrad.agreement import agree
+from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.stepped import Stepped
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.config import Config
@@ -32,6 +33,7 @@ from pipegrad.train.rows import Row
 
 STEP = "step"
 _KEPT = "kept."  # and the rank
+_PACK_SECONDS = 600.0  # for the slowest rank to write down its error feedback
 
 
 class State:
@@ -54,7 +56,8 @@ class State:
     ) -> None:
         self._optimizer = optimizer
         self._sync = sync
-        self._kept: dict[str, Any] = {}
+        self._kept: tuple[Tensor, bool] | None = None  # as packed, and whether it is this rank's
+        self.kept: dict[str, Any] = {}
         # A key is "stage.name" at the lowest stage that holds it, and names are the uncut model's.
         places = Places(sync.topology, sync.plan)
         self._place_of_buffers = places.of()
@@ -88,8 +91,16 @@ class State:
         return list(self.tensors())
 
     def save(self, folder: Path, step: int) -> None:
-        """Writes a checkpoint; every rank must call it. It is whole once it has ``.metadata``."""
+        """Writes a checkpoint; every rank must call it. It is whole once it has ``.metadata``.
+
+        Raises:
+            PlanError: If what a handler keeps could not be read again; on all ranks, and nothing
+                is written.
+        """
         self._sync.wait_parameters()
+        kept: dict[str, Tensor] = {}
+        told = "what handlers keep"
+        agree(told, lambda: kept.update(self._pack()), timeout_seconds=_PACK_SECONDS)
         state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
         for name, one in self._stepped.items():
             if one.copied:
@@ -98,9 +109,12 @@ class State:
                 found = torch.as_tensor(value)
                 each = found.shape == one.tensor.shape
                 state[f"optimizer.{name}.{key}"] = _row(one, found) if each else found
-        if kept := self._sync.state_dict():
-            state[_own_key()] = _packed(kept)
-        save(state, checkpoint_id=folder)
+        save({**state, **kept}, checkpoint_id=folder)
+
+    def _pack(self) -> dict[str, Tensor]:
+        """Returns what this rank's handlers keep by its key, or nothing."""
+        kept = self._sync.state_dict()
+        return {_own_key(): _packed(kept)} if kept else {}
 
     def check(self, config: Config, kept: set[str], held: set[str]) -> Metadata:
         """Returns what the checkpoint ``train.resume`` holds. Local.
@@ -180,7 +194,7 @@ class State:
         if kept is not None:
             state[kept] = _place_of(kept, metadata)
         load(state, checkpoint_id=folder)
-        self._kept = _unpacked(state[kept], mine=kept == _own_key()) if kept else {}
+        self._kept = (state[kept], kept == _own_key()) if kept else None
         for key, tensor in held.items():
             if not torch.equal(tensor, state[key]):
                 tensor.copy_(state[key])
@@ -192,10 +206,11 @@ class State:
         self._restore(self._optimizer, state)
         return int(state[STEP])
 
-    def resume_handlers(self) -> str:
-        """Gives handlers what the checkpoint kept of them; returns why they start afresh, or ""."""
+    def unpack_kept(self) -> str:
+        """Reads what the checkpoint kept of handlers, as `kept`; returns why it cannot, or ""."""
+        packed, self._kept = self._kept, None
         try:
-            self._sync.load_state_dict(self._kept)
+            self.kept = _unpacked(packed[0], mine=packed[1]) if packed else {}
         except PlanError as error:
             return str(error)
         return ""
@@ -247,12 +262,34 @@ def _place_of(key: str, metadata: Metadata) -> Tensor:
 
 
 def _packed(kept: dict[str, Any]) -> Tensor:
-    """Returns it as bytes: it is one rank's, and no other cut can make anything of its parts."""
+    """Returns it as bytes: it is one rank's, and no other cut can make anything of its parts.
+
+    Raises:
+        PlanError: If it could not be read again.
+    """
     file = io.BytesIO()
-    torch.save(kept, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    try:
+        torch.save(kept, file)
+        packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        _unpacked(packed, mine=True)
+    except Exception as error:
+        raise PlanError(
+            f"no checkpoint can be written: what handlers {sorted(kept['handlers'])} keep from "
+            f"step to step is not of numbers, strings and CPU tensors alone: {in_words(error)}"
+        ) from error
+    return packed
 
 
 def _unpacked(packed: Tensor, *, mine: bool) -> dict[str, Any]:
-    kept: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    """Returns what was packed; of another rank's no more than of which plan it is.
+
+    Raises:
+        PlanError: If torch will not read it.
+    """
+    try:
+        file = io.BytesIO(packed.numpy().tobytes())
+        kept: dict[str, Any] = torch.load(file, weights_only=True)
+    except Exception as error:
+        why = error.__context__ or error  # torch wraps it in advice
+        raise PlanError(f"what handlers kept cannot be read again: {why}") from error
     return kept if mine else {**kept, "handlers": {}}

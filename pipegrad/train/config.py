@@ -91,7 +91,9 @@ class Gradients(Table):
         default=2, ge=1, le=64, description="side streams, each with its own communicators"
     )
     allow_unsynced: list[str] = Field(
-        default=[], description="shell-style patterns of tied parameters that may drift apart"
+        default=[],
+        description="shell-style patterns of tied parameters that may drift apart, and of what "
+        "only looks like copies",
     )
     clip_norm: float | None = Field(
         default=None,

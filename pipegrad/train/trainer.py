@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipegrad.agreement import agree
-from pipegrad.errors import StepError
+from pipegrad.errors import PlanError, StepError
 from pipegrad.gradients.manifest import same
 from pipegrad.runtime.scheduler import Scheduler
 from pipegrad.runtime.split import Cut
@@ -29,7 +29,7 @@ from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 from pipegrad.train.outline import outline
-from pipegrad.train.trial import try_out_optimizer, try_out_stages
+from pipegrad.train.trial import check_parameters, try_out_optimizer, try_out_stages
 from pipegrad.train.world import device_of_rank
 
 _PREPARE_SECONDS = 600.0  # for the slowest rank to read its text and build the model
@@ -87,6 +87,8 @@ class Trainer:
         same("the device", {rank: kind for rank, (_, kind) in enumerate(told)})
         self._topology = self._meet()
         agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
+        # Layers may meet in it, so only once every rank has made its own.
+        agree("trying the model out", self._try_out, timeout_seconds=_PREPARE_SECONDS)
         agree("placing the stages", self._place, timeout_seconds=_PREPARE_SECONDS)
         self._connect()
         agree("the optimizer", self._make_optimizer)
@@ -103,9 +105,11 @@ class Trainer:
             StepError: If the gradients are not finite; on all ranks, parameters are as they were.
             PipegradError: As `GradientSync` does.
         """
-        config, begin = self.job.config, time.perf_counter()
-        # Dropout differs by rank and step, and a run that goes on draws what it would have drawn.
-        torch.manual_seed(mixed(config.train.seed, number, dist.get_rank()))
+        config, begin, view = self.job.config, time.perf_counter(), self._topology
+        # Dropout differs by stage, data and step, not along ranks that compute the same together;
+        # and a run that goes on draws what it would have drawn.
+        place = view.coordinate((view.pipeline, *view.data_axes))
+        torch.manual_seed(mixed(config.train.seed, number, place))
         tokens, following = self._batch(number)
         result = self._scheduler.step(tokens, target=following)
         clip = config.gradients.clip_norm
@@ -188,8 +192,12 @@ class Trainer:
         )
 
     def _make_model(self) -> None:
-        """Makes the uncut model, and sends a sequence through it: layers may meet on the way."""
+        """Makes the uncut model, and cuts it; local, as far as the factory is."""
         self._cut: Cut | None = self.job.cut(self.job.model(topology=self._topology))
+        check_parameters(self.job.config, self._cut)
+
+    def _try_out(self) -> None:
+        assert self._cut is not None
         try_out_stages(self.job.config, self._cut)
 
     def _place(self) -> None:
@@ -263,9 +271,12 @@ class Trainer:
 
     def _resume_handlers(self) -> None:
         """Goes on from what the handlers of all ranks kept, or on none."""
-        told = [why for why in agree("what handlers kept", self._state.resume_handlers) if why]
+        told = [why for why in agree("what handlers kept", self._state.unpack_kept) if why]
+        try:
+            self.sync.load_state_dict({} if told else self._state.kept)
+        except PlanError as error:
+            told = [str(error)]
         if told:
-            self.sync.load_state_dict({})
             self.notes = (f"train.resume: error feedback starts afresh: {told[0]}",)
 
     def _make_folder(self, begin: Callable[[Path], None]) -> str:

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipegrad.errors import in_words
 from pipegrad.runtime.split import Cut
@@ -16,16 +17,33 @@ from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 NUM_TOKENS = 256  # a byte a token
 
 
+def check_parameters(config: Config, cut: Cut) -> None:
+    """Refuses a model that this trainer cannot train.
+
+    Raises:
+        ConfigError: If there is nothing to train, or a parameter is a DTensor.
+    """
+    named = {n: p for m in cut.modules.values() for n, p in m.named_parameters()}
+    if not any(p.requires_grad for p in named.values()):
+        config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
+    lying = [name for name, p in named.items() if isinstance(p, DTensor)]
+    if lying:
+        config.refuse(
+            "model",
+            f"{lying[0]!r} and {len(lying) - 1} more are DTensors, which checkpoints here do not "
+            f"take: keep plain shards, as examples/tensor_parallel.py, or train with "
+            f"pipegrad.Scheduler or pipegrad.attach in a loop of your own",
+        )
+
+
 def try_out_stages(config: Config, cut: Cut) -> None:
     """Sends one sequence through all stages as a pipeline would; nothing is kept of it.
 
     Raises:
         ConfigError: If a stage fails, or does not return one tensor that can be sent on, or the
-            last one not logits of bytes; or if there is nothing to train.
+            last one not logits of bytes.
     """
     modules = [cut.modules[stage] for stage in sorted(cut.modules)]
-    if not any(p.requires_grad for module in modules for p in module.parameters()):
-        config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
     length = config.data.sequence_length
     tokens = torch.arange(NUM_TOKENS - 1, NUM_TOKENS - 1 - length, -1).remainder(NUM_TOKENS)
     buffers = [

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from pipegrad import Topology
 
 
 def tied(*, width: int = 8, layers: int = 2, dropout: float = 0.0) -> nn.Sequential:
@@ -78,6 +82,28 @@ def reads_its_start() -> nn.Sequential:
     model = tied()
     model[0].weight.detach().mul_(model[0].weight.norm().item())  # type: ignore[operator]
     return model
+
+
+class Meet(nn.Module):
+    """All ranks meet in its forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        dist.all_reduce(torch.zeros(()))
+        return hidden
+
+
+def lonely() -> nn.Sequential:
+    if dist.get_rank() == 1:
+        raise RuntimeError("mine alone")
+    return nn.Sequential(nn.Embedding(256, 256), Meet())
+
+
+def dtensors(*, topology: Topology) -> nn.Sequential:
+    head = nn.Linear(8, 256, bias=False)
+    assert topology.mesh is not None
+    lying = distribute_tensor(head.weight, topology.mesh["dp"], [Replicate()])
+    head.weight = nn.Parameter(lying)
+    return nn.Sequential(nn.Embedding(256, 8), head)
 
 
 not_callable = 3

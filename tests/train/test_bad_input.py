@@ -127,6 +127,9 @@ CASES: dict[str, Bad] = {
     "integers at a boundary": model(
         "integers", says="stage 0 .* returns torch.int64 .1, 16.; expec"
     ),
+    "DTensors": model(
+        "dtensors", says="'1.weight' and 0 more are DTensors, which checkpoints here do not take"
+    ),
     "nothing to train": model("frozen", says="requires a gradient: nothing to train"),
     # the text
     "no text": put("data.files=['nowhere.txt']", says="data.files = .*there is no nowhere.txt"),
@@ -257,6 +260,9 @@ CASES: dict[str, Bad] = {
     "a text that one rank lacks": put(
         "data.files=['mine.txt']",
         says=r"1 of 2 ranks failed, .*\n  rank 1: ConfigError: .*mine",
+    ),
+    "a factory that fails where others meet in their forward": model(
+        "lonely", says=r"the model: 1 of 2 ranks failed, .*\n  rank 1: .*'mine alone'"
     ),
     "texts that differ": put("data.files=['ours.txt']", says="ranks disagree on the text"),
     "configurations that differ": put(

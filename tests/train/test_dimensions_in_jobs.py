@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from pipegrad import ConfigError, PlanError
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import Config, load
+from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
 from pipegrad.train.outline import outline, rendered
 from pipegrad.train.trainer import Trainer
@@ -64,6 +65,7 @@ def histories(folder: str) -> dict[str, Any]:
             "through": trained(path, settings, 4),
             "first half": trained(path, settings, 2, name),
             "second half": trained(path, [*settings, f"train.resume='{name}'"], 4),
+            "seed": torch.initial_seed(),
         }
     for name, settings in {
         "pp 2 x tp 2": ["parallel.dimensions.tp=4"],
@@ -112,6 +114,16 @@ def test_a_run_that_goes_on_is_the_one_that_was_not_stopped(
         assert first + second == losses
         assert held.keys() == again.keys()
         assert all(torch.equal(held[key], again[key]) for key in held)
+
+
+def test_ranks_that_compute_the_same_data_together_draw_the_same(
+    told: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    """Along tp dropout must drop the same of what each rank has whole."""
+    places = {"pp 2 x tp 2": [0, 0, 1, 1], "dp 2 x tp 2, in rows": [0, 0, 1, 1]}
+    for name in RUNS:
+        expected = [mixed(0, 4, place) for place in places.get(name, range(4))]
+        assert [rank[name]["seed"] for rank in told[1]] == expected, name
 
 
 def test_what_lives_apart_has_its_place_in_a_checkpoint(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from pipegrad import PlanError
 from pipegrad.testing import run_ranks
+from pipegrad.train import checkpoint
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 from tests.train.jobs import with_job
@@ -38,6 +42,22 @@ def trained(settings: list[str], until: int, saved: str = "") -> Any:
     return losses, held, trainer.notes
 
 
+ODD_HOOK = """
+from fractions import Fraction
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+class Keeps:
+    def __init__(self, process_group):
+        self.process_group = process_group
+    def state_dict(self):
+        return {"scale": Fraction(1, 2)}
+    def load_state_dict(self, state):
+        pass
+def averaged(state, bucket):
+    return allreduce_hook(state.process_group, bucket)
+"""
+ODD = averaged("{name='odd_hook:averaged', state='odd_hook:Keeps'}")
+
+
 def kept_in(folder: str) -> list[str]:
     keys = FileSystemReader(folder).read_metadata().state_dict_metadata
     return sorted(key for key in keys if key.startswith("kept."))
@@ -61,12 +81,26 @@ def histories(folder: str) -> dict[str, Any]:
         "begun": [*feedback, "train.resume=plain"],
     }.items():
         found[name] = trained(settings, 5)
+    try:
+        trained(ODD, 1, "odd")
+    except PlanError as error:
+        found["odd"] = str(error), Path("odd").exists()
+    with mock.patch.object(checkpoint, "_packed", packed_unseen):
+        trained(ODD, 1, "unreadable")
+    found["unreadable"] = trained([*ODD, "train.resume=unreadable"], 2)
     return found
+
+
+def packed_unseen(kept: dict[str, Any]) -> torch.Tensor:
+    """As an older version packed it."""
+    torch.save(kept, file := io.BytesIO())
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = with_job(tmp_path_factory.mktemp("kept"))
+    (folder / "odd_hook.py").write_text(ODD_HOOK)
     return run_ranks(histories, 2, str(folder))
 
 
@@ -92,6 +126,7 @@ def test_each_rank_keeps_its_own_and_others_keep_nothing(replies: list[dict[str,
         ("rank 1", 'cannot go on: ValueError("what is to be loaded was kept by the hook'),
         ("no hook", "it has no communication hook, and takes nothing that one kept"),
         ("pipeline", "error feedback starts afresh: what handlers kept is of another plan"),
+        ("unreadable", "error feedback starts afresh: what handlers kept cannot be read again: "),
     ],
 )
 def test_another_run_starts_afresh_and_says_so(
@@ -103,6 +138,14 @@ def test_another_run_starts_afresh_and_says_so(
         assert notes[0].startswith("train.resume: error feedback starts afresh: ")
         assert says in notes[0]
     assert replies[0][name][2] == replies[1][name][2]
+
+
+def test_what_could_not_be_read_again_is_not_written(replies: list[dict[str, Any]]) -> None:
+    (said, is_written), other = (found["odd"] for found in replies)
+    assert (said, is_written) == other
+    assert said.startswith("no checkpoint can be written: what handlers ['data-parallel'] keep ")
+    assert "fractions.Fraction" in said
+    assert not is_written
 
 
 def test_what_was_never_kept_is_not_missed(replies: list[dict[str, Any]]) -> None:
