@@ -37,7 +37,8 @@ class Slot:
 class Bucket:
     """Parameters that travel together. The same on every rank but for the ranks in its route.
 
-    And but for the shapes of slots where a rank has a smaller local shard: its beginning is used.
+    And but for the shapes of slots where a rank has a smaller local shard: it lies together, at the
+    beginning of its slot, as it does on all ranks that this one reduces it with.
 
     Attributes:
         index: Its number, counted over all ranks' buckets in the order they become ready.
@@ -240,13 +241,19 @@ def localised(
         routes: Key -> route on that rank.
         shapes: Key -> shape of the rank's local shard, where it has one.
     """
-    found = shapes or {}
     return tuple(
         replace(
             bucket,
             route=routes[bucket.slots[0].key],
-            slots=tuple(replace(s, shape=found.get(s.key, s.shape)) for s in bucket.slots),
+            slots=tuple(_shard(slot, (shapes or {}).get(slot.key)) for slot in bucket.slots),
         )
         for bucket in buckets
         if bucket.slots[0].key in routes
     )
+
+
+def _shard(slot: Slot, shape: tuple[int, ...] | None) -> Slot:
+    """Returns a slot with a local shard in it, row-major: the largest's strides would have gaps."""
+    if shape is None:
+        return slot
+    return replace(slot, shape=shape, stride=tuple(torch.empty(shape, device="meta").stride()))

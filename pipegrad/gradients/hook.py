@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
+from pipegrad.agreement import agree
 from pipegrad.errors import (
+    AgreementError,
     PlanError,
     PluginLoadError,
     PluginNotFoundError,
@@ -24,7 +27,7 @@ from pipegrad.errors import (
     in_words,
 )
 from pipegrad.gradients import order
-from pipegrad.gradients.collective import Done
+from pipegrad.gradients.manifest import same
 from pipegrad.gradients.power_sgd import PowerSGD
 from pipegrad.handler import FlatBucket, GradientHandler, Hop, Work
 from pipegrad.options import closest_first, complaints_of
@@ -94,8 +97,8 @@ class CommunicationHook:
     def __init__(self, spec: HookSpec) -> None:
         if not isinstance(spec, str | Mapping):
             raise PluginOptionError(f"the hook {spec!r} should be a name or a table")
-        self._told = spec if isinstance(spec, str) else dict(spec)
-        options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+        self._told: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+        options = dict(self._told)
         if not isinstance(name := options.pop("name", None), str):
             raise PluginOptionError(f"the hook {spec!r} lacks 'name': which one it is")
         wrapper = options.pop("wrapper", None)
@@ -116,28 +119,23 @@ class CommunicationHook:
 
         Sync: on a lane. Flags are summed by an all-reduce of their own, exactly. One bucket is
         with one lane only, which waits for the work before it goes on: a hook's callbacks may
-        start collectives in the backend's threads, they meet no others of this group.
+        start collectives in the backend's threads, they meet no others of this group. Where the
+        flags decide whether the hook starts, waiting for the work blocks the host, on devices too.
         """
         kept = self._of((bucket.index, reduction.ranks), group)
         given = TorchBucket(bucket)
         bucket.is_mean = True
-        flags: Work = Done()
+        flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
         if kept.sums_flags_first:
-            dist.all_reduce(bucket.flags, group=group)
-            if not bool(bucket.flags.any()):
-                return flags  # zeros, on all ranks
-        else:
-            flags = dist.all_reduce(bucket.flags, group=group, async_op=True)
-        with order.in_use.trusting():
-            future = kept.start(given)
-        return _Hooked(flags, future, given, kept)
+            return _FlagsFirst(flags, given, kept)
+        return _Hooked(flags, _started(kept, given), given, kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the hooks of this rank's buckets keep; {} if nothing."""
         buckets = {key: dict(state) for key, state in self._loaded.items()}
         buckets.update((key, kept.state_dict()) for key, (_, kept) in self._running.items())
         buckets = {key: state for key, state in buckets.items() if state}
-        return {"hook": repr(self._told), "buckets": buckets} if buckets else {}
+        return {"hook": dict(self._told), "buckets": buckets} if buckets else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned; afresh if it is empty.
@@ -145,7 +143,7 @@ class CommunicationHook:
         Raises:
             ValueError: If it is of another hook, or of other options.
         """
-        if state and state.get("hook") != repr(self._told):
+        if state and state.get("hook") != self._told:
             raise ValueError(
                 f"what is to be loaded was kept by the hook {state.get('hook')}, this one is "
                 f"{self._told!r}: load it with the same hook and options"
@@ -231,18 +229,42 @@ class TorchBucket:
             payload.copy_(result.reshape(-1))
 
 
+def _started(kept: Kept, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as Kept
+    with order.in_use.trusting():
+        future = kept.start(bucket)
+    if not hasattr(future, "wait"):
+        raise TypeError(f"a communication hook returned {future!r}, expected a Future")
+    return future
+
+
+@dataclass(frozen=True)
 class _Hooked:
     """A hook on its way. When it has been waited for, the mean and summed flags are there."""
 
-    def __init__(self, flags: Work, future: object, bucket: TorchBucket, kept: Kept) -> None:
-        if not hasattr(future, "wait"):
-            raise TypeError(f"a communication hook returned {future!r}, expected a Future")
-        self._flags, self._future, self._bucket, self._kept = flags, future, bucket, kept
+    flags: Work
+    future: Any
+    bucket: TorchBucket
+    kept: Kept
 
     def wait(self) -> None:
-        self._flags.wait()
-        self._bucket.take(self._future.wait())
-        self._kept.end(self._bucket)
+        self.flags.wait()
+        self.bucket.take(self.future.wait())
+        self.kept.end(self.bucket)
+
+
+@dataclass(frozen=True)
+class _FlagsFirst:
+    """A hook that starts when its flags are summed, unless all are zero: so on all ranks alike."""
+
+    flags: Work
+    bucket: TorchBucket
+    kept: Kept
+    blocks_host = True  # to read them
+
+    def wait(self) -> None:
+        self.flags.wait()
+        if bool(self.bucket.flat.flags.any()):
+            _Hooked(self.flags, _started(self.kept, self.bucket), self.bucket, self.kept).wait()
 
 
 class _Plain:
@@ -275,10 +297,22 @@ def load_kept(
     state: Mapping[str, Any],
     handlers: Mapping[str, ResolvedPlugin[GradientHandler]],
     digest: str,
+    *,
+    launching: Collection[str],
+    ranks: Sequence[int],
 ) -> None:
-    """Gives handlers what they kept; see `GradientSync.load_state_dict`."""
+    """Gives handlers what they kept; see `GradientSync.load_state_dict`.
+
+    Args:
+        state: What they kept on this rank.
+        handlers: All of them, by name.
+        digest: The plan's.
+        launching: Those that launch something on this rank; others keep nothing here.
+        ranks: All that call it, ascending.
+    """
     kept = dict(state.get("handlers", {}))
-    try:
+
+    def load() -> dict[str, str]:
         if state and state.get("plan") != digest:
             raise PlanError(
                 "what handlers kept is of another plan: of another model, other handlers, buckets "
@@ -291,10 +325,19 @@ def load_kept(
                 found.plugin.load_state_dict(kept.get(name, {}))
             except Exception as error:
                 raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
-    except PlanError:
+        return {name: "what it kept" if kept.get(name) else "nothing" for name in launching}
+
+    try:
+        told = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
+        for name in handlers:
+            said = {rank: begins[name] for rank, begins in told.items() if name in begins}
+            same(f"what handler {name!r} goes on from", said)
+    except (PlanError, AgreementError) as error:
         for found in handlers.values():
             found.plugin.load_state_dict({})
-        raise
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(str(error)) from error
 
 
 def _plain(

@@ -109,11 +109,15 @@ class Lane:
         """Keeps a task until `submit_late`: called by a task, of what is left of it."""
         self._late.append(task)
 
-    def submit_late(self) -> None:
-        """Submits what was put off, in order. Blocks the host if they do, and this is no thread."""
+    def submit_late(self) -> bool:
+        """Submits what was put off, in order, if anything; returns whether there was.
+
+        Blocks the host if they do, and this is no thread.
+        """
         late, self._late = self._late, []
         for task in late:
             self.submit(task, ())
+        return bool(late)
 
     def forget_late(self) -> None:
         """Drops what was put off, of a step that failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
-from pipegrad.gradients.accessor import GradientAccessor
+from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed, has_stand_in, stored_dtype_of
 from pipegrad.gradients.buffer import BucketBuffer
 from pipegrad.gradients.mirror import ParameterBuffer
@@ -199,7 +199,7 @@ class LiveParameter:
                 f"{self.record.key!r} was changed, and its stored copy, which is what is stepped, "
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
-        gradient = self.gradient
+        gradient = self._accumulated
         if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
             return
         if self._writes(gradient) == self._reduced[1] or bool(gradient.any()):
@@ -219,7 +219,7 @@ class LiveParameter:
         self.waiting = set(self.stages)
         self.final = False
         self.firings = 0
-        gradient = self.gradient
+        gradient = self._accumulated
         if gradient is None:
             return self.view is not None
         if not continuing or gradient is not self.view:
@@ -235,6 +235,10 @@ class LiveParameter:
 
     def close(self, divisor: float) -> torch.Tensor | None:
         """Marks the gradient final and returns it, divided once; None if there is none."""
+        if self.live.grad is not None and not isinstance(self._accessor, GradAttribute):
+            self._accessor.accumulated(self.live)  # torch's split backwards fire no hooks
+        if self._is_term:
+            self._sum_terms()
         self.final = True
         self.left_early = bool(self.waiting)
         gradient, divisor = self.gradient, divisor * self._divisor
@@ -246,6 +250,31 @@ class LiveParameter:
             with torch.no_grad():
                 gradient.div_(divisor)
         return gradient
+
+    @property
+    def _is_term(self) -> bool:
+        """Whether what this rank has is a term of its DTensor's gradient, which its mesh is to sum.
+
+        Backward leaves it so where there was no gradient to add to: if nobody reduces it.
+        """
+        gradient = self.live.grad
+        return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+
+    @property
+    def _accumulated(self) -> torch.Tensor | None:
+        """The gradient so far, or a term of it: for who asks which it is, not what is in it."""
+        return self.live.grad if self._is_term else self.gradient
+
+    def _sum_terms(self) -> None:
+        """Makes the gradient lie as its parameter does, where it is a term.
+
+        Sync: on the current stream; all ranks of the mesh do so, in the order of their parameters.
+        """
+        parameter: Any = self.live
+        pairs = zip(parameter.grad.placements, parameter.placements, strict=True)
+        wanted = [meant if found.is_partial() else found for found, meant in pairs]
+        with torch.no_grad():
+            parameter.grad = parameter.grad.redistribute(placements=wanted)
 
     def finish(self) -> bool:
         """Puts the result in place; returns True if it had to be copied out of the bucket."""

@@ -36,9 +36,9 @@ _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
 # devices too, and forks that of the CPU alone: in a lane's thread that would disturb dropout. So Q
 # is there before the hook looks: the same numbers, from a generator of our own.
 
-# [Note: columns of zeros] A gradient of zeros leaves zeros in Q, which the next step starts from;
-# what is then left of any gradient is zero, for good. Such columns get their first numbers again.
-# Q is a sum, alike on all ranks, and so is what is done to it.
+# [Note: lost columns] A gradient of zeros leaves zeros in Q, which the next step starts from; what
+# is then left of any gradient is zero, for good. One that is not finite leaves NaN. Such columns
+# get their first numbers again. Q is a sum, alike on all ranks, and so is what is done to it.
 
 
 class PowerSGD:
@@ -164,6 +164,8 @@ class PowerSGD:
         for name in _MEMORY:  # what was loaded
             memory = getattr(state, name)
             memory.update({i: tensor.to(buffer.device) for i, tensor in memory.items()})
+        if index in state.error_dict:  # of a step that was not finite nothing is owed
+            state.error_dict[index].nan_to_num_(0.0, 0.0, 0.0)
         shapes = list(self._shapes(bucket.gradients()))
         if not self._starts_warm or index not in state.q_memory_dict:
             self._draw(index, shapes, buffer)
@@ -203,13 +205,14 @@ class PowerSGD:
         state.q_memory_dict[index] = self._fresh.to(buffer.device, copy=True)
 
     def _revive(self, q: torch.Tensor, shapes: list[tuple[int, int, int, int]]) -> None:
-        """Draws columns of zeros again. See [Note: columns of zeros]."""
+        """Draws columns again that nothing comes back from. See [Note: lost columns]."""
         self._fresh = self._fresh.to(q.device)
         begin = 0
         for n, _, columns, rank in shapes:
             end = begin + n * columns * rank
             found, fresh = (x[begin:end].view(n, columns, rank) for x in (q, self._fresh))
-            found.copy_(torch.where((found == 0).all(1, keepdim=True), fresh, found))
+            lost = (found == 0).all(1, keepdim=True) | ~found.isfinite().all(1, keepdim=True)
+            found.copy_(torch.where(lost, fresh, found))
             begin = end
 
 

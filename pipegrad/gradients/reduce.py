@@ -70,6 +70,7 @@ class Reducer:
             for launch in self._expecting
         }
         self._complete: set[int] = set()
+        self._ending: set[int] = set()  # buckets of which a hop was put off
         self._next = [0] * lanes
         self.num_launched = 0
 
@@ -88,6 +89,7 @@ class Reducer:
         """Says that nothing is complete, nothing launched."""
         for lane in self._lanes:
             lane.forget_late()
+        self._ending.clear()
         self._complete.clear()
         self._next = [0] * len(self._lanes)
         self.num_launched = 0
@@ -152,7 +154,11 @@ class Reducer:
                 flat.arriving = collective.expect_from_behind(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
-        """Runs one collective. On a lane."""
+        """Runs one collective, or puts it off behind what it goes on from. On a lane."""
+        lane = self._lanes[launch.lane]
+        if launch.bucket in self._ending:
+            lane.put_off(partial(self._reduce, launch))
+            return
         buffer, flat = self.buffers[launch.bucket], self._flat[launch]
         hop = buffer.bucket.route[launch.hop]
         what = (
@@ -164,9 +170,10 @@ class Reducer:
             flat.is_mean = False
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 work = self._handlers[hop.handler].launch(flat, hop, group)
-        lane, end = self._lanes[launch.lane], partial(self._end, launch, work, what)
+        end = partial(self._end, launch, work, what)
         blocks_host = getattr(work, "blocks_host", False) and not lane.is_threaded
         if blocks_host or getattr(work, "ends_late", False):
+            self._ending.add(launch.bucket)
             lane.put_off(end)
         else:
             end()
@@ -177,6 +184,7 @@ class Reducer:
         hop = buffer.bucket.route[launch.hop]
         with self.telling(what):
             COLLECTIVE(work)
+            self._ending.discard(launch.bucket)
             flat = self._flat[launch]
             flat.arriving = None
             rest = buffer.cut(self._rank, launch.hop + 1)
@@ -206,9 +214,8 @@ class Reducer:
         """
         start = time.perf_counter()
         self._wait_for_lanes()
-        for lane in self._lanes:
-            lane.submit_late()
-        self._wait_for_lanes()
+        while sum(lane.submit_late() for lane in self._lanes):
+            self._wait_for_lanes()
         return time.perf_counter() - start
 
     def _wait_for_lanes(self) -> None:

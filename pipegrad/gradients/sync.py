@@ -526,13 +526,19 @@ class GradientSync:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` returned on this rank; handlers not in it start afresh.
 
+        Every rank must call it: a handler goes on, or starts afresh, on all ranks or on none.
+
         Raises:
-            PlanError: If it is of another plan, or of handlers that keep something else. Nothing
+            PlanError: On every rank, if on one it is of another plan, or of handlers that keep
+                something else, or if a handler would go on here and start afresh there. Nothing
                 is kept then: all handlers start afresh.
             StepError: Inside a step.
         """
         self._check_closed("load_state_dict")
-        load_kept(state, self.handlers, self.plan.digest)
+        hops = {bucket.index: bucket.route for bucket in self.plan.buckets}
+        launching = {hops[launch.bucket][launch.hop].handler for launch in self.plan.launches}
+        ranks = sorted(self.topology.ranks)
+        load_kept(state, self.handlers, self.plan.digest, launching=launching, ranks=ranks)
 
     def synchronize_parameters(self) -> None:
         """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipegrad import (
+    Exchange,
     GradAttribute,
     GradientAccessor,
     GradientSync,
@@ -22,11 +27,13 @@ from pipegrad import (
     Stage,
     StepError,
     Topology,
+    attach,
     find_shared,
 )
 from pipegrad.gradients.shards import local
 from pipegrad.testing import OrderChecker, run_ranks
-from tests.runtime.pipelines import loss_of
+from tests.gradients.hooks import POWER_SGD, hooked
+from tests.runtime.pipelines import CPU, loss_of
 from tests.runtime.schedulers import error
 from tests.runtime.sharded import VOCAB, WIDTH, batch, build, low_step
 
@@ -164,6 +171,114 @@ def test_tensor_parallel_parameters_are_reduced_along_other_dimensions_and_count
         assert {name: e for name, e in errors.items() if not e <= MOST} == {}
 
 
+def columns(how: Exchange) -> dict[str, Any]:
+    """A tied matrix cut along columns, 3 and 2: the gradient, and what stage 1 began with."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    topology = Topology.from_mesh(mesh)
+    stage = topology.local_stages[0]
+    values = torch.arange(20.0).view(4, 5)
+    module = Projection(nn.Parameter(distribute_tensor(values + 1 - stage, mesh["tp"], [Shard(1)])))
+    handlers = [{"name": "pipeline-shared", "exchange": how}]
+    shared = [{0: "weight", 1: "weight"}]
+    sync = GradientSync({stage: module}, topology, shared=shared, handlers=handlers)
+    weight: Any = module.weight
+    found = {"began": weight.detach().full_tensor().tolist()}
+    sync.prepare()
+    goal = distribute_tensor(values * (1 + 9 * stage), mesh["tp"], [Shard(1)])
+    (weight * goal).sum().backward()
+    sync.stage_final(stage)
+    sync.finish()
+    found["gradient"] = weight.grad.full_tensor().tolist()
+    sync.check_replicas()
+    sync.close()
+    return found
+
+
+def compressed_columns() -> list[Tensor]:
+    """A matrix of 5 and 4 columns on two ranks, averaged by PowerSGD over two others."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    topology = Topology.from_mesh(mesh)
+    module = Projection(nn.Parameter(distribute_tensor(torch.zeros(8, 9), mesh["tp"], [Shard(1)])))
+    hook = {**POWER_SGD, "matrix_approximation_rank": 1}  # as the gradient
+    sync = GradientSync({0: module}, topology, handlers=[hooked(hook)])
+    weight: Any = module.weight
+    found = []
+    for _ in range(4):
+        sync.prepare()
+        goal = (1.0 + topology.coordinate("dp")) * torch.arange(1.0, 10).expand(8, 9)
+        (weight * distribute_tensor(goal, mesh["tp"], [Shard(1)])).sum().backward()
+        sync.stage_final(0)
+        sync.finish()
+        found.append(weight.grad.full_tensor())
+        weight.grad = None
+    sync.close()
+    return found
+
+
+def sequence_parallel(data: int) -> dict[str, float]:
+    """A norm of torch's `SequenceParallel`, of which backward leaves each rank a term."""
+    mesh = init_device_mesh("cpu", (1, data, 4 // data), mesh_dim_names=("pp", "dp", "tp"))
+    topology = Topology.from_mesh(mesh)
+    torch.manual_seed(2)
+    true = nn.Sequential(nn.LayerNorm(6))
+    module = copy.deepcopy(true)
+    parallelize_module(module, mesh["tp"], {"0": SequenceParallel()})
+    sync = GradientSync({0: module}, topology, handlers=["data-parallel"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    errors = {}
+    for step in range(2):
+        parts = torch.randn(2, data, 2, 8, 6, generator=torch.Generator().manual_seed(step))
+        for number, part in enumerate(parts):
+            with contextlib.nullcontext() if number else sync.accumulate():
+                sync.prepare()
+                for half in part[topology.coordinate("dp")].chunk(2):
+                    cut = distribute_tensor(half, mesh["tp"], [Shard(1)])
+                    module(cut).pow(3).sum().full_tensor().backward()
+                sync.stage_final(0)
+                sync.finish()
+        (true(parts.flatten(0, 2)).pow(3).sum() / data).backward()
+        for name, mine in module.named_parameters():
+            ours: Any = mine.grad
+            theirs = true.get_parameter(name).grad
+            errors[f"{step} {name}"] = error(ours.full_tensor(), theirs)
+        optimizer.zero_grad()
+        true.zero_grad()
+    sync.close()
+    return errors
+
+
+def tensor_parallel_cases() -> dict[str, Any]:
+    exchanges: list[Exchange] = ["all-reduce", "pairwise", "asymmetric"]
+    return {
+        "columns": [columns(how) for how in exchanges],
+        "compressed": compressed_columns(),
+        "sequence": [sequence_parallel(data) for data in (1, 2)],
+    }
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    return run_ranks(tensor_parallel_cases, 4)
+
+
+def test_the_smaller_part_of_a_matrix_cut_along_columns_is_reduced_whole(four: Any) -> None:
+    """It lay in its slot with the larger one's strides: half of it was beyond what was sent."""
+    values = torch.arange(20.0).view(4, 5)
+    for reply in four:
+        for found in reply["columns"]:
+            assert found == {"began": (values + 1).tolist(), "gradient": (11 * values).tolist()}
+        for gradient in reply["compressed"]:
+            goal = 1.5 * torch.arange(1.0, 10).expand(8, 9)
+            torch.testing.assert_close(gradient, goal, rtol=1e-5, atol=1e-5)
+
+
+def test_terms_that_backward_leaves_are_summed_over_their_mesh(four: Any) -> None:
+    for reply in four:
+        for errors in reply["sequence"]:
+            assert set(errors) == {f"{n} 0.{name}" for n in (0, 1) for name in ("weight", "bias")}
+            assert {name: e for name, e in errors.items() if not e <= MOST} == {}
+
+
 # main_grad.
 
 
@@ -245,6 +360,39 @@ def test_bf16_with_main_grad_and_master_copies_is_one_process_in_mixed_precision
             assert report["dtypes"] == {"torch.float32"}
             used = 8 if rank else 6
             assert report["early"] == [0, used, used] or case[0] == "zb-h1"
+
+
+def torchs_split() -> dict[str, float]:
+    """torch writes the gradients of weights itself, in a backward that fires no hooks."""
+    topology = Topology.create(pipeline=2, stage_to_rank=(0, 1, 0, 1))
+    torch.manual_seed(1)
+    true = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    modules = {s: copy.deepcopy(true[s]) for s in topology.local_stages}
+    group = topology.group_along("pp")
+    stages: list[Any] = [PipelineStage(m, s, 4, CPU, group=group) for s, m in modules.items()]
+    schedule = ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
+    sync = attach(schedule, topology=topology, handlers=[], accessor=MainGrad())
+    sync.optimizer_parameters()
+    errors = {}
+    for step in range(2):
+        x, target = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
+        schedule.step(*([x] if 0 in modules else []), target=target if 3 in modules else None)
+        nn.functional.mse_loss(true(x), target).backward()
+        for one in sync.stepped():
+            goal = true.get_parameter(f"{one.record.stage}.{one.record.name}")
+            errors[f"{step} {one.record.key}"] = error(one.tensor.grad, goal.grad)
+            one.tensor.grad = None
+        true.zero_grad()
+        sync.publish()
+        assert all(p.grad is None for module in modules.values() for p in module.parameters())
+    sync.close()
+    return errors
+
+
+def test_what_torchs_split_backward_writes_is_taken_too() -> None:
+    for errors in run_ranks(torchs_split, 2):
+        assert len(errors) == 2 * 4
+        assert {name: e for name, e in errors.items() if not e <= MOST} == {}
 
 
 def alone(accessor: GradientAccessor, *, dtype: torch.dtype, **options: Any) -> Any:

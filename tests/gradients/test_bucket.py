@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipegrad import Placement, Plan
-from pipegrad.gradients.bucket import Bucket, Slot
+from pipegrad.gradients.bucket import Bucket, Slot, localised
 from pipegrad.gradients.manifest import Manifest
 from pipegrad.gradients.plan import Launch, Share
 from tests.gradients.plans import BOTH, FLOAT, HALF, TIED, Placed, contents, entry, grid, plans
@@ -185,6 +185,14 @@ def test_a_slot_has_its_parameters_strides(
 ) -> None:
     model = Manifest(((entry("w", 2, 3, 4, 4, stride=stride),),), ())
     assert plans(model, grid(1, 2))[0].buckets[0].slots[0].stride == expected
+
+
+def test_a_smaller_local_shard_lies_together() -> None:
+    """With the largest one's strides, (3, 1), a gap followed each of its rows."""
+    (whole,) = plans(Manifest(((entry("w", 4, 3),),), ()), grid(1, 2))[0].buckets
+    for shape, stride in (((4, 2), (2, 1)), ((2, 3), (3, 1)), ((0, 3), (3, 1)), ((4, 0), (1, 1))):
+        (part,) = localised([whole], {"0.w": whole.route}, {"0.w": shape})
+        assert part == dataclasses.replace(whole, slots=(Slot("0.w", 0, shape, stride),))
 
 
 def test_holders_that_disagree_on_strides_use_row_major() -> None:

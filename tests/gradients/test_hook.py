@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -32,10 +33,11 @@ from pipegrad import (
 )
 from pipegrad.gradients import power_sgd
 from pipegrad.gradients.bucket import Slot
+from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.hook import TorchBucket
 from pipegrad.gradients.placement import HopBucket
 from pipegrad.testing import OrderChecker
-from tests.gradients.cases import Case, give, on, outcome, rank, replies, stage, step
+from tests.gradients.cases import Case, give, grads, on, outcome, rank, replies, stage, step, tied
 from tests.gradients.hooks import (
     POWER,
     POWER_SGD,
@@ -263,6 +265,7 @@ def test_no_random_numbers_of_the_process_are_touched(two: Any) -> None:
 
 
 ONE = {**POWER_SGD, "matrix_approximation_rank": 1}  # as gradients here: so nothing is lost
+INF = float("inf")
 
 
 @on(TWO)
@@ -286,7 +289,10 @@ def missing() -> Any:
         "zeros": alone(ONE, 1.0, 1.0, 0.0, 0.0, *mine, shape=(16, 16)),
         "zeros at once": alone(eager, 0.0, *mine, shape=(16, 16)),
         "overflow": alone("fp16_compress_hook", 1e6),
-        "overflow in powerSGD": alone(ONE, 1.0, 1.0, float("inf"), shape=(16, 16)),
+        "overflow in powerSGD": {
+            name: alone({**ONE, "name": name}, 1.0, 1.0, 1.0, INF, *mine, shape=(16, 16))
+            for name in ("powerSGD_hook", "batched_powerSGD_hook")
+        },
     }
 
 
@@ -313,8 +319,16 @@ def test_zeros_are_zeros_and_end_nothing(two: Any) -> None:
 
 def test_what_is_too_large_is_seen(two: Any) -> None:
     for reply in two:
-        assert reply["missing"]["overflow"] == [[float("inf")] * 3]
-        assert not torch.tensor(reply["missing"]["overflow in powerSGD"][2]).isfinite().any()
+        assert reply["missing"]["overflow"] == [[INF] * 3]
+        for found in reply["missing"]["overflow in powerSGD"].values():
+            assert not torch.tensor(found[3]).isfinite().any()
+
+
+def test_a_step_that_was_not_finite_harms_no_later_one(two: Any) -> None:
+    """NaN stayed in the error feedback and in Q: every later step had NaN as well."""
+    for reply in two:
+        for found in reply["missing"]["overflow in powerSGD"].values():
+            assert found[4:] == [pytest.approx([1.5] * 256)] * 2
 
 
 @on(TWO)
@@ -508,6 +522,57 @@ def test_rows_are_averaged_like_anything_else(four: Any) -> None:
 
 
 @on(TWO)
+def ahead() -> list[list[float]]:
+    """Lanes as on devices; one rank's gradient leaves when the other one's already has."""
+    module, store = stage(w=(16, 16)), dist.distributed_c10d._get_default_store()
+    found = []
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        sync = averaged(module, ONE)
+        for number in range(4):
+            sync.prepare()
+            if rank() == 1:
+                store.wait([f"{number} left"], timedelta(seconds=10))
+            give(module, w=1.0 + rank())
+            sync.stage_final(0)
+            store.set(f"{number} left", "")
+            sync.finish()
+            found.append(grads(module)["w"][0])
+            module.zero_grad()
+        sync.close()
+    return found
+
+
+def test_nobody_who_launches_waits_for_another_rank(two: Any) -> None:
+    """The host read summed flags in the launch: ranks in other orders waited for each other."""
+    for reply in two:
+        assert reply["ahead"] == [pytest.approx([1.5] * 16)] * 4
+
+
+@on(FOUR)
+def tied_ahead() -> list[bool]:
+    """A tie over two stages of two replicas: whether lanes as on devices give the same bits."""
+    chosen: Any = ["pipeline-shared", hooked(POWER_SGD)]
+    found: list[Grads] = []
+    for threaded in (True, False):
+        with mock.patch.object(Groups, "block_host", return_value=threaded):
+            module = stage(w=(16, 16))
+            sync = tied(module, "w", handlers=chosen)
+            generator, mine = torch.Generator().manual_seed(rank()), []
+            for _ in range(5):
+                shown = step(sync, module, w=torch.randn(16, 16, generator=generator))
+                mine.append(torch.tensor(shown["w"]))
+                module.zero_grad()
+            sync.close()
+            found.append(mine)
+    return same(*found)
+
+
+def test_what_follows_a_hook_waits_for_it(four: Any) -> None:
+    for reply in four:
+        assert reply["tied_ahead"] == [True] * 5
+
+
+@on(TWO)
 def watched() -> list[list[str]]:
     found = []
     for virtual in (True, False):
@@ -541,7 +606,8 @@ def continued() -> Any:
         module = model()
         late: Grads = []
         for steps in (range(1), range(1, 4), range(4, 7)):
-            sync = averaged(module, hook, **lanes)
+            told = dict(reversed(hook.items())) if steps.start == 1 else hook  # in any order
+            sync = averaged(module, told, **lanes)
             sync.load_state_dict(state if steps.start else {})
             assert bool(sync.state_dict()) == bool(steps.start)  # also before the first step
             late += go_on(sync, module, steps)
@@ -581,6 +647,13 @@ def of_something_else() -> Any:
         said = outcome(partial(sync.load_state_dict, state))
         found[name] = said, sync.state_dict()
         sync.close()
+    own = {**state, "plan": "another"} if rank() else state
+    for name, mine in {"one afresh": {} if rank() else state, "one refused": own}.items():
+        sync = averaged(model(), POWER_SGD)
+        said = outcome(partial(sync.load_state_dict, mine))
+        found[name] = said, sync.state_dict()
+        sync.load_state_dict(state)  # ranks still are in one place
+        sync.close()
     sync = averaged(model(), "bf16_compress_hook")
     sync.prepare()
     found["open"] = outcome(sync.state_dict), {}
@@ -595,6 +668,14 @@ def of_something_else() -> Any:
         ("buckets", "PlanError: what handlers kept is of another plan"),
         ("rank", "PlanError: handler 'data-parallel' cannot go on: ValueError(\"what is to be"),
         ("none", "PlanError: handler 'data-parallel' cannot go on: ValueError('it has no comm"),
+        (
+            "one afresh",
+            "PlanError: ranks disagree on what handler 'data-parallel' goes on from; make them the",
+        ),
+        (
+            "one refused",
+            "PlanError: load_state_dict: 1 of 2 ranks failed, so all stop:\n  rank 1: PlanError: w",
+        ),
         ("open", "StepError: state_dict() inside a step"),
     ],
 )
