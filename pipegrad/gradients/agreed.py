@@ -84,6 +84,7 @@ class Agreed:
         topology: As given.
         accessor: As given.
         stored_dtype: As given.
+        wrapped: What FSDP2 has wrapped of this rank's stages.
         handlers: The resolved handlers by name.
         manifest: The model.
         plan: This rank's buckets and collectives.
@@ -110,6 +111,7 @@ class Agreed:
         self.topology = topology
         self.accessor = accessor
         self.stored_dtype = stored_dtype
+        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
         self._options = options
         ranks = sorted(topology.ranks)
 
@@ -121,7 +123,7 @@ class Agreed:
                 raise PlanError(f"stored_dtype is {stored_dtype!r}, expected one of floats or None")
             self.handlers = registry.resolve_all(handlers)
             self._ties = declared(shared)
-            reshard(part for parts in fsdp_modules(modules).values() for part in parts)
+            reshard(self.wrapped)
             link_local(modules, self._ties)
             settings = {
                 "the topology": (

@@ -32,6 +32,11 @@ class Slot:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
+    def within(self, region: range) -> range:
+        """Returns which of its elements, as they lie in memory, lie in a region of the buffer."""
+        begin = min(max(region.start - self.offset, 0), self.numel)
+        return range(begin, max(min(region.stop - self.offset, self.numel), begin))
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -111,9 +116,9 @@ class Bucket:
 
 def _piece(slot: Slot, region: range) -> Slot:
     """Returns the elements of a slot that lie in a region, counted from its start."""
-    begin = min(max(slot.offset, region.start), region.stop)
-    end = max(min(slot.offset + slot.numel, region.stop), begin)
-    return Slot(slot.key, begin - region.start, (end - begin,), (1,))
+    part = slot.within(region)
+    offset = slot.offset + part.start - region.start if part else 0
+    return Slot(slot.key, offset, (len(part),), (1,))
 
 
 # [Note: rows] After a SHARD each rank goes on with one row of the payload, where it lies, and with

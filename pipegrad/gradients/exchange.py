@@ -53,15 +53,15 @@ def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
     parts = 2 if bucket.wire_dtype.is_complex else 1
     found = []
     for slot in bucket.slots:
-        begin = max(region.start, slot.offset)
-        end = min(region.stop, slot.offset + slot.numel)
+        part = slot.within(region)
+        begin, end = part.start, part.stop
         steps = [step for step, size in zip(slot.stride, slot.shape, strict=True) if size > 1]
         width = max(steps) if len(steps) > 1 else slot.numel
         while begin < end:
-            into = (begin - slot.offset) % width
+            into = begin % width
             whole = (end - begin) // width if into == 0 else 0
             numel = whole * width or min(width - into, end - begin)
-            at = begin - region.start
+            at = slot.offset + begin - region.start
             found.append(Rows(at, whole, width) if whole else Rows(at, 1, numel))
             begin += numel
     found.append(Rows(len(region), 1, len(bucket.slots)))

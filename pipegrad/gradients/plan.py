@@ -24,9 +24,9 @@ from pipegrad.gradients.route import (
     Routes,
     has_result,
     hops_taken,
-    make_routes,
     shared_routes,
 )
+from pipegrad.gradients.routing import make_routes
 from pipegrad.handler import GradientHandler, ParameterRecord, Placement
 
 if TYPE_CHECKING:
@@ -321,11 +321,9 @@ def _shares(
             yield Share(record.key, 0, record.numel, sharded=False)
             continue
         bucket, slot = places[record.key]
-        region = bucket.region(rank, len(route))
-        begin = max(region.start - slot.offset, 0)
-        end = min(region.stop - slot.offset, slot.numel)
-        if begin < end:
-            yield Share(record.key, begin, end, sharded=True)
+        part = slot.within(bucket.region(rank, len(route)))
+        if part:
+            yield Share(record.key, part.start, part.stop, sharded=True)
 
 
 # [Note: order of collectives] All ranks sort by the same key, and each issues its own part of that

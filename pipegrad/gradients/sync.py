@@ -40,7 +40,7 @@ from pipegrad.gradients.parameter import LiveParameter, live_parameters
 from pipegrad.gradients.plan import Plan
 from pipegrad.gradients.reduce import Reducer
 from pipegrad.gradients.route import is_counted
-from pipegrad.gradients.shards import fsdp_modules, reshard
+from pipegrad.gradients.shards import reshard
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.stepped import (
     GroupOf,
@@ -160,7 +160,6 @@ class GradientSync:
         self.handlers = agreed.handlers
         self.manifest = agreed.manifest
         self.plan = agreed.plan
-        self._wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
         self._routes = dict(agreed.plan.routes)
         self._device = agreed.device
         ranks = sorted(topology.ranks)
@@ -457,7 +456,7 @@ class GradientSync:
 
     def reshard(self) -> None:
         """Frees what FSDP2 has left gathered, so that the next forward gathers what is stepped."""
-        reshard(self._wrapped)
+        reshard(self._agreed.wrapped)
 
     def publish(self) -> None:
         """Sends what the optimizer has stepped to all that hold it; call it after its step.

@@ -10,7 +10,8 @@ import torch
 
 from pipegrad import GradientHandler, ParameterRecord, Placement, PlanError, Reduction, Topology
 from pipegrad.gradients.manifest import Manifest, ParameterEntry
-from pipegrad.gradients.route import RouteHop, Routes, hops_taken, make_routes, shared_routes
+from pipegrad.gradients.route import RouteHop, Routes, hops_taken, shared_routes
+from pipegrad.gradients.routing import make_routes
 from pipegrad.gradients.shards import Layout, Shard
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
