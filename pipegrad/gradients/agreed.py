@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -111,49 +112,16 @@ class Agreed:
         self.topology = topology
         self.accessor = accessor
         self.stored_dtype = stored_dtype
-        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
         self._options = options
         ranks = sorted(topology.ranks)
-
-        def describe() -> tuple[int, RankManifest]:
-            """Does what this rank alone can get wrong; returns what it says of itself."""
-            checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
-            check_arguments(modules, topology, **{name: options[name] for name in checked})
-            if not getattr(stored_dtype or torch.float32, "is_floating_point", False):
-                raise PlanError(f"stored_dtype is {stored_dtype!r}, expected one of floats or None")
-            self.handlers = registry.resolve_all(handlers)
-            self._ties = declared(shared)
-            reshard(self.wrapped)
-            link_local(modules, self._ties)
-            settings = {
-                "the topology": (
-                    topology.axes,
-                    topology.ranks,
-                    topology.stage_to_rank,
-                    topology.data_axes,
-                ),
-                "shared": list(map(str, self._ties)),
-                "handlers": [found.identity for found in self.handlers.values()],
-                "stored_dtype": stored_dtype,
-                "accessor": type(accessor).__qualname__,
-                **options,
-                "allow_unsynced": list(options["allow_unsynced"]),
-            }
-            return next(_instances), describe_rank(modules, accessor, settings)
-
-        def plan() -> str:
-            self.plan: Plan = self.plans([topology.rank])[topology.rank]
-            prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
-            routes, allowed = dict(self.plan.routes), options["allow_unsynced"]
-            refuse_loose_copies(self.manifest, topology, routes, prints, allowed)
-            return self.plan.digest
-
+        describe = partial(self._describe, modules, shared, handlers)
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in told]
         self.manifest = merge(manifests, topology, self._ties)
         refuse_stand_ins(self.manifest, accessor, stored_dtype)
         refuse_likely_ties(fingerprints(manifests), self.manifest.ties, options["allow_unsynced"])
         # Handlers may be impure: all ranks' must have said the same.
+        plan = partial(self._make_plan, manifests)
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
         same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
         self.device = device_of(modules, manifests)
@@ -162,6 +130,46 @@ class Agreed:
             record.requires_grad and has_stand_in(record, accessor, stored_dtype)
             for record in self.manifest.parameters
         )
+
+    def _describe(
+        self, modules: Mapping[int, nn.Module], shared: Shared, handlers: Sequence[HandlerSpec]
+    ) -> tuple[int, RankManifest]:
+        """Does what this rank alone can get wrong; returns what it says of itself."""
+        checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
+        check_arguments(modules, self.topology, **{name: self._options[name] for name in checked})
+        if not getattr(self.stored_dtype or torch.float32, "is_floating_point", False):
+            raise PlanError(
+                f"stored_dtype is {self.stored_dtype!r}, expected one of floats or None"
+            )
+        self.handlers = registry.resolve_all(handlers)
+        self._ties = declared(shared)
+        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
+        reshard(self.wrapped)
+        link_local(modules, self._ties)
+        settings = {
+            "the topology": (
+                self.topology.axes,
+                self.topology.ranks,
+                self.topology.stage_to_rank,
+                self.topology.data_axes,
+            ),
+            "shared": list(map(str, self._ties)),
+            "handlers": [found.identity for found in self.handlers.values()],
+            "stored_dtype": self.stored_dtype,
+            "accessor": type(self.accessor).__qualname__,
+            **self._options,
+            "allow_unsynced": list(self._options["allow_unsynced"]),
+        }
+        return next(_instances), describe_rank(modules, self.accessor, settings)
+
+    def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
+        """Makes this rank's plan; returns the digest that all must have."""
+        self.plan: Plan = self.plans([self.topology.rank])[self.topology.rank]
+        ranks = sorted(self.topology.ranks)
+        prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
+        routes, allowed = dict(self.plan.routes), self._options["allow_unsynced"]
+        refuse_loose_copies(self.manifest, self.topology, routes, prints, allowed)
+        return self.plan.digest
 
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, made here."""

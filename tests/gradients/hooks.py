@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad import GradientSync, Topology
-from tests.gradients.cases import rank
+from tests.gradients import cases
+from tests.gradients.cases import rank, stage
 
 Grads = list[torch.Tensor]  # all gradients of a step, flat, by step
 # Compressed from the third step on, whatever it saves.
@@ -24,6 +25,9 @@ POWER: dict[str, Any] = {
     "min_compression_rate": 1,
 }
 POWER_SGD = {"name": "powerSGD_hook", **POWER}
+ONE = {**POWER_SGD, "matrix_approximation_rank": 1}  # as gradients here: so nothing is lost
+HERE = "tests.gradients.hooks"
+CAST = {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
 
 
 def hooked(hook: object) -> Mapping[str, object]:
@@ -33,6 +37,23 @@ def hooked(hook: object) -> Mapping[str, object]:
 def averaged(module: nn.Module, hook: object, **options: Any) -> GradientSync:
     topology = Topology.create(pipeline=1)
     return GradientSync({0: module}, topology, handlers=[hooked(hook)], **options)
+
+
+def alone(hook: object, *given: float | None, shape: tuple[int, ...] = (3,), **options: Any) -> Any:
+    """One parameter's gradient after each step, of a rank that gives these."""
+    module = stage(w=shape)
+    sync = averaged(module, hook, **options)
+    found = []
+    for value in given:
+        w = cases.step(sync, module, **({} if value is None else {"w": value}))["w"]
+        found.append(None if w is None else torch.tensor(w).flatten().tolist())
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+def same(one: Grads, other: Grads) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
 
 
 def model() -> nn.Sequential:
