@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pipegrad.agreement import Board, FailureNotice, agree
-from pipegrad.errors import StepError
+from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.manifest import same
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
@@ -34,8 +34,10 @@ from pipegrad.runtime.loss import Losses, StepResult
 from pipegrad.runtime.setup import (
     Ends,
     ScheduleSpec,
+    bound_loss,
     check_stages,
     collectives_of,
+    fed,
     schedule_of,
     wired,
 )
@@ -84,7 +86,8 @@ class Scheduler:
         topology: Over all ranks; where stages are is taken from the schedule.
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`.
         num_microbatches: Into how many a batch is cut, along the first dimension.
-        loss_fn: Of the last stage's outputs, in order, and a microbatch's target; one element.
+        loss_fn: Of the last stage's outputs and a microbatch's ``target``, passed to parameters as
+            those of a `Stage` are; returns one element.
         shared: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
@@ -114,7 +117,6 @@ class Scheduler:
         depth: int = DEPTH,
         **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
     ) -> None:
-        self._loss_fn = loss_fn
         self._depth = depth
         self._stages = {stage.index: stage for stage in stages}
         ranks = sorted(topology.ranks)
@@ -123,13 +125,15 @@ class Scheduler:
             self.schedule = schedule_of(schedule, topology, num_microbatches)
             self.topology = topology.with_stages(self.schedule.stage_to_rank)
             check_stages(self.schedule, stages, self.topology)
-            verify(lower(self.schedule, depth=depth))
+            self._loss_fn = bound_loss(loss_fn, stages, self.topology)
             ends = {s.index: (s.inputs, s.outputs) for s in stages}
             return f"depth {depth}\n{self.schedule}", ends
 
         told = dict(zip(ranks, agree("Scheduler", describe, ranks=ranks), strict=True))
         same("the schedule", {rank: said for rank, (said, _) in told.items()})
         self._wiring = wired({rank: ends for rank, (_, ends) in told.items()})
+        self.schedule = fed(self.schedule, self._wiring)
+        _ = self.schedule.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
         self.sync = GradientSync(
             {stage.index: stage.module for stage in stages},
             self.topology,
@@ -145,7 +149,11 @@ class Scheduler:
         self._device = self.sync.device
         self._collectives = collectives_of(self.sync)
         self.program = self._lowered(self._wiring.links)
-        self.proof = verify(self.program)
+        try:
+            self.proof = verify(self.program)
+        except ScheduleError:
+            self.sync.close()  # on all ranks alike
+            raise
         self._edges = Edges(self.program.channels, self.topology, self._device)
         self._losses = Losses(self.topology, self._device)
         self._pool = BufferPool(self._device)
@@ -363,8 +371,10 @@ class Scheduler:
         depth: int,
         forward_only: bool,
     ) -> _Ready:
-        program = self._lowered(links, depth=depth, forward_only=forward_only)
-        proof = verify(program)
+        program, proof = self.program, self.proof
+        if (tuple(links), depth, forward_only) != (program.links, self._depth, False):
+            program = self._lowered(links, depth=depth, forward_only=forward_only)
+            proof = verify(program)
         board = Board(f"{self._name}/{self._num_runs}")
         transfers = Transfers(
             program.channels, self._edges, self._pool, board, specs, wait_seconds=_LEARN_SECONDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.manifest import same
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.runtime.binding import bind
+from pipegrad.runtime.compute import Loss
 from pipegrad.runtime.stage import Stage, Wiring, wire
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.program import Collective
@@ -51,6 +54,7 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
         )
     splits = any(action.kind == "W" for row in schedule.actions for action in row)
     for stage in stages:
+        _ = stage.binding  # raises if the names of inputs look swapped
         if splits and any(isinstance(p, DTensor) for p in stage.module.parameters()):
             raise TopologyError(
                 f"schedule {schedule.name!r} splits backward, and stage {stage.index} has DTensor "
@@ -66,6 +70,18 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
                 )
 
 
+def bound_loss(loss_fn: Loss | None, stages: Sequence[Stage], topology: Topology) -> Loss | None:
+    """Returns how to call the loss with the outputs of the last stage, and a target.
+
+    Raises:
+        ScheduleError: If the names of its parameters look swapped.
+    """
+    last = [stage for stage in stages if stage.index == topology.num_stages - 1]
+    if loss_fn is None or not last:
+        return loss_fn
+    return bind(loss_fn, (*last[0].outputs, "target"), "the last stage, with loss_fn's target,")
+
+
 def wired(told: Mapping[int, Ends]) -> Wiring:
     """Returns how the stages hang together, the same in every pipeline."""
     views: dict[int, dict[int, str]] = {}
@@ -77,6 +93,17 @@ def wired(told: Mapping[int, Ends]) -> Wiring:
     for stage in sorted(views):
         same(f"inputs and outputs of stage {stage}", views[stage])
     return wire(merged)
+
+
+def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
+    """Returns `schedule` of stages that hang together so; the same one if they are a chain."""
+    sources = [set[int]() for _ in schedule.stage_to_rank]
+    for link in wiring.links:
+        for consumer in link.consumers:
+            sources[consumer].add(link.producer)
+    feeds = tuple(tuple(sorted(found)) for found in sources)
+    is_chain = all(found == ((s - 1,) if s else ()) for s, found in enumerate(feeds))
+    return replace(schedule, feeds=None if is_chain else feeds)
 
 
 def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from pipegrad.errors import ScheduleError, StepError
-from pipegrad.gradients.shared import unwrapped
+from pipegrad.runtime.binding import Binding, bind
 from pipegrad.schedules.program import Link
 
 
@@ -22,9 +22,9 @@ class Stage:
 
     Args:
         module: Takes the inputs, returns the outputs: a tensor, or a tuple, list or mapping of
-            tensors. Inputs named like the first parameters of ``module.forward``, in order, are
-            passed by position; else each by keyword where there is a parameter of its name, the
-            others by position. It may not change them in place.
+            tensors. An input goes to the parameter of ``module.forward`` that has its name. If
+            there is none for any of them, all go by position. If there are some, the others take
+            the parameters that are left, in order. It may not change them in place.
         index: Which stage it is, from 0.
         inputs: Names of what it takes.
         outputs: Names of what it makes; those of the last stage go to the loss, in order.
@@ -48,14 +48,15 @@ class Stage:
         self.index = index
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
-        parameters = inspect.signature(unwrapped(module).forward).parameters.values()
-        named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        leading = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        if list(self.inputs) == leading[: len(self.inputs)]:
-            named = []  # in order already; by position hooks see them
-        self._keywords = [(i, name) for i, name in enumerate(self.inputs) if name in named]
-        by_name = {i for i, _ in self._keywords}
-        self._positions = [i for i in range(len(self.inputs)) if i not in by_name]
+
+    @cached_property
+    def binding(self) -> Binding:
+        """How its module is called.
+
+        Raises:
+            ScheduleError: If the names of inputs do not fit those that forward has.
+        """
+        return bind(self.module, self.inputs, f"stage {self.index}")
 
     def forward(self, values: Sequence[object]) -> tuple[torch.Tensor, ...]:
         """Returns the outputs, in the order of their names.
@@ -66,13 +67,7 @@ class Stage:
         Raises:
             StepError: If the module returns something else.
         """
-        if self._keywords:
-            out = self.module(
-                *[values[i] for i in self._positions],
-                **{name: values[i] for i, name in self._keywords},
-            )
-        else:
-            out = self.module(*values)
+        out = self.binding(*values)
         if type(out) is torch.Tensor and len(self.outputs) == 1:
             return (out,)
         return self._outputs_of(out)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -25,7 +26,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from pipegrad.agreement import agree
 from pipegrad.errors import PlanError, ReduceError, TopologyError
 from pipegrad.gradients.shards import fsdp_modules
-from pipegrad.gradients.shared import Shared
+from pipegrad.gradients.shared import Shared, unwrapped
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.handler import HandlerSpec
 from pipegrad.topology import Topology
@@ -100,6 +101,30 @@ def attach(
 def is_profiled() -> bool:
     """Whether a torch profiler is recording. Asking costs less than a range that nobody records."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """Returns the module whose forward a wrapper of torch calls: compiled, checkpointed or DDP."""
+    while True:
+        found = getattr(module, "_orig_mod", None)
+        found = found or getattr(module, "_checkpoint_wrapped_module", None) or unwrapped(module)
+        if not isinstance(found, nn.Module) or found is module:
+            return module
+        module = found
+
+
+def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its schema is C++'s
+    """Returns the names of what a scripted or traced function takes; None of any other."""
+    if not isinstance(function, torch.ScriptMethod | torch.ScriptFunction):
+        return None
+    schema: Any = function.schema
+    return [argument.name for argument in schema.arguments if argument.name != "self"]
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """Returns how many tensors share the memory of one, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # but for `storage` itself
 
 
 def end_backward(part: FSDPModule) -> None:

@@ -40,6 +40,12 @@ class Schedule:
         actions: For each pipeline rank its actions, in order.
         head_w_first: Whether, behind the last input's gradient of a stage, the weights' gradients
             that other ranks wait for are computed before all others, of all microbatches.
+        feeds: For each stage the earlier stages whose outputs it takes. None means a chain: each
+            stage takes what the one before it makes. `Scheduler` fills it in from its stages.
+
+    Raises:
+        ScheduleError: If these are not actions, ranks and numbers. Whether the schedule is complete
+            and can be run is checked by `ticks` and `verify`.
     """
 
     name: str
@@ -47,10 +53,43 @@ class Schedule:
     stage_to_rank: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     head_w_first: bool = False
+    feeds: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.head_w_first, bool):
             raise ScheduleError(f"head_w_first is {self.head_w_first!r}, expected true or false")
+        if not _is_number(self.num_microbatches) or self.num_microbatches < 1:
+            raise ScheduleError(
+                f"num_microbatches is {self.num_microbatches!r}, expected a whole number from 1"
+            )
+        self._check_cells()
+        self._check_stages()
+
+    def _check_cells(self) -> None:
+        """Refuses what is no action."""
+        for rank, row in enumerate(self.actions):
+            for number, cell in enumerate(row):
+                if not _is_action(cell):
+                    raise ScheduleError(
+                        f"cell {number} of rank {rank} is {cell!r}, expected an Action of a stage, "
+                        f"one of the kinds {list(_KINDS)} and a microbatch, such as "
+                        f"Action(0, 'F', 0); leave idle cells out"
+                    )
+
+    def _check_stages(self) -> None:
+        """Refuses stages on ranks that there are not, or that take something from later ones."""
+        ranks, stages = range(len(self.actions)), range(len(self.stage_to_rank))
+        if not stages or any(not _is_number(r) or r not in ranks for r in self.stage_to_rank):
+            raise ScheduleError(
+                f"stage_to_rank is {self.stage_to_rank!r}, expected for each stage its rank, one "
+                f"of the {len(ranks)} from 0 on that actions are given for"
+            )
+        feeds = self._sources
+        if len(feeds) != len(stages) or any(not set(feeds[s]) <= set(range(s)) for s in stages):
+            raise ScheduleError(
+                f"feeds is {feeds!r}, expected for each of {len(stages)} stages the earlier ones "
+                f"that it takes something from"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -110,7 +149,10 @@ class Schedule:
         return tuple(map(tuple, rows))
 
     def __str__(self) -> str:
-        return _rows(self.grid)
+        try:
+            return _rows(self.grid)
+        except ScheduleError:  # it has no grid; each rank's actions in order
+            return _rows(self.actions)
 
     def marked(self, actions: Iterable[Action]) -> str:
         """Returns the actions of every rank, in order, with ``>1B0<`` around some of them."""
@@ -153,22 +195,44 @@ class Schedule:
     def _needs(self, action: Action) -> Iterator[Action]:
         """Yields what must have been computed before `action`, on whichever rank."""
         stage, kind, microbatch = action
-        if kind == "F" and stage > 0:
-            yield Action(stage - 1, "F", microbatch)
+        if kind == "F":
+            for source in self._sources[stage]:
+                yield Action(source, "F", microbatch)
         if kind == "W":
             yield Action(stage, "I", microbatch)
         if kind in ("B", "I"):
             yield Action(stage, "F", microbatch)
-            if stage + 1 < len(self.stage_to_rank):
-                yield self._input_gradient(stage + 1, microbatch)
+            for consumer in self._consumers[stage]:
+                yield self._input_gradient(consumer, microbatch)
 
     def _input_gradient(self, stage: int, microbatch: int) -> Action:
         full = Action(stage, "B", microbatch)
         return full if full in self._present else Action(stage, "I", microbatch)
 
     @cached_property
+    def _sources(self) -> tuple[tuple[int, ...], ...]:
+        if self.feeds is not None:
+            return self.feeds
+        return tuple((stage - 1,) if stage else () for stage in range(len(self.stage_to_rank)))
+
+    @cached_property
+    def _consumers(self) -> tuple[tuple[int, ...], ...]:
+        stages = range(len(self.stage_to_rank))
+        return tuple(tuple(c for c in stages if s in self._sources[c]) for s in stages)
+
+    @cached_property
     def _present(self) -> frozenset[Action]:
         return frozenset(action for row in self.actions for action in row)
+
+
+def _is_action(cell: object) -> bool:
+    if not isinstance(cell, Action):
+        return False
+    return _is_number(cell.stage) and cell.kind in _KINDS and _is_number(cell.microbatch)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _rows(

@@ -18,7 +18,9 @@ _CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
-def read_csv(text: str, *, name: str = "csv") -> Schedule:
+def read_csv(
+    text: str, *, name: str = "csv", feeds: tuple[tuple[int, ...], ...] | None = None
+) -> Schedule:
     """Returns the schedule that torch's compute-only CSV notation describes.
 
     A line is a rank, in order; its cells are what it computes: ``2F0``, ``1B3``, or, of a split
@@ -28,6 +30,7 @@ def read_csv(text: str, *, name: str = "csv") -> Schedule:
     Args:
         text: The content of the file.
         name: What the schedule is called, also in errors.
+        feeds: As in `Schedule`; needed where stages are no chain.
 
     Raises:
         ScheduleError: If a cell is none of these, a stage is on two lines, or numbers of stages or
@@ -47,7 +50,7 @@ def read_csv(text: str, *, name: str = "csv") -> Schedule:
     _check_numbers(name, "stage", set(places))
     _check_numbers(name, "microbatch", microbatches)
     stage_to_rank = tuple(places[stage] for stage in range(len(places)))
-    made = Schedule(name, len(microbatches), stage_to_rank, rows)
+    made = Schedule(name, len(microbatches), stage_to_rank, rows, feeds=feeds)
     _ = made.ticks  # raises if it can never be run
     return made
 

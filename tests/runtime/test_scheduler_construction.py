@@ -35,7 +35,11 @@ CYCLE = schedule(
     num_microbatches=2,
 )
 WRONG: dict[str, tuple[Schedule, list[str], list[str]]] = {  # what is said, what is marked
-    "cycle": (CYCLE, ["cannot go on: ranks wait for each other"], [">0B0<", ">1F1<"]),
+    "cycle": (
+        CYCLE,
+        ["cannot go on: ranks and the actions whose inputs never come"],
+        [">0B0<", ">1F1<"],
+    ),
     "missing backward": (
         schedule("0F0 0B0", "1F0 1B0", "2F0", "3F0 3B0"),
         ["is not complete", "stage 2 microbatch 0 has ['F']"],
@@ -48,7 +52,7 @@ WRONG: dict[str, tuple[Schedule, list[str], list[str]]] = {  # what is said, wha
     ),
     "backward first": (
         schedule("0F0 0B0", "1F0 1B0", "2F0 2B0", "3B0 3F0"),
-        ["rank 3, 3B0: ", "its forward comes first"],
+        ["cannot go on: ranks and the actions whose inputs never come", "3: '3B0'"],
         [">3B0<"],
     ),
     "elsewhere": (

@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from pipegrad.schedules.gpipe import GPipe
 from pipegrad.schedules.hop_aware import HopAwareOneForwardOneBackward
 from pipegrad.schedules.interleaved import InterleavedOneForwardOneBackward
 from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
+from pipegrad.schedules.torch_csv import read_csv, write_csv
 from pipegrad.schedules.zb_h1 import ZeroBubbleH1
 from pipegrad.schedules.zbv import ZeroBubbleV
 
@@ -135,3 +137,51 @@ def test_what_can_never_be_run_is_refused_with_its_rows(wrong: Schedule, message
     with pytest.raises(ScheduleError, match=message) as caught:
         _ = wrong.ticks
     assert re.search(r"\nrank 0  >?0", str(caught.value))
+
+
+A = Action
+NO_SCHEDULES: dict[str, tuple[Callable[[], Schedule], str]] = {
+    "words": (lambda: Schedule("s", 1, (0,), (("0F0", "0B0"),)), "rank 0 is '0F0', expected an"),  # type: ignore[arg-type]
+    "tuples": (lambda: Schedule("s", 1, (0,), (((0, "F", 0),),)), r"is \(0, 'F', 0\), expected"),  # type: ignore[arg-type]
+    "kind": (lambda: Schedule("s", 1, (0,), ((A(0, "f", 0),),)), "kind='f'"),  # type: ignore[arg-type]
+    "number": (lambda: Schedule("s", 1, (0,), ((A(0, "F", 0.0),),)), "microbatch=0.0"),  # type: ignore[arg-type]
+    "idle": (lambda: Schedule("s", 1, (0,), ((None,),)), "leave idle cells out"),  # type: ignore[arg-type]
+    "a gap": (lambda: Schedule("s", 1, (0, 5), ((), ())), r"stage_to_rank is \(0, 5\)"),
+    "no stage": (lambda: Schedule("s", 1, (), ()), "stage_to_rank is"),
+    "no microbatch": (lambda: Schedule("s", 0, (0,), ((),)), "num_microbatches is 0"),
+    "feeds": (lambda: Schedule("s", 1, (0, 0), ((),), feeds=((), (1,))), "feeds is"),
+    "few feeds": (lambda: Schedule("s", 1, (0, 0), ((),), feeds=((),)), "feeds is"),
+}
+
+
+@pytest.mark.parametrize("case", NO_SCHEDULES)
+def test_what_is_no_schedule_is_refused_in_words(case: str) -> None:
+    """Issue 16, point 10 (runtime 15): AttributeError, IndexError and TypeError of our own."""
+    make, message = NO_SCHEDULES[case]
+    with pytest.raises(ScheduleError, match=message):
+        make()
+
+
+TOWERS = ("0F0 0B0", "1F0 1B0", "2F0 2B0")  # stages 0 and 1 both feed stage 2
+
+
+def test_a_schedule_is_drawn_along_what_feeds_what() -> None:
+    """Issue 16, point 11: ticks and the grid took every pipeline for a chain."""
+    places = (0, 1, 2)
+    towers = replace(rows(*TOWERS, stages=places), feeds=((), (), (0, 1)))
+    assert str(towers).splitlines() == [
+        "rank 0  0F0         0B0",
+        "rank 1  1F0         1B0",
+        "rank 2      2F0 2B0",
+    ]
+    assert towers.stage_ticks == (3, 3, 2)
+    with pytest.raises(ScheduleError, match="cannot go on"):
+        _ = rows("1F0 0F0 0B0 1B0", stages=(0, 0)).ticks
+    apart = replace(rows("1F0 0F0 0B0 1B0", stages=(0, 0)), feeds=((), ()))
+    assert str(apart) == "rank 0  1F0 0F0 0B0 1B0"
+    assert read_csv(write_csv(apart), name="mine", feeds=apart.feeds) == apart
+
+
+def test_a_schedule_that_cannot_be_run_prints_its_rows() -> None:
+    """Issue 16, point 11: printing it raised."""
+    assert str(rows("0B0 0F0", stages=(0,))) == "rank 0  0B0 0F0"
