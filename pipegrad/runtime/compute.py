@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -66,6 +66,9 @@ class Compute:
         self._last = len(program.schedule.stage_to_rank) - 1
         self._weights = weights
         self._sharded = sharded
+        self._is_trained = sync is not None and any(
+            record.requires_grad for record in sync.manifest.parameters
+        )
         self._recomputes = {
             index: Recompute(stage.module, sync.device)
             for index, stage in stages.items()
@@ -172,7 +175,7 @@ class Compute:
         loss = self._loss_fn(*outputs, self._targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
-        if self._sync is not None and not loss.requires_grad:
+        if self._sync is not None and not loss.requires_grad and self._is_trained:
             raise StepError(
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
                 "it, or step() runs under no_grad"
@@ -288,6 +291,25 @@ class Compute:
         address = tensor.untyped_storage().data_ptr()
         return tensor.clone() if address in self._transfers.lent or address in self._own else tensor
 
+    def _outer(self, stage: int, microbatch: int) -> Iterator[Tensor]:
+        """Yields what a stage was given that a gradient goes into behind the step."""
+        given = [self._inputs[name] for link, name in self._local.taken[stage] if link is None]
+        if stage == self._last and self._targets is not None:
+            given.append(self._targets)
+        for values in given:
+            value = values[microbatch]
+            if isinstance(value, Tensor) and value.requires_grad:
+                yield value
+
+    @staticmethod
+    def _part(value: Tensor, taken: dict[int, None]) -> None:
+        """Copies the gradient of a value if it lies in memory that is taken; takes its memory."""
+        if value.grad is not None:
+            address = value.grad.untyped_storage().data_ptr()
+            if address in taken:
+                value.grad = value.grad.clone()
+            taken[address] = None
+
     def _part_gradients(self, stage: int, microbatch: int) -> None:
         """Copies gradients that share memory with one another, or with a buffer.
 
@@ -297,11 +319,9 @@ class Compute:
         taken = {**self._transfers.lent}
         for link in self._local.links[stage]:
             value = self._local.held[link, microbatch].tensor
-            if value.grad is not None:
-                address = value.grad.untyped_storage().data_ptr()
-                if address in taken:
-                    value.grad = value.grad.clone()
-                taken[address] = None
+            self._part(value, taken)
+        for value in self._outer(stage, microbatch):
+            self._part(value, taken)
         if bare := [*self._bare[stage], *self._sharded.gathered(stage)]:
             for parameter in bare:
                 if parameter.grad is None:

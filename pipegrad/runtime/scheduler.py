@@ -36,6 +36,7 @@ from pipegrad.runtime.setup import (
     ScheduleSpec,
     bound_loss,
     check_stages,
+    check_whole,
     collectives_of,
     fed,
     schedule_of,
@@ -88,6 +89,8 @@ class Scheduler:
         num_microbatches: Into how many a batch is cut, along the first dimension.
         loss_fn: Of the last stage's outputs and a microbatch's ``target``, passed to parameters as
             those of a `Stage` are; returns one element.
+        whole: Names of inputs that belong to no sample, such as a table of rotary frequencies:
+            every microbatch gets them whole. They may be anything, also ``"target"``.
         shared: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
@@ -112,6 +115,7 @@ class Scheduler:
         schedule: ScheduleSpec,
         num_microbatches: int | None = None,
         loss_fn: Loss | None = None,
+        whole: Sequence[str] = (),
         shared: Shared = (),
         handlers: Sequence[HandlerSpec] = ("pipeline-shared", "data-parallel"),
         depth: int = DEPTH,
@@ -127,11 +131,13 @@ class Scheduler:
             check_stages(self.schedule, stages, self.topology)
             self._loss_fn = bound_loss(loss_fn, stages, self.topology)
             ends = {s.index: (s.inputs, s.outputs) for s in stages}
-            return f"depth {depth}\n{self.schedule}", ends
+            return f"depth {depth}, whole {whole!r}\n{self.schedule}", ends
 
         told = dict(zip(ranks, agree("Scheduler", describe, ranks=ranks), strict=True))
         same("the schedule", {rank: said for rank, (said, _) in told.items()})
         self._wiring = wired({rank: ends for rank, (_, ends) in told.items()})
+        check_whole(whole, self._wiring)
+        self._whole = frozenset(whole)
         self.schedule = fed(self.schedule, self._wiring)
         _ = self.schedule.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
         self.sync = GradientSync(
@@ -177,8 +183,13 @@ class Scheduler:
 
         Every rank must call it. Values need only be given on the ranks of stages that name them,
         the target on that of the last stage. Tensors are cut along their first dimension into
-        microbatches, and have the same number of rows, that of the first step; anything else, and
-        tensors without dimensions, every microbatch gets whole.
+        microbatches, and have the same number of rows, that of the first step. Every microbatch
+        gets whole what `Scheduler` was told is ``whole``, tensors without dimensions, numbers,
+        strings and None; anything else is refused. `inputs` says afterwards what was done.
+
+        An input may come from a graph of the caller's, such as an encoder's output, as may the
+        target. When a step returns, the gradient of the loss has gone through that graph, once: of
+        this data rank's loss, and of what the stages of this rank do with the value.
 
         Args:
             *inputs: External inputs, in the order of their first use.
@@ -216,6 +227,15 @@ class Scheduler:
         """
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
             return self._run(inputs, named, target, loss_divisor, forward_only=True)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """What steps do with each value that they are given on this rank, by name, in words.
+
+        ``{"x": "8 rows, cut into 4 microbatches of 2", "rope": "whole in every microbatch"}``.
+        Empty before the first step.
+        """
+        return {n: told for r in self._ready.values() for n, told in r.batches.report.items()}
 
     @property
     def receive_buffers(self) -> int:
@@ -322,6 +342,7 @@ class Scheduler:
             if (first := self._notice.read()) is not None:
                 raise PeerFailedError(f"a step failed on another rank: {first}")
             whole = joined(outputs)
+            ready.batches.outer.backward()
             if training:
                 self.sync.finish()
         except Exception as error:
@@ -397,6 +418,7 @@ class Scheduler:
             needs_target=self._has_last_stage and not forward_only,
             takes_target=self._has_last_stage,
             has_loss=self._loss_fn is not None,
+            whole=self._whole,
         )
         return _Ready(program, proof, executor, batches)
 

@@ -70,6 +70,16 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
                 )
 
 
+def check_whole(whole: object, wiring: Wiring) -> None:
+    """Refuses names of what is passed whole that nothing is given under."""
+    known = (*wiring.external, "target")
+    if not isinstance(whole, tuple | list) or any(name not in known for name in whole):
+        raise ScheduleError(
+            f"whole is {whole!r}, expected a tuple of names of what step() is given, out of "
+            f"{list(known)}"
+        )
+
+
 def bound_loss(loss_fn: Loss | None, stages: Sequence[Stage], topology: Topology) -> Loss | None:
     """Returns how to call the loss with the outputs of the last stage, and a target.
 
