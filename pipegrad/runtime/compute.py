@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.shards import local
@@ -15,6 +17,7 @@ from pipegrad.runtime.fsdp import ShardedStages
 from pipegrad.runtime.local import Key, LocalValues, Value
 from pipegrad.runtime.recompute import Recompute
 from pipegrad.runtime.stage import Stage
+from pipegrad.runtime.torch_pipelining import is_wrapper, num_holders
 from pipegrad.runtime.transfer import Spec, Transfers
 from pipegrad.runtime.weights import WeightGradients
 from pipegrad.schedules.action import Kind
@@ -124,6 +127,10 @@ class Compute:
             outputs = self._recomputes[stage].first(microbatch, values, forward)
         else:
             outputs = self._stages[stage].forward(values)
+        if stage != self._last or self._sync is None:
+            made = [*outputs]
+            del outputs
+            outputs = self._settled(stage, made)
         if stage not in self._met:
             self._met.add(stage)
             buffers = self._stages[stage].module.buffers()
@@ -133,6 +140,7 @@ class Compute:
         else:
             self._hand_on(stage, microbatch, outputs)
         if self._sync is None:
+            del values, outputs
             self._let_go(stage, microbatch)
         else:
             self._roots[stage, microbatch] = () if stage in self._recomputes else outputs
@@ -175,6 +183,7 @@ class Compute:
         loss = self._loss_fn(*outputs, self._targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
+        self._check_plain(loss, "loss_fn returned its loss")
         if self._sync is not None and not loss.requires_grad and self._is_trained:
             raise StepError(
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
@@ -190,6 +199,7 @@ class Compute:
             torch.autograd.backward(roots, gradients)
         else:
             self._sharded.without_backward(stage)
+        del roots, gradients
         self._end_backward(stage, microbatch)
         self._let_go(stage, microbatch)
 
@@ -229,15 +239,29 @@ class Compute:
             if not root.requires_grad:
                 continue
             gradient = (
-                torch.full_like(root, 1.0 / self._divisor)
-                if link is None
-                else self._gradient(link, microbatch)
+                self._loss_gradient(root) if link is None else self._gradient(link, microbatch)
             )
             if gradient is not None:
                 roots += (root,)
                 gradients += (gradient,)
         del self._roots[stage, microbatch]
         return roots, gradients
+
+    def _loss_gradient(self, loss: Tensor) -> Tensor:
+        """Returns what backward begins with, behind the loss.
+
+        Raises:
+            StepError: If the loss's dtype has no such number.
+        """
+        exact = 1.0 / self._divisor
+        info = torch.finfo(loss.dtype)
+        if not info.smallest_normal <= exact <= info.max:
+            raise StepError(
+                f"the loss is {loss.dtype}, and its gradient, 1 / {self._divisor:g} for the number "
+                f"of microbatches or loss_divisor, is none of its numbers: return loss.float() "
+                f"from loss_fn, and compute it of float32"
+            )
+        return torch.full_like(loss, exact)
 
     def _end_backward(self, stage: int, microbatch: int) -> None:
         """Takes up what came back to a stage's inputs, once all that share one are done with it."""
@@ -271,8 +295,10 @@ class Compute:
             value.num_readers -= 1
             if not value.num_readers:
                 del self._local.held[link, microbatch]
-                if value.buffer is not None:
-                    self._transfers.give_back(value.channel, value.buffer)
+                channel, buffer = value.channel, value.buffer
+                del value  # and its tensor
+                if buffer is not None:
+                    self._transfers.give_back(channel, buffer)
 
     # What must not be mistaken.
 
@@ -285,6 +311,41 @@ class Compute:
                 f"{found}, and was {known} in the first microbatch; all microbatches of all steps "
                 f"must look alike: pad them, or make another Scheduler"
             )
+
+    @staticmethod
+    def _check_plain(output: Tensor, what: str) -> None:
+        """Refuses a tensor that is no piece of memory, which could be sent."""
+        if isinstance(output, DTensor):
+            advice = "return output.full_tensor(), or output.to_local() if each rank has all of it"
+        elif is_wrapper(output):
+            advice = "return a torch.Tensor of its values"
+        elif output.layout != torch.strided:
+            advice = "return output.to_dense()"
+        else:
+            return
+        raise StepError(
+            f"{what} as a {type(output).__name__} of layout {output.layout}, expected a plain "
+            f"strided tensor, which can be handed on: {advice}"
+        )
+
+    def _settled(self, stage: int, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Returns what a stage made, copied where the module keeps it and may write into it later.
+
+        Of a tensor that requires a gradient autograd itself notices that.
+
+        Args:
+            stage: Whose forward it was.
+            outputs: This list alone may hold them here; it is changed.
+        """
+        for i, name in enumerate(self._stages[stage].outputs):
+            if type(outputs[i]) is not Tensor or outputs[i].layout is not torch.strided:
+                self._check_plain(outputs[i], f"stage {stage} returned {name!r}")
+            if not outputs[i].requires_grad:
+                kept = weakref.ref(outputs[i])
+                outputs[i] = outputs[i].detach()
+                if kept() is not None or num_holders(outputs[i]) > 1:
+                    outputs[i] = outputs[i].clone()
+        return tuple(outputs)
 
     def _apart(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`, copied if it lies where somebody else will write."""

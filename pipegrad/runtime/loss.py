@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 
@@ -11,6 +9,8 @@ from pipegrad.errors import StepError
 from pipegrad.topology import Topology
 
 Tensor = torch.Tensor
+
+_DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks round
 
 
 class StepResult:
@@ -25,13 +25,22 @@ class StepResult:
         self,
         told: Tensor,
         work: dist.Work | None,
-        outputs: tuple[Tensor, ...],
-        divisors: float,
+        outputs: tuple[Tensor, ...] = (),
     ) -> None:
         self.outputs = outputs
         self._told = told
         self._work = work
-        self._divisors = divisors
+        self._read: list[float] | None = None
+
+    def __repr__(self) -> str:
+        arrived = self._work is None or (self._told.is_cpu and self._work.is_completed())
+        loss = "is on its way"
+        if self._read is not None or (arrived and self._told.is_cpu):
+            try:
+                loss = f"{self.loss:g}"
+            except StepError:
+                loss = "of a step that failed"
+        return f"StepResult(loss {loss}, outputs {[tuple(out.shape) for out in self.outputs]})"
 
     @property
     def loss(self) -> Tensor:
@@ -46,15 +55,19 @@ class StepResult:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        _, failed, divisors = self._told.tolist()
+        if self._read is None:
+            self._read = self._told.tolist()
+        _, failed, number, total, squares = self._read
         if failed:
             raise StepError("the step failed on another rank after this one had ended it")
-        if not math.isclose(divisors, self._divisors, rel_tol=1e-5):
+        mean = total / number
+        if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
             raise StepError(
-                f"loss_divisor differs between ranks: {self._divisors:g} in all if all were as "
-                f"this one's, found {divisors:g}; gradients are wrong"
+                f"loss_divisor differs between the {number:g} ranks that compute a loss or gave "
+                f"one: the mean of theirs is {mean:g}. The gradients are wrong. Give the same one "
+                f"on all ranks of a last stage"
             )
-        return self._told[0]
+        return self._told[0].float()
 
 
 class Losses:
@@ -67,7 +80,6 @@ class Losses:
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         ranks = sorted(topology.ranks)
-        self._num_ranks = len(ranks)
         # Of the last stages: replicas' losses are of different data, others' of the same.
         self._num_copies = len(topology.pipelines)
         self._device = device
@@ -78,7 +90,7 @@ class Losses:
     def send(
         self,
         loss: Tensor,
-        divisor: float,
+        divisor: float | None,
         outputs: tuple[Tensor, ...] = (),
         *,
         failed: bool = False,
@@ -87,16 +99,17 @@ class Losses:
 
         Args:
             loss: Of this rank's last stage; zero elsewhere.
-            divisor: What it was divided by, for comparison.
+            divisor: What it was divided by, for comparison; None if this rank has no say in it.
             outputs: For the result.
             failed: Whether the step failed on this rank.
         """
-        told = torch.tensor([0.0, float(failed), divisor], device=self._device)
+        given = [0.0] * 3 if divisor is None else [1.0, divisor, divisor**2]
+        told = torch.tensor([0.0, float(failed), *given], dtype=torch.float64, device=self._device)
         told[0] = loss / self._num_copies
         work = None
         if self._group is not None:
             work = dist.all_reduce(told, group=self._group, async_op=True)
-        return StepResult(told, work, outputs, divisor * self._num_ranks)
+        return StepResult(told, work, outputs)
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""

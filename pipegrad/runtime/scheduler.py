@@ -197,7 +197,8 @@ class Scheduler:
             loss_divisor: The losses of all microbatches are summed, and divided by this: the number
                 of microbatches by default, where each loss is a mean. For losses that are sums over
                 tokens give the number of tokens of the batch, over all data ranks, divided by the
-                number of data ranks. The same on all ranks.
+                number of data ranks. The ranks of the last stage need it; others may give it, and
+                then the same.
             **named: External inputs by name.
 
         Returns:
@@ -242,7 +243,8 @@ class Scheduler:
         """How many receive buffers this rank has made so far.
 
         No more than the largest proof of a kind of step says, where all values have one shape and
-        dtype; where they differ, that many of each at most.
+        dtype; where they differ, that many of each at most. A buffer whose value a module keeps is
+        left to it, and another is made.
         """
         return self._pool.num_made
 
@@ -284,7 +286,8 @@ class Scheduler:
             except Exception as error:  # noqa: BLE001 - raised below, once all ranks are here
                 found.append(error)
                 return None
-            return _Learned(learning.executor.specs, learning.batches.rows, loss_divisor)
+            divisor = self._own_divisor(loss_divisor)
+            return _Learned(learning.executor.specs, learning.batches.rows, divisor)
 
         ranks = sorted(self.topology.ranks)
         kind = "evaluation" if forward_only else "step"
@@ -304,7 +307,8 @@ class Scheduler:
         self, learned: Mapping[int, _Learned], learning: _Ready, *, forward_only: bool
     ) -> _Ready:
         """Returns the kind of step whose first one has told what everything looks like."""
-        same("loss_divisor", {rank: str(found.divisor) for rank, found in learned.items()})
+        divisors = {rank: found.divisor for rank, found in learned.items()}
+        same("loss_divisor", {r: str(found) for r, found in divisors.items() if found is not None})
         mine = self.topology.ranks_along(self.topology.pipeline)
         for pipeline in self.topology.pipelines:
             rows = {r: str(max(learned[r].rows.values())) for r in pipeline if learned[r].rows}
@@ -351,13 +355,18 @@ class Scheduler:
         loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=self._device)
         if losses:
             loss = torch.stack(losses).float().sum() / divisor
-        return self._losses.send(loss, divisor, whole)
+        return self._losses.send(loss, self._own_divisor(loss_divisor), whole)
 
     def _divisor(self, loss_divisor: float | None) -> float:
         found = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
         if not (math.isfinite(found) and found > 0):
             raise StepError(f"loss_divisor is {found}, expected a number above 0")
         return found
+
+    def _own_divisor(self, loss_divisor: float | None) -> float | None:
+        """Returns what this rank divides by, or says that others do; None if it does neither."""
+        is_given = self._has_last_stage or loss_divisor is not None
+        return self._divisor(loss_divisor) if is_given else None
 
     def _fail(self, executor: Executor, error: Exception, *, begun: bool) -> None:
         """Tells the other ranks; raises what the first one said, if this one is not the cause."""
@@ -368,7 +377,7 @@ class Scheduler:
         executor.finish_transfers()
         self._sharded.forget()
         with contextlib.suppress(RuntimeError):  # a rank that has died
-            self._losses.send(torch.zeros((), device=self._device), 0.0, failed=True)
+            self._losses.send(torch.zeros((), device=self._device), None, failed=True)
         first = self._notice.read()
         if begun and first is not None and first != mine:  # zeros may be what a stage fails on
             raise StepError(f"a step failed on another rank: {first}") from error

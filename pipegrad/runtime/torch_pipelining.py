@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipegrad.agreement import agree
 from pipegrad.errors import PlanError, ReduceError, TopologyError
@@ -119,6 +120,11 @@ def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its s
         return None
     schema: Any = function.schema
     return [argument.name for argument in schema.arguments if argument.name != "self"]
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has no memory of its own, but stands for other tensors."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def num_holders(tensor: torch.Tensor) -> int:

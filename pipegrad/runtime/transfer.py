@@ -1,4 +1,9 @@
-"""Transfers: values and their gradients, from rank to rank. Each edge is first in, first out."""
+"""Transfers: values and their gradients, from rank to rank. Each edge is first in, first out.
+
+[Note: held buffers] A module may keep what it is given, as a memory of the microbatch before or for
+a hook to look at. Then more than the buffer's own tensor holds its storage when it comes back, and
+it is left to those who hold it: the next receive makes another one.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from pipegrad.agreement import Board
 from pipegrad.gradients import order
 from pipegrad.gradients.collective import blocks_host
 from pipegrad.handler import Work
+from pipegrad.runtime.torch_pipelining import num_holders
 from pipegrad.schedules.program import Channel
 from pipegrad.topology import Topology
 
@@ -203,12 +209,13 @@ class Transfers:
         return buffer
 
     def give_back(self, channel: int, buffer: Buffer) -> None:
-        """Takes a received buffer that nobody reads any more."""
+        """Takes a received buffer that no action reads any more; see [Note: held buffers]."""
         end = self._ends[channel]
         assert end is not None
         if buffer.address:
             del self.lent[buffer.address]
-        end.free.append(buffer)
+        if num_holders(buffer.tensor) == 1:
+            end.free.append(buffer)
 
     def send(self, channel: int, microbatch: int, tensor: torch.Tensor | None) -> None:
         """Starts to send `tensor`; zeros if it is None.

@@ -141,7 +141,7 @@ def numbers_that_differ_between_ranks() -> Any:
         ("rows", "ranks disagree on how many rows their tensors have"),
         ("first divisor", "ranks disagree on loss_divisor"),
         ("good", "fine: 24.0"),
-        ("later divisor", "loss_divisor differs between ranks"),
+        ("later divisor", "loss_divisor differs between the 2 ranks"),
         ("a word", "could not convert string to float: 'x'"),
     ],
 )
