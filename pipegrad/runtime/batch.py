@@ -153,17 +153,23 @@ class _Repeated:
 
     def check(self, given: Mapping[str, object], cut: Collection[str]) -> None:
         """Warns of a tensor that may belong to no sample, once a name."""
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
         now = {
-            name: (weakref.ref(value), 0 if value.is_inference() else value._version)
-            for name, value in given.items()
-            if isinstance(value, torch.Tensor)
+            name: (weakref.ref(x), 0 if x.is_inference() else x._version)
+            for name, x in tensors.items()
         }
-        same = [name for name in now if now[name] == self._before.get(name)]
+        same = [
+            name
+            for name, (_, version) in now.items()
+            if name in self._before
+            and self._before[name][0]() is tensors[name]
+            and self._before[name][1] == version
+        ]
         is_new_batch = bool(self._before) and len(same) < len(now)
         self._before = now
         for name in same if is_new_batch else ():
-            value = given[name]
-            if name in self._warned or name not in cut or not isinstance(value, torch.Tensor):
+            value = tensors[name]
+            if name in self._warned or name not in cut:
                 continue
             self._warned.add(name)
             if not bool((value == value[:1]).all()):  # else it does not matter which rows are read
