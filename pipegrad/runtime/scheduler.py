@@ -320,6 +320,7 @@ class Scheduler:
         ]
         ready = self._make_ready(links, specs, depth=self._depth, forward_only=forward_only)
         ready.batches.rows = learning.batches.rows
+        ready.batches.report = learning.batches.report
         if not forward_only:
             self.program, self.proof = ready.program, ready.proof
         return ready
