@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipegrad.agreement import FailureNotice
-from pipegrad.errors import StepError
+from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import RELEASED
@@ -47,8 +48,8 @@ from pipegrad.gradients.stepped import (
     Stepped,
     grouped,
     refuse_unless_elementwise,
-    watch_optimizers,
 )
+from pipegrad.gradients.watch import OptimizerWatch, steps_alike
 from pipegrad.handler import HandlerSpec, ParameterRecord, Placement
 from pipegrad.topology import Topology
 
@@ -200,8 +201,9 @@ class GradientSync:
         self._late_error: StepError | None = None
         self._asked = False  # for what the optimizer is to step
         self.synchronize_parameters()
-        rows = [s.tensor for s in self._stand_ins if s.share.sharded]
-        self._watch = watch_optimizers(rows)
+        alike = steps_alike(self.manifest, self.plan, topology)
+        live = self._parameters.values()
+        self._watch = OptimizerWatch(live, alike=alike, on_refusal=self._refused)
 
     # The verbs of a step, in order.
 
@@ -246,6 +248,7 @@ class GradientSync:
         self._last_backwards.clear()
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
+        self._watch.follow(self._by_id)
         self._divisor = divisor
         self._open = True
 
@@ -262,6 +265,11 @@ class GradientSync:
     def is_accumulating(self) -> bool:
         """Whether this step only adds up."""
         return self._accumulating
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether `prepare` was called and `finish` was not: gradients are not reduced yet."""
+        return self._open
 
     def stage_last_backward(self, stage: int) -> None:
         """Says that the next backward of `stage` is its last: parameters become final one by one.
@@ -613,7 +621,20 @@ class GradientSync:
             self._reducer.close()
             self._groups.close()
 
+    def take_largest(self, values: torch.Tensor) -> None:
+        """Replaces each element of `values` by the largest that any rank has there.
+
+        Sync: on the current stream; one all-reduce. Every rank must call it, outside of a step.
+        """
+        if self._groups.world is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._groups.world)
+
     # Inside.
+
+    def _refused(self, error: PipegradError) -> None:
+        """Tells ranks that do not step, and go on, of an optimizer that is refused on this one."""
+        if not self._open:
+            self.abort(error, begun=False)
 
     def _on_accumulated(self, parameter: LiveParameter) -> None:
         """Called by autograd, possibly in its own threads, after each accumulation."""
