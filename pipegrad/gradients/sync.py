@@ -28,12 +28,20 @@ from torch import nn
 
 from pipegrad.agreement import FailureNotice
 from pipegrad.errors import PipegradError, StepError
+from pipegrad.gradients import order
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.guard import make_equal, refuse_drift
+from pipegrad.gradients.guard import (
+    Difference,
+    growing_drift,
+    is_anywhere,
+    make_equal,
+    refuse_drift,
+    report_drift,
+)
 from pipegrad.gradients.hook import load_kept
 from pipegrad.gradients.mirror import Mirror
 from pipegrad.gradients.norm import clip_, global_norm
@@ -52,6 +60,8 @@ from pipegrad.gradients.stepped import (
 from pipegrad.gradients.watch import OptimizerWatch, steps_alike
 from pipegrad.handler import HandlerSpec, ParameterRecord, Placement
 from pipegrad.topology import Topology
+
+COMPARED = order.Record("sync.compared", "a lane reads parameters that the current stream wrote")
 
 
 @dataclass(frozen=True)
@@ -318,7 +328,10 @@ class GradientSync:
     def finish(self) -> None:
         """Waits until every gradient is in place.
 
-        A gradient that no rank contributed to is None again, as in one process.
+        A gradient that no rank contributed to is None again, as in one process. In the steps 2, 4,
+        8, 16 and so on copies of one parameter are compared, as `check_replicas` does; only what a
+        few roundings a step explain is no error then, since machines of two kinds may round
+        differently.
 
         Sync: the current stream waits for the lanes; the host only where collectives block it, and
         for the flag of each parameter that this rank has no gradient of.
@@ -327,6 +340,7 @@ class GradientSync:
             ReduceError: If a collective failed, on every rank that waits for one that never ends:
                 within a second where collectives block the host, else when their backend gives up.
             StepError: If a stage is not final, or a gradient changed after it was.
+            DriftError: If copies have drifted apart; on all ranks alike.
         """
         if self._accumulating:
             self._failed.end()
@@ -365,6 +379,9 @@ class GradientSync:
             exposed_seconds=exposed_seconds + self._mirror.blocked_seconds,
         )
         self._mirror.blocked_seconds = 0.0
+        steps = self._statistics.steps
+        if steps > 1 and steps & (steps - 1) == 0 and self._groups.world and self.plan.launches:
+            self._refuse_growing_drift()
 
     def abort(self, error: Exception, *, begun: bool = True) -> str | None:
         """Ends a step that failed: ranks that wait for this one's collectives are told.
@@ -630,6 +647,25 @@ class GradientSync:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._groups.world)
 
     # Inside.
+
+    def _refuse_growing_drift(self) -> None:
+        """Raises on all ranks if the optimizer makes copies differ; see `finish`.
+
+        Sync: in a lane, so that a rank that has failed meanwhile is told of.
+        """
+        self.reshard()
+        found: list[Difference] = []
+        ranks, steps = self.topology.ranks, self._statistics.steps
+
+        def look() -> None:
+            found.extend(
+                growing_drift(self.plan.packs, self._lookup, self._groups, self._device, steps)
+            )
+
+        event = COMPARED(self._device)
+        self._reducer.wait_for(self._reducer.submit(0, look, [] if event is None else [event]))
+        if is_anywhere(found, self._groups, self._device):
+            report_drift(found, ranks)
 
     def _refused(self, error: PipegradError) -> None:
         """Tells ranks that do not step, and go on, of an optimizer that is refused on this one."""
