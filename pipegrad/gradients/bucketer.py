@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pipegrad.errors import PlanError, ReduceError, StepError
 from pipegrad.gradients import collective, order
 from pipegrad.gradients.buffer import FlatBuffer
+from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.lane import Lane, Ticket
 from pipegrad.gradients.staging import Callback, Calls, Key, Staging, check
 
@@ -97,6 +98,7 @@ class Bucketer:
         storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
+    @outside_of_graphs
     def reduce_scatter(
         self,
         inputs: Sequence[torch.Tensor],
@@ -120,6 +122,7 @@ class Bucketer:
         """
         self._add("reduce_scatter", inputs, group, callback)
 
+    @outside_of_graphs
     def all_reduce(
         self,
         tensor: torch.Tensor,
@@ -142,6 +145,7 @@ class Bucketer:
         """
         self._add("all_reduce", [tensor], group, callback)
 
+    @outside_of_graphs
     def flush(self) -> None:
         """Sends what is queued, waits, and runs all callbacks; then likewise what these added.
 
@@ -165,6 +169,7 @@ class Bucketer:
             _note(errors[0], errors[1:])
             raise errors[0]
 
+    @outside_of_graphs
     def poll(self) -> None:
         """Runs the callbacks of buckets that have ended, in order, and returns at once.
 

@@ -33,6 +33,7 @@ from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.failure import FailedSteps
+from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import (
     Difference,
@@ -100,6 +101,18 @@ class GradientSync:
     Stages may be sharded by FSDP2, and parameters be DTensors: what their own mesh dimensions need
     is theirs to do, and handlers reduce local shards along others. So with FSDP2 over the data
     ranks the handlers are ``["pipeline-shared"]``, and `stage_final` comes behind its reduction.
+
+    Gradients are views of the buckets, so that nothing is copied, and the next step writes into
+    the same memory. Whatever keeps a gradient beyond the next `prepare`, an optimizer's state or
+    a logger, keeps a clone of it: ``parameter.grad.clone()``.
+
+    Some optimizers do not fit copies of one parameter: one whose step depends on all gradients of
+    a rank (LBFGS is refused by name; an own one cannot be recognised), and
+    ``torch.nn.utils.clip_grad_norm_``, which has the norm of one rank's gradients: use
+    `clip_grad_norm_`. Copies that such a thing tears apart are an error, see `finish`.
+
+    No verb may be called while a CUDA graph is captured; `torch.compile` leaves them out of its
+    graphs.
 
     Args:
         modules: This rank's stages, ``{stage: module}``.
@@ -217,12 +230,15 @@ class GradientSync:
 
     # The verbs of a step, in order.
 
+    @outside_of_graphs
     def prepare(self, *, divisor: float = 1.0) -> None:
         """Starts a step, or continues an accumulated one: gradients get zeroed slots to go to.
 
         Args:
             divisor: Every gradient is divided by it, once, when it is final: the number of
-                microbatches, where each microbatch's loss is a mean.
+                microbatches, where each microbatch's loss is a mean. So the sum of all microbatches
+                must fit into the gradient's dtype; where that is float16, divide the loss instead,
+                or accumulate in float32 (`Float32Grad`).
 
         Sync: zeroes gradients on the current stream: call backward from it, or from one that waits
         for it. pipegrad's own buffers are safe whichever streams its verbs are called on.
@@ -281,6 +297,7 @@ class GradientSync:
         """Whether `prepare` was called and `finish` was not: gradients are not reduced yet."""
         return self._open
 
+    @outside_of_graphs
     def stage_last_backward(self, stage: int) -> None:
         """Says that the next backward of `stage` is its last: parameters become final one by one.
 
@@ -290,6 +307,7 @@ class GradientSync:
         if not self._accumulating:
             self._last_backwards.add(stage)
 
+    @outside_of_graphs
     def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Says that some parameters of `stage` are final, ahead of `stage_final`.
 
@@ -310,6 +328,7 @@ class GradientSync:
                 )
             self._leave(found, stage)
 
+    @outside_of_graphs
     def stage_final(self, stage: int) -> None:
         """Says that all of `stage` is final; buckets that are complete leave, in order.
 
@@ -325,6 +344,7 @@ class GradientSync:
         for parameter in self._by_stage[stage]:
             self._leave(parameter, stage)
 
+    @outside_of_graphs
     def finish(self) -> None:
         """Waits until every gradient is in place.
 
@@ -412,6 +432,7 @@ class GradientSync:
 
     # After finish.
 
+    @outside_of_graphs
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
 
@@ -483,6 +504,7 @@ class GradientSync:
         """Frees what FSDP2 has left gathered, so that the next forward gathers what is stepped."""
         reshard(self._agreed.wrapped)
 
+    @outside_of_graphs
     def publish(self) -> None:
         """Sends what the optimizer has stepped to all that hold it; call it after its step.
 
@@ -511,6 +533,7 @@ class GradientSync:
         if self._mirror.is_due:
             self.publish()
 
+    @outside_of_graphs
     def stage_first_use(self, stage: int) -> None:
         """Waits for the parameters of `stage` that other ranks have published.
 
@@ -525,6 +548,7 @@ class GradientSync:
         self.publish_if_due()
         self._mirror.first_use(stage)
 
+    @outside_of_graphs
     def wait_parameters(self) -> None:
         """Waits for all parameters of this rank: call it before reading or saving them.
 
@@ -564,6 +588,7 @@ class GradientSync:
         ranks = sorted(self.topology.ranks)
         load_kept(state, self.handlers, self.plan.digest, launching=launching, ranks=ranks)
 
+    @outside_of_graphs
     def synchronize_parameters(self) -> None:
         """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.
 
@@ -587,6 +612,7 @@ class GradientSync:
             parameter.settle()
         self._mirror.forget()
 
+    @outside_of_graphs
     def check_replicas(self) -> None:
         """Raises on every rank if copies of a parameter differ in a single bit.
 
@@ -638,6 +664,7 @@ class GradientSync:
             self._reducer.close()
             self._groups.close()
 
+    @outside_of_graphs
     def take_largest(self, values: torch.Tensor) -> None:
         """Replaces each element of `values` by the largest that any rank has there.
 

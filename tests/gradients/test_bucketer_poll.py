@@ -38,13 +38,13 @@ def at_once() -> Any:
             bucketer, got = Bucketer(capacity_bytes=capacity), list[Any]()
             tensors = [torch.ones(size) for _ in range(dist.get_world_size())]
             tensors[rank()].fill_(0)
-            bucketer.reduce_scatter(tensors, callback=lambda x, got=got: got.append(x.unique()))
+            bucketer.reduce_scatter(tensors, callback=got.append)
             if size * 4 * len(tensors) < capacity:
                 bucketer.poll()
                 assert not got
                 bucketer.flush()
             wait_for(bucketer, got, 1)
-            found[capacity, size] = [value.tolist() for value in got]
+            found[capacity, size] = [value.unique().tolist() for value in got]
             bucketer.flush()
             assert len(got) == 1
             bucketer.release()
