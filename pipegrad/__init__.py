@@ -30,6 +30,7 @@ from pipegrad.gradients.bucketer import Bucketer
 from pipegrad.gradients.hook import CommunicationHook
 from pipegrad.gradients.manifest import Manifest, make_manifest
 from pipegrad.gradients.plan import Plan, make_plan, make_plans
+from pipegrad.gradients.scaler import GradScaler
 from pipegrad.gradients.shared import find_shared
 from pipegrad.gradients.sync import GradientSync, Statistics
 from pipegrad.handler import (
@@ -67,6 +68,7 @@ __all__ = [
     "FlatBucket",
     "Float32Grad",
     "GradAttribute",
+    "GradScaler",
     "GradientAccessor",
     "GradientHandler",
     "GradientSync",

@@ -110,7 +110,7 @@ class Hop(Protocol):
 
     @property
     def op(self) -> Op:
-        """``"mean"`` is launched as a sum; pipegrad divides afterwards."""
+        """``"mean"`` is launched as a sum; pipegrad divides afterwards, float16 before."""
 
     @property
     def placement(self) -> Placement:
@@ -154,7 +154,10 @@ class FlatBucket(Protocol):
         """Flat tensor ``(numel,)`` to be reduced in place; zero where nobody contributed."""
 
     def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
-        """Sums over `group` as the reduction's placement says: what `launch` does by itself."""
+        """Sums over `group` as the reduction's placement says: what `launch` does by itself.
+
+        A mean of float16 is divided before, so that its sum does not overflow; `is_mean` is set.
+        """
 
 
 class Averaging(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from pipegrad.errors import PlanError, ReduceError, StepError
 from pipegrad.gradients import collective, order
 from pipegrad.gradients.buffer import FlatBuffer
+from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.lane import Lane, Ticket
 from pipegrad.gradients.staging import Callback, Calls, Key, Staging, check
 
@@ -51,9 +53,9 @@ class Bucketer:
 
     Callbacks get a view of the sum, shaped like the input. They run in the caller's thread, bucket
     by bucket in the order in which these left, and in a bucket in the order of the calls: in
-    `flush`, or in a later call when more than two buckets are in flight. They may add inputs; then
-    all ranks must make as many calls, each to its own groups. What one raises is raised by `flush`,
-    after all others have run.
+    `flush`, in `poll` when their bucket has ended, or in a later call when more than two buckets
+    are in flight. They may add inputs, but in `poll`; then all ranks must make as many calls, each
+    to its own groups. What one raises is raised by `flush`, after all others have run.
 
     A view keeps the result of its whole bucket alive: of an all_reduce, as much as the capacity.
     The bits of a reduce_scatter's sum on gloo do not depend on the capacity; other backends, and
@@ -82,6 +84,7 @@ class Bucketer:
         self._lanes: dict[tuple[torch.device, bool], Lane] = {}
         self._errors: list[Exception] = []
         self._in_callback = False
+        self._is_polling = False
         self._broken = ""
         self._check_usable()
 
@@ -95,6 +98,7 @@ class Bucketer:
         storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
+    @outside_of_graphs
     def reduce_scatter(
         self,
         inputs: Sequence[torch.Tensor],
@@ -118,6 +122,7 @@ class Bucketer:
         """
         self._add("reduce_scatter", inputs, group, callback)
 
+    @outside_of_graphs
     def all_reduce(
         self,
         tensor: torch.Tensor,
@@ -140,6 +145,7 @@ class Bucketer:
         """
         self._add("all_reduce", [tensor], group, callback)
 
+    @outside_of_graphs
     def flush(self) -> None:
         """Sends what is queued, waits, and runs all callbacks; then likewise what these added.
 
@@ -154,13 +160,38 @@ class Bucketer:
         if self._in_callback:
             raise StepError("flush() in a callback: whoever runs it sends what callbacks add")
         while self._open or self._in_flight:
-            for key in list(self._open):
-                self._leave(self._open.pop(key))
+            with torch.inference_mode(mode=False):  # as in `_add`
+                for key in list(self._open):
+                    self._leave(self._open.pop(key))
             self._finish(at_most=0)
         errors, self._errors = self._errors, []
         if errors:
             _note(errors[0], errors[1:])
             raise errors[0]
+
+    @outside_of_graphs
+    def poll(self) -> None:
+        """Runs the callbacks of buckets that have ended, in order, and returns at once.
+
+        With a capacity of 0, or behind inputs larger than it, results need not wait for `flush`.
+        On a device whose collectives run on a side stream that is all that has left: its callbacks
+        run with the current stream behind it. Ranks may poll at other times, so what leaves when
+        does not depend on it; a callback that adds inputs is for `flush`, and refused here.
+
+        Raises:
+            ReduceError: If a collective failed; then this Bucketer is of no use any more.
+            StepError: If a callback calls it.
+
+        What callbacks raise, `flush` raises.
+        """
+        self._check_usable()
+        if self._in_callback:
+            raise StepError("poll() in a callback: whoever runs it runs the others too")
+        self._is_polling = True
+        try:
+            self._finish(at_most=0, seconds=0.0)
+        finally:
+            self._is_polling = False
 
     def release(self) -> None:
         """Frees all memory and ends the threads; the next call brings back what it needs.
@@ -193,7 +224,18 @@ class Bucketer:
         callback: Callback,
     ) -> None:
         self._check_usable()
+        if self._is_polling:
+            raise StepError(
+                f"{kind}() in a callback that poll() runs: other ranks run it at other times, and "
+                f"would send in another order. Leave callbacks that add inputs to flush()"
+            )
         key = check(kind, inputs, group, callback)
+        with torch.inference_mode(mode=False):  # whose tensors nobody may write to outside of it
+            self._stage(key, inputs, callback)
+        self._finish(at_most=IN_FLIGHT)
+
+    def _stage(self, key: Key, inputs: Sequence[torch.Tensor], callback: Callback) -> None:
+        """Takes the inputs of a call; sends what is full."""
         numel, room = inputs[0].numel(), key.room(self.capacity_bytes)
         if numel > room:
             alone = self._begin(key, numel)
@@ -209,7 +251,6 @@ class Bucketer:
             staging.add(inputs, callback)
             if staging.numel == min(room, staging.room):
                 self._leave(self._open.pop(key))
-        self._finish(at_most=IN_FLIGHT)
 
     def _begin(self, key: Key, room: int) -> Staging:
         """Returns an empty bucket, in memory that an earlier one had if possible."""
@@ -240,25 +281,33 @@ class Bucketer:
         flight = _InFlight(key, staging.room, staging.calls, HELD(flat), result, ticket)
         self._in_flight.append(flight)
 
-    def _finish(self, at_most: int) -> None:
-        """Waits for the oldest buckets and runs their callbacks, until so many are in flight."""
+    def _finish(self, at_most: int, *, seconds: float = math.inf) -> None:
+        """Waits for the oldest buckets and runs their callbacks, until so many are in flight.
+
+        Args:
+            at_most: How many.
+            seconds: For how long it waits for each; it ends with one that takes longer.
+        """
         if self._in_callback:
             return
         self._in_callback = True
         try:
             while len(self._in_flight) > at_most:
-                self._wait(self._in_flight[0])
+                if not self._wait(self._in_flight[0], seconds):
+                    return
                 flight = self._in_flight.popleft()
                 self._errors += flight.calls.call_back(flight.result.buffer)
                 self._reclaim(flight)
         finally:
             self._in_callback = False
 
-    def _wait(self, flight: _InFlight) -> None:
-        """Orders the current stream behind a bucket."""
+    def _wait(self, flight: _InFlight, seconds: float) -> bool:
+        """Orders the current stream behind a bucket; returns whether it has ended in time."""
         try:
-            while flight.ticket is not None and not flight.ticket.wait(_POLL_SECONDS):
-                pass  # what ends it is the timeout of the group
+            while flight.ticket is not None and not flight.ticket.wait(min(seconds, _POLL_SECONDS)):
+                if seconds < _POLL_SECONDS:
+                    return False  # else what ends it is the timeout of the group
+            return True
         except ReduceError as error:
             self._broken = str(error)
             _note(error, self._errors)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,10 @@ from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.shards import local
 
 Lookup = Callable[[str], nn.Parameter]
+Difference = tuple[str, tuple[int, ...]]  # key of a parameter, and ranks that have copies
+
+_ROUNDINGS = 4.0  # of the largest element, for one step: an optimizer rounds a few times
+_PIECE = 2**22  # elements
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -59,26 +65,66 @@ def refuse_drift(
     if groups.world is None:
         return
     found = differing(packs, lookup, groups)
+    if is_anywhere(found, groups, device):
+        report_drift(found, ranks)
+
+
+def growing_drift(
+    packs: Sequence[Bucket],
+    lookup: Lookup,
+    groups: Groups,
+    device: torch.device,
+    num_steps: int,
+) -> list[Difference]:
+    """Returns which replicas differ by more than `num_steps` steps' roundings explain.
+
+    Machines of two kinds may round differently: each step an error of an element's last bit.
+
+    Sync: as `refuse_drift`; where bits differ the parameters travel as well.
+    """
+    found = differing(packs, lookup, groups)
+    if not is_anywhere(found, groups, device):
+        return []
+    drifted = set[Difference]()
+    for pack in packs:
+        for hop in pack.route:
+            group = groups.of(hop.ranks, 0)
+            for slot in pack.slots:
+                if _spread(local(lookup(slot.key)), group) > _ROUNDINGS * math.sqrt(num_steps):
+                    drifted.add((slot.key, hop.ranks))
+    return sorted(drifted)
+
+
+def is_anywhere(found: Collection[Difference], groups: Groups, device: torch.device) -> bool:
+    """Whether any rank has found something."""
     anywhere = torch.tensor(float(bool(found)), device=device)
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=groups.world)
-    if bool(anywhere):
-        everywhere = agree("check_replicas", lambda: found, ranks=ranks)
-        drifted = sorted({difference for one in everywhere for difference in one})
-        raise DriftError(
-            "copies of one parameter have drifted apart; call synchronize_parameters() and find "
-            "what changed one of them: "
-            + "; ".join(f"{key!r} over ranks {list(members)}" for key, members in drifted)
-        )
+    return bool(anywhere)
 
 
-def differing(
-    packs: Sequence[Bucket], lookup: Lookup, groups: Groups
-) -> list[tuple[str, tuple[int, ...]]]:
+def report_drift(found: Sequence[Difference], ranks: Sequence[int]) -> NoReturn:
+    """Raises what all ranks have found, on all of them.
+
+    Raises:
+        DriftError: Names parameters and ranks.
+    """
+    everywhere = agree("check_replicas", lambda: found, ranks=ranks)
+    drifted = sorted({difference for one in everywhere for difference in one})
+    raise DriftError(
+        "copies of one parameter have drifted apart: "
+        + "; ".join(f"{key!r} over ranks {list(members)}" for key, members in drifted)
+        + ". Something changed them differently: other options of the optimizer (weight_decay, "
+        "lr), clipping by the norm of one rank's gradients (call sync.clip_grad_norm_), values "
+        "written on one rank, or behind publish(). Correct it, and call synchronize_parameters()"
+    )
+
+
+def differing(packs: Sequence[Bucket], lookup: Lookup, groups: Groups) -> list[Difference]:
     """Returns key and ranks of every parameter whose bits differ over a hop of its route.
 
     Every rank of a hop finds the same ones. Memory and traffic are two integers a parameter.
     """
-    found: list[tuple[str, tuple[int, ...]]] = []
+    found: list[Difference] = []
     for pack in packs:
         sums = torch.stack([_checksum(local(lookup(slot.key))) for slot in pack.slots])
         for hop in pack.route:
@@ -99,8 +145,26 @@ def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
     return flat
 
 
+def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
+    """Returns how far copies lie apart, in roundings of the largest element; inf if not finite."""
+    low = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    low = low.to(torch.promote_types(low.dtype, torch.float32), copy=True).contiguous()
+    high = low.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    if not parameter.numel() or not (parameter.is_floating_point() or parameter.is_complex()):
+        return math.inf if bool((low != high).any()) else 0.0
+    largest = torch.maximum(low.abs(), high.abs()).max() * torch.finfo(parameter.dtype).eps
+    spread = ((high - low).max() / largest).item() if bool(largest) else 0.0
+    return math.inf if math.isnan(spread) else spread
+
+
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
     words = parameter.detach().contiguous().view(-1).view(_INTEGERS[parameter.itemsize])
-    weights = 2 * torch.arange(words.numel(), device=words.device) + 1
-    return torch.stack([words.sum(dtype=torch.int64), (words * weights).sum(dtype=torch.int64)])
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _PIECE):  # eight bytes an element are there meanwhile
+        piece = words[start : start + _PIECE].long()
+        places = torch.arange(start, start + len(piece), device=words.device)
+        sums += torch.stack([piece.sum(), (piece * (2 * places + 1)).sum()])
+    return sums

@@ -131,6 +131,11 @@ class LiveParameter:
         return self.parameter if whole else None
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether optimizers step something else: a row on some rank, or a copy."""
+        return self.stand_in is not None or self._is_row
+
+    @property
     def stepped_gradient(self) -> torch.Tensor | None:
         """The gradient of what this rank's optimizer steps."""
         return self.gradient if self.stand_in is None else self.stand_in.tensor.grad

@@ -24,7 +24,8 @@ class HopBucket:
         pair_sum: What two ranks do that do not all-reduce.
 
     Attributes:
-        is_mean: Whether what was launched last leaves the mean.
+        is_mean: Whether what was launched last leaves the mean: a hook's, or of float16, whose sum
+            may overflow where the mean does not, so that each rank divides its own part before.
         arriving: What comes from the rank behind in this step, where it is handed down.
     """
 
@@ -60,6 +61,9 @@ class HopBucket:
 
         Sync: on a lane. With SHARD this rank's row is summed, and the flags behind it.
         """
+        if reduction.op == "mean" and self.buffer.dtype == torch.float16:
+            self.buffer.div_(len(reduction.ranks))
+            self.is_mean = True
         return _REDUCE[reduction.placement](self, group)
 
 

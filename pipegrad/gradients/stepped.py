@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipegrad.errors import PlanError
 from pipegrad.gradients.plan import Share
@@ -146,16 +143,3 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
             f"may look at a whole one. Those that do not: {known}, or a class of your own with "
             f"'elementwise = True'; or place the gradients by REPLICATE"
         )
-
-
-def watch_optimizers(tensors: Iterable[torch.Tensor]) -> RemovableHandle:
-    """Refuses, before its step, any optimizer that may not step one of `tensors`."""
-    rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary(dict.fromkeys(tensors, True))
-
-    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not isinstance(optimizer, _ELEMENTWISE) and any(
-            tensor in rows for group in optimizer.param_groups for tensor in group["params"]
-        ):
-            refuse_unless_elementwise(optimizer)
-
-    return register_optimizer_step_pre_hook(check)

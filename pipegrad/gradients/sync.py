@@ -23,16 +23,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipegrad.agreement import FailureNotice
-from pipegrad.errors import StepError
+from pipegrad.errors import PipegradError, StepError
+from pipegrad.gradients import order
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.failure import FailedSteps
+from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.guard import make_equal, refuse_drift
+from pipegrad.gradients.guard import (
+    Difference,
+    growing_drift,
+    is_anywhere,
+    make_equal,
+    refuse_drift,
+    report_drift,
+)
 from pipegrad.gradients.hook import load_kept
 from pipegrad.gradients.mirror import Mirror
 from pipegrad.gradients.norm import clip_, global_norm
@@ -47,10 +57,12 @@ from pipegrad.gradients.stepped import (
     Stepped,
     grouped,
     refuse_unless_elementwise,
-    watch_optimizers,
 )
+from pipegrad.gradients.watch import OptimizerWatch, steps_alike
 from pipegrad.handler import HandlerSpec, ParameterRecord, Placement
 from pipegrad.topology import Topology
+
+COMPARED = order.Record("sync.compared", "a lane reads parameters that the current stream wrote")
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,18 @@ class GradientSync:
     Stages may be sharded by FSDP2, and parameters be DTensors: what their own mesh dimensions need
     is theirs to do, and handlers reduce local shards along others. So with FSDP2 over the data
     ranks the handlers are ``["pipeline-shared"]``, and `stage_final` comes behind its reduction.
+
+    Gradients are views of the buckets, so that nothing is copied, and the next step writes into
+    the same memory. Whatever keeps a gradient beyond the next `prepare`, an optimizer's state or
+    a logger, keeps a clone of it: ``parameter.grad.clone()``.
+
+    Some optimizers do not fit copies of one parameter: one whose step depends on all gradients of
+    a rank (LBFGS is refused by name; an own one cannot be recognised), and
+    ``torch.nn.utils.clip_grad_norm_``, which has the norm of one rank's gradients: use
+    `clip_grad_norm_`. Copies that such a thing tears apart are an error, see `finish`.
+
+    No verb may be called while a CUDA graph is captured; `torch.compile` leaves them out of its
+    graphs.
 
     Args:
         modules: This rank's stages, ``{stage: module}``.
@@ -200,17 +224,21 @@ class GradientSync:
         self._late_error: StepError | None = None
         self._asked = False  # for what the optimizer is to step
         self.synchronize_parameters()
-        rows = [s.tensor for s in self._stand_ins if s.share.sharded]
-        self._watch = watch_optimizers(rows)
+        alike = steps_alike(self.manifest, self.plan, topology)
+        live = self._parameters.values()
+        self._watch = OptimizerWatch(live, alike=alike, on_refusal=self._refused)
 
     # The verbs of a step, in order.
 
+    @outside_of_graphs
     def prepare(self, *, divisor: float = 1.0) -> None:
         """Starts a step, or continues an accumulated one: gradients get zeroed slots to go to.
 
         Args:
             divisor: Every gradient is divided by it, once, when it is final: the number of
-                microbatches, where each microbatch's loss is a mean.
+                microbatches, where each microbatch's loss is a mean. So the sum of all microbatches
+                must fit into the gradient's dtype; where that is float16, divide the loss instead,
+                or accumulate in float32 (`Float32Grad`).
 
         Sync: zeroes gradients on the current stream: call backward from it, or from one that waits
         for it. pipegrad's own buffers are safe whichever streams its verbs are called on.
@@ -246,6 +274,7 @@ class GradientSync:
         self._last_backwards.clear()
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
+        self._watch.follow(self._by_id)
         self._divisor = divisor
         self._open = True
 
@@ -263,6 +292,12 @@ class GradientSync:
         """Whether this step only adds up."""
         return self._accumulating
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether `prepare` was called and `finish` was not: gradients are not reduced yet."""
+        return self._open
+
+    @outside_of_graphs
     def stage_last_backward(self, stage: int) -> None:
         """Says that the next backward of `stage` is its last: parameters become final one by one.
 
@@ -272,6 +307,7 @@ class GradientSync:
         if not self._accumulating:
             self._last_backwards.add(stage)
 
+    @outside_of_graphs
     def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Says that some parameters of `stage` are final, ahead of `stage_final`.
 
@@ -292,6 +328,7 @@ class GradientSync:
                 )
             self._leave(found, stage)
 
+    @outside_of_graphs
     def stage_final(self, stage: int) -> None:
         """Says that all of `stage` is final; buckets that are complete leave, in order.
 
@@ -307,10 +344,14 @@ class GradientSync:
         for parameter in self._by_stage[stage]:
             self._leave(parameter, stage)
 
+    @outside_of_graphs
     def finish(self) -> None:
         """Waits until every gradient is in place.
 
-        A gradient that no rank contributed to is None again, as in one process.
+        A gradient that no rank contributed to is None again, as in one process. In the steps 2, 4,
+        8, 16 and so on copies of one parameter are compared, as `check_replicas` does; only what a
+        few roundings a step explain is no error then, since machines of two kinds may round
+        differently.
 
         Sync: the current stream waits for the lanes; the host only where collectives block it, and
         for the flag of each parameter that this rank has no gradient of.
@@ -319,6 +360,7 @@ class GradientSync:
             ReduceError: If a collective failed, on every rank that waits for one that never ends:
                 within a second where collectives block the host, else when their backend gives up.
             StepError: If a stage is not final, or a gradient changed after it was.
+            DriftError: If copies have drifted apart; on all ranks alike.
         """
         if self._accumulating:
             self._failed.end()
@@ -357,6 +399,9 @@ class GradientSync:
             exposed_seconds=exposed_seconds + self._mirror.blocked_seconds,
         )
         self._mirror.blocked_seconds = 0.0
+        steps = self._statistics.steps
+        if steps > 1 and steps & (steps - 1) == 0 and self._groups.world and self.plan.launches:
+            self._refuse_growing_drift()
 
     def abort(self, error: Exception, *, begun: bool = True) -> str | None:
         """Ends a step that failed: ranks that wait for this one's collectives are told.
@@ -387,6 +432,7 @@ class GradientSync:
 
     # After finish.
 
+    @outside_of_graphs
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
 
@@ -458,6 +504,7 @@ class GradientSync:
         """Frees what FSDP2 has left gathered, so that the next forward gathers what is stepped."""
         reshard(self._agreed.wrapped)
 
+    @outside_of_graphs
     def publish(self) -> None:
         """Sends what the optimizer has stepped to all that hold it; call it after its step.
 
@@ -486,6 +533,7 @@ class GradientSync:
         if self._mirror.is_due:
             self.publish()
 
+    @outside_of_graphs
     def stage_first_use(self, stage: int) -> None:
         """Waits for the parameters of `stage` that other ranks have published.
 
@@ -500,6 +548,7 @@ class GradientSync:
         self.publish_if_due()
         self._mirror.first_use(stage)
 
+    @outside_of_graphs
     def wait_parameters(self) -> None:
         """Waits for all parameters of this rank: call it before reading or saving them.
 
@@ -539,6 +588,7 @@ class GradientSync:
         ranks = sorted(self.topology.ranks)
         load_kept(state, self.handlers, self.plan.digest, launching=launching, ranks=ranks)
 
+    @outside_of_graphs
     def synchronize_parameters(self) -> None:
         """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.
 
@@ -562,6 +612,7 @@ class GradientSync:
             parameter.settle()
         self._mirror.forget()
 
+    @outside_of_graphs
     def check_replicas(self) -> None:
         """Raises on every rank if copies of a parameter differ in a single bit.
 
@@ -613,7 +664,40 @@ class GradientSync:
             self._reducer.close()
             self._groups.close()
 
+    @outside_of_graphs
+    def take_largest(self, values: torch.Tensor) -> None:
+        """Replaces each element of `values` by the largest that any rank has there.
+
+        Sync: on the current stream; one all-reduce. Every rank must call it, outside of a step.
+        """
+        if self._groups.world is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._groups.world)
+
     # Inside.
+
+    def _refuse_growing_drift(self) -> None:
+        """Raises on all ranks if the optimizer makes copies differ; see `finish`.
+
+        Sync: in a lane, so that a rank that has failed meanwhile is told of.
+        """
+        self.reshard()
+        found: list[Difference] = []
+        ranks, steps = self.topology.ranks, self._statistics.steps
+
+        def look() -> None:
+            found.extend(
+                growing_drift(self.plan.packs, self._lookup, self._groups, self._device, steps)
+            )
+
+        event = COMPARED(self._device)
+        self._reducer.wait_for(self._reducer.submit(0, look, [] if event is None else [event]))
+        if is_anywhere(found, self._groups, self._device):
+            report_drift(found, ranks)
+
+    def _refused(self, error: PipegradError) -> None:
+        """Tells ranks that do not step, and go on, of an optimizer that is refused on this one."""
+        if not self._open:
+            self.abort(error, begun=False)
 
     def _on_accumulated(self, parameter: LiveParameter) -> None:
         """Called by autograd, possibly in its own threads, after each accumulation."""

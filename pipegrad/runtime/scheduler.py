@@ -22,6 +22,7 @@ import torch
 
 from pipegrad.agreement import Board, FailureNotice, agree
 from pipegrad.errors import ScheduleError, StepError
+from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.manifest import same
 from pipegrad.gradients.shared import Shared
 from pipegrad.gradients.sync import GradientSync
@@ -172,6 +173,7 @@ class Scheduler:
 
     # What users call.
 
+    @outside_of_graphs
     def step(
         self,
         *inputs: object,
@@ -213,6 +215,7 @@ class Scheduler:
         """
         return self._run(inputs, named, target, loss_divisor, forward_only=False)
 
+    @outside_of_graphs
     def evaluate(
         self,
         *inputs: object,

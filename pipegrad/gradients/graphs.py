@@ -1,0 +1,45 @@
+"""CUDA graphs and compiled regions: verbs that communicate run outside of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+
+from pipegrad.errors import StepError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
+    """Makes a verb one that runs for each step, as Python, and never as a recording of it.
+
+    A replay of a CUDA graph runs no Python: it would send nothing, and take no part in what other
+    ranks do. So a verb is refused while one is captured. In code that torch.compile traces the
+    graph ends before it and another begins behind it; ``fullgraph=True`` makes that torch's error.
+    """
+    name = getattr(verb, "__name__", "").lstrip("_")
+
+    @wraps(verb)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if is_capturing():
+            raise StepError(
+                f"{name}() while a CUDA graph is captured: its replay would not synchronise "
+                f"gradients. Capture the model's forward and backward alone "
+                f"(torch.cuda.make_graphed_callables), and call pipegrad outside of the capture"
+            )
+        return verb(*args, **kwargs)
+
+    reason = "pipegrad communicates: it must run in every step, as Python"
+    return cast(Callable[P, T], torch.compiler.disable(run, reason=reason))
+
+
+def is_capturing() -> bool:
+    """Whether what runs on the current stream is recorded for a CUDA graph, and not done."""
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # a torch without CUDA
+        return False
