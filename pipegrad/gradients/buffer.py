@@ -101,6 +101,9 @@ class BucketBuffer(FlatBuffer):
     def fill(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> bool:
         """Brings one gradient into its slot; returns True when the bucket is complete.
 
+        Where nobody is known to have contributed, the slot itself is looked at, on the device: what
+        a kernel wrote by its address moves no version counter.
+
         Sync: writes on the current stream, which is taken for the producer's. No write, and no
         copy, if `gradient` already is the slot's view.
         """
@@ -112,7 +115,8 @@ class BucketBuffer(FlatBuffer):
         elif gradient is not view:
             view.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
         if not contributed:
-            self._flags[self._flag_index[key]].zero_()
+            flag = self._flags[self._flag_index[key]]
+            flag.zero_() if gradient is None else flag.copy_(view.any())
         self._ready[key] = GradientReady(key, contributed, self.written(WRITTEN))
         return len(self._ready) == len(self.views)
 

@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed, has_stand_in, stored_dtype_of
-from pipegrad.gradients.buffer import BucketBuffer
+from pipegrad.gradients.buffer import FILL_FREE, BucketBuffer
 from pipegrad.gradients.mirror import ParameterBuffer
 from pipegrad.gradients.route import has_result
 from pipegrad.gradients.shared import named, unwrapped
@@ -90,8 +90,10 @@ class LiveParameter:
         self._version: int | None = None  # before anybody else writes into it
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
+        self._fired = False  # whether autograd has added to the gradient at hand
         self._zeroed_version: int | None = None
-        self._reduced: tuple[TensorWeakRef, int] | None = None
+        self._owed = 1.0  # what the gradient at hand is still to be divided by
+        self._left: tuple[TensorWeakRef, int] | None = None  # a result, and its version
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -156,17 +158,24 @@ class LiveParameter:
     def watch(self, on_accumulated: Callable[[LiveParameter], None]) -> None:
         """Calls `on_accumulated` whenever autograd has accumulated into the live parameter."""
         parameter = self.live
-        if parameter is self._hooked or not self.record.requires_grad:
+        if not self.record.requires_grad or (parameter is self._hooked and self.fires_last):
             return
         if self._hook is not None:
             self._hook.remove()
 
         def accumulated(_: torch.Tensor) -> None:
+            self._fired = True
             self._accessor.accumulated(parameter)
             on_accumulated(self)
 
         self._hook = parameter.register_post_accumulate_grad_hook(accumulated)
         self._hooked = parameter
+
+    @property
+    def fires_last(self) -> bool:
+        """Whether all hooks that users have registered run before ours: they may change it."""
+        hooks = None if self._hook is None else self._hook.hooks_dict_ref()
+        return self._hook is not None and bool(hooks) and next(reversed(hooks)) == self._hook.id
 
     def refresh(self) -> None:
         """Looks the parameter up anew, and refuses what would make this step's gradient wrong.
@@ -200,22 +209,29 @@ class LiveParameter:
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
         gradient = self._accumulated
-        if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
+        if gradient is None or self._left is None or gradient is not self._left[0]():
             return
-        if self._writes(gradient) == self._reduced[1] or bool(gradient.any()):
+        if self._writes(gradient) == self._left[1] or bool(gradient.any()):
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
                 f"would add to it: call optimizer.zero_grad() before the step, or accumulate with "
                 f"'with sync.accumulate():' around all steps but the last"
             )
 
-    def open(self, *, continuing: bool) -> bool:
+    def open(self, divisor: float, *, continuing: bool) -> bool:
         """Starts a step; returns whether to zero the slot, for a gradient that is to go there.
 
         Args:
+            divisor: What this step's gradient is to be divided by, beside the parameter's own.
             continuing: The step adds to earlier ones that were accumulated.
+
+        Sync: on the current stream, which may scale a gradient that is there already.
         """
-        self._reduced = None  # the slot comes back, for a gradient that is not yet reduced
+        owed, self._owed = self._owed, divisor * self._divisor
+        if not continuing:
+            self._fired = False
+            owed = 1.0 if self._left is not None else self._divisor  # the user's own
+        self._left = None  # the slot comes back, for a gradient that is not yet reduced
         self.waiting = set(self.stages)
         self.final = False
         self.firings = 0
@@ -224,6 +240,9 @@ class LiveParameter:
             return self.view is not None
         if not continuing or gradient is not self.view:
             self._zeroed_version = None
+        if owed != self._owed and not self._is_untouched(gradient):
+            with torch.no_grad():
+                gradient.mul_(self._owed / owed)  # so that one division serves all steps
         return False
 
     def use_view(self) -> None:
@@ -233,23 +252,44 @@ class LiveParameter:
             self._accessor.write(self.live, view)
             self._zeroed_version = self._writes(view)
 
-    def close(self, divisor: float) -> torch.Tensor | None:
-        """Marks the gradient final and returns it, divided once; None if there is none."""
+    def close(self) -> torch.Tensor | None:
+        """Marks the gradient final and returns it, divided once; None if there is none.
+
+        Raises:
+            StepError: If autograd has made one that is to be reduced, and somebody took it away.
+        """
         if self.live.grad is not None and not isinstance(self._accessor, GradAttribute):
             self._accessor.accumulated(self.live)  # torch's split backwards fire no hooks
+            self._fired = True
         if self._is_term:
             self._sum_terms()
         self.final = True
         self.left_early = bool(self.waiting)
-        gradient, divisor = self.gradient, divisor * self._divisor
-        untouched = gradient is self.view and self._zeroed_version is not None
-        self.contributed = gradient is not None and not (
-            untouched and self._writes(gradient) == self._zeroed_version
-        )
-        if gradient is not None and self.contributed and divisor != 1:
+        gradient = self.gradient
+        if gradient is None and self._fired and self.buffer is not None:
+            raise StepError(
+                f"the gradient of {self.record.key!r} is gone: autograd added to it in this step, "
+                f"and it was set to None since, so nothing is left to reduce. Call "
+                f"optimizer.step() after finish(), not in a hook; to drop a gradient inside a "
+                f"step, zero it"
+            )
+        self.contributed = gradient is not None and not self._is_untouched(gradient)
+        if gradient is not None and self._owed != 1:
+            if self.buffer is not None and not self.contributed:
+                self.buffer.acquire(FILL_FREE)  # no producer has waited for the zeroing
             with torch.no_grad():
-                gradient.div_(divisor)
+                gradient.div_(self._owed)
         return gradient
+
+    def _is_untouched(self, gradient: torch.Tensor) -> bool:
+        """Whether nobody is known to have written into the zeroed slot.
+
+        The version tells only where no hook has fired: a kernel that is given an address leaves it.
+        What is written by address alone, without autograd, the slot's values tell: `BucketBuffer`.
+        """
+        if self._fired or gradient is not self.view:
+            return False
+        return self._zeroed_version is not None and self._writes(gradient) == self._zeroed_version
 
     @property
     def _is_term(self) -> bool:
@@ -313,7 +353,7 @@ class LiveParameter:
         """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""
         gradient = self.gradient
         # Weakly: a gradient that the user drops must not live on until the next one is there.
-        self._reduced = (
+        self._left = (
             None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
         )
 

@@ -192,7 +192,6 @@ class GradientSync:
                 self._by_stage[stage].append(parameter)
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
         self._statistics = Statistics()
-        self._divisor = 1.0
         self._accumulating = False
         self._open = False
         self._last_backwards: set[int] = set()
@@ -209,11 +208,12 @@ class GradientSync:
         """Starts a step, or continues an accumulated one: gradients get zeroed slots to go to.
 
         Args:
-            divisor: Every gradient is divided by it, once, when it is final: the number of
-                microbatches, where each microbatch's loss is a mean.
+            divisor: What this step adds to gradients is divided by it, once, when they are final:
+                the number of microbatches, where each microbatch's loss is a mean. Steps that
+                accumulate may have different ones; a gradient that you set yourself is not divided.
 
-        Sync: zeroes gradients on the current stream: call backward from it, or from one that waits
-        for it. pipegrad's own buffers are safe whichever streams its verbs are called on.
+        Sync: zeroes gradients on the current stream, and may scale those of accumulated steps: call
+        backward from it, or from one that waits for it. pipegrad's own buffers are safe whichever streams its verbs are called on.
 
         Raises:
             StepError: If a gradient still is the reduced one of the step before, if a parameter is
@@ -233,7 +233,11 @@ class GradientSync:
             parameter.refresh()
         self._failed.begin()  # not before: a rank may be refused, and try again
         self._late_error = None
-        zeroed = {key: p for key, p in self._parameters.items() if p.open(continuing=self._open)}
+        zeroed = {
+            key: p
+            for key, p in self._parameters.items()
+            if p.open(divisor, continuing=self._open)
+        }
         for buffer in self._reducer.buffers.values():
             buffer.reset([key for key in buffer.views if key in zeroed])
         for parameter in zeroed.values():
@@ -246,7 +250,6 @@ class GradientSync:
         self._last_backwards.clear()
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
-        self._divisor = divisor
         self._open = True
 
     @contextmanager
@@ -625,7 +628,7 @@ class GradientSync:
                 f"autograd added to the gradient of {parameter.record.key!r} after it was final; "
                 f"a module that runs backward inside backward must do so in every step"
             )
-        elif parameter.early:
+        elif parameter.early and parameter.fires_last:
             self._finalize(parameter)
 
     def _leave(self, parameter: LiveParameter, stage: int) -> None:
@@ -635,7 +638,11 @@ class GradientSync:
             self._finalize(parameter)
 
     def _finalize(self, parameter: LiveParameter) -> None:
-        gradient = parameter.close(self._divisor)
+        try:
+            gradient = parameter.close()
+        except StepError as error:  # `finish` raises it and tells the ranks that wait for this one
+            self._late_error = self._late_error or error
+            return
         if parameter.buffer is not None:
             self._reducer.announce(
                 parameter.record.key, gradient, contributed=parameter.contributed
