@@ -94,6 +94,8 @@ class LiveParameter:
         self._zeroed_version: int | None = None
         self._owed = 1.0  # what the gradient at hand is still to be divided by
         self._left: tuple[TensorWeakRef, int] | None = None  # a result, and its version
+        self._adds = False  # whether this step's result is added to the last one's
+        self._kept: TensorWeakRef | None = None  # a result, where the accessor has gradients
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -177,8 +179,11 @@ class LiveParameter:
         hooks = None if self._hook is None else self._hook.hooks_dict_ref()
         return self._hook is not None and bool(hooks) and next(reversed(hooks)) == self._hook.id
 
-    def refresh(self) -> None:
+    def refresh(self, *, continuing: bool) -> None:
         """Looks the parameter up anew, and refuses what would make this step's gradient wrong.
+
+        Args:
+            continuing: The step adds to earlier ones that were accumulated.
 
         Raises:
             StepError: If the parameter is no longer what was agreed on, or its gradient still is
@@ -208,14 +213,14 @@ class LiveParameter:
                 f"{self.record.key!r} was changed, and its stored copy, which is what is stepped, "
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
-        gradient = self._accumulated
-        if gradient is None or self._left is None or gradient is not self._left[0]():
-            return
-        if self._writes(gradient) == self._left[1] or bool(gradient.any()):
+        self._adds = (continuing and self._adds) or self._has_result_left
+        if self._adds and self.buffer is not None:
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
-                f"would add to it: call optimizer.zero_grad() before the step, or accumulate with "
-                f"'with sync.accumulate():' around all steps but the last"
+                f"would add to it: set it to zero or None before the step (optimizer.zero_grad() "
+                f"does so for the parameters that this optimizer has, module.zero_grad() for all "
+                f"whose gradient is in .grad), or accumulate with 'with sync.accumulate():' around "
+                f"all steps but the last"
             )
 
     def open(self, divisor: float, *, continuing: bool) -> bool:
@@ -230,7 +235,8 @@ class LiveParameter:
         owed, self._owed = self._owed, divisor * self._divisor
         if not continuing:
             self._fired = False
-            owed = 1.0 if self._left is not None else self._divisor  # the user's own
+            self._drop_kept()
+            owed = 1.0 if self._adds else self._divisor  # a result, or the user's own
         self._left = None  # the slot comes back, for a gradient that is not yet reduced
         self.waiting = set(self.stages)
         self.final = False
@@ -332,8 +338,8 @@ class LiveParameter:
             elif self.gradient is not result:
                 self._accessor.write(self.live, result)
         if self.stand_in is not None and not self._is_row:
-            self.stand_in.take(self.gradient)
-            self._accessor.write(self.live, None)
+            self.stand_in.take(self.gradient, adds=self._adds)
+            self._keep(self.stand_in.tensor.grad)
         self.mark_reduced()
         if self.firings > 1:  # e.g. reentrant checkpointing: each firing is only a part
             self.early = False
@@ -349,13 +355,40 @@ class LiveParameter:
             row = None if buffer is None else buffer.row(share.key, share.begin, share.end)
             self.stand_in.take(row)
 
-    def mark_reduced(self) -> None:
-        """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""
+    def _keep(self, result: torch.Tensor | None) -> None:
+        """Leaves the result where the accessor has gradients, for those who read it there.
+
+        Only ``.grad`` is emptied: another optimizer might step the parameter by it.
+        """
+        if isinstance(self._accessor, GradAttribute):
+            self._accessor.write(self.live, None)
+            return
+        if self._adds and result is not None:
+            dtype = self._accessor.dtype(self.live)
+            self._accessor.write(self.live, result.detach().to(dtype))
         gradient = self.gradient
+        self._kept = None if gradient is None else TensorWeakRef(gradient)
+
+    def _drop_kept(self) -> None:
+        """Takes the last step's result from the accessor: what stands in has it, or is zeroed."""
+        gradient = None if self._kept is None else self.gradient
+        if gradient is not None and self._kept is not None and gradient is self._kept():
+            self._accessor.write(self.live, None)
+        self._kept = None
+
+    @property
+    def _has_result_left(self) -> bool:
+        """Whether the last step's result is there still: nobody has dropped it or zeroed it."""
+        result = self._accumulated if self.stand_in is None else self.stand_in.tensor.grad
+        if result is None or self._left is None or result is not self._left[0]():
+            return False
+        return self.buffer is None or self._writes(result) == self._left[1] or bool(result.any())
+
+    def mark_reduced(self) -> None:
+        """Remembers the result as it is now, so that `refresh` knows whether it was renewed."""
+        gradient = self.stepped_gradient
         # Weakly: a gradient that the user drops must not live on until the next one is there.
-        self._left = (
-            None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
-        )
+        self._left = None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
 
     def _writes(self, gradient: torch.Tensor) -> int:
         """Counts the writes to the gradient; what is written by way of a DTensor, that counts."""

@@ -230,13 +230,11 @@ class GradientSync:
         if not self._open:  # else FSDP2 may go on with what it has gathered
             self.reshard()
         for parameter in self._parameters.values():
-            parameter.refresh()
+            parameter.refresh(continuing=self._open)
         self._failed.begin()  # not before: a rank may be refused, and try again
         self._late_error = None
         zeroed = {
-            key: p
-            for key, p in self._parameters.items()
-            if p.open(divisor, continuing=self._open)
+            key: p for key, p in self._parameters.items() if p.open(divisor, continuing=self._open)
         }
         for buffer in self._reducer.buffers.values():
             buffer.reset([key for key in buffer.views if key in zeroed])
