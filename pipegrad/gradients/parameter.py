@@ -17,8 +17,9 @@ from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed, has_stand_in, stored_dtype_of
 from pipegrad.gradients.buffer import FILL_FREE, BucketBuffer
 from pipegrad.gradients.mirror import ParameterBuffer
+from pipegrad.gradients.module_tree import ModuleTree
 from pipegrad.gradients.route import has_result
-from pipegrad.gradients.shared import named, unwrapped
+from pipegrad.gradients.shared import named
 from pipegrad.gradients.stepped import StandIn
 from pipegrad.handler import ParameterRecord, Placement
 
@@ -43,7 +44,7 @@ class LiveParameter:
 
     Args:
         record: What the ranks agreed on.
-        homes: Local stage -> the module it is in, and its full name there; all one object.
+        homes: Local stage -> the modules it is in, and its full name there; all one object.
         accessor: Where its gradient lives.
         buffer: Its bucket's buffer; None if nobody reduces it.
         has_result: Whether this rank has its reduced gradient, or a row of it.
@@ -52,13 +53,14 @@ class LiveParameter:
 
     Attributes:
         live: The tensor that this step began with.
+        view: The slot that autograd can accumulate into; None where dtypes differ.
         stand_in: What the optimizer steps in its place.
     """
 
     def __init__(
         self,
         record: ParameterRecord,
-        homes: Mapping[int, tuple[nn.Module, str]],
+        homes: Mapping[int, tuple[ModuleTree, str]],
         accessor: GradientAccessor,
         buffer: BucketBuffer | None,
         *,
@@ -69,6 +71,7 @@ class LiveParameter:
         self.record = record
         self.stages = frozenset(homes)
         self.buffer = buffer
+        self.view = None if buffer is None else _shared_view(buffer, record.key)
         self.mirrored = mirrored
         self.stand_in: StandIn | None = None
         self._has_result = has_result
@@ -82,6 +85,7 @@ class LiveParameter:
         self._accessor = accessor
         self._homes = list(homes.values())
         self.live = self._found
+        self._is_dtensor = isinstance(self.live, DTensor)
         self._agreed = self._traits(self.live)
         self._is_row = mirrored is not None and any(
             hop.placement is Placement.SHARD for hop in mirrored.bucket.route
@@ -104,22 +108,22 @@ class LiveParameter:
         Where FSDP2 has put what it gathered in its place, the last one that was there: a shard.
         """
         found = self._found
-        if not isinstance(self.live, DTensor) or found is self.live:
+        if found is self.live or not self._is_dtensor:
             return found
         shards = isinstance(found, DTensor) and found.device_mesh == self.live.device_mesh
         return found if shards else self.live
 
     @property
     def _found(self) -> nn.Parameter:
-        module, name = self._homes[0]
-        return module.get_parameter(name)
-
-    @property
-    def view(self) -> torch.Tensor | None:
-        """The slot that autograd can accumulate into; None where dtypes differ."""
-        if self.buffer is None or self.buffer.bucket.dtype != self.buffer.bucket.wire_dtype:
-            return None
-        return self.buffer.views[self.record.key]
+        tree, name = self._homes[0]
+        try:
+            return tree.parameter(name)
+        except AttributeError as error:
+            raise StepError(
+                f"{self.record.key!r} is no parameter of its module any more: {error}. weight_norm, "
+                f"prune and parametrize replace a parameter by others: call them before the "
+                f"GradientSync is made, or make a new one on all ranks"
+            ) from error
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -190,14 +194,16 @@ class LiveParameter:
                 the reduced one of the step before.
         """
         parameter = self.parameter
-        self.live = parameter
+        if parameter is not self.live:
+            self.live = parameter
+            self._is_dtensor = isinstance(parameter, DTensor)
         if self._traits(parameter) != self._agreed:
             raise StepError(
                 f"{self.record.key!r} was {self._agreed} when the ranks agreed, now it is "
                 f"{self._traits(parameter)}: make a new GradientSync on all ranks"
             )
-        for module, name in self._homes[1:]:
-            if module.get_parameter(name) is not parameter:
+        for tree, name in self._homes[1:]:
+            if tree.parameter(name) is not parameter:
                 raise StepError(
                     f"{self.record.key!r} was one parameter on stages {sorted(self.stages)}, now "
                     f"{name!r} is another: make them one again"
@@ -214,7 +220,7 @@ class LiveParameter:
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
         self._adds = (continuing and self._adds) or self._has_result_left
-        if self._adds and self.buffer is not None:
+        if self._adds and self.buffer is not None and not self._is_zero:
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
                 f"would add to it: set it to zero or None before the step (optimizer.zero_grad() "
@@ -303,6 +309,8 @@ class LiveParameter:
 
         Backward leaves it so where there was no gradient to add to: if nobody reduces it.
         """
+        if not self._is_dtensor:
+            return False
         gradient = self.live.grad
         return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
@@ -378,11 +386,26 @@ class LiveParameter:
 
     @property
     def _has_result_left(self) -> bool:
-        """Whether the last step's result is there still: nobody has dropped it or zeroed it."""
-        result = self._accumulated if self.stand_in is None else self.stand_in.tensor.grad
-        if result is None or self._left is None or result is not self._left[0]():
+        """Whether the last step's result is there still; it may have been zeroed in place."""
+        if self._left is None:
             return False
-        return self.buffer is None or self._writes(result) == self._left[1] or bool(result.any())
+        result = self._result
+        return result is not None and result is self._left[0]()
+
+    @property
+    def _result(self) -> torch.Tensor | None:
+        return self._accumulated if self.stand_in is None else self.stand_in.tensor.grad
+
+    @property
+    def _is_zero(self) -> bool:
+        """Whether the last step's result was zeroed in place; the values are read where it may."""
+        result = self._result
+        assert result is not None
+        assert self._left is not None
+        if self._writes(result) == self._left[1]:
+            return False
+        is_zero = self.buffer is not None and result is self.view and self.buffer.is_zero()
+        return is_zero or not bool(result.any())
 
     def mark_reduced(self) -> None:
         """Remembers the result as it is now, so that `refresh` knows whether it was renewed."""
@@ -392,6 +415,8 @@ class LiveParameter:
 
     def _writes(self, gradient: torch.Tensor) -> int:
         """Counts the writes to the gradient; what is written by way of a DTensor, that counts."""
+        if not self._is_dtensor:
+            return gradient._version
         whole = self.live.grad
         return gradient._version + (whole._version if isinstance(whole, DTensor) else 0)
 
@@ -408,9 +433,15 @@ class LiveParameter:
             gradient.copy_(result)
 
 
+def _shared_view(buffer: BucketBuffer, key: str) -> torch.Tensor | None:
+    shares = buffer.bucket.dtype == buffer.bucket.wire_dtype
+    return buffer.views[key] if shares else None
+
+
 def live_parameters(
     agreed: Agreed,
     modules: Mapping[int, nn.Module],
+    trees: Mapping[int, ModuleTree],
     *,
     buffers: Mapping[str, BucketBuffer],
     mirrored: Mapping[str, ParameterBuffer],
@@ -420,13 +451,14 @@ def live_parameters(
     Args:
         agreed: What they are.
         modules: Where they are.
+        trees: Where they are looked up.
         buffers: Key -> where its gradient is reduced.
         mirrored: Key -> where it lies, if it may come from other ranks.
     """
     manifest, plan = agreed.manifest, agreed.plan
     routes, divisors = dict(plan.routes), dict(plan.divisors)
     wrapped = {s for s, kind in manifest.wrappers if kind == DistributedDataParallel.__name__}
-    homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
+    homes = {place: (trees[place[0]], full) for place, full, _ in named(modules)}
     found = {
         record.key: LiveParameter(
             record,

@@ -35,13 +35,14 @@ from pipegrad.gradients.groups import Groups
 from pipegrad.gradients.guard import make_equal, refuse_drift
 from pipegrad.gradients.hook import load_kept
 from pipegrad.gradients.mirror import Mirror
+from pipegrad.gradients.module_tree import ModuleTree
 from pipegrad.gradients.norm import clip_, global_norm
 from pipegrad.gradients.parameter import LiveParameter, live_parameters
 from pipegrad.gradients.plan import Plan
 from pipegrad.gradients.reduce import Reducer
 from pipegrad.gradients.route import is_counted
 from pipegrad.gradients.shards import reshard
-from pipegrad.gradients.shared import Shared
+from pipegrad.gradients.shared import Shared, unwrapped
 from pipegrad.gradients.stepped import (
     GroupOf,
     Stepped,
@@ -183,8 +184,13 @@ class GradientSync:
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
+        self._trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
         self._parameters = live_parameters(
-            agreed, modules, buffers=self._reducer.buffer_of, mirrored=self._mirror.buffer_of
+            agreed,
+            modules,
+            self._trees,
+            buffers=self._reducer.buffer_of,
+            mirrored=self._mirror.buffer_of,
         )
         self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(modules)}
         for parameter in reversed(self._parameters.values()):
@@ -229,6 +235,8 @@ class GradientSync:
         self._mirror.check_published()
         if not self._open:  # else FSDP2 may go on with what it has gathered
             self.reshard()
+        for tree in self._trees.values():
+            tree.check()
         for parameter in self._parameters.values():
             parameter.refresh(continuing=self._open)
         self._failed.begin()  # not before: a rank may be refused, and try again
