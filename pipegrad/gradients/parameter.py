@@ -110,7 +110,8 @@ class LiveParameter:
         found = self._found
         if found is self.live or not self._is_dtensor:
             return found
-        shards = isinstance(found, DTensor) and found.device_mesh == self.live.device_mesh
+        live: Any = self.live
+        shards = isinstance(found, DTensor) and found.device_mesh == live.device_mesh
         return found if shards else self.live
 
     @property
@@ -120,9 +121,9 @@ class LiveParameter:
             return tree.parameter(name)
         except AttributeError as error:
             raise StepError(
-                f"{self.record.key!r} is no parameter of its module any more: {error}. weight_norm, "
-                f"prune and parametrize replace a parameter by others: call them before the "
-                f"GradientSync is made, or make a new one on all ranks"
+                f"{self.record.key!r} is no parameter of its module any more: {error}. "
+                f"weight_norm, prune and parametrize replace a parameter by others: call them "
+                f"before the GradientSync is made, or make a new one on all ranks"
             ) from error
 
     @property
@@ -180,8 +181,10 @@ class LiveParameter:
     @property
     def fires_last(self) -> bool:
         """Whether all hooks that users have registered run before ours: they may change it."""
-        hooks = None if self._hook is None else self._hook.hooks_dict_ref()
-        return self._hook is not None and bool(hooks) and next(reversed(hooks)) == self._hook.id
+        if self._hook is None:
+            return False
+        hooks: dict[int, Any] | None = self._hook.hooks_dict_ref()
+        return bool(hooks) and next(reversed(hooks)) == self._hook.id  # type: ignore[arg-type]
 
     def refresh(self, *, continuing: bool) -> None:
         """Looks the parameter up anew, and refuses what would make this step's gradient wrong.

@@ -196,6 +196,10 @@ class GradientSync:
         for parameter in reversed(self._parameters.values()):
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
+        entries = (e for r in self.manifest.parameters for e in self.manifest.entries(r.key))
+        dtypes = {stored_dtype, *(entry.gradient_dtype for entry in entries)}
+        double = dtypes & {torch.float64, torch.complex128}  # anywhere: all ranks sum in one dtype
+        self._norm_dtype = torch.float64 if double else torch.float32
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
         self._statistics = Statistics()
         self._accumulating = False
@@ -219,7 +223,8 @@ class GradientSync:
                 accumulate may have different ones; a gradient that you set yourself is not divided.
 
         Sync: zeroes gradients on the current stream, and may scale those of accumulated steps: call
-        backward from it, or from one that waits for it. pipegrad's own buffers are safe whichever streams its verbs are called on.
+        backward from it, or from one that waits for it. pipegrad's own buffers are safe whichever
+        streams its verbs are called on.
 
         Raises:
             StepError: If a gradient still is the reduced one of the step before, if a parameter is
@@ -406,7 +411,7 @@ class GradientSync:
         The norm, and so the factor, has the same bits on all ranks: every rank must call this.
 
         Returns:
-            The norm before clipping, an fp32 scalar.
+            The norm before clipping, an fp32 scalar; of fp64 if there are gradients of fp64.
 
         Sync: on the current stream; one scalar all-reduce over all ranks.
         """
@@ -418,6 +423,7 @@ class GradientSync:
             norm_type,
             group=self._groups.world,
             device=self._device,
+            dtype=self._norm_dtype,
         )
         if not math.isinf(max_norm):
             clip_(list(gradients.values()), norm, max_norm)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipegrad import GradientSync, MainGrad, Topology
 from tests.gradients.cases import (
@@ -17,7 +17,6 @@ from tests.gradients.cases import (
     on,
     outcome,
     rank,
-    replicated,
     replies,
     stage,
     step,
@@ -34,7 +33,7 @@ two = replies(2, TWO)
 # Hooks of users.
 
 
-def hooked(change: Callable[[Tensor], None], *, inside: bool) -> Any:
+def hooked(change: Callable[[Tensor], object], *, inside: bool) -> Any:
     """Registers a hook behind the first step; returns the gradients, and what had left before."""
     module = stage(a=(64,), b=(64,))
     sync = tied(module, "a", "b", bucket_bytes=0)
@@ -130,6 +129,7 @@ def kernels() -> Any:
     a = module.get_parameter("a")
     sync = tied(module, "a", accessor=MainGrad())
     sync.optimizer_parameters()
+    (one,) = sync.stepped()
     found: list[Any] = []
 
     def compute(case: str) -> None:
@@ -144,7 +144,6 @@ def kernels() -> Any:
 
     for case in ("both", "beside autograd", "alone"):
         compute(case)
-        (one,) = sync.stepped()
         found.append(None if one.tensor.grad is None else one.tensor.grad.tolist())
         one.tensor.grad = None
         sync.publish()
@@ -205,6 +204,7 @@ def stepped_in_backward() -> Any:
 
         def drop(parameter: Tensor, name: str = name) -> None:
             if rank() == 0 and parameter is module.get_parameter(name):  # noqa: B023
+                assert parameter.grad is not None
                 with torch.no_grad():
                     parameter.sub_(parameter.grad)
                 parameter.grad = None
