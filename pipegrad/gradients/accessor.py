@@ -18,7 +18,8 @@ class GradientAccessor(Protocol):
 
     Of a DTensor it is this rank's part. One of your own that is no `GradAttribute` keeps gradients
     where no optimizer looks: then the optimizer is made of ``sync.optimizer_parameters()``, which
-    have them in ``.grad``. For example, all gradients in one place::
+    have them in ``.grad``. From `finish` to the next `prepare` a whole result is in both places.
+    For example, all gradients in one place::
 
         class Ledger:
             def __init__(self):
@@ -131,6 +132,11 @@ class MainGrad:
     ``main_grad`` itself, and says so by ``parameter.grad_added_to_main_grad = True``, is believed:
     what autograd has from it then is a placeholder. Where nobody reduces a parameter, there is no
     ``main_grad`` before its first gradient of a step.
+
+    From `finish` to the next `prepare` ``main_grad`` is the result: with REPLICATE on all ranks,
+    with OWNER on the owner. It is the memory of ``.grad`` of what the optimizer steps, unless the
+    stored dtype is another one: then clipping does not reach it. With SHARD a rank has only a row
+    of the result, in that ``.grad``, and ``main_grad`` is None.
 
     Args:
         dtype: In which gradients accumulate.

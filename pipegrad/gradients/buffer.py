@@ -78,6 +78,7 @@ class BucketBuffer(FlatBuffer):
         self._flag_index = {slot.key: index for index, slot in enumerate(bucket.slots)}
         self._flags = self.buffer[bucket.payload_numel :]  # where they are now
         self._ready: dict[str, GradientReady] = {}
+        self._was_zero: bool | None = None
         self._is_fresh = True  # it takes no memory on a CPU before it is written to
 
     def reset(self, keys: Sequence[str]) -> None:
@@ -96,10 +97,14 @@ class BucketBuffer(FlatBuffer):
         self._flags = self.buffer[self.bucket.payload_numel :]
         self._flags.fill_(1)
         self._ready.clear()
+        self._was_zero = None
         self.release(RESET)
 
     def fill(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> bool:
         """Brings one gradient into its slot; returns True when the bucket is complete.
+
+        Where nobody is known to have contributed, the slot itself is looked at, on the device: what
+        a kernel wrote by its address moves no version counter.
 
         Sync: writes on the current stream, which is taken for the producer's. No write, and no
         copy, if `gradient` already is the slot's view.
@@ -112,9 +117,26 @@ class BucketBuffer(FlatBuffer):
         elif gradient is not view:
             view.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
         if not contributed:
-            self._flags[self._flag_index[key]].zero_()
+            flag = self._flags[self._flag_index[key]]
+            flag.zero_() if gradient is None else flag.copy_(view.any())
         self._ready[key] = GradientReady(key, contributed, self.written(WRITTEN))
         return len(self._ready) == len(self.views)
+
+    def is_zero(self) -> bool:
+        """Whether all slots are known to be zero: one read for all, until somebody may write.
+
+        False may be wrong, where a zero has a sign, or somebody else's slot has old values.
+
+        Sync: blocks the host.
+        """
+        if self._was_zero is None:
+            payload = self.buffer[: self.bucket.payload_numel]
+            nbytes = payload.numel() * payload.element_size()
+            whole = payload.view(torch.int64) if nbytes and nbytes % 8 == 0 else payload
+            self._was_zero = whole.dtype == torch.int64 and not bool(
+                torch.stack(whole.aminmax()).any()
+            )
+        return self._was_zero
 
     def producers(self) -> list[torch.Event]:
         """Returns the events that a launch must wait for."""

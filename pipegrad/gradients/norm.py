@@ -15,19 +15,21 @@ def global_norm(
     *,
     group: dist.ProcessGroup | None,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Returns the norm over all ranks' `gradients`, an fp32 scalar.
+    """Returns the norm over all ranks' `gradients`, a scalar of `dtype`.
 
     Args:
         gradients: Those that this rank counts, in a fixed order.
         norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
         group: All ranks; None if there is one.
         device: Where the result lives.
+        dtype: Of the result, the same on all ranks.
 
     Sync: on the current stream; one scalar all-reduce over `group`.
     """
-    norms = [_norm(gradient, norm_type).float() for gradient in gradients]
-    zero = torch.zeros((), dtype=torch.float32, device=device)
+    norms = [_norm(gradient, norm_type).to(dtype) for gradient in gradients]
+    zero = torch.zeros((), dtype=dtype, device=device)
     if math.isinf(norm_type):
         total = torch.stack([zero, *norms]).max()
         if group is not None:
@@ -42,6 +44,8 @@ def global_norm(
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Returns the norm of one gradient, computed in fp32 at least."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
     if gradient.numel() == 0:  # of which torch knows no largest one
         return torch.zeros((), device=gradient.device)
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)

@@ -15,10 +15,11 @@ from torch.utils.weak import TensorWeakRef
 from pipegrad.errors import StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed, has_stand_in, stored_dtype_of
-from pipegrad.gradients.buffer import BucketBuffer
+from pipegrad.gradients.buffer import FILL_FREE, BucketBuffer
 from pipegrad.gradients.mirror import ParameterBuffer
+from pipegrad.gradients.module_tree import ModuleTree
 from pipegrad.gradients.route import has_result
-from pipegrad.gradients.shared import named, unwrapped
+from pipegrad.gradients.shared import named
 from pipegrad.gradients.stepped import StandIn
 from pipegrad.handler import ParameterRecord, Placement
 
@@ -43,7 +44,7 @@ class LiveParameter:
 
     Args:
         record: What the ranks agreed on.
-        homes: Local stage -> the module it is in, and its full name there; all one object.
+        homes: Local stage -> the modules it is in, and its full name there; all one object.
         accessor: Where its gradient lives.
         buffer: Its bucket's buffer; None if nobody reduces it.
         has_result: Whether this rank has its reduced gradient, or a row of it.
@@ -52,13 +53,14 @@ class LiveParameter:
 
     Attributes:
         live: The tensor that this step began with.
+        view: The slot that autograd can accumulate into; None where dtypes differ.
         stand_in: What the optimizer steps in its place.
     """
 
     def __init__(
         self,
         record: ParameterRecord,
-        homes: Mapping[int, tuple[nn.Module, str]],
+        homes: Mapping[int, tuple[ModuleTree, str]],
         accessor: GradientAccessor,
         buffer: BucketBuffer | None,
         *,
@@ -69,6 +71,7 @@ class LiveParameter:
         self.record = record
         self.stages = frozenset(homes)
         self.buffer = buffer
+        self.view = None if buffer is None else _shared_view(buffer, record.key)
         self.mirrored = mirrored
         self.stand_in: StandIn | None = None
         self._has_result = has_result
@@ -82,6 +85,7 @@ class LiveParameter:
         self._accessor = accessor
         self._homes = list(homes.values())
         self.live = self._found
+        self._is_dtensor = isinstance(self.live, DTensor)
         self._agreed = self._traits(self.live)
         self._is_row = mirrored is not None and any(
             hop.placement is Placement.SHARD for hop in mirrored.bucket.route
@@ -90,8 +94,12 @@ class LiveParameter:
         self._version: int | None = None  # before anybody else writes into it
         self._hook: RemovableHandle | None = None
         self._hooked: nn.Parameter | None = None
+        self._fired = False  # whether autograd has added to the gradient at hand
         self._zeroed_version: int | None = None
-        self._reduced: tuple[TensorWeakRef, int] | None = None
+        self._owed = 1.0  # what the gradient at hand is still to be divided by
+        self._left: tuple[TensorWeakRef, int] | None = None  # a result, and its version
+        self._adds = False  # whether this step's result is added to the last one's
+        self._kept: TensorWeakRef | None = None  # a result, where the accessor has gradients
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -100,22 +108,23 @@ class LiveParameter:
         Where FSDP2 has put what it gathered in its place, the last one that was there: a shard.
         """
         found = self._found
-        if not isinstance(self.live, DTensor) or found is self.live:
+        if found is self.live or not self._is_dtensor:
             return found
-        shards = isinstance(found, DTensor) and found.device_mesh == self.live.device_mesh
+        live: Any = self.live
+        shards = isinstance(found, DTensor) and found.device_mesh == live.device_mesh
         return found if shards else self.live
 
     @property
     def _found(self) -> nn.Parameter:
-        module, name = self._homes[0]
-        return module.get_parameter(name)
-
-    @property
-    def view(self) -> torch.Tensor | None:
-        """The slot that autograd can accumulate into; None where dtypes differ."""
-        if self.buffer is None or self.buffer.bucket.dtype != self.buffer.bucket.wire_dtype:
-            return None
-        return self.buffer.views[self.record.key]
+        tree, name = self._homes[0]
+        try:
+            return tree.parameter(name)
+        except AttributeError as error:
+            raise StepError(
+                f"{self.record.key!r} is no parameter of its module any more: {error}. "
+                f"weight_norm, prune and parametrize replace a parameter by others: call them "
+                f"before the GradientSync is made, or make a new one on all ranks"
+            ) from error
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -161,34 +170,48 @@ class LiveParameter:
     def watch(self, on_accumulated: Callable[[LiveParameter], None]) -> None:
         """Calls `on_accumulated` whenever autograd has accumulated into the live parameter."""
         parameter = self.live
-        if parameter is self._hooked or not self.record.requires_grad:
+        if not self.record.requires_grad or (parameter is self._hooked and self.fires_last):
             return
         if self._hook is not None:
             self._hook.remove()
 
         def accumulated(_: torch.Tensor) -> None:
+            self._fired = True
             self._accessor.accumulated(parameter)
             on_accumulated(self)
 
         self._hook = parameter.register_post_accumulate_grad_hook(accumulated)
         self._hooked = parameter
 
-    def refresh(self) -> None:
+    @property
+    def fires_last(self) -> bool:
+        """Whether all hooks that users have registered run before ours: they may change it."""
+        if self._hook is None:
+            return False
+        hooks: dict[int, Any] | None = self._hook.hooks_dict_ref()
+        return bool(hooks) and next(reversed(hooks)) == self._hook.id  # type: ignore[arg-type]
+
+    def refresh(self, *, continuing: bool) -> None:
         """Looks the parameter up anew, and refuses what would make this step's gradient wrong.
+
+        Args:
+            continuing: The step adds to earlier ones that were accumulated.
 
         Raises:
             StepError: If the parameter is no longer what was agreed on, or its gradient still is
                 the reduced one of the step before.
         """
         parameter = self.parameter
-        self.live = parameter
+        if parameter is not self.live:
+            self.live = parameter
+            self._is_dtensor = isinstance(parameter, DTensor)
         if self._traits(parameter) != self._agreed:
             raise StepError(
                 f"{self.record.key!r} was {self._agreed} when the ranks agreed, now it is "
                 f"{self._traits(parameter)}: make a new GradientSync on all ranks"
             )
-        for module, name in self._homes[1:]:
-            if module.get_parameter(name) is not parameter:
+        for tree, name in self._homes[1:]:
+            if tree.parameter(name) is not parameter:
                 raise StepError(
                     f"{self.record.key!r} was one parameter on stages {sorted(self.stages)}, now "
                     f"{name!r} is another: make them one again"
@@ -204,23 +227,31 @@ class LiveParameter:
                 f"{self.record.key!r} was changed, and its stored copy, which is what is stepped, "
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
-        gradient = self._accumulated
-        if gradient is None or self._reduced is None or gradient is not self._reduced[0]():
-            return
-        if self._writes(gradient) == self._reduced[1] or bool(gradient.any()):
+        self._adds = (continuing and self._adds) or self._has_result_left
+        if self._adds and self.buffer is not None and not self._is_zero:
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
-                f"would add to it: call optimizer.zero_grad() before the step, or accumulate with "
-                f"'with sync.accumulate():' around all steps but the last"
+                f"would add to it: set it to zero or None before the step (optimizer.zero_grad() "
+                f"does so for the parameters that this optimizer has, module.zero_grad() for all "
+                f"whose gradient is in .grad), or accumulate with 'with sync.accumulate():' around "
+                f"all steps but the last"
             )
 
-    def open(self, *, continuing: bool) -> bool:
+    def open(self, divisor: float, *, continuing: bool) -> bool:
         """Starts a step; returns whether to zero the slot, for a gradient that is to go there.
 
         Args:
+            divisor: What this step's gradient is to be divided by, beside the parameter's own.
             continuing: The step adds to earlier ones that were accumulated.
+
+        Sync: on the current stream, which may scale a gradient that is there already.
         """
-        self._reduced = None  # the slot comes back, for a gradient that is not yet reduced
+        owed, self._owed = self._owed, divisor * self._divisor
+        if not continuing:
+            self._fired = False
+            self._drop_kept()
+            owed = 1.0 if self._adds else self._divisor  # a result, or the user's own
+        self._left = None  # the slot comes back, for a gradient that is not yet reduced
         self.waiting = set(self.stages)
         self.final = False
         self.firings = 0
@@ -229,6 +260,9 @@ class LiveParameter:
             return self.view is not None
         if not continuing or gradient is not self.view:
             self._zeroed_version = None
+        if owed != self._owed and not self._is_untouched(gradient):
+            with torch.no_grad():
+                gradient.mul_(self._owed / owed)  # so that one division serves all steps
         return False
 
     def use_view(self) -> None:
@@ -238,23 +272,44 @@ class LiveParameter:
             self._accessor.write(self.live, view)
             self._zeroed_version = self._writes(view)
 
-    def close(self, divisor: float) -> torch.Tensor | None:
-        """Marks the gradient final and returns it, divided once; None if there is none."""
+    def close(self) -> torch.Tensor | None:
+        """Marks the gradient final and returns it, divided once; None if there is none.
+
+        Raises:
+            StepError: If autograd has made one that is to be reduced, and somebody took it away.
+        """
         if self.live.grad is not None and not isinstance(self._accessor, GradAttribute):
             self._accessor.accumulated(self.live)  # torch's split backwards fire no hooks
+            self._fired = True
         if self._is_term:
             self._sum_terms()
         self.final = True
         self.left_early = bool(self.waiting)
-        gradient, divisor = self.gradient, divisor * self._divisor
-        untouched = gradient is self.view and self._zeroed_version is not None
-        self.contributed = gradient is not None and not (
-            untouched and self._writes(gradient) == self._zeroed_version
-        )
-        if gradient is not None and self.contributed and divisor != 1:
+        gradient = self.gradient
+        if gradient is None and self._fired and self.buffer is not None:
+            raise StepError(
+                f"the gradient of {self.record.key!r} is gone: autograd added to it in this step, "
+                f"and it was set to None since, so nothing is left to reduce. Call "
+                f"optimizer.step() after finish(), not in a hook; to drop a gradient inside a "
+                f"step, zero it"
+            )
+        self.contributed = gradient is not None and not self._is_untouched(gradient)
+        if gradient is not None and self._owed != 1:
+            if self.buffer is not None and not self.contributed:
+                self.buffer.acquire(FILL_FREE)  # no producer has waited for the zeroing
             with torch.no_grad():
-                gradient.div_(divisor)
+                gradient.div_(self._owed)
         return gradient
+
+    def _is_untouched(self, gradient: torch.Tensor) -> bool:
+        """Whether nobody is known to have written into the zeroed slot.
+
+        The version tells only where no hook has fired: a kernel that is given an address leaves it.
+        What is written by address alone, without autograd, the slot's values tell: `BucketBuffer`.
+        """
+        if self._fired or gradient is not self.view:
+            return False
+        return self._zeroed_version is not None and self._writes(gradient) == self._zeroed_version
 
     @property
     def _is_term(self) -> bool:
@@ -262,6 +317,8 @@ class LiveParameter:
 
         Backward leaves it so where there was no gradient to add to: if nobody reduces it.
         """
+        if not self._is_dtensor:
+            return False
         gradient = self.live.grad
         return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
@@ -297,8 +354,8 @@ class LiveParameter:
             elif self.gradient is not result:
                 self._accessor.write(self.live, result)
         if self.stand_in is not None and not self._is_row:
-            self.stand_in.take(self.gradient)
-            self._accessor.write(self.live, None)
+            self.stand_in.take(self.gradient, adds=self._adds)
+            self._keep(self.stand_in.tensor.grad)
         self.mark_reduced()
         if self.firings > 1:  # e.g. reentrant checkpointing: each firing is only a part
             self.early = False
@@ -314,16 +371,60 @@ class LiveParameter:
             row = None if buffer is None else buffer.row(share.key, share.begin, share.end)
             self.stand_in.take(row)
 
-    def mark_reduced(self) -> None:
-        """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""
+    def _keep(self, result: torch.Tensor | None) -> None:
+        """Leaves the result where the accessor has gradients, for those who read it there.
+
+        Only ``.grad`` is emptied: another optimizer might step the parameter by it.
+        """
+        if isinstance(self._accessor, GradAttribute):
+            self._accessor.write(self.live, None)
+            return
+        if self._adds and result is not None:
+            dtype = self._accessor.dtype(self.live)
+            self._accessor.write(self.live, result.detach().to(dtype))
         gradient = self.gradient
+        self._kept = None if gradient is None else TensorWeakRef(gradient)
+
+    def _drop_kept(self) -> None:
+        """Takes the last step's result from the accessor: what stands in has it, or is zeroed."""
+        gradient = None if self._kept is None else self.gradient
+        if gradient is not None and self._kept is not None and gradient is self._kept():
+            self._accessor.write(self.live, None)
+        self._kept = None
+
+    @property
+    def _has_result_left(self) -> bool:
+        """Whether the last step's result is there still; it may have been zeroed in place."""
+        if self._left is None:
+            return False
+        result = self._result
+        return result is not None and result is self._left[0]()
+
+    @property
+    def _result(self) -> torch.Tensor | None:
+        return self._accumulated if self.stand_in is None else self.stand_in.tensor.grad
+
+    @property
+    def _is_zero(self) -> bool:
+        """Whether the last step's result was zeroed in place; the values are read where it may."""
+        result = self._result
+        assert result is not None
+        assert self._left is not None
+        if self._writes(result) == self._left[1]:
+            return False
+        is_zero = self.buffer is not None and result is self.view and self.buffer.is_zero()
+        return is_zero or not bool(result.any())
+
+    def mark_reduced(self) -> None:
+        """Remembers the result as it is now, so that `refresh` knows whether it was renewed."""
+        gradient = self.stepped_gradient
         # Weakly: a gradient that the user drops must not live on until the next one is there.
-        self._reduced = (
-            None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
-        )
+        self._left = None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
 
     def _writes(self, gradient: torch.Tensor) -> int:
         """Counts the writes to the gradient; what is written by way of a DTensor, that counts."""
+        if not self._is_dtensor:
+            return gradient._version
         whole = self.live.grad
         return gradient._version + (whole._version if isinstance(whole, DTensor) else 0)
 
@@ -340,9 +441,15 @@ class LiveParameter:
             gradient.copy_(result)
 
 
+def _shared_view(buffer: BucketBuffer, key: str) -> torch.Tensor | None:
+    shares = buffer.bucket.dtype == buffer.bucket.wire_dtype
+    return buffer.views[key] if shares else None
+
+
 def live_parameters(
     agreed: Agreed,
     modules: Mapping[int, nn.Module],
+    trees: Mapping[int, ModuleTree],
     *,
     buffers: Mapping[str, BucketBuffer],
     mirrored: Mapping[str, ParameterBuffer],
@@ -352,13 +459,14 @@ def live_parameters(
     Args:
         agreed: What they are.
         modules: Where they are.
+        trees: Where they are looked up.
         buffers: Key -> where its gradient is reduced.
         mirrored: Key -> where it lies, if it may come from other ranks.
     """
     manifest, plan = agreed.manifest, agreed.plan
     routes, divisors = dict(plan.routes), dict(plan.divisors)
     wrapped = {s for s, kind in manifest.wrappers if kind == DistributedDataParallel.__name__}
-    homes = {place: (unwrapped(modules[place[0]]), full) for place, full, _ in named(modules)}
+    homes = {place: (trees[place[0]], full) for place, full, _ in named(modules)}
     found = {
         record.key: LiveParameter(
             record,

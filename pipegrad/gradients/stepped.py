@@ -75,11 +75,19 @@ class StandIn:
         if self.copied:
             self._source.copy_(self.tensor.data)
 
-    def take(self, gradient: torch.Tensor | None) -> None:
-        """Hands the optimizer its gradient, cast if need be; None if nobody contributed."""
+    def take(self, gradient: torch.Tensor | None, *, adds: bool = False) -> None:
+        """Hands the optimizer its gradient, cast if need be; None if nobody contributed.
+
+        Args:
+            gradient: The step's.
+            adds: Whether to add it to that of the step before, which nobody has zeroed.
+        """
         if gradient is not None:
             gradient = gradient.detach().to(self._dtype if self.copied else self._gradient_dtype)
-        self.tensor.grad = gradient
+        if not adds or self.tensor.grad is None:
+            self.tensor.grad = gradient
+        elif gradient is not None:
+            self.tensor.grad.add_(gradient)
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,14 @@ from pipegrad.gradients.guard import (
 )
 from pipegrad.gradients.hook import load_kept
 from pipegrad.gradients.mirror import Mirror
+from pipegrad.gradients.module_tree import ModuleTree
 from pipegrad.gradients.norm import clip_, global_norm
 from pipegrad.gradients.parameter import LiveParameter, live_parameters
 from pipegrad.gradients.plan import Plan
 from pipegrad.gradients.reduce import Reducer
 from pipegrad.gradients.route import is_counted
 from pipegrad.gradients.shards import reshard
-from pipegrad.gradients.shared import Shared
+from pipegrad.gradients.shared import Shared, unwrapped
 from pipegrad.gradients.stepped import (
     GroupOf,
     Stepped,
@@ -207,16 +208,24 @@ class GradientSync:
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
+        self._trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
         self._parameters = live_parameters(
-            agreed, modules, buffers=self._reducer.buffer_of, mirrored=self._mirror.buffer_of
+            agreed,
+            modules,
+            self._trees,
+            buffers=self._reducer.buffer_of,
+            mirrored=self._mirror.buffer_of,
         )
         self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(modules)}
         for parameter in reversed(self._parameters.values()):
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
+        entries = (e for r in self.manifest.parameters for e in self.manifest.entries(r.key))
+        dtypes = {stored_dtype, *(entry.gradient_dtype for entry in entries)}
+        double = dtypes & {torch.float64, torch.complex128}  # anywhere: all ranks sum in one dtype
+        self._norm_dtype = torch.float64 if double else torch.float32
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
         self._statistics = Statistics()
-        self._divisor = 1.0
         self._accumulating = False
         self._open = False
         self._last_backwards: set[int] = set()
@@ -235,13 +244,15 @@ class GradientSync:
         """Starts a step, or continues an accumulated one: gradients get zeroed slots to go to.
 
         Args:
-            divisor: Every gradient is divided by it, once, when it is final: the number of
-                microbatches, where each microbatch's loss is a mean. So the sum of all microbatches
-                must fit into the gradient's dtype; where that is float16, divide the loss instead,
-                or accumulate in float32 (`Float32Grad`).
+            divisor: What this step adds to gradients is divided by it, once, when they are final:
+                the number of microbatches, where each microbatch's loss is a mean. So the sum of
+                all microbatches must fit into the gradient's dtype; where that is float16, divide
+                the loss instead, or accumulate in float32 (`Float32Grad`). Steps that accumulate
+                may have different ones; a gradient that you set yourself is not divided.
 
-        Sync: zeroes gradients on the current stream: call backward from it, or from one that waits
-        for it. pipegrad's own buffers are safe whichever streams its verbs are called on.
+        Sync: zeroes gradients on the current stream, and may scale those of accumulated steps: call
+        backward from it, or from one that waits for it. pipegrad's own buffers are safe whichever
+        streams its verbs are called on.
 
         Raises:
             StepError: If a gradient still is the reduced one of the step before, if a parameter is
@@ -257,11 +268,15 @@ class GradientSync:
         self._mirror.check_published()
         if not self._open:  # else FSDP2 may go on with what it has gathered
             self.reshard()
+        for tree in self._trees.values():
+            tree.check()
         for parameter in self._parameters.values():
-            parameter.refresh()
+            parameter.refresh(continuing=self._open)
         self._failed.begin()  # not before: a rank may be refused, and try again
         self._late_error = None
-        zeroed = {key: p for key, p in self._parameters.items() if p.open(continuing=self._open)}
+        zeroed = {
+            key: p for key, p in self._parameters.items() if p.open(divisor, continuing=self._open)
+        }
         for buffer in self._reducer.buffers.values():
             buffer.reset([key for key in buffer.views if key in zeroed])
         for parameter in zeroed.values():
@@ -275,7 +290,6 @@ class GradientSync:
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
         self._watch.follow(self._by_id)
-        self._divisor = divisor
         self._open = True
 
     @contextmanager
@@ -443,7 +457,7 @@ class GradientSync:
         The norm, and so the factor, has the same bits on all ranks: every rank must call this.
 
         Returns:
-            The norm before clipping, an fp32 scalar.
+            The norm before clipping, an fp32 scalar; of fp64 if there are gradients of fp64.
 
         Sync: on the current stream; one scalar all-reduce over all ranks.
         """
@@ -455,6 +469,7 @@ class GradientSync:
             norm_type,
             group=self._groups.world,
             device=self._device,
+            dtype=self._norm_dtype,
         )
         if not math.isinf(max_norm):
             clip_(list(gradients.values()), norm, max_norm)
@@ -709,7 +724,7 @@ class GradientSync:
                 f"autograd added to the gradient of {parameter.record.key!r} after it was final; "
                 f"a module that runs backward inside backward must do so in every step"
             )
-        elif parameter.early:
+        elif parameter.early and parameter.fires_last:
             self._finalize(parameter)
 
     def _leave(self, parameter: LiveParameter, stage: int) -> None:
@@ -719,7 +734,11 @@ class GradientSync:
             self._finalize(parameter)
 
     def _finalize(self, parameter: LiveParameter) -> None:
-        gradient = parameter.close(self._divisor)
+        try:
+            gradient = parameter.close()
+        except StepError as error:  # `finish` raises it and tells the ranks that wait for this one
+            self._late_error = self._late_error or error
+            return
         if parameter.buffer is not None:
             self._reducer.announce(
                 parameter.record.key, gradient, contributed=parameter.contributed

@@ -97,7 +97,11 @@ def megatron(schedule: str, accumulate: int) -> dict[str, Any]:
                 errors[f"{step} loss {part}"] = error(loss, low_step(true, tokens, target, 4))
             early.append(sync.statistics().early)
             assert all(p.grad is None for p in module.parameters())
-            assert all(MainGrad().read(p) is None for p in module.parameters())
+            mains = [MainGrad().read(sync.parameter(one.record)) for one in sync.stepped()]
+            assert all(
+                (m is None) == (s.tensor.grad is None)
+                for m, s in zip(mains, sync.stepped(), strict=True)
+            )
             norm = sync.clip_grad_norm_(0.5)
             errors[f"{step} norm"] = error(norm, nn.utils.clip_grad_norm_(true.parameters(), 0.5))
             for name, tensor in stepped.items():

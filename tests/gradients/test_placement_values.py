@@ -137,7 +137,7 @@ def test_sparse_gradients_become_dense(two: list[dict[str, Any]]) -> None:
 
 @on(TWO)
 def accumulated() -> Any:
-    """Gradients of 1, 2 and 4, halved once; then a step that begins anew."""
+    """Gradients of 1, 2, and half of 4 and of 8; then a step that begins anew."""
     found = []
     for placed in PLACES:
         module = stage(w=(20,), late=(3,))
@@ -166,14 +166,14 @@ def accumulated() -> Any:
 def test_accumulated_gradients_travel_once(two: list[dict[str, Any]]) -> None:
     for found in zip(*(reply["accumulated"] for reply in two), strict=True):
         sums, again = [one[1] for one in found], [one[2] for one in found]
-        assert joined(sums, "0.w") == [7.0] * 20
+        assert joined(sums, "0.w") == [10.0] * 20
         assert joined(sums, "0.late") == [8.0] * 3
         assert joined(again, "0.w") == [2.0] * 20
         assert all(
             gradient is None for one in again for k, (_, gradient) in one.items() if "late" in k
         )
         assert [(steps, values) for steps, _, _, values in found] == [
-            ([0, 0], [[-9.0], [-8.0]])
+            ([0, 0], [[-12.0], [-8.0]])
         ] * 2
 
 

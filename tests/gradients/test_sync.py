@@ -136,8 +136,9 @@ def accumulated() -> Any:
     return found
 
 
-def test_accumulated_steps_only_add_up_and_are_divided_once(two: list[dict[str, Any]]) -> None:
-    once = [({"a": [7.0]}, 0, {"a": [31.0]}, 1), {"a": [2.0]}]
+def test_accumulated_steps_only_add_up_and_are_divided_each(two: list[dict[str, Any]]) -> None:
+    """Of both ranks 1 + 2 + 4 + 8, by 1, and 16, by 2."""
+    once = [({"a": [7.0]}, 0, {"a": [46.0]}, 1), {"a": [2.0]}]
     assert [reply["accumulated"] for reply in two] == [once * 2] * 2
 
 
