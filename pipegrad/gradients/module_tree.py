@@ -37,7 +37,11 @@ class ModuleTree:
             self._owners[full] = self._find(full)
         owner, name = self._owners[full]
         found = owner._parameters.get(name)
-        return self._root.get_parameter(full) if found is None else found
+        return self.walk(full) if found is None else found
+
+    def walk(self, full: str) -> nn.Parameter:
+        """Returns the parameter that has this name now, at the cost of a walk, without `check`."""
+        return self._root.get_parameter(full)
 
     def _find(self, full: str) -> tuple[nn.Module, str]:
         """Returns the module that has a parameter, and its name there."""

@@ -84,7 +84,8 @@ class LiveParameter:
         self.left_early = False
         self._accessor = accessor
         self._homes = list(homes.values())
-        self.live = self._found
+        tree, name = self._homes[0]
+        self.live = tree.walk(name)
         self._is_dtensor = isinstance(self.live, DTensor)
         self._agreed = self._traits(self.live)
         self._is_row = mirrored is not None and any(
@@ -107,7 +108,10 @@ class LiveParameter:
 
         Where FSDP2 has put what it gathered in its place, the last one that was there: a shard.
         """
-        found = self._found
+        tree, name = self._homes[0]
+        return self._unless_gathered(tree.walk(name))
+
+    def _unless_gathered(self, found: nn.Parameter) -> nn.Parameter:
         if found is self.live or not self._is_dtensor:
             return found
         live: Any = self.live
@@ -116,6 +120,7 @@ class LiveParameter:
 
     @property
     def _found(self) -> nn.Parameter:
+        """What is in its module now, if its `ModuleTree` was checked."""
         tree, name = self._homes[0]
         try:
             return tree.parameter(name)
@@ -201,7 +206,7 @@ class LiveParameter:
             StepError: If the parameter is no longer what was agreed on, or its gradient still is
                 the reduced one of the step before.
         """
-        parameter = self.parameter
+        parameter = self._unless_gathered(self._found)
         if parameter is not self.live:
             self.live = parameter
             self._is_dtensor = isinstance(parameter, DTensor)

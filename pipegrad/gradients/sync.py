@@ -722,7 +722,9 @@ class GradientSync:
         if parameter.final:
             self._late_error = StepError(
                 f"autograd added to the gradient of {parameter.record.key!r} after it was final; "
-                f"a module that runs backward inside backward must do so in every step"
+                f"a module that runs backward inside backward must do so in every step, and where "
+                f"a stage has several backwards (an auxiliary loss, say) stage_last_backward() is "
+                f"called before the very last one, or not at all"
             )
         elif parameter.early and parameter.fires_last:
             self._finalize(parameter)
