@@ -29,6 +29,7 @@ from tests.rounding import ADAM_EPS, rounding
 from tests.runtime.pipelines import CPU, loss_of
 from tests.runtime.schedulers import error
 from tests.runtime.sharded import TOKENS, batch, build, low_step
+from tests.versions import needs_2_13
 
 MOST = rounding(3 * 2 * 8 * TOKENS)  # of three steps of two batches
 ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))
@@ -171,6 +172,7 @@ def torchs_split() -> dict[str, float]:
     return errors
 
 
+@needs_2_13
 def test_what_torchs_split_backward_writes_is_taken_too() -> None:
     for errors in run_ranks(torchs_split, 2):
         assert len(errors) == 2 * 4

@@ -13,6 +13,7 @@ import pytest
 from pipegrad.testing import run_ranks
 from tests.rounding import rounding
 from tests.runtime.sharded import TIED, Case, Found, run_cases
+from tests.versions import marks_of, runnable
 
 OURS = [
     Case("gpipe"),
@@ -49,7 +50,7 @@ HSDP = Case("1f1b", replicate=2)  # of 8 ranks: 2 stages x 2 replicas x 2 shards
 
 @functools.cache
 def found(num_ranks: int) -> Sequence[Mapping[Case, Found]]:
-    return run_ranks(run_cases, num_ranks, CASES if num_ranks == 4 else [HSDP])
+    return run_ranks(run_cases, num_ranks, runnable(CASES) if num_ranks == 4 else [HSDP])
 
 
 def most(case: Case, name: str) -> float:
@@ -62,7 +63,9 @@ def reports(case: Case) -> list[Found]:
     return [rank[case] for rank in found(4)]
 
 
-every = pytest.mark.parametrize("case", CASES, ids=str)
+every = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=marks_of(case)) for case in CASES]
+)
 
 
 @every

@@ -31,6 +31,7 @@ from pipegrad.testing import run_ranks
 from tests.runtime.pipelines import CPU, loss_of
 from tests.runtime.schedulers import MOST, error
 from tests.runtime.sharded import batch, build
+from tests.versions import needs_2_13
 
 PLACES = ((0, 1), (0, 1, 1, 0), (0, 1, 0, 1))
 TIE = [{0: "0.weight", 1: "3.weight"}]
@@ -215,7 +216,13 @@ def told() -> list[dict[str, str]]:
     return run_ranks(refusals, 4)
 
 
-@pytest.mark.parametrize("refused", REFUSALS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param(f, id=f.__name__, marks=needs_2_13 if f in (torchs_split, torchs_vee) else ())
+        for f in REFUSALS
+    ],
+)
 def test_is_refused_on_all_ranks_by_name(refused: Callable[[DeviceMesh], None]) -> None:
     for said in told():
         for words in REFUSALS[refused]:

@@ -17,6 +17,7 @@ from tests.rounding import rounding
 from tests.runtime.models import TOKENS
 from tests.runtime.pipelines import Case
 from tests.runtime.training import Measured, merged, run_cases
+from tests.versions import marks_of, needs_2_13, runnable
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 OTHER_SCHEDULES = ("LoopedBFS", "InterleavedZeroBubble", "CSV runtime", "CSV multi")
@@ -132,13 +133,16 @@ def spawned(name: str) -> dict[Case, Measured] | Exception:
     """Returns also a failure, which then is not run again for every case."""
     num_ranks, pipeline, cases = WORLDS[name]
     try:
-        return merged(run_ranks(run_cases, num_ranks, pipeline, cases))
+        return merged(run_ranks(run_cases, num_ranks, pipeline, runnable(cases)))
     except Exception as error:  # noqa: BLE001 - raised by world
         return error
 
 
 def cases(chosen: Iterable[tuple[str, Case]]) -> pytest.MarkDecorator:
-    table = [pytest.param(name, case, id=f"{name}: {case}") for name, case in chosen]
+    table = [
+        pytest.param(name, case, id=f"{name}: {case}", marks=marks_of(case))
+        for name, case in chosen
+    ]
     return pytest.mark.parametrize(("name", "case"), table)
 
 
@@ -208,6 +212,7 @@ def test_without_attach_ties_across_ranks_are_wrong(unattached: list[Measured]) 
         assert error > 0.1 if name in ties else error <= most("pipeline 4", CONTROLS[0])
 
 
+@needs_2_13
 def test_without_attach_a_tie_within_a_rank_is_divided_twice(unattached: list[Measured]) -> None:
     """torch divides at the end of each stage. Without that division it needs no help."""
     _, divided, sums = unattached
