@@ -6,7 +6,7 @@ read first is ``pipegrad/gradients/sync.py``.
 
 import os
 
-from pipegrad import schedules
+from pipegrad import _torch_version, schedules  # noqa: F401 - refuses an old torch first
 from pipegrad.agreement import agree
 from pipegrad.errors import (
     AgreementError,

@@ -13,10 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from pipegrad.testing import run_ranks
+from tests.rounding import rounding
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torch_pipelining.py"
 TITAN = EXAMPLE.with_name("torchtitan.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TOKENS, TITAN_TOKENS = 16 * 64, 16 * 16  # of a batch of the examples
 
 
 def run_example(arguments: list[str], example: Path = EXAMPLE) -> str:
@@ -45,13 +47,15 @@ def test_torch_pipelining_equals_one_process(num_ranks: int, pipeline: int) -> N
     arguments = ["--pipeline", str(pipeline), "--steps", "20"]
     printed, *others = run_ranks(run_example, num_ranks, arguments)
     without, with_attach = gradient_errors(printed)
-    assert with_attach < 1e-6
-    assert (without < 1e-6) == (num_ranks == 1)  # without the line it is wrong, and by how much
+    assert with_attach < rounding(TOKENS)
+    assert (without < rounding(TOKENS)) == (
+        num_ranks == 1
+    )  # without the line it is wrong, and by how much
     assert num_ranks == 1 or without > 0.1
     assert others == [""] * (num_ranks - 1)
     assert len(losses(printed)) == 3
     for ours, true in losses(printed):
-        assert ours == pytest.approx(true, rel=1e-4)
+        assert ours == pytest.approx(true, rel=rounding(20 * TOKENS))
     assert losses(printed)[-1][0] < 0.65 * losses(printed)[0][0]
 
 
@@ -62,9 +66,10 @@ def test_torchtitans_tied_models_equal_one_process(model: str, by: list[str]) ->
     printed, *others = run_ranks(run_example, 4, arguments, TITAN)
     found = re.findall(r"loss (\S+)  norm (\S+)  one process: loss (\S+)  norm (\S+)", printed)
     assert len(found) == 6
-    for loss, norm, true_loss, true_norm in found:
-        assert float(loss) == pytest.approx(float(true_loss), rel=1e-5)
-        assert float(norm) == pytest.approx(float(true_norm), rel=1e-5)
+    for step, (loss, norm, true_loss, true_norm) in enumerate(found, 1):
+        most = rounding(step * TITAN_TOKENS)
+        assert float(loss) == pytest.approx(float(true_loss), rel=most)
+        assert float(norm) == pytest.approx(float(true_norm), rel=most)
     assert float(found[-1][0]) < 0.95 * float(found[0][0])
     assert "tied [['tok_embeddings.weight', 'output.weight']]" in printed
     assert printed.endswith("the same bits on both stages\n")
@@ -87,5 +92,5 @@ def test_torchrun_runs_it_as_the_readme_says() -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert gradient_errors(ran.stdout)[1] < 1e-6
+    assert gradient_errors(ran.stdout)[1] < rounding(TOKENS)
     assert "UserWarning" not in ran.stderr

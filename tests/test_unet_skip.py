@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipegrad.testing import run_ranks
+from tests.rounding import rounding
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "unet_skip.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+PIXELS = 32 * 16 * 16  # of a batch
 
 
 def run_example(arguments: list[str], lost: str = "") -> str:
@@ -89,9 +92,9 @@ def test_it_equals_one_process(
     assert printed.startswith(f"schedule {schedule}\nrank 0  0F0")
     errors = gradient_errors(printed)
     assert len(errors) == 3  # of the steps 1, which learns what is sent, 2 and 10
-    assert max(errors) < 1e-12
+    assert max(errors) < rounding(10 * PIXELS, dtype=torch.float64)
     for ours, true in losses(printed):
-        assert ours == pytest.approx(true, rel=1e-5)
+        assert ours == pytest.approx(true, abs=2e-6)  # as printed
     assert losses(printed)[-1][0] < 0.9 * losses(printed)[0][0]
     assert num_bytes(printed) == sent
     assert others == [""] * (num_ranks - 1)
@@ -103,7 +106,7 @@ def test_without_the_gradient_of_one_value_it_does_not(lost: str) -> None:
     printed, _ = run_ranks(run_example, 2, arguments, lost)
     assert gradient_errors(printed)[0] > 0.05
     [(ours, true)] = losses(printed)
-    assert ours == pytest.approx(true, rel=1e-5)  # forward is what it was
+    assert ours == pytest.approx(true, abs=2e-6)  # forward is what it was
 
 
 def test_torchrun_runs_it_and_its_stages_are_those_of_its_first_lines() -> None:
@@ -117,7 +120,7 @@ def test_torchrun_runs_it_and_its_stages_are_those_of_its_first_lines() -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert gradient_errors(ran.stdout)[0] < 1e-5  # float32
+    assert gradient_errors(ran.stdout)[0] < rounding(PIXELS)
     stages = re.findall(r"(stage \d) on rank \d (.*)", ran.stdout)
     assert len(stages) == 4
     assert all(" ".join(stage) in EXAMPLE.read_text() for stage in stages)

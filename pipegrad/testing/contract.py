@@ -16,7 +16,7 @@ from unittest import SkipTest
 import torch
 
 from pipegrad import ParameterRecord, Plan, PluginOptionError, Topology, handlers
-from pipegrad.testing import rehearsal
+from pipegrad.testing import hash_seeds, rehearsal
 from pipegrad.testing.ranks import run_ranks
 from pipegrad.testing.rehearsal import STEPS, TOPOLOGIES, Piece, Seen, Specs
 
@@ -134,7 +134,7 @@ class HandlerContract:
 
     def test_no_plan_depends_on_hash_seeds(self) -> None:
         self._planned()
-        one, other = rehearsal.plans_under_seeds(self._specs(), "1", "4242")
+        one, other = hash_seeds.plans_under_seeds(self._specs(), "1", "4242")
         for process in (one, other):
             self._check(
                 process.returncode == 0,

@@ -7,13 +7,8 @@ parameter. Gradients are given, so that what one process would have is plain ari
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,12 +56,6 @@ STEPS: Final = ("first", "again", "missing")
 _GIVERS: Final = {"weight": (1, 3), "weight_f64": (0, 1, 2, 3), "tied": (3,)}
 _ENDED = "rehearsal/ended"
 _LATE_SECONDS = 0.3
-_TIMEOUT_SECONDS = 300.0
-_PRINT_PLANS = """
-import pickle, sys
-from pipegrad.testing import rehearsal
-print(rehearsal.plans_as_text(pickle.loads(bytes.fromhex(sys.argv[1]))))
-"""
 
 
 @dataclass(frozen=True)
@@ -133,25 +122,8 @@ def plans(specs: Specs) -> dict[str, list[Plan]]:
     }
 
 
-def plans_under_seeds(specs: Specs, *seeds: str) -> list[subprocess.CompletedProcess[str]]:
-    """Runs new Python processes, each under a PYTHONHASHSEED, that print these plans."""
-
-    def run(seed: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", _PRINT_PLANS, pickle.dumps(specs).hex()],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
-
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(run, seeds))
-
-
 def plans_as_text(specs: Specs) -> str:
-    """Returns the same, with digests."""
+    """Returns the plans of all topologies as text, with digests."""
     return "\n".join(
         f"{where}: {made.digest}\n{made}" for where, every in plans(specs).items() for made in every
     )

@@ -25,11 +25,13 @@ from pipegrad import (
     find_shared,
 )
 from pipegrad.testing import OrderChecker, run_ranks
+from tests.rounding import ADAM_EPS, rounding
 from tests.runtime.pipelines import CPU, loss_of
 from tests.runtime.schedulers import error
-from tests.runtime.sharded import batch, build, low_step
+from tests.runtime.sharded import TOKENS, batch, build, low_step
+from tests.versions import needs_2_13
 
-MOST = 1e-6
+MOST = rounding(3 * 2 * 8 * TOKENS)  # of three steps of two batches
 ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))
 SHARED = [["a.weight", "b.weight"]]
 
@@ -81,8 +83,8 @@ def megatron(schedule: str, accumulate: int) -> dict[str, Any]:
         stored_dtype=torch.float32,
     )
     sync = scheduler.sync
-    optimizer = torch.optim.AdamW(sync.optimizer_parameters(), lr=1e-2)
-    true_optimizer = torch.optim.AdamW(true.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sync.optimizer_parameters(), lr=1e-2, eps=ADAM_EPS)
+    true_optimizer = torch.optim.AdamW(true.parameters(), lr=1e-2, eps=ADAM_EPS)
     stepped = {one.record.name: one.tensor for one in sync.stepped()}
     errors, early = dict[str, float](), list[int]()
     with OrderChecker() as checker:
@@ -174,6 +176,7 @@ def torchs_split() -> dict[str, float]:
     return errors
 
 
+@needs_2_13
 def test_what_torchs_split_backward_writes_is_taken_too() -> None:
     for errors in run_ranks(torchs_split, 2):
         assert len(errors) == 2 * 4
@@ -204,13 +207,13 @@ def test_an_optimizer_steps_what_has_its_gradients_elsewhere(make: type) -> None
         true(x).pow(2).mean().backward()
         norm = sync.clip_grad_norm_(1.0)
         true_norm = nn.utils.clip_grad_norm_(true.parameters(), 1.0)
-        assert norm.item() == pytest.approx(true_norm.item(), rel=1e-6)
+        assert norm.item() == pytest.approx(true_norm.item(), rel=rounding(3 * 4 * 3))
         for one in (optimizer, true_optimizer):
             one.step()
             one.zero_grad()
         sync.publish()
         for mine, theirs in zip(module.parameters(), true.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+            assert error(mine.detach(), theirs.detach()) <= rounding(3 * 4 * 3)
     sync.close()
 
 

@@ -29,6 +29,8 @@ from tests.gradients.hooks import (
     torchs,
     wire,
 )
+from tests.rounding import rounding
+from tests.runtime.schedulers import error
 
 TWO: list[Case] = []
 THREE: list[Case] = []
@@ -209,7 +211,7 @@ def test_what_was_not_sent_is_owed(world: str, request: pytest.FixtureRequest) -
     for reply in request.getfixturevalue(world):
         assert sorted(many for _, many in reply["in_the_long_run"]) == [False, False, True, True]
         for off, compressed, _, _ in reply["in_the_long_run"].values():
-            assert off < 1e-5
+            assert off < rounding(12 * 40)
             assert compressed > 1e-2  # or nothing would be owed
 
 
@@ -312,4 +314,4 @@ def test_what_is_owed_to_a_gradient_that_is_none_stays_owed(two: Any) -> None:
         third, fourth = reply["owed_to_nobody"][2:]
         assert (third[0], fourth[0]) == (False, True)
         assert third[1].abs().max() > 0.1
-        torch.testing.assert_close(third[1], fourth[1], rtol=0, atol=1e-6)
+        assert error(fourth[1], third[1]) <= rounding(200)

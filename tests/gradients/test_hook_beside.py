@@ -39,6 +39,8 @@ from tests.gradients.hooks import (
     wire,
 )
 from tests.gradients.placements import By, mesh
+from tests.rounding import rounding
+from tests.runtime.schedulers import error
 
 TWO: list[Case] = []
 FOUR: list[Case] = []
@@ -82,7 +84,7 @@ def test_it_goes_with_every_other_setting(two: Any) -> None:
         assert found["sizes"] == (4 + 8, 48 + 6)  # both matrices were compressed, as they lie
         for name, expected in shapes(1.5).items():
             mean = torch.tensor(found["shapes"][name])
-            torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-5)
+            assert error(mean, expected) <= rounding(48)
 
 
 class InTurns(By):
@@ -165,9 +167,13 @@ def test_a_tied_pipeline_learns_with_any_hook(four: Any) -> None:
         assert found == four[0]["pipelined"]
         exact, bf16, power = found["none"], found["bf16"], found["powerSGD"]
         assert exact[-1] < 0.3 * exact[0]
-        assert bf16 == pytest.approx(exact, rel=2e-2)
+        assert bf16 == pytest.approx(
+            exact, rel=16**0.5 * torch.finfo(torch.bfloat16).eps
+        )  # of 16 steps
         assert bf16 != exact
-        assert power[:3] == pytest.approx(exact[:3], rel=1e-5)  # the third update is the first
+        assert power[:3] == pytest.approx(
+            exact[:3], rel=rounding(3 * 32)
+        )  # the third update is the first
         assert power[3:] != exact[3:]
         assert power[-1] < 0.4 * exact[0]
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pipegrad import GradientHandler, Schedule, schedules
 from pipegrad.handler import handlers as registry
-from tests.runtime.models import LAYERS, WIDTH, Block, Lookup, matrix, tied
+from tests.rounding import ADAM_EPS, rounding
+from tests.runtime.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
 from tests.runtime.schedulers import ROWS, batch
 
 HANDLERS: dict[str, list[Any]] = {
@@ -69,7 +70,6 @@ CASES_A_SPAWN = 100
 MAX_NORM = 0.3
 LEARNING_RATES = {"SGD": 0.05, "AdamW": 0.01}
 ROUNDING = 2.0**-8  # of bfloat16, whose significand has 8 bits, to the nearest
-EXACT = 1e-6  # relative error of fp32, for sums in another order
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,11 @@ class Case:
         """Whether nothing is of lower precision than fp32."""
         return self.precision == "fp32"
 
+    def exact(self, *, steps: int = 1) -> float:
+        """Returns the relative error of fp32 after some steps, for sums in another order."""
+        rows = ROWS * self.num_microbatches * self.data
+        return rounding(rows * TOKENS * int(self.parts) * steps)
+
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.precision.startswith("bf16") else torch.float32
@@ -152,7 +157,7 @@ class Case:
         lr = LEARNING_RATES[self.optimizer]
         if self.optimizer == "SGD":
             return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.1)
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1, eps=ADAM_EPS)
 
 
 @functools.cache

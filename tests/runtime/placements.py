@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from pipegrad import find_shared
 from pipegrad.testing import run_ranks
+from tests.rounding import ADAM_EPS
 from tests.runtime.placement_cases import (
     CASES_A_SPAWN,
     CROSSED,
-    EXACT,
     FACTORS,
     LEARNING_RATES,
     ROUNDING,
@@ -76,8 +76,9 @@ class Comparison:
         self.trained = [
             name for name, p in self.named.items() if p.requires_grad and self.roots[name] == name
         ]
-        exact = {"SGD": 1e-5, "AdamW": 1e-4}[case.optimizer]
-        self.loss_limit = exact if case.is_exact else 2 * ROUNDING  # a unit in the last place
+        self.exact = case.exact()
+        # Of a lower precision it is a unit in the last place.
+        self.loss_limit = case.exact(steps=case.steps) if case.is_exact else 2 * ROUNDING
 
     @property
     def aspects(self) -> dict[str, Distances]:
@@ -131,7 +132,7 @@ class Comparison:
             optimizer.step()
         found = self._wholes([seen.stepped for seen in self.seen])
         return {
-            f"{root} of ranks {ranks}": Distance(error(found[root, ranks], p.detach()), EXACT)
+            f"{root} of ranks {ranks}": Distance(error(found[root, ranks], p.detach()), self.exact)
             for (root, ranks), p in replayed.items()
         }
 
@@ -209,8 +210,7 @@ class Comparison:
 
     def _parameter_limit(self, root: str) -> float:
         if self.case.is_exact:
-            # AdamW moves an element as far where its gradient is small, and less exact.
-            return self.loss_limit * (10 if self.case.optimizer == "AdamW" else 1)
+            return self.loss_limit + self._moved_by_rounding(root)
         # What began with zeros is a sum of gradients; a bit less of a cast makes a unit.
         limit = (self._num_roundings(root) + 2) * ROUNDING
         if self.case.optimizer == "AdamW":  # whichever sign rounding has left a gradient
@@ -218,16 +218,25 @@ class Comparison:
             limit += 2 * moved / self.true.parameters[root].abs().max().item()
         return limit
 
+    def _moved_by_rounding(self, root: str) -> float:
+        """Returns how far AdamW moves a parameter for what rounding adds to its gradient."""
+        gradient = self.true.gradients[root]
+        if self.case.optimizer != "AdamW" or gradient is None:
+            return 0.0
+        added = self.exact * gradient.abs().max()
+        moved = LEARNING_RATES["AdamW"] / ADAM_EPS * added * self.case.steps
+        return (moved / self.true.parameters[root].abs().max()).item()
+
     def _gradient(self, root: str, found: Tensor | None) -> Distance:
         true = self.true.gradients[root]
         value = error(found, true)
         if self.case.is_exact or found is None or true is None:
-            return Distance(value, EXACT)
+            return Distance(value, self.exact)
         # An element is rounded with each addend on its way, by at most so much of all of them.
         terms = sum(self.true.terms.get(name, torch.zeros(())) for name in self.ties[root])
-        limits = self._num_roundings(root) * ROUNDING * terms + EXACT * true.abs().max()
+        limits = self._num_roundings(root) * ROUNDING * terms + self.exact * true.abs().max()
         used = ((found - true).abs() / limits).max().item()
-        return Distance(value, value / used if used else EXACT)
+        return Distance(value, value / used if used else self.exact)
 
     def _num_roundings(self, root: str) -> int:
         """Returns how often a gradient is rounded to bf16: into a bucket, by each sum and mean."""

@@ -23,6 +23,7 @@ import pipegrad
 from pipegrad import Exchange, GradientSync, Scheduler, Stage, Topology, find_shared
 from pipegrad.gradients.shards import local
 from pipegrad.testing import OrderChecker
+from tests.rounding import ADAM_EPS
 from tests.runtime.pipelines import CPU, VEES, loss_of
 from tests.runtime.schedulers import digest, error
 
@@ -92,6 +93,11 @@ class Case:
         return " ".join(changed)
 
     @property
+    def num_terms(self) -> int:
+        """Returns of how many tokens a gradient is a sum, on eight ranks."""
+        return self.accumulate * self.num_microbatches * 4 * ROWS * TOKENS
+
+    @property
     def places(self) -> tuple[int, ...]:
         if self.schedule in VEES:
             return (0, 1, 1, 0)
@@ -135,9 +141,11 @@ class Run:
         self.scheduler: Scheduler | None = None
         self.step, self.sync = self.attached() if case.attached else self.scheduled()
         self.optimizer = torch.optim.AdamW(
-            [p for g in self.sync.optimizer_parameters() for p in g["params"]], lr=1e-2
+            [p for g in self.sync.optimizer_parameters() for p in g["params"]],
+            lr=1e-2,
+            eps=ADAM_EPS,
         )
-        self.true_optimizer = torch.optim.AdamW(self.true.parameters(), lr=1e-2)
+        self.true_optimizer = torch.optim.AdamW(self.true.parameters(), lr=1e-2, eps=ADAM_EPS)
 
     def stage(self, model: nn.Sequential, stage: int) -> nn.Sequential:
         number = LAYERS // len(self.case.places)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from pipegrad.testing import run_ranks
+from tests.rounding import rounding
 from tests.runtime.sharded import TIED, Case, Found, run_cases
-
-MOST = 1e-6  # relative error of fp32, for sums in another order
+from tests.versions import marks_of, runnable
 
 OURS = [
     Case("gpipe"),
@@ -50,14 +50,22 @@ HSDP = Case("1f1b", replicate=2)  # of 8 ranks: 2 stages x 2 replicas x 2 shards
 
 @functools.cache
 def found(num_ranks: int) -> Sequence[Mapping[Case, Found]]:
-    return run_ranks(run_cases, num_ranks, CASES if num_ranks == 4 else [HSDP])
+    return run_ranks(run_cases, num_ranks, runnable(CASES) if num_ranks == 4 else [HSDP])
+
+
+def most(case: Case, name: str) -> float:
+    """Returns how far rounding may bring a case away from one process."""
+    steps = 1 if name.startswith("gradient ") else case.steps  # gradients are of the first step
+    return rounding(case.num_terms * steps)
 
 
 def reports(case: Case) -> list[Found]:
     return [rank[case] for rank in found(4)]
 
 
-every = pytest.mark.parametrize("case", CASES, ids=str)
+every = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=marks_of(case)) for case in CASES]
+)
 
 
 @every
@@ -66,7 +74,7 @@ def test_gradients_losses_norms_and_parameters_are_those_of_one_process(case: Ca
     for report in reports(case):
         errors |= {name: max(e, errors.get(name, 0.0)) for name, e in report.errors.items()}
 
-    assert {name: e for name, e in errors.items() if not e <= MOST} == {}
+    assert {name: e for name, e in errors.items() if not e <= most(case, name)} == {}
     for what in ("gradient", "parameter"):
         assert {name for name in errors if name.startswith(f"{what} ")} >= {
             f"{what} {name}" for name in (*TIED, "1.scale", "2.linear.weight", "3.norm.bias")
@@ -111,8 +119,10 @@ def test_everything_is_in_order(case: Case) -> None:
 
 
 def test_hsdp_on_eight_ranks_is_one_process() -> None:
+    """Issue 16, point 16. On another processor a parameter was off by 1.2e-6, more than 1e-6."""
     ranks = [rank[HSDP] for rank in found(8)]
 
-    assert max(e for rank in ranks for e in rank.errors.values()) <= MOST
+    for rank in ranks:
+        assert {n: e for n, e in rank.errors.items() if not e <= most(HSDP, n)} == {}
     bits = [next(iter(rank.bits.values())) for rank in ranks]
     assert bits == bits[:2] * 4

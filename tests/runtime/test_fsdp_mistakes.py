@@ -29,8 +29,9 @@ from pipegrad import (
 )
 from pipegrad.testing import run_ranks
 from tests.runtime.pipelines import CPU, loss_of
-from tests.runtime.schedulers import error
+from tests.runtime.schedulers import MOST, error
 from tests.runtime.sharded import batch, build
+from tests.versions import needs_2_13
 
 PLACES = ((0, 1), (0, 1, 1, 0), (0, 1, 0, 1))
 TIE = [{0: "0.weight", 1: "3.weight"}]
@@ -215,7 +216,13 @@ def told() -> list[dict[str, str]]:
     return run_ranks(refusals, 4)
 
 
-@pytest.mark.parametrize("refused", REFUSALS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param(f, id=f.__name__, marks=needs_2_13 if f in (torchs_split, torchs_vee) else ())
+        for f in REFUSALS
+    ],
+)
 def test_is_refused_on_all_ranks_by_name(refused: Callable[[DeviceMesh], None]) -> None:
     for said in told():
         for words in REFUSALS[refused]:
@@ -275,7 +282,7 @@ def ignored(steps: int) -> dict[str, float]:
 def test_a_last_microbatch_without_a_backward_reduces_all_the_same() -> None:
     for errors in run_ranks(ignored, 2, 3):
         assert len(errors) == 12
-        assert {name: e for name, e in errors.items() if not e <= 1e-6} == {}
+        assert {name: e for name, e in errors.items() if not e <= MOST} == {}
 
 
 class Failing(nn.Module):
@@ -327,7 +334,7 @@ def squared(y: Tensor, target: Tensor) -> Tensor:
 def test_what_had_added_up_in_a_step_that_failed_is_not_in_the_next_one() -> None:
     for said, errors in run_ranks(failed, 4, 3):
         assert "a stage fails" in said
-        assert {name: e for name, e in errors.items() if not e <= 1e-6} == {}
+        assert {name: e for name, e in errors.items() if not e <= MOST} == {}
 
 
 def stale() -> float:
@@ -359,4 +366,4 @@ def stale() -> float:
 
 
 def test_an_evaluation_sees_what_was_stepped_since_the_last_one() -> None:
-    assert max(run_ranks(stale, 2)) <= 1e-6
+    assert max(run_ranks(stale, 2)) <= MOST

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from pipegrad.testing import run_ranks
+from tests.rounding import rounding
+from tests.runtime.models import TOKENS
 from tests.runtime.pipelines import Case
 from tests.runtime.training import Measured, merged, run_cases
+from tests.versions import marks_of, needs_2_13, runnable
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 OTHER_SCHEDULES = ("LoopedBFS", "InterleavedZeroBubble", "CSV runtime", "CSV multi")
 OPTIMIZERS = ("SGD", "AdamW")
-LOSS_ERROR = {"SGD": 1e-5, "AdamW": 1e-4, "standstill": 1e-5}
-GRADIENT_ERROR = 1e-6
 
 Short = partial(Case, optimizer="AdamW", steps=6)
 Buckets = partial(Short, "1F1B", model="crossed")
@@ -132,14 +133,24 @@ def spawned(name: str) -> dict[Case, Measured] | Exception:
     """Returns also a failure, which then is not run again for every case."""
     num_ranks, pipeline, cases = WORLDS[name]
     try:
-        return merged(run_ranks(run_cases, num_ranks, pipeline, cases))
+        return merged(run_ranks(run_cases, num_ranks, pipeline, runnable(cases)))
     except Exception as error:  # noqa: BLE001 - raised by world
         return error
 
 
 def cases(chosen: Iterable[tuple[str, Case]]) -> pytest.MarkDecorator:
-    table = [pytest.param(name, case, id=f"{name}: {case}") for name, case in chosen]
+    table = [
+        pytest.param(name, case, id=f"{name}: {case}", marks=marks_of(case))
+        for name, case in chosen
+    ]
     return pytest.mark.parametrize(("name", "case"), table)
+
+
+def most(name: str, case: Case, *, steps: int = 1) -> float:
+    """Returns how far rounding may bring a case away from one process, after some steps."""
+    num_ranks, pipeline, _ = WORLDS[name]
+    rows = case.num_microbatches * num_ranks // pipeline
+    return rounding(rows * TOKENS * case.accumulate * steps)
 
 
 EVERY = [(name, case) for name, (_, _, told) in WORLDS.items() for case in told]
@@ -151,8 +162,8 @@ def test_trains_as_one_process_does(name: str, case: Case) -> None:
 
     learned = measured.true_losses[-1] < 0.9 * measured.true_losses[0]
     assert learned != (case.optimizer == "standstill"), "the case shows nothing"
-    assert measured.loss_error <= LOSS_ERROR[case.optimizer]
-    assert measured.gradient_error <= GRADIENT_ERROR
+    assert measured.loss_error <= most(name, case, steps=case.steps)
+    assert measured.gradient_error <= most(name, case)
     assert measured.mismatched_none == []
     assert measured.drifted == []
 
@@ -169,7 +180,7 @@ def test_clips_as_torch_does_with_the_same_bits_on_all_ranks(name: str, case: Ca
     assert case.clip is not None
     assert min(measured.true_norms) > case.clip[0], "nothing is clipped"
     assert len(measured.norms) == 1
-    assert measured.norm_error <= GRADIENT_ERROR
+    assert measured.norm_error <= most(name, case, steps=case.steps)
 
 
 def test_full_backward_sends_gradients_one_by_one_before_the_stage_ends() -> None:
@@ -198,13 +209,14 @@ def test_without_attach_ties_across_ranks_are_wrong(unattached: list[Measured]) 
 
     assert one_stage_each.drifted == ["0.weight"]
     for name, error in one_stage_each.gradient_errors.items():
-        assert error > 0.1 if name in ties else error <= GRADIENT_ERROR
+        assert error > 0.1 if name in ties else error <= most("pipeline 4", CONTROLS[0])
 
 
+@needs_2_13
 def test_without_attach_a_tie_within_a_rank_is_divided_twice(unattached: list[Measured]) -> None:
     """torch divides at the end of each stage. Without that division it needs no help."""
     _, divided, sums = unattached
 
     for name in ("0.weight", "7.weight"):
         assert divided.gradient_errors[name] > 0.1
-    assert sums.gradient_error <= GRADIENT_ERROR
+    assert sums.gradient_error <= most("pipeline 4", CONTROLS[0])

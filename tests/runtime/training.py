@@ -19,6 +19,7 @@ import pipegrad
 from pipegrad import FlatBucket, GradientSync, Hop, Topology, Work
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
+from tests.rounding import ADAM_EPS
 from tests.runtime.models import build
 from tests.runtime.pipelines import Case, Cut, loss_of
 
@@ -74,7 +75,7 @@ def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     if name == "standstill":
         return torch.optim.SGD(parameters, lr=0.0)
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=ADAM_EPS)
 
 
 @dataclass

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from pipegrad import schedules
@@ -156,10 +158,11 @@ def test_options_they_do_not_have_are_refused(name: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_zbv_is_that_of_torch(num_ranks: int) -> None:
     for num_microbatches in (1, num_ranks, 2 * num_ranks - 1, 2 * num_ranks, 4 * num_ranks):
-        theirs: Any = ScheduleZBVZeroBubble.__new__(ScheduleZBVZeroBubble)
-        theirs.pp_group_size, theirs.num_stages = num_ranks, 2 * num_ranks
-        theirs._n_microbatches = num_microbatches
-        orders = [theirs._calculate_single_rank_operations(rank) for rank in range(num_ranks)]
+        stage: Any = SimpleNamespace(
+            num_stages=2 * num_ranks, group_size=num_ranks, group_rank=0, submod=nn.Identity()
+        )
+        theirs = ScheduleZBVZeroBubble([stage, stage], num_microbatches)
+        orders = [theirs.pipeline_order[rank] for rank in range(num_ranks)]
         assert [[str(action) for action in order if action] for order in orders] == [
             [str(action) for action in row]
             for row in build("zbv", num_ranks, num_microbatches).actions

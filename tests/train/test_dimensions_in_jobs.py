@@ -21,6 +21,7 @@ from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
 from pipegrad.train.outline import outline, rendered
 from pipegrad.train.trainer import Trainer
+from tests.rounding import rounding
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TENSOR, EXPERTS = EXAMPLES / "tensor_parallel.toml", EXAMPLES / "mixture_of_experts.toml"
@@ -29,6 +30,7 @@ ALONE = {TENSOR: "parallel.dimensions.tp=1", EXPERTS: "parallel.dimensions.ep=1"
 OWNED = "{name='pipeline-shared', placement='owner'}"
 ROWS = f"gradient_handlers=[{OWNED}, {{name='expert-parallel', placement='shard'}}]"
 SEQUENCE = "{name='sequence-parallel', parameters=['embedding.*', '*norm*', '*.bias']}"
+TOKENS = 4 * 16 * 64  # of all four batches
 STEPS = ["train.steps=4", "optimizer.lr=1e-2", "optimizer.schedule={name='StepLR', step_size=2}"]
 
 RUNS: dict[str, tuple[Path, list[str]]] = {
@@ -100,7 +102,7 @@ def test_losses_and_norms_are_those_of_one_process(
 ) -> None:
     for rank in told[1]:
         for ours, alone in zip(rank[name]["through"][0], true[RUNS[name][0]], strict=True):
-            assert ours == pytest.approx(alone, rel=1e-4)
+            assert ours == pytest.approx(alone, rel=rounding(TOKENS))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -181,7 +183,7 @@ def test_torchrun_runs_the_example_as_its_first_lines_say(
     )
     assert ran.returncode == 0, ran.stderr
     losses = [float(loss) for loss in re.findall(r"step +\d+ +loss (\S+)", ran.stdout)]
-    assert losses == pytest.approx([loss for loss, _ in true[path]], abs=1e-4)
+    assert losses == pytest.approx([loss for loss, _ in true[path]], abs=1e-4)  # as printed
     assert "bit-identical" in ran.stdout
 
 

@@ -22,6 +22,7 @@ from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.trainer import StepMetrics, Trainer
+from tests.rounding import rounding
 from tests.train.factories import tied
 from tests.train.jobs import with_job
 
@@ -115,8 +116,9 @@ def test_every_cut_has_the_losses_of_one_process(
     for name, steps in first.items():
         assert [step.step for step in steps] == list(range(1, STEPS + 1))
         for step, (loss, norm) in zip(steps, truth, strict=True):
-            assert step.loss == pytest.approx(loss, rel=1e-4), name
-            assert step.grad_norm == pytest.approx(norm, rel=1e-3), name
+            most = rounding(step.step * 16 * 64)  # tokens of all batches so far
+            assert step.loss == pytest.approx(loss, rel=most), name
+            assert step.grad_norm == pytest.approx(norm, rel=most), name
         assert steps[-1].loss < 0.7 * steps[0].loss
     if num_ranks == 4:
         tied, replicated = first["pipeline 4"][0], first["data 4"][0]
@@ -200,7 +202,7 @@ def test_options_change_what_they_say(replies: list[dict[str, Any]]) -> None:
     assert steps(replies, "dropout, recomputed") == steps(replies, "dropout")
     for one, other in (("a V", "fp32"), ("sequence first", "sequence first, alone")):
         for found, expected in zip(steps(replies, one), steps(replies, other), strict=True):
-            assert found == pytest.approx(expected, rel=1e-4)
+            assert found == pytest.approx(expected, rel=rounding(found[0] * 8 * 16))
 
 
 def test_trying_a_model_out_leaves_no_trace(replies: list[dict[str, Any]]) -> None:
@@ -225,8 +227,9 @@ def test_bf16_is_autocast_of_one_process(replies: list[dict[str, Any]]) -> None:
         true_norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
         optimizer.step()
         optimizer.zero_grad()
-        assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-        assert norm == pytest.approx(true_norm.item(), rel=1e-3)
+        most = rounding(number * 8 * 16)
+        assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=most)
+        assert norm == pytest.approx(true_norm.item(), rel=most)
     assert steps(replies, "bf16")[0][1] != steps(replies, "fp32")[0][1]
 
 

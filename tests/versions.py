@@ -1,0 +1,36 @@
+"""What tests need of torch: cases that an older one cannot run are skipped, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+SPLIT_BY_TORCH = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+IS_OLD = TorchVersion(torch.__version__) < "2.13"
+
+needs_2_13 = pytest.mark.skipif(
+    IS_OLD,
+    reason="needs torch 2.13: before it torch splits backward wrongly (pytorch#180952), and "
+    "pipegrad.attach refuses such schedules",
+)
+
+
+class Scheduled(Protocol):
+    @property
+    def schedule(self) -> str: ...
+
+
+C = TypeVar("C", bound=Scheduled)
+
+
+def marks_of(case: Scheduled) -> tuple[pytest.MarkDecorator, ...]:
+    return (needs_2_13,) if case.schedule in SPLIT_BY_TORCH else ()
+
+
+def runnable(cases: Iterable[C]) -> list[C]:
+    """Returns the cases that this torch can run."""
+    return [case for case in cases if not (IS_OLD and case.schedule in SPLIT_BY_TORCH)]
