@@ -20,9 +20,9 @@ from pipegrad.gradients.manifest import (
     check_arguments,
     describe_rank,
     device_of,
-    fingerprints,
     merge,
     same,
+    starts_of,
 )
 from pipegrad.gradients.plan import Plan, make_plans
 from pipegrad.gradients.shards import fsdp_modules, reshard
@@ -119,7 +119,7 @@ class Agreed:
         manifests = [manifest for _, manifest in told]
         self.manifest = merge(manifests, topology, self._ties)
         refuse_stand_ins(self.manifest, accessor, stored_dtype)
-        refuse_likely_ties(fingerprints(manifests), self.manifest.ties, options["allow_unsynced"])
+        refuse_likely_ties(starts_of(manifests), self.manifest.ties, options["allow_unsynced"])
         # Handlers may be impure: all ranks' must have said the same.
         plan = partial(self._make_plan, manifests)
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
@@ -160,7 +160,7 @@ class Agreed:
             **self._options,
             "allow_unsynced": list(self._options["allow_unsynced"]),
         }
-        return next(_instances), describe_rank(modules, self.accessor, settings)
+        return next(_instances), describe_rank(modules, self.accessor, settings, self._ties)
 
     def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
         """Makes this rank's plan; returns the digest that all must have."""

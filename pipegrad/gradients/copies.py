@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from pipegrad.errors import PlanError
 from pipegrad.gradients.route import Route
-from pipegrad.gradients.shared import Place, matches_any
+from pipegrad.gradients.shared import matches_any
+from pipegrad.gradients.starts import Place
 from pipegrad.handler import ParameterRecord
 
 if TYPE_CHECKING:
