@@ -442,7 +442,7 @@ class Claims:
         return homes
 
     def _refuse_ambiguous(self, tie: Tie) -> None:
-        """Refuses a name of several that more than one stage has, if no bits tell which is meant."""
+        """Refuses a name that several stages have, if no bits tell which of them is meant."""
         for name in tie.names if len(tie.names) > 1 and not self._all_traced else ():
             homes = sorted({self._homes[place] for place in self._by_name.get(name, ())})
             unclear = [

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

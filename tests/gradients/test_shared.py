@@ -155,7 +155,7 @@ def test_a_bad_declaration_is_refused(shared: Any, message: str) -> None:
 
 def test_link_local_makes_copies_on_one_rank_one_object() -> None:
     first, last = nn.Sequential(nn.Embedding(5, 3)), nn.Sequential(nn.Linear(3, 5, bias=False))
-    last[0].weight = nn.Parameter(first[0].weight.detach().clone())
+    last[0].weight = nn.Parameter(first.get_parameter("0.weight").detach().clone())
     modules = {7: last, 0: first}
     link_local(modules, declared([{0: "0.weight", 7: "0.weight"}]))
     assert last[0].weight is first[0].weight
@@ -166,7 +166,7 @@ def test_link_local_makes_copies_on_one_rank_one_object() -> None:
 def test_link_local_by_name_and_through_wrappers() -> None:
     first = nn.ModuleDict({"wte": nn.Linear(3, 3)})
     last = nn.ModuleDict({"head": checkpoint_wrapper(nn.Linear(3, 3))})
-    nn.init.zeros_(last["head"].weight)  # nothing to lose
+    nn.init.zeros_(last.get_parameter("head.weight"))  # nothing to lose
     kept = last["head"].bias
     link_local({0: first, 3: last}, declared([["wte.weight", "head.weight"]]))
     assert last["head"].weight is first["wte"].weight
