@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
+from pipegrad.options import written
 from pipegrad.registry import Registry
 
 if TYPE_CHECKING:
@@ -185,9 +186,18 @@ class GradientHandler(ABC):
     Attributes:
         hook: Set in ``__init__``, how `launch` averages: then every reduction must be a mean that
             lives on all ranks.
+        made_with: The arguments it was constructed with, in words.
     """
 
     hook: Averaging | None = None
+    made_with: tuple[tuple[str, str], ...]
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Notes what the handler is made with, so that ranks can compare instances."""
+        made = super().__new__(cls)
+        given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        made.made_with = tuple((name, written(given[name])) for name in sorted(given))
+        return made
 
     @abstractmethod
     def reductions(

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from types import FunctionType
+
+import torch
+from torch import nn
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def complaints_of(
@@ -42,3 +51,46 @@ def closest_first(word: str, known: Iterable[str]) -> str:
     plain = {name.lower(): name for name in reversed(names)}
     close = [plain[found] for found in difflib.get_close_matches(word.lower(), plain)]
     return ", ".join(close + [name for name in names if name not in close]) or "none"
+
+
+def written(value: object) -> str:
+    """Returns `value` in words: the same on two ranks if, and only if, it means the same there.
+
+    Plain values as `repr` has them; sets and mappings in an order of their own, tensors by a digest
+    of all their elements, functions by name and code, other objects by class and attributes. No
+    address of memory is in it. Of modules the class alone is: each rank has stages of its own.
+    """
+    return _written(value, ())
+
+
+def _written(value: object, inside: tuple[int, ...]) -> str:
+    if id(value) in inside:
+        return "..."
+    each = partial(_written, inside=(*inside, id(value)))
+    kind = type(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{each(k)}: {each(v)}' for k, v in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{kind.__name__}({{{', '.join(sorted(map(each, value)))}}})"
+    if kind is tuple:
+        return f"({', '.join(map(each, value))}{',' * (len(value) == 1)})"  # type: ignore[arg-type]
+    if isinstance(value, list):
+        return f"[{', '.join(map(each, value))}]"
+    if isinstance(value, torch.Tensor):
+        bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"tensor({tuple(value.shape)}, {value.dtype}, {hashlib.sha256(bits).hexdigest()})"
+    if isinstance(value, partial):
+        return f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        plain = [c for c in code.co_consts if isinstance(c, int | float | str | bytes | None)]
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        digest = hashlib.sha256(code.co_code + repr((code.co_names, plain)).encode()).hexdigest()
+        return f"{value.__module__}:{value.__qualname__}({digest[:16]}, {each(held)})"
+    if isinstance(value, type):
+        return f"{value.__module__}:{value.__qualname__}"
+    if isinstance(value, nn.Module):
+        return f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__repr__ is object.__repr__:
+        return f"{kind.__module__}:{kind.__qualname__}({each(getattr(value, '__dict__', {}))})"
+    return _ADDRESS.sub("", repr(value))

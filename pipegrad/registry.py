@@ -25,7 +25,7 @@ from pipegrad.errors import (
     PluginNotFoundError,
     PluginOptionError,
 )
-from pipegrad.options import closest_first, complaints_of
+from pipegrad.options import closest_first, complaints_of, written
 
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 
@@ -77,7 +77,7 @@ class ResolvedPlugin(Plugin, Generic[T]):
 
     Attributes:
         plugin: The instance.
-        options: Sorted pairs (option, repr of its value) that it was constructed with.
+        options: Sorted pairs (option, its value in words) that it was constructed with.
     """
 
     plugin: T
@@ -141,7 +141,8 @@ class Registry(Generic[T]):
         """
         if isinstance(spec, self.base):
             value = _value(type(spec))
-            return ResolvedPlugin(value, value, plugin=spec)
+            made_with = getattr(spec, "made_with", ())
+            return ResolvedPlugin(value, value, plugin=spec, options=made_with)
         target, options = _split(spec)
         plugin, loaded = self._find(target)
         return ResolvedPlugin(
@@ -150,7 +151,7 @@ class Registry(Generic[T]):
             plugin.distribution,
             plugin.version,
             plugin=_construct(plugin, self._checked(plugin, loaded), options),
-            options=tuple((option, repr(options[option])) for option in sorted(options)),
+            options=tuple((option, written(options[option])) for option in sorted(options)),
         )
 
     def resolve_all(

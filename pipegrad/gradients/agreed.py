@@ -13,16 +13,16 @@ from torch import nn
 from pipegrad.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.copies import refuse_loose_copies
+from pipegrad.gradients.copies import refuse_bare_replicas, refuse_loose_copies
 from pipegrad.gradients.manifest import (
     Manifest,
     RankManifest,
     check_arguments,
     describe_rank,
     device_of,
-    fingerprints,
     merge,
     same,
+    starts_of,
 )
 from pipegrad.gradients.plan import Plan, make_plans
 from pipegrad.gradients.shards import fsdp_modules, reshard
@@ -119,7 +119,7 @@ class Agreed:
         manifests = [manifest for _, manifest in told]
         self.manifest = merge(manifests, topology, self._ties)
         refuse_stand_ins(self.manifest, accessor, stored_dtype)
-        refuse_likely_ties(fingerprints(manifests), self.manifest.ties, options["allow_unsynced"])
+        refuse_likely_ties(starts_of(manifests), self.manifest.ties, options["allow_unsynced"])
         # Handlers may be impure: all ranks' must have said the same.
         plan = partial(self._make_plan, manifests)
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
@@ -137,10 +137,10 @@ class Agreed:
         """Does what this rank alone can get wrong; returns what it says of itself."""
         checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
         check_arguments(modules, self.topology, **{name: self._options[name] for name in checked})
-        if not getattr(self.stored_dtype or torch.float32, "is_floating_point", False):
-            raise PlanError(
-                f"stored_dtype is {self.stored_dtype!r}, expected one of floats or None"
-            )
+        for option in ("stored_dtype", "reduce_dtype"):
+            found = getattr(self, option, None) or self._options.get(option)
+            if not getattr(found or torch.float32, "is_floating_point", False):
+                raise PlanError(f"{option} is {found!r}, expected one of floats or None")
         self.handlers = registry.resolve_all(handlers)
         self._ties = declared(shared)
         self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
@@ -160,7 +160,7 @@ class Agreed:
             **self._options,
             "allow_unsynced": list(self._options["allow_unsynced"]),
         }
-        return next(_instances), describe_rank(modules, self.accessor, settings)
+        return next(_instances), describe_rank(modules, self.accessor, settings, self._ties)
 
     def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
         """Makes this rank's plan; returns the digest that all must have."""
@@ -168,6 +168,8 @@ class Agreed:
         ranks = sorted(self.topology.ranks)
         prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
         routes, allowed = dict(self.plan.routes), self._options["allow_unsynced"]
+        divisors = dict(self.plan.divisors)
+        refuse_bare_replicas(self.manifest, self.topology, routes, divisors, allowed)
         refuse_loose_copies(self.manifest, self.topology, routes, prints, allowed)
         return self.plan.digest
 

@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torch.nn.parallel import DistributedDataParallel
+
 from pipegrad.errors import PlanError
 from pipegrad.gradients.route import Route
-from pipegrad.gradients.shared import Place, matches_any
+from pipegrad.gradients.shared import matches_any
+from pipegrad.gradients.starts import Place
 from pipegrad.handler import ParameterRecord
 
 if TYPE_CHECKING:
@@ -62,6 +65,50 @@ def refuse_loose_copies(
         loose = {record: told for record, told in starts.items() if is_loose(record, ranks)}
         _refuse_copies(axis, ranks, loose)
         _warn_of_constants(axis, ranks, loose)
+
+
+def refuse_bare_replicas(
+    manifest: Manifest,
+    view: Topology,
+    routes: Mapping[str, Route],
+    divisors: Mapping[str, float],
+    allow_unsynced: Sequence[str],
+) -> None:
+    """Refuses trained parameters that nobody averages over ranks that see different data.
+
+    A handler does, or DistributedDataParallel, or a DTensor's own ranks do. Where a handler divides
+    a gradient by the size of the dimensions that are left, each rank has a part of its own, as
+    experts are.
+
+    Args:
+        manifest: The agreed model.
+        view: The topology, as the rank sees it whose parameters are looked at.
+        routes: Of that rank.
+        divisors: Key -> what handlers divide its gradient by.
+        allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
+
+    Raises:
+        PlanError: Names one, and what to write.
+    """
+    along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
+    by_itself = {s for s, kind in manifest.wrappers if kind == DistributedDataParallel.__name__}
+
+    def is_bare(record: ParameterRecord) -> bool:
+        reduced = [set(hop.ranks) for hop in routes.get(record.key, ())]
+        shard = manifest.shard(view.rank, record.key)
+        reduced += [set(shard.members)] if shard else []
+        rest = tuple(axis for axis, ranks in along.items() if not any(ranks <= r for r in reduced))
+        allowed = matches_any(allow_unsynced, (record.key, record.name))
+        is_left = view.size(rest) not in (1, divisors.get(record.key))
+        return record.requires_grad and record.stage not in by_itself and is_left and not allowed
+
+    bare = [record.key for record in manifest.records(view) if is_bare(record)]
+    if bare:
+        raise PlanError(
+            f"no handler reduces the gradients of {bare[0]!r} and {len(bare) - 1} more over the "
+            f"data-parallel ranks {list(view.ranks_along(view.data))}: these copies would drift "
+            f"apart. Add 'data-parallel' to the handlers, or name them in allow_unsynced"
+        )
 
 
 def _refuse_reduced_shards(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,18 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import AgreementError, PlanError, TopologyError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.shards import Layout, Shard, largest, layout_of, local, shard_of
-from pipegrad.gradients.shared import Place, Shared, Tie, declared, named
+from pipegrad.gradients.shared import (
+    Shared,
+    Tie,
+    declared,
+    different_starts,
+    held,
+    named,
+    united,
+    unwrapped,
+)
+from pipegrad.gradients.starts import Place, Start, fingerprint, is_zero
 from pipegrad.handler import ParameterRecord
 
 if TYPE_CHECKING:
     from pipegrad.topology import Topology
-
-_SAMPLE_NUMEL = 1024
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class ParameterEntry:
     gradient_dtype: torch.dtype
     requires_grad: bool
     layout: Layout | None = None
+    kind: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         trained = "trained" if self.requires_grad else "frozen"
@@ -61,6 +70,9 @@ class RankManifest:
         fingerprints: Digest of a sample of the bits of each parameter that is not constant.
         settings: What every rank must say alike, by name.
         shards: What this rank has of each parameter that lies over ranks.
+        constants: The bits of each parameter that is constant.
+        held: Index of a tie, and a place that is known to be its parameter in the uncut model.
+        traced: Stages that torch's tracer has made.
     """
 
     stages: tuple[tuple[int, tuple[ParameterEntry, ...]], ...]
@@ -70,12 +82,16 @@ class RankManifest:
     fingerprints: tuple[tuple[Place, str], ...]
     settings: tuple[tuple[str, str], ...]
     shards: tuple[tuple[Place, Shard], ...] = ()
+    constants: tuple[tuple[Place, str], ...] = ()
+    held: tuple[tuple[int, Place], ...] = ()
+    traced: tuple[int, ...] = ()
 
 
 def describe_rank(
     modules: Mapping[int, nn.Module],
     accessor: GradientAccessor,
     settings: Mapping[str, object],
+    ties: Sequence[Tie] = (),
 ) -> RankManifest:
     """Returns this rank's manifest. Reads a sample of every parameter, communicates nothing.
 
@@ -89,25 +105,31 @@ def describe_rank(
     entries: dict[Place, ParameterEntry] = {}
     objects: dict[int, list[Place]] = {}
     fingerprints: list[tuple[Place, str]] = []
+    constants: list[tuple[Place, str]] = []
     shards: list[tuple[Place, Shard]] = []
     for stage in sorted(modules):
         seen: dict[int, str] = {}
-        for place, _, parameter in named({stage: modules[stage]}):
+        for place, full_name, parameter in named({stage: modules[stage]}):
             if id(parameter) in seen:
                 first = entries[stage, seen[id(parameter)]]
                 aliases = (*first.aliases, place[1])
                 entries[stage, first.name] = replace(first, aliases=aliases)
                 continue
             seen[id(parameter)] = place[1]
-            entries[place] = _entry(place[1], parameter, accessor)
+            owner = unwrapped(modules[stage]).get_submodule(full_name.rpartition(".")[0])
+            entries[place] = replace(
+                _entry(place[1], parameter, accessor), kind=type(owner).__name__
+            )
             objects.setdefault(id(parameter), []).append(place)
             if (shard := shard_of(parameter)) is not None:
                 shards.append((place, shard))
             # Reading a parameter of FSDP1 would communicate; the plan refuses its stage.
             is_flat = wrappers.get(stage) == FullyShardedDataParallel.__name__
-            digest = None if is_flat else _fingerprint(local(parameter))
-            if digest is not None:
-                fingerprints.append((place, digest))
+            varying, constant = (None, None) if is_flat else fingerprint(parameter)
+            if varying is not None:
+                fingerprints.append((place, varying))
+            if constant is not None:
+                constants.append((place, constant))
     return RankManifest(
         stages=tuple(
             (stage, tuple(e for (at, _), e in entries.items() if at == stage))
@@ -119,6 +141,9 @@ def describe_rank(
         fingerprints=tuple(fingerprints),
         settings=tuple((name, str(value)) for name, value in settings.items()),
         shards=tuple(shards),
+        constants=tuple(constants),
+        held=tuple((i, at) for i, places in enumerate(held(modules, ties)) for at in places),
+        traced=tuple(s for s in sorted(modules) if isinstance(modules[s], GraphModule)),
     )
 
 
@@ -133,16 +158,6 @@ def _entry(name: str, parameter: nn.Parameter, accessor: GradientAccessor) -> Pa
         requires_grad=parameter.requires_grad,
         layout=layout_of(parameter),
     )
-
-
-def _fingerprint(parameter: torch.Tensor) -> str | None:
-    if parameter.is_meta:
-        return None
-    flat = parameter.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // _SAMPLE_NUMEL)][:_SAMPLE_NUMEL].contiguous().cpu()
-    if sample.numel() < 2 or bool((sample == sample[0]).all()):
-        return None
-    return hashlib.sha256(bytes(sample.view(torch.uint8).tolist())).hexdigest()[:16]
 
 
 def _wrapper(stage: nn.Module) -> str:
@@ -264,14 +279,15 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
         same(f"the wrapper of stage {stage}", wrapped)
         stages.append(_sharded(stage, said[holders[0]], [by_rank[r] for r in holders]))
         wrappers += [(stage, wrapped[holders[0]])] if wrapped[holders[0]] else []
-    linked = [set(group) for m in manifests for group in m.linked]
-    claimed = [_places_of(tie, stages) for tie in ties]
-    groups = tuple(tuple(sorted(group)) for group in _united([*claimed, *linked]))
+    linked = [group for m in manifests for group in m.linked]
+    claims = Claims(stages, manifests, ties)
+    groups = [tuple(sorted(group)) for group in united([*claims.places, *linked])]
     for group in groups:
         _check_tie(group, stages)
+        claims.refuse_different_starts(group)
     return Manifest(
         stages=tuple(stages),
-        ties=tuple(sorted(g for g in groups if len(g) > 1)),
+        ties=tuple(sorted(groups)),
         wrappers=tuple(wrappers),
         shards=tuple((rank, m.shards) for rank, m in by_rank.items() if m.shards),
     )
@@ -322,19 +338,23 @@ def make_manifest(
             f"the topology has stages 0..{topology.num_stages - 1}, but the modules given are "
             f"those of stages {sorted(modules)}: give all of them"
         )
+    ties = declared(shared)
     manifests = []
     for rank in sorted(topology.ranks):
         local = {stage: modules[stage] for stage in topology.at(rank).local_stages}
-        manifests.append(describe_rank(local, accessor or GradAttribute(), {}))
-    return merge(manifests, topology, declared(shared))
+        manifests.append(describe_rank(local, accessor or GradAttribute(), {}, ties))
+    return merge(manifests, topology, ties)
 
 
-def fingerprints(manifests: Sequence[RankManifest]) -> dict[Place, str]:
-    """Returns each place's fingerprint as its lowest rank took it."""
-    found: dict[Place, str] = {}
+def starts_of(manifests: Sequence[RankManifest]) -> dict[Place, Start]:
+    """Returns how each place starts, as its lowest rank says it."""
+    found: dict[Place, Start] = {}
     for manifest in manifests:
-        for place, digest in manifest.fingerprints:
-            found.setdefault(place, digest)
+        digests = dict(manifest.fingerprints)
+        for stage, entries in manifest.stages:
+            for e in entries:
+                start = Start(e.kind, e.shape, e.requires_grad, digests.get((stage, e.name)))
+                found.setdefault((stage, e.name), start)
     return found
 
 
@@ -356,31 +376,104 @@ def same(what: str, said: Mapping[int, str]) -> None:
         raise AgreementError(f"ranks disagree on {what}; make them the same:\n{views}")
 
 
-def _places_of(tie: Tie, stages: Sequence[Sequence[ParameterEntry]]) -> set[Place]:
-    known = {
-        (stage, name): (stage, entry.name)
-        for stage, entries in enumerate(stages)
-        for entry in entries
-        for name in (entry.name, *entry.aliases)
-    }
-    missing = [p for p in tie.places if p not in known]
-    missing_names = [n for n in tie.names if all(name != n for _, name in known)]
-    if missing or missing_names:
-        what = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
-        raise PlanError(
-            f"tie {tie}: no such parameter: {what}. Names are those of the stages' modules; where "
-            f"they differ from the uncut model's, declare the tie as {{stage: name}}"
-        )
-    return {home for place, home in known.items() if tie.claims(place)}
+class Claims:
+    """Which places each declared tie means, and whether these may be one parameter.
 
+    Args:
+        stages: The agreed parameters of each stage.
+        manifests: Of all ranks, ascending.
+        ties: The declarations.
 
-def _united(groups: Sequence[set[Place]]) -> list[set[Place]]:
-    united: list[set[Place]] = []
-    for group in groups:
-        touching = [other for other in united if other & group]
-        united = [other for other in united if not other & group]
-        united.append(group.union(*touching))
-    return united
+    Attributes:
+        places: For each tie the places that it means, by their first names.
+
+    Raises:
+        PlanError: If a tie names what no stage holds.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[ParameterEntry]],
+        manifests: Sequence[RankManifest],
+        ties: Sequence[Tie],
+    ) -> None:
+        self._homes: dict[Place, Place] = {}  # every place, aliases too -> its first name
+        self._by_name: dict[str, list[Place]] = {}
+        for stage, entries in enumerate(stages):
+            for entry in entries:
+                for name in (entry.name, *entry.aliases):
+                    self._homes[stage, name] = (stage, entry.name)
+                    self._by_name.setdefault(name, []).append((stage, name))
+        held: dict[int, set[Place]] = {}
+        for manifest in manifests:
+            for index, place in manifest.held:
+                held.setdefault(index, set()).add(place)
+        self._all_traced = {s for m in manifests for s in m.traced} == set(range(len(stages)))
+        self._starts: dict[Place, tuple[str | None, str | None]] = {}
+        for manifest in manifests:
+            for place, digest in manifest.fingerprints:
+                self._starts.setdefault(place, (digest, None))
+            for place, bits in manifest.constants:
+                self._starts.setdefault(place, (None, bits))
+        self._tie_of: dict[Place, Tie] = {}
+        self._known: set[Place] = set()  # to be the parameter, not by its name alone
+        self.places: list[set[Place]] = []
+        for index, tie in enumerate(ties):
+            self.places.append(self._claimed(tie, held.get(index, set())))
+
+    def _claimed(self, tie: Tie, held: set[Place]) -> set[Place]:
+        claimed = {*held, *(place for place in tie.places if place in self._homes)}
+        claimed.update(place for name in tie.names for place in self._by_name.get(name, ()))
+        missing = [p for p in tie.places if p not in self._homes]
+        missing_names = [n for n in tie.names if n not in self._by_name]
+        is_found = self._all_traced or len(claimed) >= len(tie.names)
+        if missing or (missing_names and not (claimed and is_found)):
+            what = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
+            raise PlanError(
+                f"tie {tie}: no such parameter: {what}. Names are those of the stages' modules; "
+                f"where they differ from the uncut model's, declare the tie as {{stage: name}}, or "
+                f"give Pipe.replicated_params if torch's tracer has cut the model"
+            )
+        known = claimed if tie.traced else held
+        homes = {self._homes[place] for place in claimed}
+        self._known.update(self._homes[place] for place in known)
+        self._tie_of.update(dict.fromkeys(homes, tie))
+        self._refuse_ambiguous(tie)
+        return homes
+
+    def _refuse_ambiguous(self, tie: Tie) -> None:
+        """Refuses a name that several stages have, if no bits tell which of them is meant."""
+        for name in tie.names if len(tie.names) > 1 and not self._all_traced else ():
+            homes = sorted({self._homes[place] for place in self._by_name.get(name, ())})
+            unclear = [
+                home
+                for home in homes
+                if home not in self._known and self._starts.get(home, ("", None))[1] is not None
+            ]
+            if len({stage for stage, _ in homes}) > 1 and unclear:
+                raise PlanError(
+                    f"tie {tie}: stages {[stage for stage, _ in homes]} all have a parameter "
+                    f"{name!r}, and it starts constant, so nothing tells which of them is meant. "
+                    f"Declare the tie as {{stage: name, ...}}"
+                )
+
+    def refuse_different_starts(self, group: Sequence[Place]) -> None:
+        """Refuses places of one tie that start with different bits, which one would overwrite.
+
+        A seed for each rank explains the difference where these places are known to be the uncut
+        model's parameter. Zeros are nothing to lose.
+
+        Raises:
+            PlanError: Names two of them.
+        """
+        first, *others = group
+        for place in others:
+            one, other = self._starts.get(first), self._starts.get(place)
+            are_known = first in self._known and place in self._known
+            if one is None or other is None or one == other or are_known or is_zero(other[1]):
+                continue
+            tie = self._tie_of.get(place) or self._tie_of.get(first) or "of one rank"
+            raise PlanError(different_starts(tie, first, place))
 
 
 def _check_tie(group: Sequence[Place], stages: Sequence[Sequence[ParameterEntry]]) -> None:

@@ -4,38 +4,62 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import PlanError
+from pipegrad.gradients.memory import memory_of, refuse_partly_shared
 from pipegrad.gradients.shards import fsdp_modules
+from pipegrad.gradients.starts import Place, Start, fingerprint, likely_ties, same_bits
 
 # Wrappers that add a path segment and nothing else: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _TRACED_STAGE = re.compile(r"submod_pp_(\d+)")
 
-Place = tuple[int, str]
-"""A stage, and a parameter's name in that stage."""
-
 Shared = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 """Ties as the user declares them: names, stage -> name, or traced submodule -> name."""
+
+
+class Origin(NamedTuple):
+    """A parameter of the uncut model: recognised later, in stages, under whatever name.
+
+    Attributes:
+        parameter: Weak; a stage that was sliced out of the model still holds it.
+        digest: Of its bits, for copies of it; None if no bits tell it from all others.
+    """
+
+    parameter: weakref.ref[nn.Parameter]
+    digest: str | None
+
+
+class SharedNames(list[str]):
+    """The names of one parameter in the uncut model, and how to recognise it; else a list."""
+
+    origin: Origin | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # what another process gets are names
 
 
 @dataclass(frozen=True)
 class Tie:
     """A declaration: these are one parameter, by name anywhere, or by stage and name.
 
-    `traced` if it is torch's, see [Note: what the tracer tells].
+    `traced` if it is torch's, see [Note: what the tracer tells]; `origin` if `find_shared` has seen
+    the parameter in this process.
     """
 
     names: tuple[str, ...] = ()
     places: tuple[Place, ...] = ()
     traced: bool = False
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(list(self.names) if self.names else dict(self.places))
@@ -50,11 +74,31 @@ def find_shared(model: nn.Module) -> list[list[str]]:
 
     By identity, so it must see the model before it is cut or copied. Names are without wrapper
     prefixes, in the order of ``named_parameters``; lists in the order of their first name.
+
+    In this process the lists also recognise the parameters themselves, so stages may have other
+    names for them. Sent to another process, or copied, they are names and nothing else.
+
+    Raises:
+        PlanError: If two parameters are different views of the same memory.
     """
-    names: dict[int, list[str]] = {}
+    names: dict[Hashable, list[str]] = {}
+    parameters: dict[Hashable, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(plain_name(name))
-    return [aliases for aliases in names.values() if len(aliases) > 1]
+        key = memory_of(parameter)
+        names.setdefault(key, []).append(plain_name(name))
+        parameters.setdefault(key, parameter)
+    refuse_partly_shared((names[key][0], parameter) for key, parameter in parameters.items())
+    tied = {key: p for key, p in parameters.items() if len(names[key]) > 1}
+    shapes = {parameter.shape for parameter in tied.values()}
+    digests = {k: fingerprint(p)[0] for k, p in parameters.items() if p.shape in shapes}
+    times = Counter(digests.values())
+    found: list[list[str]] = []
+    for key, parameter in tied.items():
+        aliases = SharedNames(names[key])
+        is_unique = times[digests[key]] == 1
+        aliases.origin = Origin(weakref.ref(parameter), digests[key] if is_unique else None)
+        found.append(aliases)
+    return found
 
 
 def plain_name(name: str) -> str:
@@ -85,7 +129,8 @@ def _tie(entry: object) -> Tie:
     if isinstance(entry, Mapping):
         places = sorted((_stage_index(stage), plain_name(name)) for stage, name in entry.items())
         return Tie(places=tuple(places), traced=any(isinstance(stage, str) for stage in entry))
-    return Tie(names=tuple(plain_name(name) for name in names))
+    origin = entry.origin if isinstance(entry, SharedNames) else None
+    return Tie(names=tuple(plain_name(name) for name in names), origin=origin)
 
 
 def _stage_index(stage: object) -> int:
@@ -115,6 +160,29 @@ def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Place, str, nn.Par
             yield (stage, plain_name(full_name)), full_name, parameter
 
 
+LocalName = tuple[Place, str, nn.Parameter]
+"""Place, full name and parameter, as `named` yields them."""
+
+
+def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[list[Place]]:
+    """Returns for each tie the places on this rank that hold its `Origin`, or a copy of it."""
+    if not any(tie.origin for tie in ties):
+        return [[] for _ in ties]
+    by_object: dict[int, list[Place]] = {}
+    by_digest: dict[str | None, list[Place]] = {}
+    for place, _, parameter in named(modules):
+        by_object.setdefault(id(parameter), []).append(place)
+    digests = {id(p): fingerprint(p)[0] for _, _, p in named(modules)}
+    for key, places in by_object.items():
+        by_digest.setdefault(digests[key], []).extend(places)
+    found: list[list[Place]] = []
+    for origin in (tie.origin for tie in ties):
+        places = by_object.get(id(origin.parameter()), []) if origin else []
+        copies = by_digest.get(origin.digest, []) if origin and origin.digest else []
+        found.append(list(dict.fromkeys([*places, *copies])))
+    return found
+
+
 def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     """Makes every tie within this rank one Parameter object: the one at its lowest place.
 
@@ -122,33 +190,68 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     clipped and stepped once, and costs no collective.
 
     Raises:
-        PlanError: If their shapes, dtypes or requires_grad differ, or FSDP2 keeps them apart.
+        PlanError: If their shapes, dtypes, requires_grad or bits differ, or FSDP2 keeps them apart.
     """
+    found = {place: (place, full, p) for place, full, p in named(modules)}
+    refuse_partly_shared(
+        {memory_of(p): (f"{full} of stage {at[0]}", p) for at, full, p in found.values()}.values()
+    )
+    by_name: dict[str, list[Place]] = {}
+    by_memory: dict[Hashable, list[Place]] = {}
+    for place, _, parameter in found.values():
+        by_name.setdefault(place[1], []).append(place)
+        by_memory.setdefault((memory_of(parameter), parameter.requires_grad), []).append(place)
+    tie_of: dict[Place, Tie] = {}
+    groups = list(by_memory.values())
+    for tie, same in zip(ties, held(modules, ties), strict=True):
+        places = [place for name in tie.names for place in by_name.get(name, ())]
+        places += [place for place in tie.places if place in found]
+        places += _leftovers(tie, found) if tie.traced else []
+        groups.append([*places, *same])
+        tie_of.update(dict.fromkeys(groups[-1], tie))
     wrapped = {stage for stage, parts in fsdp_modules(modules).items() if parts}
-    for tie in ties:
-        found = list(named(modules))
-        copies = [(place, full, p) for place, full, p in found if tie.claims(place)]
-        copies += _leftovers(tie, found)
-        for place, full_name, parameter in copies[1:]:
-            first_place, _, first = copies[0]
-            if parameter is first:
-                continue
-            if _traits(parameter) != _traits(first):
-                raise PlanError(
-                    f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} is {_traits(first)}, "
-                    f"{place[1]!r} on stage {place[0]} is {_traits(parameter)}; one parameter "
-                    f"cannot be both"
-                )
-            if not wrapped.isdisjoint((place[0], first_place[0])):
-                raise PlanError(
-                    f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} and {place[1]!r} on "
-                    f"stage {place[0]} are on one rank, and fully_shard has made two parameters "
-                    f"of them; place these stages on two ranks, or make them one stage, and one "
-                    f"group: fully_shard([module_a, module_b])"
-                )
-            owner_name, _, attribute = full_name.rpartition(".")
-            owner = unwrapped(modules[place[0]]).get_submodule(owner_name)
-            setattr(owner, attribute, first)
+    order = {place: index for index, place in enumerate(found)}
+    for group in united(groups):
+        first, *others = (found[place] for place in sorted(group, key=order.__getitem__))
+        for other in others:
+            if other[2] is not first[2]:
+                _check_link(tie_of.get(other[0], "by memory"), first, other, wrapped)
+                owner_name, _, attribute = other[1].rpartition(".")
+                owner = unwrapped(modules[other[0][0]]).get_submodule(owner_name)
+                setattr(owner, attribute, first[2])
+
+
+def _check_link(tie: object, first: LocalName, other: LocalName, wrapped: set[int]) -> None:
+    """Refuses copies on one rank that cannot become one parameter, or should not."""
+    (first_place, _, one), (place, _, two) = first, other
+    if _traits(two) != _traits(one):
+        raise PlanError(
+            f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} is {_traits(one)}, "
+            f"{place[1]!r} on stage {place[0]} is {_traits(two)}; one parameter "
+            f"cannot be both"
+        )
+    if not wrapped.isdisjoint((place[0], first_place[0])):
+        raise PlanError(
+            f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} and {place[1]!r} on "
+            f"stage {place[0]} are on one rank, and fully_shard has made two parameters "
+            f"of them; place these stages on two ranks, or make them one stage, and one "
+            f"group: fully_shard([module_a, module_b])"
+        )
+    if not same_bits(one, two) and bool(two.detach().count_nonzero()):
+        raise PlanError(different_starts(tie, first_place, place))
+
+
+def different_starts(tie: object, first: Place, other: Place) -> str:
+    """Returns what to say of two places of a tie that start with different bits."""
+    return (
+        f"tie {tie}: {first[1]!r} on stage {first[0]} and {other[1]!r} on stage {other[0]} start "
+        f"with different bits, so one of them would be overwritten. If they are two parameters, "
+        f"correct the tie: {{stage: name, ...}} names exactly what is tied, also where stages "
+        f"number their layers anew. If they are one parameter, give both the same start: make "
+        f"the model after the same torch.manual_seed on every rank, or load the same checkpoint; "
+        f"or fill the copy on stage {other[0]} with zeros, then it takes the bits of stage "
+        f"{first[0]}"
+    )
 
 
 # [Note: what the tracer tells] Where a stage holds a tied parameter under several names, Pipe
@@ -156,22 +259,20 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
 # stage, and names that nothing uses. Their bits give them away, unless a constant explains those.
 
 
-def _leftovers(
-    tie: Tie, found: Sequence[tuple[Place, str, nn.Parameter]]
-) -> list[tuple[Place, str, nn.Parameter]]:
+def _leftovers(tie: Tie, found: Mapping[Place, LocalName]) -> list[Place]:
     """Returns what else is the parameter of a traced tie, in the stages that it names."""
-    copies = {place[0]: p for place, _, p in found if tie.traced and tie.claims(place)}
+    copies = {place[0]: found[place][2] for place in tie.places if place in found}
     return [
-        (place, full, p)
-        for place, full, p in found
-        if place[0] in copies and not tie.claims(place) and _same_bits(p, copies[place[0]])
+        place
+        for place, _, p in found.values()
+        if place[0] in copies and not tie.claims(place) and _is_copy(p, copies[place[0]])
     ]
 
 
-def _same_bits(one: nn.Parameter, other: nn.Parameter) -> bool:
+def _is_copy(one: nn.Parameter, other: nn.Parameter) -> bool:
     if _traits(one) != _traits(other) or one.is_meta or other.is_meta or one.numel() < 2:
         return False
-    return torch.equal(one, other) and not bool((one == one.flatten()[0]).all())
+    return same_bits(one, other) and fingerprint(one)[0] is not None
 
 
 def _traits(parameter: nn.Parameter) -> str:
@@ -179,45 +280,33 @@ def _traits(parameter: nn.Parameter) -> str:
     return f"{tuple(parameter.shape)} {parameter.dtype} {trained}"
 
 
+def united(groups: Iterable[Iterable[Place]]) -> list[list[Place]]:
+    """Returns the groups of more than one place, those that have a place in common as one."""
+    root: dict[Place, Place] = {}
+
+    def find(place: Place) -> Place:
+        while (above := root.setdefault(place, place)) != place:
+            root[place] = root[above]
+            place = above
+        return place
+
+    for group in groups:
+        places = list(group)
+        for place in places:
+            root[find(place)] = find(places[0])
+    members: dict[Place, list[Place]] = {}
+    for place in root:
+        members.setdefault(find(place), []).append(place)
+    return [places for places in members.values() if len(places) > 1]
+
+
 def matches_any(patterns: Sequence[str], names: Iterable[str]) -> bool:
     """Whether one of `names` matches one of the shell-style `patterns`."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def likely_ties(
-    fingerprints: Mapping[Place, str], groups: Sequence[frozenset[Place]]
-) -> tuple[list[list[Place]], list[list[Place]]]:
-    """Returns the undeclared groups of equal parameters on different stages: (likely, alike).
-
-    Likely are groups that only a tie explains. Alike are those that a common seed explains: one of
-    their stages equals another as a whole, or holds the same bits twice (cloned layers).
-
-    Args:
-        fingerprints: Digest of each parameter with non-constant bits, by canonical place.
-        groups: The ties that are known, as sets of places.
-    """
-    by_print: dict[str, list[Place]] = {}
-    for place in sorted(fingerprints):
-        by_print.setdefault(fingerprints[place], []).append(place)
-    stages = {stage for stage, _ in fingerprints}
-    prints = {s: frozenset(f for (at, _), f in fingerprints.items() if at == s) for s in stages}
-    likely: list[list[Place]] = []
-    alike: list[list[Place]] = []
-    for places in by_print.values():
-        holders = {stage for stage, _ in places}
-        known = any(holders <= {stage for stage, _ in g} and g & set(places) for g in groups)
-        if len(holders) < 2 or known:
-            continue
-        cloned = len(places) > len(holders)
-        whole = any(
-            prints[a] <= prints[b] for a in sorted(holders) for b in sorted(holders) if a != b
-        )
-        (alike if cloned or whole else likely).append(places)
-    return likely, alike
-
-
 def refuse_likely_ties(
-    fingerprints: Mapping[Place, str],
+    starts: Mapping[Place, Start],
     ties: Sequence[Sequence[Place]],
     allow_unsynced: Sequence[str],
 ) -> None:
@@ -226,7 +315,7 @@ def refuse_likely_ties(
     Raises:
         PlanError: Lists them, with what to write.
     """
-    likely, alike = likely_ties(fingerprints, [frozenset(tie) for tie in ties])
+    likely, alike = likely_ties(starts, ties)
     likely = [
         places for places in likely if not matches_any(allow_unsynced, [n for _, n in places])
     ]

@@ -28,7 +28,6 @@ from pipegrad.gradients.manifest import (
     check_arguments,
     describe_rank,
     device_of,
-    fingerprints,
     make_manifest,
     merge,
 )
@@ -92,6 +91,10 @@ def test_a_rank_describes_its_stages() -> None:
         device_type="cpu",
         fingerprints=(),
         settings=(("lanes", "2"), ("reduce_dtype", "None")),
+        constants=(
+            *(((at, name), 8 * "0") for at, name in ((0, "w"), (0, "b"), (3, "head"))),
+            ((3, "scale"), "0040"),
+        ),
     )
     assert pickle.loads(pickle.dumps(manifest)) == manifest
     assert str(entry("w", 2, 3)) == "w (2, 3) torch.float32 grad torch.float32 trained"
@@ -118,7 +121,7 @@ def test_fingerprints_are_of_bits_that_vary() -> None:
         "d": nn.Parameter(torch.ones(9)),
         "e": nn.Parameter(torch.randn(4, dtype=torch.complex64)),
     }
-    found = fingerprints([describe({0: stage(**parameters)})])
+    found = dict(describe({0: stage(**parameters)}).fingerprints)
     assert list(found) == [(0, "a"), (0, "b"), (0, "c"), (0, "e")]
     assert found[0, "a"] == found[0, "b"] != found[0, "c"]
 

@@ -14,17 +14,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from pipegrad import PlanError, find_shared
 from pipegrad.gradients.accessor import GradAttribute
-from pipegrad.gradients.manifest import describe_rank, fingerprints
+from pipegrad.gradients.manifest import describe_rank, starts_of
 from pipegrad.gradients.shared import (
-    Place,
     Tie,
     declared,
-    likely_ties,
     link_local,
     matches_any,
     plain_name,
     refuse_likely_ties,
 )
+from pipegrad.gradients.starts import Place, Start, likely_ties
 
 
 class Gpt2(nn.Module):
@@ -156,6 +155,7 @@ def test_a_bad_declaration_is_refused(shared: Any, message: str) -> None:
 
 def test_link_local_makes_copies_on_one_rank_one_object() -> None:
     first, last = nn.Sequential(nn.Embedding(5, 3)), nn.Sequential(nn.Linear(3, 5, bias=False))
+    last[0].weight = nn.Parameter(first.get_parameter("0.weight").detach().clone())
     modules = {7: last, 0: first}
     link_local(modules, declared([{0: "0.weight", 7: "0.weight"}]))
     assert last[0].weight is first[0].weight
@@ -166,6 +166,7 @@ def test_link_local_makes_copies_on_one_rank_one_object() -> None:
 def test_link_local_by_name_and_through_wrappers() -> None:
     first = nn.ModuleDict({"wte": nn.Linear(3, 3)})
     last = nn.ModuleDict({"head": checkpoint_wrapper(nn.Linear(3, 3))})
+    nn.init.zeros_(last.get_parameter("head.weight"))  # nothing to lose
     kept = last["head"].bias
     link_local({0: first, 3: last}, declared([["wte.weight", "head.weight"]]))
     assert last["head"].weight is first["wte"].weight
@@ -201,8 +202,8 @@ def test_link_local_refuses_what_cannot_be_one(other: torch.Tensor | None, found
 # --- by suspicion
 
 
-def prints(modules: Mapping[int, nn.Module]) -> dict[Place, str]:
-    return fingerprints([describe_rank(modules, GradAttribute(), {})])
+def prints(modules: Mapping[int, nn.Module]) -> dict[Place, Start]:
+    return starts_of([describe_rank(modules, GradAttribute(), {})])
 
 
 def linear(seed: int) -> nn.Linear:
@@ -240,7 +241,7 @@ def test_what_is_declared_or_allowed_is_not_refused() -> None:
 
 def test_a_third_holder_that_the_declaration_forgot_is_likely() -> None:
     found = prints({0: stage(a=1, b=2), 1: stage(c=1, d=3), 2: stage(e=1, f=4)})
-    tie = frozenset({(0, "a.weight"), (1, "c.weight")})
+    tie = ((0, "a.weight"), (1, "c.weight"))
     likely, _ = likely_ties(found, [tie])
     assert [(0, "a.weight"), (1, "c.weight"), (2, "e.weight")] in likely
 
