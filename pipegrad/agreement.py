@@ -6,6 +6,7 @@ a rank that stays away can then be named, and nothing depends on the backend or 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -16,15 +17,24 @@ from datetime import timedelta
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from pipegrad.errors import AgreementError
 
 T = TypeVar("T")
+AGREE_SECONDS = 60.0  # how long ranks wait for the slowest one, unless told otherwise
 _COMPLETE = "complete"
 # How often each set of ranks has met, per default process group: names the next meeting's keys.
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+# Which default process group on this store that is, and the keys that this rank left last.
+_lives: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()
+_left: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
+_STORE_IS_GONE = (
+    "the key-value store of the process group cannot be reached: the process that keeps it has "
+    "ended (rank 0, unless torchrun keeps it); look at its output"
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ def agree(
     function: Callable[[], T],
     *,
     ranks: Sequence[int] | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = AGREE_SECONDS,
     meeting: str | None = None,
 ) -> list[T]:
     """Runs `function` on every rank and returns the result of all of them, or fails on all alike.
@@ -76,8 +86,13 @@ def agree(
     except Exception as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         error, mine = caught, _Failure(type(caught).__name__, str(caught))
         payload = pickle.dumps(mine)
-    place = f"pipegrad/agree/{meeting or _next_meeting(members)}"
-    replies = _exchange(what, payload, members, timeout_seconds, place)
+    try:
+        place = f"pipegrad/agree/{meeting or _next_meeting(members)}"
+        replies = _exchange(what, payload, members, timeout_seconds, place)
+    except dist.DistNetworkError as gone:
+        raise AgreementError(f"{what}: {_STORE_IS_GONE}") from gone
+    left = [str(dist.get_rank()), _digest(payload), "verdict"]
+    _forget_last(members, [f"{place}/{key}" for key in left])
     results: list[T | _Failure] = [pickle.loads(reply) for reply in replies]
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if not failures:
@@ -94,15 +109,19 @@ def _exchange(
     what: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float, place: str
 ) -> list[bytes]:
     store = _store()
-    digest = hashlib.sha256(payload).hexdigest()
+    digest = _digest(payload)
     store.set(f"{place}/{digest}", payload)  # type: ignore[arg-type]
     store.set(f"{place}/{dist.get_rank()}", f"{digest} {what}")
     keys = {rank: f"{place}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
-    except dist.DistStoreError as error:
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError as error:  # a FileStore says so of its time
         missing = [rank for rank, key in keys.items() if not store.check([key])]
+        if not missing:
+            raise
         verdict, cause = (
             (
                 f"{what}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
@@ -128,8 +147,26 @@ def _next_meeting(ranks: tuple[int, ...]) -> str:
     assert world is not None
     meetings = _meetings.setdefault(world, Counter())
     meetings[ranks] += 1
-    members = hashlib.sha256(repr(ranks).encode()).hexdigest()
-    return f"{members}/{meetings[ranks]}"
+    members = _digest(repr(ranks).encode())
+    if meetings[ranks] == 1:  # a store may outlive process groups, and has their answers still
+        life = _store().add(f"pipegrad/lives/{members}/{dist.get_rank()}", 1)
+        _lives.setdefault(world, {})[ranks] = life
+    return f"{members}/{_lives[world][ranks]}/{meetings[ranks]}"
+
+
+def _forget_last(members: tuple[int, ...], keys: list[str]) -> None:
+    """Deletes what this rank left in the meeting before: who has come to this one has read it."""
+    world = dist.group.WORLD
+    assert world is not None
+    left = _left.setdefault(world, {})
+    last, left[members] = left.get(members, []), keys
+    with contextlib.suppress(RuntimeError):  # a store that deletes nothing
+        for key in last:
+            _store().delete_key(key)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.0) -> None:
@@ -151,6 +188,22 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
         function()
 
 
+def collective_timeout(device: torch.device) -> timedelta | None:
+    """Returns the timeout of the default process group; None if its backend has none."""
+    world = dist.group.WORLD
+    try:
+        return world._get_backend(device).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def keep_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives a group that torch has made the timeout of the default process group."""
+    timeout = collective_timeout(device)
+    if timeout is not None:
+        group._get_backend(device)._set_default_timeout(timeout)
+
+
 class FailureNotice:
     """A board on which a rank that failed in a step says so, for ranks that wait for it.
 
@@ -170,14 +223,18 @@ class FailureNotice:
         if not dist.is_initialized():
             return message
         told = f"rank {dist.get_rank()}: {message}"
-        _store().compare_set(self._key, "", told)
+        with contextlib.suppress(dist.DistNetworkError):  # others find that out themselves
+            _store().compare_set(self._key, "", told)
         return told
 
     def read(self) -> str | None:
         """Returns the first message that any rank posted in this step, or None."""
-        if not dist.is_initialized() or not _store().check([self._key]):
+        if not dist.is_initialized():
             return None
-        return str(_store().get(self._key).decode())
+        try:
+            return _store().get(self._key).decode() if _store().check([self._key]) else None
+        except dist.DistNetworkError:
+            return _STORE_IS_GONE
 
     @property
     def meeting(self) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipegrad.agreement import keep_timeout
 from pipegrad.errors import TopologyError
 
 
@@ -77,6 +78,8 @@ class Topology:
             tuple(size for _, size in axes),
             mesh_dim_names=tuple(name for name, _ in axes),
         )
+        for group in mesh.get_all_groups():
+            keep_timeout(group, torch.device(mesh.device_type))
         return cls.from_mesh(mesh, data=data, stage_to_rank=stage_to_rank)
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from pipegrad.errors import PlanError, ReduceError, StepError
 from pipegrad.gradients import collective, order
 from pipegrad.gradients.buffer import FlatBuffer
+from pipegrad.gradients.ending import Ending
 from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.lane import Lane, Ticket
 from pipegrad.gradients.staging import Callback, Calls, Key, Staging, check
@@ -82,6 +84,8 @@ class Bucketer:
         self._pool: defaultdict[tuple[object, ...], list[FlatBuffer]] = defaultdict(list)
         self._pool_capacity_bytes = capacity_bytes
         self._lanes: dict[tuple[torch.device, bool], Lane] = {}
+        self._used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._ending: Ending | None = None
         self._errors: list[Exception] = []
         self._in_callback = False
         self._is_polling = False
@@ -210,6 +214,9 @@ class Bucketer:
             )
         for lane in self._lanes.values():
             lane.close()
+        if self._ending is not None:
+            self._ending.end()
+            self._ending = None
         self._lanes.clear()
         self._open.clear()
         self._in_flight.clear()
@@ -274,6 +281,10 @@ class Bucketer:
             if (key.device, threaded) not in self._lanes:
                 lane = Lane("pipegrad bucketer", key.device, threaded=threaded)
                 self._lanes[key.device, threaded] = lane
+            if self._ending is None:
+                self._ending = Ending(self, threads=self._lanes.values(), used=self._used)
+            if collective.backend_of(key.group, key.device) == "gloo":
+                self._used.add(key.group)
             task = partial(_reduce, key, result.buffer[: staging.numel], staging.rows)
             ticket = self._lanes[key.device, threaded].submit(
                 task, [e for e in events if e is not None]

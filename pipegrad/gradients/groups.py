@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
+from pipegrad.agreement import collective_timeout
 from pipegrad.gradients.collective import (
+    backend_of,
     blocks_host,
     expect_from_behind,
     pass_down,
@@ -24,6 +26,9 @@ class Groups:
         rank: This rank.
         device: Where they will be used.
         handed: Sets of ranks that hand something from one to the next.
+
+    Attributes:
+        made: Those that this rank is in.
     """
 
     def __init__(
@@ -36,14 +41,17 @@ class Groups:
         handed: Collection[tuple[int, ...]] = (),
     ) -> None:
         self.world: dist.ProcessGroup | None = None
+        self.made: list[dist.ProcessGroup] = []
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
         if len(ranks) > 1:
-            self.world = dist.new_group(list(ranks), group_desc="pipegrad")
+            self.world = new_group(ranks, "pipegrad", device)
+            self.made.append(self.world)
         for members, lane in wanted:
             # All ranks make every group: use_local_synchronization hangs for overlapping pairs.
-            group = dist.new_group(list(members), group_desc=f"pipegrad lane {lane}")
+            group = new_group(members, f"pipegrad lane {lane}", device)
             if rank in members:
                 self._groups[members, lane] = group
+                self.made.append(group)
         if not self.block_host(device):
             # NCCL connects a communicator in its first collective, and blocks the host until all
             # members are there. Lanes begin in the order of readiness, each rank with its own part
@@ -59,11 +67,30 @@ class Groups:
         """Returns the group of `ranks` for one lane."""
         return self._groups[ranks, lane]
 
+    def forget(self) -> None:
+        """Lets go of all groups, which are destroyed."""
+        self.world = None
+        self._groups.clear()
+
     def block_host(self, device: torch.device) -> bool:
         """Whether waiting for a collective on `device` blocks the calling thread (gloo does)."""
         return self.world is None or blocks_host(self.world, device)
 
-    def close(self) -> None:
-        """Destroys all groups; every rank must call it."""
-        for group in (*self._groups.values(), *([self.world] if self.world else [])):
-            dist.destroy_process_group(group)
+
+def new_group(ranks: Sequence[int], what: str, device: torch.device) -> dist.ProcessGroup:
+    """Makes a process group with the timeout of the default one: torch's own ignores that.
+
+    Args:
+        ranks: Global ranks; every rank of the world must make it.
+        what: For torch's logs.
+        device: Where it will be used.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=collective_timeout(device), group_desc=what
+    )
+    return group
+
+
+def is_local(device: torch.device) -> bool:
+    """Whether a group for `device` is destroyed without other ranks: gloo's is."""
+    return dist.is_initialized() and backend_of(None, device) == "gloo"

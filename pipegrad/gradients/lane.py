@@ -136,10 +136,21 @@ class Lane:
         """
         if self._stream is not None:
             CLOSED(LAST(self._device, self._stream), self._device)
+        self.stop()
+        if self._last is None or self._last.done.done():
+            self.join()
+
+    def stop(self) -> None:
+        """Ends the thread behind what was submitted; returns at once."""
         if self._queue is not None:
             self._queue.put(None)
-            if self._last is None or self._last.done.done():
-                self._thread.join()  # an interpreter that ends meanwhile would abort the process
+
+    def join(self, timeout_seconds: float | None = None) -> bool:
+        """Waits for the end of the thread; returns whether it has ended."""
+        if self._queue is None or self._thread is threading.current_thread():
+            return True  # the last to hold the lane may be its own thread
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def _run(self, item: _Item) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class LiveParameter:
         self._address: int | None = None  # of the memory that what is stepped is brought to
         self._version: int | None = None  # before anybody else writes into it
         self._hook: RemovableHandle | None = None
-        self._hooked: nn.Parameter | None = None
+        self._hooked: TensorWeakRef | None = None
         self._fired = False  # whether autograd has added to the gradient at hand
         self._zeroed_version: int | None = None
         self._owed = 1.0  # what the gradient at hand is still to be divided by
@@ -175,18 +176,32 @@ class LiveParameter:
     def watch(self, on_accumulated: Callable[[LiveParameter], None]) -> None:
         """Calls `on_accumulated` whenever autograd has accumulated into the live parameter."""
         parameter = self.live
-        if not self.record.requires_grad or (parameter is self._hooked and self.fires_last):
+        hooked = self._hooked is not None and parameter is self._hooked()
+        if not self.record.requires_grad or (hooked and self.fires_last):
             return
-        if self._hook is not None:
-            self._hook.remove()
+        self.unwatch()
+        # Weakly: the collector of garbage does not see that a parameter holds its hooks.
+        this, called = weakref.ref(self), weakref.WeakMethod(on_accumulated)
 
-        def accumulated(_: torch.Tensor) -> None:
-            self._fired = True
-            self._accessor.accumulated(parameter)
-            on_accumulated(self)
+        def accumulated(parameter: nn.Parameter) -> None:
+            live, on_accumulated = this(), called()
+            if live is not None and on_accumulated is not None:
+                live._fired = True
+                live._accessor.accumulated(parameter)
+                on_accumulated(live)
 
         self._hook = parameter.register_post_accumulate_grad_hook(accumulated)
-        self._hooked = parameter
+        self._hooked = TensorWeakRef(parameter)
+
+    def unwatch(self) -> None:
+        """Leaves the parameter as it was before `watch`."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._hooked = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_hook"):  # else it was refused before it was complete
+            self.unwatch()
 
     @property
     def fires_last(self) -> bool:

@@ -197,7 +197,15 @@ class Reducer:
         try:
             yield
         except Exception as error:
+            first = self.notice.read()  # a rank that failed may have ended connections to this one
+            if first is not None and not first.startswith(f"rank {self._rank}:"):
+                raise ReduceError(f"a step failed on another rank: {first}") from error
             raise ReduceError(self.notice.post(f"{what} failed: {error}")) from error
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """Where collectives run."""
+        return self._lanes
 
     def close(self) -> None:
         """Ends the lanes' threads."""

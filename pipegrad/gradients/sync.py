@@ -26,15 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad.agreement import FailureNotice
+from pipegrad.agreement import AGREE_SECONDS, FailureNotice
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients import order
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import RELEASED
+from pipegrad.gradients.ending import Ending
 from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.graphs import outside_of_graphs
-from pipegrad.gradients.groups import Groups
+from pipegrad.gradients.groups import Groups, is_local
 from pipegrad.gradients.guard import (
     Difference,
     growing_drift,
@@ -161,7 +162,7 @@ class GradientSync:
         stage_ticks: Sequence[int] | None = None,
         shared_ticks: Sequence[int] | None = None,
         accessor: GradientAccessor | None = None,
-        agree_seconds: float = 60.0,
+        agree_seconds: float = AGREE_SECONDS,
     ) -> None:
         agreed = Agreed(
             modules,
@@ -205,6 +206,12 @@ class GradientSync:
             notice=notice,
             device=self._device,
         )
+        self._ending = Ending(
+            self,
+            threads=self._reducer.lanes,
+            groups=self._groups.made,
+            is_local=is_local(self._device),
+        )
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
@@ -228,6 +235,7 @@ class GradientSync:
         self._statistics = Statistics()
         self._accumulating = False
         self._open = False
+        self._is_closed = False
         self._last_backwards: set[int] = set()
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
@@ -260,6 +268,7 @@ class GradientSync:
                 step's gradients are leaving.
             ReduceError: If an earlier step failed in a lane: its communicators are out of step.
         """
+        self._refuse_closed()
         self._failed.refuse()
         if self._open and any(p.final for p in self._parameters.values()):
             raise StepError("prepare() inside a step whose gradients are leaving: call finish()")
@@ -290,7 +299,7 @@ class GradientSync:
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
         self._watch.follow(self._by_id)
-        self._open = True
+        self._open = self._ending.in_vain = True
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -376,6 +385,7 @@ class GradientSync:
             StepError: If a stage is not final, or a gradient changed after it was.
             DriftError: If copies have drifted apart; on all ranks alike.
         """
+        self._refuse_closed()
         if self._accumulating:
             self._failed.end()
             return
@@ -398,7 +408,7 @@ class GradientSync:
         copies = sum(parameter.finish() for parameter in parameters)
         for buffer in self._reducer.buffers.values():
             buffer.release(RELEASED)
-        self._open = False
+        self._open = self._ending.in_vain = False
         self._mirror.is_due, self._mirror.is_moving = self._agreed.moves, False
         self._failed.end()
         launched = self._reducer.num_launched
@@ -432,6 +442,8 @@ class GradientSync:
         Returns:
             What a rank said that failed before this one, and so is the cause; None if none did.
         """
+        if self._is_closed:
+            return None
         if not begun:
             if self._failed.are_final:
                 return None  # `prepare` has told
@@ -545,6 +557,7 @@ class GradientSync:
 
     def publish_if_due(self) -> None:
         """Publishes unless that was done since the last step: before an evaluation, say."""
+        self._refuse_closed()
         if self._mirror.is_due:
             self.publish()
 
@@ -667,17 +680,35 @@ class GradientSync:
     def close(self) -> None:
         """Ends the lanes' threads and destroys their process groups; every rank must call it.
 
-        Parameters that are on their way arrive before, unless a step has failed.
+        Parameters that are on their way arrive before, unless a step has failed. Gradients and
+        parameters stay where they are, without hooks. Every other verb raises StepError from then
+        on; a second `close` does nothing.
+
+        What is not closed ends by itself: when nothing refers to it any more, or Python exits.
         """
+        if self._is_closed:
+            return
         try:
             if not self._open and not self._failed.are_in_doubt:
                 self._reducer.settle()
                 if self._asked:
                     self.wait_parameters()
+        except BaseException:
+            self._ending.in_vain = True
+            raise
         finally:
+            self._is_closed = True
             self._watch.remove()
+            for parameter in self._parameters.values():
+                parameter.unwatch()
             self._reducer.close()
-            self._groups.close()
+            self._ending.end()
+            self._groups.forget()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
 
     @outside_of_graphs
     def take_largest(self, values: torch.Tensor) -> None:
@@ -754,10 +785,16 @@ class GradientSync:
 
     def _check_closed(self, verb: str) -> None:
         """Refuses what would run collectives between those of a step: ranks would mix them up."""
+        self._refuse_closed()
         if self._open:
             raise StepError(f"{verb}() inside a step: call finish() first")
 
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise StepError("this GradientSync is closed: make another one, on all ranks")
+
     def _check_open(self, stage: int) -> None:
+        self._refuse_closed()
         if stage not in self._by_stage:
             raise StepError(f"stage {stage} is not on this rank, which has {list(self._by_stage)}")
         if not self._open:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from pipegrad.errors import StepError
+from pipegrad.gradients.ending import Ending
+from pipegrad.gradients.groups import is_local, new_group
 from pipegrad.topology import Topology
 
 Tensor = torch.Tensor
@@ -84,8 +89,15 @@ class Losses:
         self._num_copies = len(topology.pipelines)
         self._device = device
         self._group: dist.ProcessGroup | None = None
+        self._leaving: deque[dist.Work] = deque()
         if len(ranks) > 1:
-            self._group = dist.new_group(ranks, group_desc="pipegrad loss")
+            self._group = new_group(ranks, "pipegrad loss", device)
+        self._ending = Ending(
+            self,
+            groups=[self._group] if self._group else [],
+            is_local=is_local(device),
+            is_idle=partial(_have_ended, self._leaving),
+        )
 
     def send(
         self,
@@ -109,9 +121,18 @@ class Losses:
         work = None
         if self._group is not None:
             work = dist.all_reduce(told, group=self._group, async_op=True)
+            _have_ended(self._leaving)
+            self._leaving.append(work)
         return StepResult(told, work, outputs)
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        self._ending.end()
+        self._group = None
+
+
+def _have_ended(leaving: deque[dist.Work]) -> bool:
+    """Whether all of them have; lets go of the first that have."""
+    while leaving and leaving[0].is_completed():
+        leaving.popleft()
+    return not leaving

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pipegrad.agreement import Board, FailureNotice, agree
+from pipegrad.agreement import AGREE_SECONDS, Board, FailureNotice, agree
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.manifest import same
@@ -40,6 +40,7 @@ from pipegrad.runtime.setup import (
     check_whole,
     collectives_of,
     fed,
+    learn_seconds,
     schedule_of,
     wired,
 )
@@ -53,7 +54,6 @@ from pipegrad.topology import Topology
 
 Tensor = torch.Tensor
 
-_LEARN_SECONDS = 600.0  # for the slowest rank's first step, in which kernels may be compiled
 _instances = count()
 
 
@@ -95,7 +95,9 @@ class Scheduler:
         shared: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
-        **options: Further arguments of `GradientSync`.
+        **options: Further arguments of `GradientSync`. In the first step ranks wait for each other
+            for ``agree_seconds`` too, or for the process group's timeout up to ten minutes, if that
+            is longer: kernels may be compiled there.
 
     Attributes:
         schedule: What every rank computes.
@@ -134,7 +136,9 @@ class Scheduler:
             ends = {s.index: (s.inputs, s.outputs) for s in stages}
             return f"depth {depth}, whole {whole!r}\n{self.schedule}", ends
 
-        told = dict(zip(ranks, agree("Scheduler", describe, ranks=ranks), strict=True))
+        agree_seconds = options.get("agree_seconds", AGREE_SECONDS)
+        ends = agree("Scheduler", describe, ranks=ranks, timeout_seconds=agree_seconds)
+        told = dict(zip(ranks, ends, strict=True))
         same("the schedule", {rank: said for rank, (said, _) in told.items()})
         self._wiring = wired({rank: ends for rank, (_, ends) in told.items()})
         check_whole(whole, self._wiring)
@@ -166,6 +170,7 @@ class Scheduler:
         self._pool = BufferPool(self._device)
         self._name = f"{next(_instances)}"
         self._notice = FailureNotice(f"step {self._name}")
+        self._learn_seconds = learn_seconds(self._device, agree_seconds)
         self._num_runs = 0
         self._closed = False
         self._ready: dict[bool, _Ready] = {}  # forward only or not
@@ -295,7 +300,10 @@ class Scheduler:
         ranks = sorted(self.topology.ranks)
         kind = "evaluation" if forward_only else "step"
         told = agree(
-            f"the first {kind} of a Scheduler", learn, ranks=ranks, timeout_seconds=_LEARN_SECONDS
+            f"the first {kind} of a Scheduler",
+            learn,
+            ranks=ranks,
+            timeout_seconds=self._learn_seconds,
         )
         result = found[0]
         if isinstance(result, Exception):
@@ -411,7 +419,12 @@ class Scheduler:
             proof = verify(program)
         board = Board(f"{self._name}/{self._num_runs}")
         transfers = Transfers(
-            program.channels, self._edges, self._pool, board, specs, wait_seconds=_LEARN_SECONDS
+            program.channels,
+            self._edges,
+            self._pool,
+            board,
+            specs,
+            wait_seconds=self._learn_seconds,
         )
         executor = Executor(
             program,

@@ -10,7 +10,7 @@ on the instances; torch itself is left alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipegrad.agreement import agree
+from pipegrad.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import PlanError, ReduceError, TopologyError
 from pipegrad.gradients.shards import fsdp_modules
 from pipegrad.gradients.shared import Shared, unwrapped
@@ -77,13 +77,18 @@ def attach(
     stages = _stages(schedule)
 
     def check() -> None:
-        if any(hasattr(stage, "_pipegrad") for stage in stages):
-            raise PlanError("this schedule is attached already; attach once, before training")
+        if any(not _sync_of(stage).is_closed for stage in stages if hasattr(stage, "_pipegrad")):
+            raise PlanError(
+                "this schedule is attached already; attach once, before training, or close() the "
+                "GradientSync that attach returned, and attach again"
+            )
         _check_split_backward(schedule)
         _check_sharded(schedule, stages)
         _placed(topology, stages[0])
 
-    agree("attach", check)
+    agree("attach", check, timeout_seconds=options.get("agree_seconds", AGREE_SECONDS))
+    for followed in (schedule, *stages):
+        _leave(followed)  # to an earlier one, which is closed
     placed = _placed(topology, stages[0])
     sync = GradientSync(
         {stage.stage_index: stage.submod for stage in stages},
@@ -160,8 +165,9 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
     @functools.wraps(step)
     def synced_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
         if not schedule._has_backward:
-            sync.publish_if_due()
-            sync.reshard()
+            if not sync.is_closed:
+                sync.publish_if_due()
+                sync.reshard()
             return step(*args, **kwargs)
         begun = False
         try:
@@ -178,7 +184,7 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
         sync.finish()
         return result
 
-    schedule.step = synced_step  # type: ignore[method-assign]
+    _replace(schedule, step=synced_step)
 
 
 def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
@@ -201,7 +207,8 @@ def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
 
     @functools.wraps(forward)
     def awaited_forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
-        sync.stage_first_use(index)
+        if not sync.is_closed:
+            sync.stage_first_use(index)
         return forward(*args, **kwargs)
 
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
@@ -211,11 +218,32 @@ def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
                 reduce(1)  # FSDP2's own reduction alone
             sync.stage_final(index)
 
-    stage.forward_one_chunk = awaited_forward  # type: ignore[method-assign]
-    stage.backward_one_chunk = watched_backward  # type: ignore[method-assign]
-    stage.perform_reduce_grad = final  # type: ignore[method-assign]
-    stage.scale_grads = final  # type: ignore[method-assign]
+    _replace(
+        stage,
+        forward_one_chunk=awaited_forward,
+        backward_one_chunk=watched_backward,
+        perform_reduce_grad=final,
+        scale_grads=final,
+    )
     stage._pipegrad = sync  # type: ignore[attr-defined]
+
+
+def _replace(followed: object, **methods: Callable[..., object]) -> None:
+    """Puts methods in the place of an instance's own, which `_leave` brings back."""
+    vars(followed)["_pipegrad_before"] = {n: vars(followed).get(n) for n in methods}
+    vars(followed).update(methods)
+
+
+def _leave(followed: object) -> None:
+    """Gives an instance the methods back that it had before `attach`."""
+    for name, method in vars(followed).pop("_pipegrad_before", {}).items():
+        del vars(followed)[name]
+        if method is not None:
+            vars(followed)[name] = method
+
+
+def _sync_of(stage: _PipelineStageBase) -> GradientSync:
+    return stage._pipegrad  # type: ignore[attr-defined,no-any-return]
 
 
 def _stages(schedule: TorchSchedule) -> list[_PipelineStageBase]:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from pipegrad.agreement import Board
 from pipegrad.gradients import order
 from pipegrad.gradients.collective import blocks_host
+from pipegrad.gradients.ending import Ending
+from pipegrad.gradients.groups import is_local, new_group
 from pipegrad.handler import Work
 from pipegrad.runtime.torch_pipelining import num_holders
 from pipegrad.schedules.program import Channel
@@ -94,6 +96,7 @@ class Edges:
         self._made: list[dist.ProcessGroup] = []
         self._out: dict[int, tuple[dist.ProcessGroup, int]] = {}
         self._in: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._ending = Ending(self, groups=self._made, is_local=is_local(device))
         edges = sorted({(c.source, c.target) for c in channels})
         if not edges:
             return
@@ -101,7 +104,7 @@ class Edges:
         for pipeline in topology.pipelines:
             mine = topology.rank in pipeline
             if self._tagged:
-                group = dist.new_group(list(pipeline), group_desc="pipegrad edges")
+                group = new_group(pipeline, "pipegrad edges", device)
                 if mine:
                     self._made.append(group)
                     for peer, rank in enumerate(pipeline):
@@ -110,7 +113,7 @@ class Edges:
                 continue
             for source, target in edges:
                 pair = [pipeline[source], pipeline[target]]
-                group = dist.new_group(pair, group_desc=f"pipegrad edge {source} to {target}")
+                group = new_group(pair, f"pipegrad edge {source} to {target}", device)
                 if mine and me in (source, target):
                     self._made.append(group)
                     peer = target if me == source else source
@@ -129,8 +132,9 @@ class Edges:
 
     def close(self) -> None:
         """Destroys the groups; every rank must call it."""
-        for group in self._made:
-            dist.destroy_process_group(group)
+        self._ending.end()
+        self._out.clear()
+        self._in.clear()
 
 
 @dataclass(frozen=True)
