@@ -17,7 +17,7 @@ from pipegrad.runtime.fsdp import ShardedStages
 from pipegrad.runtime.local import Key, LocalValues, Value
 from pipegrad.runtime.recompute import Recompute
 from pipegrad.runtime.stage import Stage
-from pipegrad.runtime.torch_pipelining import is_wrapper, num_holders
+from pipegrad.runtime.torch_pipelining import is_arriving, is_wrapper, num_holders
 from pipegrad.runtime.transfer import Spec, Transfers
 from pipegrad.runtime.weights import WeightGradients
 from pipegrad.schedules.action import Kind
@@ -338,6 +338,8 @@ class Compute:
             outputs: This list alone may hold them here; it is changed.
         """
         for i, name in enumerate(self._stages[stage].outputs):
+            if is_arriving(outputs[i]):
+                outputs[i] = outputs[i].clone()  # which waits, and is a plain tensor
             if type(outputs[i]) is not Tensor or outputs[i].layout is not torch.strided:
                 self._check_plain(outputs[i], f"stage {stage} returned {name!r}")
             if not outputs[i].requires_grad:

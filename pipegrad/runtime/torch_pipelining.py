@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -125,6 +126,11 @@ def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its s
         return None
     schema: Any = function.schema
     return [argument.name for argument in schema.arguments if argument.name != "self"]
+
+
+def is_arriving(tensor: torch.Tensor) -> bool:
+    """Returns whether a collective of torch, of tensor parallelism say, still writes a tensor."""
+    return isinstance(tensor, AsyncCollectiveTensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
