@@ -118,6 +118,8 @@ def test_every_cut_has_the_losses_of_one_process(
         for step, (loss, norm) in zip(steps, truth, strict=True):
             most = rounding(step.step * 16 * 64)  # tokens of all batches so far
             assert step.loss == pytest.approx(loss, rel=most), name
+            # Later AdamW has moved by a whole step what is nothing but rounding.
+            most = most if step.step == 1 else 1e-3
             assert step.grad_norm == pytest.approx(norm, rel=most), name
         assert steps[-1].loss < 0.7 * steps[0].loss
     if num_ranks == 4:
@@ -202,7 +204,7 @@ def test_options_change_what_they_say(replies: list[dict[str, Any]]) -> None:
     assert steps(replies, "dropout, recomputed") == steps(replies, "dropout")
     for one, other in (("a V", "fp32"), ("sequence first", "sequence first, alone")):
         for found, expected in zip(steps(replies, one), steps(replies, other), strict=True):
-            assert found == pytest.approx(expected, rel=rounding(found[0] * 8 * 16))
+            assert found == pytest.approx(expected, rel=rounding(8 * 16) if found[0] == 1 else 1e-4)
 
 
 def test_trying_a_model_out_leaves_no_trace(replies: list[dict[str, Any]]) -> None:
@@ -229,7 +231,7 @@ def test_bf16_is_autocast_of_one_process(replies: list[dict[str, Any]]) -> None:
         optimizer.zero_grad()
         most = rounding(number * 8 * 16)
         assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=most)
-        assert norm == pytest.approx(true_norm.item(), rel=most)
+        assert norm == pytest.approx(true_norm.item(), rel=1e-3)  # of bf16, rounded by 2**-8
     assert steps(replies, "bf16")[0][1] != steps(replies, "fp32")[0][1]
 
 
