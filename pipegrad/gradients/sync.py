@@ -28,7 +28,6 @@ from torch import nn
 
 from pipegrad.agreement import AGREE_SECONDS, FailureNotice
 from pipegrad.errors import PipegradError, StepError
-from pipegrad.gradients import order
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import RELEASED
@@ -37,7 +36,6 @@ from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.groups import Groups, is_local
 from pipegrad.gradients.guard import (
-    Difference,
     growing_drift,
     is_anywhere,
     make_equal,
@@ -63,8 +61,6 @@ from pipegrad.gradients.stepped import (
 from pipegrad.gradients.watch import OptimizerWatch, steps_alike
 from pipegrad.handler import HandlerSpec, ParameterRecord, Placement
 from pipegrad.topology import Topology
-
-COMPARED = order.Record("sync.compared", "a lane reads parameters that the current stream wrote")
 
 
 @dataclass(frozen=True)
@@ -424,7 +420,7 @@ class GradientSync:
         )
         self._mirror.blocked_seconds = 0.0
         steps = self._statistics.steps
-        if steps > 1 and steps & (steps - 1) == 0 and self._groups.world and self.plan.launches:
+        if steps > 1 and steps & (steps - 1) == 0 and self._groups.world is not None:
             self._refuse_growing_drift()
 
     def abort(self, error: Exception, *, begun: bool = True) -> str | None:
@@ -724,21 +720,13 @@ class GradientSync:
     def _refuse_growing_drift(self) -> None:
         """Raises on all ranks if the optimizer makes copies differ; see `finish`.
 
-        Sync: in a lane, so that a rank that has failed meanwhile is told of.
+        Sync: as `check_replicas`.
         """
         self.reshard()
-        found: list[Difference] = []
-        ranks, steps = self.topology.ranks, self._statistics.steps
-
-        def look() -> None:
-            found.extend(
-                growing_drift(self.plan.packs, self._lookup, self._groups, self._device, steps)
-            )
-
-        event = COMPARED(self._device)
-        self._reducer.wait_for(self._reducer.submit(0, look, [] if event is None else [event]))
+        steps = self._statistics.steps
+        found = growing_drift(self.plan.packs, self._lookup, self._groups, self._device, steps)
         if is_anywhere(found, self._groups, self._device):
-            report_drift(found, ranks)
+            report_drift(found, self.topology.ranks)
 
     def _refused(self, error: PipegradError) -> None:
         """Tells ranks that do not step, and go on, of an optimizer that is refused on this one."""
