@@ -240,10 +240,7 @@ class GradientSync:
         self._mirror.check_published()
         if not self._open:  # else FSDP2 may go on with what it has gathered
             self.reshard()
-        for tree in self._trees.values():
-            tree.check()
-        for parameter in self._parameters.values():
-            parameter.refresh(continuing=self._open)
+        self._refresh()
         self._failed.begin()  # not before: a rank may be refused, and try again
         self._late_error = None
         zeroed = {
@@ -629,6 +626,15 @@ class GradientSync:
             self._groups.close()
 
     # Inside.
+
+    def _refresh(self) -> None:
+        """Looks up what this step begins with, and refuses what would make it wrong."""
+        for tree in self._trees.values():
+            tree.check()
+        for buffer in self._reducer.buffers.values():
+            buffer.look_again()
+        for parameter in self._parameters.values():
+            parameter.refresh(continuing=self._open)
 
     def _on_accumulated(self, parameter: LiveParameter) -> None:
         """Called by autograd, possibly in its own threads, after each accumulation."""
