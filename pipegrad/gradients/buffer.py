@@ -97,7 +97,6 @@ class BucketBuffer(FlatBuffer):
         self._flags = self.buffer[self.bucket.payload_numel :]
         self._flags.fill_(1)
         self._ready.clear()
-        self._was_zero = None
         self.release(RESET)
 
     def fill(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> bool:
@@ -122,8 +121,12 @@ class BucketBuffer(FlatBuffer):
         self._ready[key] = GradientReady(key, contributed, self.written(WRITTEN))
         return len(self._ready) == len(self.views)
 
+    def look_again(self) -> None:
+        """Forgets what `is_zero` has found: somebody may have written since."""
+        self._was_zero = None
+
     def is_zero(self) -> bool:
-        """Whether all slots are known to be zero: one read for all, until somebody may write.
+        """Whether all slots are known to be zero: one read for all, until `look_again`.
 
         False may be wrong, where a zero has a sign, or somebody else's slot has old values.
 

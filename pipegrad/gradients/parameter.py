@@ -100,6 +100,7 @@ class LiveParameter:
         self._zeroed_version: int | None = None
         self._owed = 1.0  # what the gradient at hand is still to be divided by
         self._left: tuple[TensorWeakRef, int] | None = None  # a result, and its version
+        self._is_clean = False  # whether the result was zeroed in place
         self._adds = False  # whether this step's result is added to the last one's
         self._kept: TensorWeakRef | None = None  # a result, where the accessor has gradients
 
@@ -248,7 +249,8 @@ class LiveParameter:
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
         self._adds = (continuing and self._adds) or self._has_result_left
-        if self._adds and self.buffer is not None and not self._is_zero:
+        self._is_clean = self._adds and self.buffer is not None
+        if self._is_clean and not self._is_zero:
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
                 f"would add to it: set it to zero or None before the step (optimizer.zero_grad() "
@@ -280,7 +282,7 @@ class LiveParameter:
             return self.view is not None
         if not continuing or gradient is not self.view:
             self._zeroed_version = None
-        if owed != self._owed and not self._is_untouched(gradient):
+        if owed != self._owed and not (self._is_clean or self._is_untouched(gradient)):
             with torch.no_grad():
                 gradient.mul_(self._owed / owed)  # so that one division serves all steps
         return False

@@ -273,10 +273,7 @@ class GradientSync:
         self._mirror.check_published()
         if not self._open:  # else FSDP2 may go on with what it has gathered
             self.reshard()
-        for tree in self._trees.values():
-            tree.check()
-        for parameter in self._parameters.values():
-            parameter.refresh(continuing=self._open)
+        self._refresh()
         self._failed.begin()  # not before: a rank may be refused, and try again
         self._late_error = None
         zeroed = {
@@ -732,6 +729,15 @@ class GradientSync:
         """Tells ranks that do not step, and go on, of an optimizer that is refused on this one."""
         if not self._open:
             self.abort(error, begun=False)
+
+    def _refresh(self) -> None:
+        """Looks up what this step begins with, and refuses what would make it wrong."""
+        for tree in self._trees.values():
+            tree.check()
+        for buffer in self._reducer.buffers.values():
+            buffer.look_again()
+        for parameter in self._parameters.values():
+            parameter.refresh(continuing=self._open)
 
     def _on_accumulated(self, parameter: LiveParameter) -> None:
         """Called by autograd, possibly in its own threads, after each accumulation."""
