@@ -35,7 +35,8 @@ def make_equal(
     for pack in packs:
         flat = _gather(pack, lookup, device)
         for hop in pack.route:
-            dist.broadcast(flat, src=hop.ranks[0], group=groups.of(hop.ranks, 0))
+            # As bytes: no backend lacks a dtype then.
+            dist.broadcast(flat.view(torch.uint8), src=hop.ranks[0], group=groups.of(hop.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
                 local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
@@ -101,6 +102,11 @@ def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
-    words = parameter.detach().contiguous().view(-1).view(_INTEGERS[parameter.itemsize])
+    words = (
+        parameter.detach()
+        .contiguous()
+        .view(-1)
+        .view(_INTEGERS.get(parameter.itemsize, torch.int64))
+    )
     weights = 2 * torch.arange(words.numel(), device=words.device) + 1
     return torch.stack([words.sum(dtype=torch.int64), (words * weights).sum(dtype=torch.int64)])
