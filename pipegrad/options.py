@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,30 +68,67 @@ def _written(value: object, inside: tuple[int, ...]) -> str:
     if id(value) in inside:
         return "..."
     each = partial(_written, inside=(*inside, id(value)))
-    kind = type(value)
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{each(k)}: {each(v)}' for k, v in value.items()))}}}"
-    if isinstance(value, set | frozenset):
-        return f"{kind.__name__}({{{', '.join(sorted(map(each, value)))}}})"
-    if kind is tuple:
-        return f"({', '.join(map(each, value))}{',' * (len(value) == 1)})"  # type: ignore[arg-type]
-    if isinstance(value, list):
-        return f"[{', '.join(map(each, value))}]"
-    if isinstance(value, torch.Tensor):
-        bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return f"tensor({tuple(value.shape)}, {value.dtype}, {hashlib.sha256(bits).hexdigest()})"
-    if isinstance(value, partial):
-        return f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
-    if isinstance(value, FunctionType):
-        code = value.__code__
-        plain = [c for c in code.co_consts if isinstance(c, int | float | str | bytes | None)]
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        digest = hashlib.sha256(code.co_code + repr((code.co_names, plain)).encode()).hexdigest()
-        return f"{value.__module__}:{value.__qualname__}({digest[:16]}, {each(held)})"
-    if isinstance(value, type):
-        return f"{value.__module__}:{value.__qualname__}"
-    if isinstance(value, nn.Module):
-        return f"{kind.__module__}:{kind.__qualname__}"
-    if kind.__repr__ is object.__repr__:
-        return f"{kind.__module__}:{kind.__qualname__}({each(getattr(value, '__dict__', {}))})"
+    for kind, write in _WRITERS:
+        if isinstance(value, kind):
+            return write(value, each)
+    if type(value).__repr__ is object.__repr__:
+        return f"{_class(type(value), each)}({each(getattr(value, '__dict__', {}))})"
     return _ADDRESS.sub("", repr(value))
+
+
+Each = Callable[[object], str]
+
+
+def _mapping(value: Mapping[object, object], each: Each) -> str:
+    return f"{{{', '.join(sorted(f'{each(k)}: {each(v)}' for k, v in value.items()))}}}"
+
+
+def _set(value: Collection[object], each: Each) -> str:
+    return f"{type(value).__name__}({{{', '.join(sorted(map(each, value)))}}})"
+
+
+def _list(value: Collection[object], each: Each) -> str:
+    return f"[{', '.join(map(each, value))}]"
+
+
+def _tuple(value: Collection[object], each: Each) -> str:
+    return f"({', '.join(map(each, value))}{',' * (len(value) == 1)})"
+
+
+def _tensor(value: torch.Tensor, _: Each) -> str:
+    bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"tensor({tuple(value.shape)}, {value.dtype}, {hashlib.sha256(bits).hexdigest()})"
+
+
+def _partial(value: partial[object], each: Each) -> str:
+    return f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
+
+
+def _function(value: FunctionType, each: Each) -> str:
+    code = value.__code__
+    plain = [c for c in code.co_consts if isinstance(c, int | float | str | bytes | None)]
+    digest = hashlib.sha256(code.co_code + repr((code.co_names, plain)).encode()).hexdigest()
+    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    return f"{value.__module__}:{value.__qualname__}({digest[:16]}, {each(held)})"
+
+
+def _class(value: type, _: Each) -> str:
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def _module(value: nn.Module, each: Each) -> str:
+    return _class(type(value), each)
+
+
+_WRITERS: tuple[tuple[type, Callable[[Any, Each], str]], ...] = (
+    (Mapping, _mapping),
+    (set, _set),
+    (frozenset, _set),
+    (list, _list),
+    (tuple, _tuple),
+    (torch.Tensor, _tensor),
+    (partial, _partial),
+    (FunctionType, _function),
+    (type, _class),
+    (nn.Module, _module),
+)

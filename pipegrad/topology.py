@@ -127,6 +127,12 @@ class Topology:
                     f"the mesh has no dimension {name!r}, only {list(names)}: name its dimensions, "
                     f"or say which ones are pipeline= and data="
                 )
+        if mesh.mesh.numel() != dist.get_world_size():
+            raise TopologyError(
+                f"the mesh has ranks {mesh.mesh.flatten().tolist()}, the default process group "
+                f"{dist.get_world_size()}: give a mesh of all ranks, with further dimensions if "
+                f"need be. To train several models, start a job, or a default group, for each"
+            )
         plain = cls.build(
             axes=tuple(zip(names, mesh.mesh.shape, strict=True)),
             ranks=mesh.mesh.flatten().tolist(),

@@ -13,7 +13,11 @@ from torch import nn
 from pipegrad.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.copies import refuse_bare_replicas, refuse_loose_copies
+from pipegrad.gradients.copies import (
+    refuse_bare_replicas,
+    refuse_different_buffers,
+    refuse_loose_copies,
+)
 from pipegrad.gradients.manifest import (
     Manifest,
     RankManifest,
@@ -120,6 +124,8 @@ class Agreed:
         self.manifest = merge(manifests, topology, self._ties)
         refuse_stand_ins(self.manifest, accessor, stored_dtype)
         refuse_likely_ties(starts_of(manifests), self.manifest.ties, options["allow_unsynced"])
+        buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
+        refuse_different_buffers(buffers, topology, options["allow_unsynced"])
         # Handlers may be impure: all ranks' must have said the same.
         plan = partial(self._make_plan, manifests)
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)

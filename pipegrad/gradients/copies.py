@@ -111,6 +111,32 @@ def refuse_bare_replicas(
         )
 
 
+def refuse_different_buffers(
+    buffers: Mapping[int, Mapping[Place, str]], topology: Topology, allow_unsynced: Sequence[str]
+) -> None:
+    """Refuses buffers that start differently on replicas of a stage: they would stay different.
+
+    Args:
+        buffers: Rank -> place -> digest.
+        topology: From any rank's point of view.
+        allow_unsynced: Shell-style patterns of names, plain or behind ``stage.``.
+
+    Raises:
+        PlanError: Names one, and what to write.
+    """
+    for rank in sorted(topology.ranks):
+        replicas = topology.at(rank).ranks_along(topology.data_axes)
+        for stage, name in buffers[rank]:
+            told = {buffers[replica].get((stage, name)) for replica in replicas}
+            if len(told) > 1 and not matches_any(allow_unsynced, (name, f"{stage}.{name}")):
+                raise PlanError(
+                    f"buffer {name!r} of stage {stage} starts with different bits on ranks "
+                    f"{list(replicas)}, which train replicas of that stage, and buffers are never "
+                    f"sent: make the model after the same torch.manual_seed on every rank, load "
+                    f"the same checkpoint, or name the buffer in allow_unsynced"
+                )
+
+
 def _refuse_reduced_shards(
     axis: str, ranks: Sequence[int], starts: Starts, routes: Mapping[str, Route]
 ) -> None:

@@ -41,7 +41,8 @@ def make_equal(
     for pack in packs:
         flat = _gather(pack, lookup, device)
         for hop in pack.route:
-            dist.broadcast(flat, src=hop.ranks[0], group=groups.of(hop.ranks, 0))
+            # As bytes: no backend lacks a dtype then.
+            dist.broadcast(flat.view(torch.uint8), src=hop.ranks[0], group=groups.of(hop.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
                 local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
@@ -161,7 +162,8 @@ def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
-    words = parameter.detach().contiguous().view(-1).view(_INTEGERS[parameter.itemsize])
+    flat = parameter.detach().contiguous().view(-1)
+    words = flat.view(_INTEGERS.get(parameter.itemsize, torch.int64))
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _PIECE):  # eight bytes an element are there meanwhile
         piece = words[start : start + _PIECE].long()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import AgreementError, PlanError, TopologyError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.shards import Layout, Shard, largest, layout_of, local, shard_of
+from pipegrad.gradients.shards import Layout, Shard, largest, layout_of, shard_of
 from pipegrad.gradients.shared import (
     Shared,
     Tie,
@@ -24,6 +24,7 @@ from pipegrad.gradients.shared import (
     different_starts,
     held,
     named,
+    plain_name,
     united,
     unwrapped,
 )
@@ -73,6 +74,7 @@ class RankManifest:
         constants: The bits of each parameter that is constant.
         held: Index of a tie, and a place that is known to be its parameter in the uncut model.
         traced: Stages that torch's tracer has made.
+        buffers: Digest of a sample of the bits of each buffer.
     """
 
     stages: tuple[tuple[int, tuple[ParameterEntry, ...]], ...]
@@ -85,6 +87,7 @@ class RankManifest:
     constants: tuple[tuple[Place, str], ...] = ()
     held: tuple[tuple[int, Place], ...] = ()
     traced: tuple[int, ...] = ()
+    buffers: tuple[tuple[Place, str], ...] = ()
 
 
 def describe_rank(
@@ -144,6 +147,12 @@ def describe_rank(
         constants=tuple(constants),
         held=tuple((i, at) for i, places in enumerate(held(modules, ties)) for at in places),
         traced=tuple(s for s in sorted(modules) if isinstance(modules[s], GraphModule)),
+        buffers=tuple(
+            ((stage, plain_name(name)), digest)
+            for stage in sorted(modules)
+            for name, buffer in unwrapped(modules[stage]).named_buffers()
+            if (digest := "".join(filter(None, fingerprint(buffer))))
+        ),
     )
 
 
