@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -22,7 +23,7 @@ from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree, agreemen
 from pipegrad.agreement import FailureNotice
 from pipegrad.gradients.ending import cut
 from pipegrad.testing import run_ranks
-from tests.gradients.cases import Case, Replies, on, outcome, rank, replies, stage, step, tied
+from tests.gradients.cases import Case, Replies, on, outcome, rank, replies, stage, step
 
 TWO: list[Case] = []
 two = replies(2, TWO)
@@ -34,8 +35,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def topology() -> Topology:
+    """One for all cases: its process groups are torch's, which nobody destroys."""
+    return Topology.create(pipeline=2)
+
+
 def pair(module: nn.Module, **options: Any) -> GradientSync:
-    return tied(module, "w", handlers=[{"name": "pipeline-shared", **options}])
+    handlers = [{"name": "pipeline-shared", **options}]
+    return GradientSync({rank(): module}, topology(), shared=[["w"]], handlers=handlers)
 
 
 def freeze() -> None:
@@ -172,7 +180,7 @@ def plain_training_after() -> Any:
     module = stage(w=[2])
     sync = GradientSync(
         {rank(): module},
-        Topology.create(pipeline=2),
+        topology(),
         shared=[["w"]],
         handlers=["pipeline-shared"],
         accessor=MainGrad(),
@@ -293,10 +301,9 @@ def test_agreements_leave_no_keys(two: Replies) -> None:
 def timeouts() -> Any:
     world = dist.group.WORLD
     assert world is not None
-    topology = Topology.create(pipeline=2)
     module = stage(w=[4])
     sync = pair(module)
-    groups = [*sync._groups.made, topology.group_along("pp"), topology.group_along("dp")]
+    groups = [*sync._groups.made, topology().group_along("pp"), topology().group_along("dp")]
     cpu = torch.device("cpu")
     found = {group._get_backend(cpu).options._timeout for group in [world, *groups]}
     step(sync, module, w=1.0)
@@ -336,7 +343,7 @@ def store_that_goes() -> list[str]:
     notice.next_step()
     gone = dist.DistNetworkError("Broken pipe")
     broken = type("Broken", (), {"__getattr__": lambda self, name: _raises(gone)})()
-    with mock.patch.object(agreement, "_store", lambda: broken):
+    with mock.patch.object(agreement, "_store", return_value=broken):
         said = [notice.post("it failed"), str(notice.read())]
         return [*said, outcome(lambda: agree("something", lambda: 1))]
 
