@@ -271,7 +271,7 @@ class Config(Table):
         }
         return {"gradient_handlers": handlers, **values}
 
-    def refuse(self, key: str, complaint: str, *, cause: Exception | None = None) -> NoReturn:
+    def refuse(self, key: str, complaint: str, *, cause: BaseException | None = None) -> NoReturn:
         """Raises a ConfigError about the value of a key.
 
         Args:
