@@ -36,7 +36,7 @@ from pipegrad.train.checksums import (
     damaged,
     read_checksums,
 )
-from pipegrad.train.config import Config
+from pipegrad.train.config import Config, path_of
 from pipegrad.train.places import Places, check_places
 from pipegrad.train.rows import Row
 
@@ -145,7 +145,7 @@ class State:
         Raises:
             ConfigError: If it cannot be read, or is of another model or optimizer.
         """
-        folder = Path(config.train.resume or "")
+        folder = path_of(config.train.resume or "")
         metadata, checksums = _read(config, folder)
         check_places(config, set(metadata.state_dict_metadata), held)
         _check_names(config, set(metadata.state_dict_metadata), held)
@@ -253,6 +253,8 @@ class State:
 
 def _read(config: Config, folder: Path) -> tuple[Metadata, Checksums | None]:
     """Returns the metadata of a checkpoint, and its checksums if it has any."""
+    if "\0" in str(folder):
+        config.refuse("train.resume", "is no path: it has a null character")
     try:
         checksums = read_checksums(folder)
         return FileSystemReader(folder).read_metadata(), checksums

@@ -22,12 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from pipegrad.errors import PipegradError
+
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 _CHUNK_BYTES = 16 * 2**20
 
 
-class DamageError(ValueError):
+class DamageError(PipegradError, ValueError):
     """The bytes of a checkpoint are not those that were written."""
 
 
@@ -122,7 +124,8 @@ def read_checksums(folder: Path) -> Checksums | None:
     """Returns the checksums of a checkpoint; None if it has none.
 
     Raises:
-        DamageError: If they cannot be read, or ``.metadata`` has other bytes than it had.
+        DamageError: If they are damaged, or ``.metadata`` has other bytes than it had.
+        OSError: If a file cannot be read.
     """
     try:
         read = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
@@ -131,8 +134,6 @@ def read_checksums(folder: Path) -> Checksums | None:
         run = dict(found.run)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise DamageError(f"{CHECKSUMS} cannot be read: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamageError(f"{CHECKSUMS} is damaged") from error
     if zlib.crc32((folder / METADATA).read_bytes()) != found.metadata:

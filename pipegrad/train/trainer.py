@@ -27,12 +27,18 @@ from pipegrad.runtime.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint import State, refuse_damaged, verify
 from pipegrad.train.checksums import CHECKSUMS, Checksums
-from pipegrad.train.config import Config
+from pipegrad.train.config import Config, path_of
 from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 from pipegrad.train.outline import outline
-from pipegrad.train.trial import check_parameters, try_out_optimizer, try_out_stages
+from pipegrad.train.trial import (
+    check_alike,
+    check_parameters,
+    digests_of,
+    try_out_optimizer,
+    try_out_stages,
+)
 from pipegrad.train.world import device_of_rank
 
 _RUN_KEYS = (
@@ -96,7 +102,8 @@ class Trainer:
         same("the text", {rank: text for rank, (text, _) in enumerate(told)})
         same("the device", {rank: kind for rank, (_, kind) in enumerate(told)})
         self._topology = self._meet()
-        agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
+        made = agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
+        check_alike(config, dict(enumerate(made)))
         # Layers may meet in it, so only once every rank has made its own.
         agree("trying the model out", self._try_out, timeout_seconds=_PREPARE_SECONDS)
         agree("placing the stages", self._place, timeout_seconds=_PREPARE_SECONDS)
@@ -158,12 +165,11 @@ class Trainer:
         try:
             self._state.save(folder, number, self._run)
         except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
             self.job.config.refuse(
                 "train.output",
-                f"the checkpoint of step {number} cannot be written into {folder}: rank {rank}: "
-                f"{in_words(cause)}{_free_space(folder)}: make room, and go on with train.resume "
-                f"from the last checkpoint that is whole",
+                f"the checkpoint of step {number} cannot be written into {folder}: "
+                f"{_said(error)}{_free_space(folder)}: make room, and go on with train.resume from "
+                f"the last checkpoint that is whole",
                 cause=error,
             )
 
@@ -215,10 +221,18 @@ class Trainer:
             device_type=self._device.type,
         )
 
-    def _make_model(self) -> None:
-        """Makes the uncut model, and cuts it; local, as far as the factory is."""
-        self._cut: Cut | None = self.job.cut(self.job.model(topology=self._topology))
-        check_parameters(self.job.config, self._cut)
+    def _make_model(self) -> tuple[object, dict[str, str]]:
+        """Makes the uncut model, and cuts it; local, as far as the factory is.
+
+        Returns:
+            This rank's coordinates along dimensions that a factory may shard by, and digests.
+        """
+        job, view = self.job, self._topology
+        model = job.model(topology=view)
+        self._cut: Cut | None = job.cut(model)
+        check_parameters(job.config, self._cut)
+        place = tuple(view.coordinate(axis) for axis in job.config.parallel.dimensions)
+        return place, digests_of(model)
 
     def _try_out(self) -> None:
         assert self._cut is not None
@@ -281,7 +295,7 @@ class Trainer:
 
     def _resume(self, config: Config) -> None:
         held = {key for keys in agree("what is held", self._state.keys) for key in keys}
-        folder = Path(config.train.resume or "")
+        folder = path_of(config.train.resume or "")
         metadata, checksums = agree(
             "the checkpoint", lambda: self._state.check(config, self._kept, held)
         )[0]
@@ -289,9 +303,7 @@ class Trainer:
         try:
             done = self._state.load(folder, metadata)
         except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
-            told = f"cannot be read: rank {rank}: {in_words(cause)}"
-            config.refuse("train.resume", told, cause=error)
+            config.refuse("train.resume", f"cannot be read: {_said(error)}", cause=error)
         self._resume_handlers()
         self.first_step = done + 1
         if done >= config.train.steps:
@@ -347,11 +359,17 @@ class Trainer:
             self.notes += (f"train.resume: error feedback starts afresh: {told[0]}",)
 
     def _make_folder(self, begin: Callable[[Path], None]) -> str:
-        config = self.job.config
-        number = 1
+        config, number = self.job.config, 1
+        wanted = path_of(config.train.output)
         while True:
             try:
-                folder = Path(config.train.output)
+                if wanted.resolve() in (here := Path.cwd(), *here.parents):
+                    config.refuse(
+                        "train.output",
+                        f"is {wanted.resolve()}, which holds more than a run: name a folder that "
+                        f"is not there yet, as in 'runs/run'",
+                    )
+                folder = wanted
                 if number > 1:
                     folder = folder.parent / f"{folder.resolve().name}-{number}"
                 folder.mkdir(parents=True)
@@ -394,6 +412,14 @@ class Trainer:
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Returns the mean loss of a microbatch, in fp32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def _said(error: CheckpointException) -> str:
+    """Returns what the first rank that failed says; an interrupt stays one."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
+    if isinstance(cause, KeyboardInterrupt):
+        raise cause from error
+    return f"rank {rank}: {in_words(cause)}"
 
 
 def _free_space(folder: Path) -> str:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -47,6 +48,16 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-500])
 
 
+def cut_unverified(folder: Path) -> None:
+    truncate(folder / ".metadata")
+    (folder / "checksums.json").unlink()
+
+
+def no_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "40 bytes of a weight": (
         lambda folder: flip_piece(folder, "model.0.weight"),
@@ -71,12 +82,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{IS_DAMAGED}the bytes of .metadata are not those that were written",
     ),
     "a .metadata that was cut off, unverified": (
-        lambda folder: (truncate(folder / ".metadata"), (folder / "checksums.json").unlink()),
+        cut_unverified,
         f"{IS_DAMAGED}.metadata cannot be read: ",
     ),
     "bytes of the checksums": (
         lambda folder: flip(folder / "checksums.json", 10),
         f"{IS_DAMAGED}checksums.json ",
+    ),
+    "a file in the folder's place": (
+        no_folder,
+        "expected the folder of a checkpoint: ",
     ),
     "no .metadata": (
         lambda folder: (folder / ".metadata").unlink(),
@@ -121,11 +136,11 @@ def refused(settings: list[str]) -> str:
     return "went on"
 
 
-def histories(folder: str) -> dict[str, object]:
+def histories(folder: str) -> dict[str, Any]:
     os.chdir(folder)
     trained(SHARDED, 1, "whole")
     first = dist.get_rank() == 0
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for name, (damage, _) in DAMAGES.items():
         if first:
             shutil.copytree("whole", name)
@@ -156,13 +171,13 @@ def histories(folder: str) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = with_job(tmp_path_factory.mktemp("damaged"))
     return run_ranks(histories, 2, str(folder))
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_refused(replies: list[dict[str, str]], name: str) -> None:
+def test_damage_is_refused(replies: list[dict[str, Any]], name: str) -> None:
     """Issue 16, point 8.
 
     Forty flipped bytes in a shard trained on with a loss of 29,760. A truncated, swapped or deleted
@@ -175,7 +190,7 @@ def test_damage_is_refused(replies: list[dict[str, str]], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_ANOTHER_MODEL)
-def test_a_checkpoint_of_another_model_is_refused(replies: list[dict[str, str]], name: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(replies: list[dict[str, Any]], name: str) -> None:
     """Issue 16, point 8.
 
     A checkpoint of two layers was read into a model of one: the loss was 8.83 instead of 7.05.
@@ -186,9 +201,7 @@ def test_a_checkpoint_of_another_model_is_refused(replies: list[dict[str, str]],
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_what_is_otherwise_is_noted(
-    replies: list[dict[str, tuple[int, tuple[str, ...]]]], name: str
-) -> None:
+def test_what_is_otherwise_is_noted(replies: list[dict[str, Any]], name: str) -> None:
     """Issue 16, point 8.
 
     Another text, seed, batch size or optimizer than the checkpoint's run had was taken silently.
@@ -201,7 +214,7 @@ def test_what_is_otherwise_is_noted(
         assert reply["the same run"] == ()
 
 
-def test_a_full_disk_is_said_in_one_line(replies: list[dict[str, str]]) -> None:
+def test_a_full_disk_is_said_in_one_line(replies: list[dict[str, Any]]) -> None:
     """Issue 16, point 18.
 
     A save on a full disk ended in 196 lines that named neither the path nor the step.
