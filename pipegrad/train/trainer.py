@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
 
 from pipegrad.agreement import agree
-from pipegrad.errors import PlanError, StepError, in_words
+from pipegrad.errors import ConfigError, PlanError, StepError, in_words
 from pipegrad.gradients.manifest import same
 from pipegrad.runtime.scheduler import Scheduler
 from pipegrad.runtime.split import Cut
@@ -376,6 +376,8 @@ class Trainer:
                 begin(folder)
             except FileExistsError:
                 number += 1
+            except ConfigError:
+                raise
             except (OSError, ValueError) as error:
                 config.refuse("train.output", f"cannot be written: {error}", cause=error)
             else:
