@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console, RenderableType
 
 from pipegrad.agreement import once_a_machine
-from pipegrad.errors import DriftError, PipegradError, ReduceError
+from pipegrad.errors import DriftError, PipegradError, ReduceError, in_words
 from pipegrad.handler import handlers as handler_registry
 from pipegrad.registry import Plugin
 from pipegrad.schedules import registry as schedule_registry
@@ -83,7 +83,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
 
     torchrun --nproc-per-node 4 -m pipegrad train CONFIG
     """
-    with world():
+    with _refusing(), world():
         console = _console(quiet=dist.get_rank() != 0)
         try:
             trainer = Trainer(loaded)
@@ -101,7 +101,23 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             else:
                 once_a_machine(partial(click.echo, f"Error: {error}", err=True))
             sys.exit(1)
+        except SystemExit as error:  # of somebody's code: our own are outside of what is tried
+            click.echo(f"Error on rank {dist.get_rank()}: {_ended(error)}", err=True)
+            sys.exit(1)
         trainer.close()
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Says in one line what is refused; where there is a world of ranks it says so itself."""
+    try:
+        yield
+    except PipegradError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _ended(error: SystemExit) -> str:
+    return f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
 
 
 def _run(trainer: Trainer, report: Report) -> None:
@@ -133,10 +149,8 @@ def _run(trainer: Trainer, report: Report) -> None:
 @_JSON
 def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None:
     """Print what all ranks of CONFIG will do, without starting any."""
-    try:
+    with _refusing():
         told = _planned(loaded(), ranks)
-    except PipegradError as error:
-        raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(told, indent=2))
     else:

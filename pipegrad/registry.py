@@ -214,7 +214,7 @@ class Registry(Generic[T]):
         # Nothing is remembered: once a failure is repaired, the same process can try again.
         try:
             loaded: object = metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginLoadError(
                 f"plug-in {plugin} of group {self.group!r} cannot be imported: {error!r}; "
                 f"repair or uninstall it, or select another"
@@ -270,7 +270,7 @@ def _construct(plugin: Plugin, cls: type[T], options: Mapping[str, object]) -> T
         raise PluginOptionError(f"plug-in {plugin} {complaints}")
     try:
         return cls(**options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginOptionError(
             f"plug-in {plugin} cannot be constructed with {dict(options)}: {error!r}"
         ) from error

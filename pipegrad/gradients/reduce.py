@@ -170,6 +170,8 @@ class Reducer:
             flat.is_mean = False
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 work = self._handlers[hop.handler].launch(flat, hop, group)
+            if not callable(getattr(work, "wait", None)):
+                raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
         end = partial(self._end, launch, work, what)
         blocks_host = getattr(work, "blocks_host", False) and not lane.is_threaded
         if blocks_host or getattr(work, "ends_late", False):

@@ -101,7 +101,7 @@ def _check_options(
     """Lets a handler see the whole model; what it raises names it."""
     try:
         handler.check(manifest.parameters, topology)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlanError(f"handler {name!r}: check() failed: {in_words(error)}") from error
 
 
@@ -114,7 +114,7 @@ def _asked(
     """Returns what a handler says on one rank; what it raises names it."""
     try:
         asked = list(handler.reductions(records, topology))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlanError(
             f"handler {name!r}: reductions() of rank {topology.rank} failed: {in_words(error)}"
         ) from error

@@ -12,8 +12,9 @@ its place there: ``name[tp=1]``. A run reads it with the same sizes only.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,20 @@ from pipegrad.agreement import agree
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.stepped import Stepped
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.train.config import Config
+from pipegrad.train.checksums import (
+    METADATA,
+    CheckedWriter,
+    Checksums,
+    DamageError,
+    damaged,
+    read_checksums,
+)
+from pipegrad.train.config import Config, path_of
 from pipegrad.train.places import Places, check_places
 from pipegrad.train.rows import Row
 
 STEP = "step"
+_NAMES_SHOWN = 4  # of the names that a model or a checkpoint lacks
 _KEPT = "kept."  # and the rank
 _PACK_SECONDS = 600.0  # for the slowest rank to write down its error feedback
 
@@ -90,10 +100,16 @@ class State:
         """Returns the keys of `tensors`."""
         return list(self.tensors())
 
-    def save(self, folder: Path, step: int) -> None:
+    def save(self, folder: Path, step: int, run: Mapping[str, str]) -> None:
         """Writes a checkpoint; every rank must call it. It is whole once it has ``.metadata``.
 
+        Args:
+            folder: Where to.
+            step: How many steps have been made.
+            run: What the run is made of, for whoever goes on from it.
+
         Raises:
+            CheckpointException: If a rank cannot write; on all ranks.
             PlanError: If what a handler keeps could not be read again; on all ranks, and nothing
                 is written.
         """
@@ -109,15 +125,17 @@ class State:
                 found = torch.as_tensor(value)
                 each = found.shape == one.tensor.shape
                 state[f"optimizer.{name}.{key}"] = _row(one, found) if each else found
-        save({**state, **kept}, checkpoint_id=folder)
+        save({**state, **kept}, storage_writer=CheckedWriter(folder, run))
 
     def _pack(self) -> dict[str, Tensor]:
         """Returns what this rank's handlers keep by its key, or nothing."""
         kept = self._sync.state_dict()
         return {_own_key(): _packed(kept)} if kept else {}
 
-    def check(self, config: Config, kept: set[str], held: set[str]) -> Metadata:
-        """Returns what the checkpoint ``train.resume`` holds. Local.
+    def check(
+        self, config: Config, kept: set[str], held: set[str]
+    ) -> tuple[Metadata, Checksums | None]:
+        """Returns what the checkpoint ``train.resume`` holds, and its checksums. Local.
 
         Args:
             config: The configuration.
@@ -127,16 +145,12 @@ class State:
         Raises:
             ConfigError: If it cannot be read, or is of another model or optimizer.
         """
-        folder = Path(config.train.resume or "")
-        try:
-            metadata = FileSystemReader(folder).read_metadata()
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with the file
-            config.refuse(
-                "train.resume", "is not a whole checkpoint: it has no .metadata", cause=error
-            )
+        folder = path_of(config.train.resume or "")
+        metadata, checksums = _read(config, folder)
         check_places(config, set(metadata.state_dict_metadata), held)
+        _check_names(config, set(metadata.state_dict_metadata), held)
         for key, tensor in self.tensors().items():
-            found = metadata.state_dict_metadata.get(key)
+            found = metadata.state_dict_metadata[key]
             shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "none"
             if shape != tuple(tensor.shape):
                 config.refuse(
@@ -158,7 +172,7 @@ class State:
                     f"it keeps {sorted(kept)} of {name!r}, but the optimizer of the checkpoint "
                     f"kept {sorted(there)}: choose the same",
                 )
-        return metadata
+        return metadata, checksums
 
     def _check_rows(self, config: Config, metadata: Metadata) -> None:
         """Refuses optimizer state of a shape that no rows can be taken of."""
@@ -235,6 +249,66 @@ class State:
                 kept = told["state"].setdefault(index[id(tensor)], {})
                 kept[key.rpartition(".")[2]] = found
         optimizer.load_state_dict(told)
+
+
+def _read(config: Config, folder: Path) -> tuple[Metadata, Checksums | None]:
+    """Returns the metadata of a checkpoint, and its checksums if it has any."""
+    if "\0" in str(folder):
+        config.refuse("train.resume", "is no path: it has a null character")
+    try:
+        checksums = read_checksums(folder)
+        return FileSystemReader(folder).read_metadata(), checksums
+    except DamageError as error:
+        refuse_damaged(config, [str(error)], cause=error)
+    except FileNotFoundError as error:
+        told = f"is not a whole checkpoint: it has no {METADATA}"
+        if not folder.exists():
+            told = "there is no such folder, seen from the working directory"
+        config.refuse("train.resume", told, cause=error)
+    except OSError as error:
+        told = f"{error.filename} cannot be read: {error.strerror}"
+        config.refuse("train.resume", f"expected the folder of a checkpoint: {told}", cause=error)
+    except Exception as error:  # noqa: BLE001 - whatever pickle says of a damaged file
+        refuse_damaged(config, [f"{METADATA} cannot be read: {error!r}"], cause=error)
+
+
+def refuse_damaged(
+    config: Config, found: Sequence[str], *, cause: Exception | None = None
+) -> NoReturn:
+    """Refuses a checkpoint for what is wrong with its bytes."""
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    config.refuse(
+        "train.resume",
+        f"is damaged: {found[0]}{more}: restore the files, or go on from another checkpoint",
+        cause=cause,
+    )
+
+
+def verify(folder: Path, checksums: Checksums) -> list[str]:
+    """Returns what is wrong with the bytes of this rank's share of the pieces, in words."""
+    return damaged(folder, checksums.pieces[dist.get_rank() :: dist.get_world_size()])
+
+
+def _check_names(config: Config, there: set[str], here: set[str]) -> None:
+    """Refuses a checkpoint that holds other parameters or buffers than the model, either way."""
+    saved = {key for key in there if key.startswith("model.")}
+    told = []
+    if extra := saved - here:
+        told.append(f"the checkpoint holds {_listed(extra)}, which the model does not have")
+    if missing := here - saved:
+        told.append(f"the model has {_listed(missing)}, which the checkpoint does not hold")
+    if told:
+        config.refuse(
+            "train.resume",
+            f"it is of another model: {'; '.join(told)}: choose the [model] of the run that "
+            f"wrote it",
+        )
+
+
+def _listed(keys: set[str]) -> str:
+    names = sorted(key.partition(".")[2] for key in keys)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
 
 
 def _row(one: Stepped, found: Tensor) -> Row:

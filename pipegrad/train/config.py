@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,9 @@ from pipegrad.errors import ConfigError
 from pipegrad.options import closest_first
 
 _SHOWN_CHARACTERS = 80
+_OPENING = ("[", "{")  # of a list or a table, not of a word
 _NEARLY_TOML = {"true", "false", "yes", "no", "on", "off", "none", "null"}
+_OPTIMIZER_OPTIONS = {"lr", "betas", "eps", "weight_decay", "momentum", "nesterov"}
 _COMPLAINTS = {
     "model_type": "should be a table",
     "string_pattern_mismatch": "should look like 'module:function'",
@@ -58,6 +61,10 @@ def _named(value: object) -> object:
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str | Mapping) else value
+
+
+def _files(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 def _further(value: object) -> object:
@@ -160,8 +167,10 @@ class Parallel(Table):
 class Data(Table):
     """What is read: bytes of text, each byte a token."""
 
-    files: list[str] = Field(
-        default=[], description="UTF-8 text files; by default what CPython carries"
+    files: Annotated[list[str], BeforeValidator(_files)] = Field(
+        default=[],
+        description="UTF-8 text files, or shell-style patterns of them, which are read in the "
+        "order of their names; by default what CPython carries",
     )
     batch_size: int = Field(default=16, ge=1, description="sequences a step, all ranks together")
     sequence_length: int = Field(default=128, ge=1, description="tokens a sequence")
@@ -271,7 +280,7 @@ class Config(Table):
         }
         return {"gradient_handlers": handlers, **values}
 
-    def refuse(self, key: str, complaint: str, *, cause: Exception | None = None) -> NoReturn:
+    def refuse(self, key: str, complaint: str, *, cause: BaseException | None = None) -> NoReturn:
         """Raises a ConfigError about the value of a key.
 
         Args:
@@ -291,6 +300,11 @@ class Config(Table):
             value = {"factory": value.factory, **value.options}
         source = _source(key, self._path, self._sources)
         raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
+
+
+def path_of(text: str) -> Path:
+    """Returns a path of the configuration, with the home folder for a leading ``~``."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path's own fails without a home folder
 
 
 def load(
@@ -335,7 +349,7 @@ def load(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows writes a mark
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file: give the path of a TOML file") from error
     except OSError as error:
@@ -367,6 +381,11 @@ def _setting(setting: str) -> tuple[list[str], Any]:
                 f"--set {setting}: {text.strip()} is not TOML, and as a word it would count as "
                 f"true: write true or false, or '\"{text.strip()}\"' for the word"
             ) from error
+        if text.lstrip()[:1] in _OPENING:
+            raise ConfigError(
+                f"--set {setting}: the value is not TOML ({error}): write words in quotes, as in "
+                f"--set \"data.files=['a.txt']\""
+            ) from error
         return places, text
 
 
@@ -390,13 +409,27 @@ def _line(detail: ErrorDetails, path: Path, sources: Mapping[str, str]) -> str:
     if detail["type"] == "extra_forbidden":
         known = closest_first(str(places[-1]), table.model_fields)
         shown = _shown(detail["input"])
-        return f"{source}: {key} = {shown}: unknown key; known, closest first: {known}"
+        elsewhere = _elsewhere(str(places[-1]))
+        return f"{source}: {key} = {shown}: unknown key{elsewhere}; known, closest first: {known}"
     about = table.model_fields[field].description if field in table.model_fields else None
     hint = f" ({about})" if about else ""
     if detail["type"] == "missing":
         return f"{source}: {key} is missing{hint}"
     complaint = _COMPLAINTS.get(detail["type"], detail["msg"].removeprefix("Input "))
     return f"{source}: {key} = {_shown(detail['input'])}: {complaint}{hint}"
+
+
+def _elsewhere(name: str) -> str:
+    """Returns in words which tables have a key of this name; "" if none has."""
+    tables = {t: field.annotation for t, field in Config.model_fields.items()}
+    found = [
+        f"{table}.{name}"
+        for table, kind in tables.items()
+        if isinstance(kind, type) and issubclass(kind, Table) and name in kind.model_fields
+    ]
+    if name in _OPTIMIZER_OPTIONS:
+        found.append(f"optimizer.{name}")
+    return f", there is {' and '.join(found)}" if found else ""
 
 
 def _field(places: Sequence[int | str]) -> tuple[type[Table], str]:

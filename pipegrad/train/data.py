@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
 import pydoc_data.topics
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipegrad.train.config import Config
+from pipegrad.train.config import Config, path_of
+
+_FEWEST_BYTES = 2  # a byte, and the one that follows it
 
 
 class Corpus:
@@ -55,15 +59,31 @@ def read_corpus(config: Config) -> Corpus:
     """
     files, length = config.data.files, config.data.sequence_length
     if files:
-        text = b"".join(_read(config, Path(file)) for file in files)
+        text = b"".join(_read(config, path) for file in files for path in _matching(config, file))
     else:
         text = "".join(body for _, body in sorted(pydoc_data.topics.topics.items())).encode()
+    if len(text) < _FEWEST_BYTES:
+        config.refuse("data.files", f"the text has {len(text)} byte, expected a longer one")
     if len(text) <= length:
         config.refuse(
             "data.sequence_length",
             f"the text has {len(text)} bytes: choose at most {len(text) - 1}",
         )
     return Corpus(text, length)
+
+
+def _matching(config: Config, file: str) -> list[Path]:
+    """Returns the files that one entry of ``data.files`` stands for."""
+    path = path_of(file)
+    if glob.has_magic(file) and not os.path.lexists(path):
+        try:
+            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        except ValueError as error:
+            config.refuse("data.files", f"{file}: {error}", cause=error)
+        if not found:
+            config.refuse("data.files", f"no file matches {file}, seen from the working directory")
+        return found
+    return [path]
 
 
 def _read(config: Config, path: Path) -> bytes:
@@ -75,6 +95,8 @@ def _read(config: Config, path: Path) -> bytes:
         )
     except OSError as error:
         config.refuse("data.files", f"{path} cannot be read: {error.strerror}", cause=error)
+    except ValueError as error:  # a zero byte
+        config.refuse("data.files", f"{str(path)!r} is no path: {error}", cause=error)
     if not text:
         config.refuse("data.files", f"{path} is empty")
     try:

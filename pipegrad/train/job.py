@@ -103,8 +103,10 @@ class Job:
         try:
             with torch.device(device):
                 model = factory(**options)
-        except Exception as error:  # noqa: BLE001 - somebody's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
             self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
+        if isinstance(model, nn.Sequential) and not len(model):
+            self.config.refuse("model.factory", "it returns an nn.Sequential without any layer")
         try:
             return only_layers(model)
         except TopologyError as error:
@@ -208,6 +210,14 @@ class Job:
         named = {f"parallel.dimensions.{n}": size for n, size in wanted.dimensions.items()}
         if len(named) > 1:
             named["parallel.dimensions"] = inside
+        needed = (pipeline or 1) * (data or 1) * inside
+        if self.num_ranks == 1 < needed:
+            shown = "pipeline" if pipeline else "data" if data else "dimensions"
+            self.config.refuse(
+                f"parallel.{shown}",
+                f"this is one rank of {needed}: start them by `torchrun --nproc-per-node {needed} "
+                f"-m pipegrad train {self.config.path}`",
+            )
         for key, size in {"parallel.pipeline": pipeline, "parallel.data": data, **named}.items():
             if size is not None and self.num_ranks % size:
                 self.config.refuse(
@@ -255,7 +265,7 @@ class Job:
     def _factory(self) -> Callable[..., object]:
         try:
             found: Any = pkgutil.resolve_name(self.config.model.factory)
-        except Exception as error:  # noqa: BLE001 - somebody's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
             self.config.refuse(
                 "model.factory", f"cannot be imported: {in_words(error)}", cause=error
             )
@@ -267,7 +277,7 @@ class Job:
         """Returns what the function returns; what it raises is said of the key."""
         try:
             return function(*arguments)
-        except Exception as error:  # noqa: BLE001 - somebody's plug-in
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's plug-in
             self.config.refuse(key, in_words(error), cause=error)
 
 

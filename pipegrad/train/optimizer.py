@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -31,6 +32,9 @@ def make_optimizer(config: Config, groups: Sequence[dict[str, Any]]) -> torch.op
     kind = known[wanted.name]
     if complaint := complaints_of(kind, wanted.options, given=("params",)):
         config.refuse("optimizer", f"{wanted.name} {complaint}")
+    for option, value in wanted.options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            config.refuse(f"optimizer.{option}", "should be a finite number")
     decay = "weight_decay" in inspect.signature(kind).parameters
     if not (wanted.decay_norms_and_biases or decay):
         config.refuse("optimizer.decay_norms_and_biases", f"{wanted.name} has no weight decay")

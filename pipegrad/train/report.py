@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -48,7 +48,8 @@ class Report:
     def begin(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         """Writes the manifest into a folder, and opens the file of metrics there."""
         (folder / "manifest.json").write_text(f"{json.dumps(manifest, indent=2)}\n")
-        self._lines = (folder / "metrics.jsonl").open("x")
+        self._folder = folder
+        self._lines = (folder / "metrics.jsonl").open("xb", buffering=0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -69,8 +70,7 @@ class Report:
     def step(self, metrics: StepMetrics) -> None:
         """Takes a step."""
         self._metrics.append(metrics)
-        self._lines.write(json.dumps(asdict(metrics)) + "\n")
-        self._lines.flush()
+        self._write(metrics)
         line = (
             f"loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
             f"{metrics.tokens_per_second:,.0f} tokens/s"
@@ -80,6 +80,25 @@ class Report:
         due = metrics.step == 1 or metrics.step % self._config.train.log_every == 0 or last
         if due and not self._console.is_terminal:
             self._console.print(f"step {metrics.step:5}  {line}", soft_wrap=True)
+
+    def _write(self, metrics: StepMetrics) -> None:
+        """Writes a line of metrics, or none: the run goes on without, if they cannot be written."""
+        if self._lines.closed:
+            return
+        line, begin = f"{json.dumps(asdict(metrics))}\n".encode(), self._lines.tell()
+        try:
+            if self._lines.write(line) == len(line):
+                return
+            why = "no space left"
+        except OSError as error:
+            why = error.strerror or str(error)
+        with self._lines, suppress(OSError):
+            self._lines.truncate(begin)  # no half lines
+        self._console.print(
+            f"step {metrics.step}: {self._folder}/metrics.jsonl cannot be written: {why}; it ends "
+            f"here, the run goes on",
+            soft_wrap=True,
+        )
 
     def close(self, folder: Path, device: str, replicas: str) -> None:
         """Prints the summary.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -14,24 +15,39 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
 
 from pipegrad.agreement import agree
-from pipegrad.errors import PlanError, StepError
+from pipegrad.errors import ConfigError, PlanError, StepError, in_words
 from pipegrad.gradients.manifest import same
 from pipegrad.runtime.scheduler import Scheduler
 from pipegrad.runtime.split import Cut
 from pipegrad.runtime.stage import Stage
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint import State
-from pipegrad.train.config import Config
+from pipegrad.train.checkpoint import State, refuse_damaged, verify
+from pipegrad.train.checksums import CHECKSUMS, Checksums
+from pipegrad.train.config import Config, path_of
 from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 from pipegrad.train.outline import outline
-from pipegrad.train.trial import check_parameters, try_out_optimizer, try_out_stages
+from pipegrad.train.trial import (
+    check_alike,
+    check_parameters,
+    digests_of,
+    try_out_optimizer,
+    try_out_stages,
+)
 from pipegrad.train.world import device_of_rank
 
+_RUN_KEYS = (
+    "train.seed",
+    "train.precision",
+    "gradients.clip_norm",
+    "gradients.reduce_dtype",
+    "gradients.stored_dtype",
+)
 _PREPARE_SECONDS = 600.0  # for the slowest rank to read its text and build the model
 
 
@@ -86,7 +102,8 @@ class Trainer:
         same("the text", {rank: text for rank, (text, _) in enumerate(told)})
         same("the device", {rank: kind for rank, (_, kind) in enumerate(told)})
         self._topology = self._meet()
-        agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
+        made = agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
+        check_alike(config, dict(enumerate(made)))
         # Layers may meet in it, so only once every rank has made its own.
         agree("trying the model out", self._try_out, timeout_seconds=_PREPARE_SECONDS)
         agree("placing the stages", self._place, timeout_seconds=_PREPARE_SECONDS)
@@ -140,8 +157,21 @@ class Trainer:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Writes a checkpoint of the step that has been made; every rank must call it."""
-        self._state.save(folder, number)
+        """Writes a checkpoint of the step that has been made; every rank must call it.
+
+        Raises:
+            ConfigError: If a rank cannot write it; on all ranks.
+        """
+        try:
+            self._state.save(folder, number, self._run)
+        except CheckpointException as error:
+            self.job.config.refuse(
+                "train.output",
+                f"the checkpoint of step {number} cannot be written into {folder}: "
+                f"{_said(error)}{_free_space(folder)}: make room, and go on with train.resume from "
+                f"the last checkpoint that is whole",
+                cause=error,
+            )
 
     def make_folder(self, begin: Callable[[Path], None]) -> Path:
         """Returns the run's folder, which rank 0 makes: one that exists is never written to.
@@ -191,10 +221,18 @@ class Trainer:
             device_type=self._device.type,
         )
 
-    def _make_model(self) -> None:
-        """Makes the uncut model, and cuts it; local, as far as the factory is."""
-        self._cut: Cut | None = self.job.cut(self.job.model(topology=self._topology))
-        check_parameters(self.job.config, self._cut)
+    def _make_model(self) -> tuple[object, dict[str, str]]:
+        """Makes the uncut model, and cuts it; local, as far as the factory is.
+
+        Returns:
+            This rank's coordinates along dimensions that a factory may shard by, and digests.
+        """
+        job, view = self.job, self._topology
+        model = job.model(topology=view)
+        self._cut: Cut | None = job.cut(model)
+        check_parameters(job.config, self._cut)
+        place = tuple(view.coordinate(axis) for axis in job.config.parallel.dimensions)
+        return place, digests_of(model)
 
     def _try_out(self) -> None:
         assert self._cut is not None
@@ -257,8 +295,15 @@ class Trainer:
 
     def _resume(self, config: Config) -> None:
         held = {key for keys in agree("what is held", self._state.keys) for key in keys}
-        metadata = agree("the checkpoint", lambda: self._state.check(config, self._kept, held))[0]
-        done = self._state.load(Path(config.train.resume or ""), metadata)
+        folder = path_of(config.train.resume or "")
+        metadata, checksums = agree(
+            "the checkpoint", lambda: self._state.check(config, self._kept, held)
+        )[0]
+        self._verify(config, folder, checksums)
+        try:
+            done = self._state.load(folder, metadata)
+        except CheckpointException as error:
+            config.refuse("train.resume", f"cannot be read: {_said(error)}", cause=error)
         self._resume_handlers()
         self.first_step = done + 1
         if done >= config.train.steps:
@@ -269,6 +314,40 @@ class Trainer:
                 for _ in range(done):
                     self._learning_rate.step()
 
+    def _verify(self, config: Config, folder: Path, checksums: Checksums | None) -> None:
+        """Refuses a checkpoint whose bytes have changed; notes what this run does differently."""
+        if checksums is None:
+            told = f"train.resume: {folder} has no {CHECKSUMS}, so its bytes were not verified: "
+            self.notes += (f"{told}an older version wrote it, or the file was removed",)
+            return
+        wrong = agree(
+            "the checksums",
+            lambda: verify(folder, checksums),
+            timeout_seconds=_PREPARE_SECONDS,
+        )
+        if found := sorted({told for of_rank in wrong for told in of_rank}):
+            refuse_damaged(config, found)
+        there, here = checksums.run, self._run
+        changed = [
+            f"{key} was {there.get(key, '(default)')}, and is {here.get(key, '(default)')}"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key)
+        ]
+        if changed:
+            told = "; ".join(changed)
+            self.notes += (f"train.resume: this is not the run that wrote the checkpoint: {told}",)
+
+    @property
+    def _run(self) -> dict[str, str]:
+        """What the losses depend on, as text; a cut is not among it."""
+        config = self.job.config
+        found = {
+            key: repr(value)
+            for key, value in config.flat().items()
+            if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
+        }
+        return {**found, "data.files": f"text {self._corpus.digest[:16]}"}
+
     def _resume_handlers(self) -> None:
         """Goes on from what the handlers of all ranks kept, or on none."""
         told = [why for why in agree("what handlers kept", self._state.unpack_kept) if why]
@@ -277,20 +356,28 @@ class Trainer:
         except PlanError as error:
             told = [str(error)]
         if told:
-            self.notes = (f"train.resume: error feedback starts afresh: {told[0]}",)
+            self.notes += (f"train.resume: error feedback starts afresh: {told[0]}",)
 
     def _make_folder(self, begin: Callable[[Path], None]) -> str:
-        config = self.job.config
-        number = 1
+        config, number = self.job.config, 1
+        wanted = path_of(config.train.output)
         while True:
             try:
-                folder = Path(config.train.output)
+                if wanted.resolve() in (here := Path.cwd(), *here.parents):
+                    config.refuse(
+                        "train.output",
+                        f"is {wanted.resolve()}, which holds more than a run: name a folder that "
+                        f"is not there yet, as in 'runs/run'",
+                    )
+                folder = wanted
                 if number > 1:
                     folder = folder.parent / f"{folder.resolve().name}-{number}"
                 folder.mkdir(parents=True)
                 begin(folder)
             except FileExistsError:
                 number += 1
+            except ConfigError:
+                raise
             except (OSError, ValueError) as error:
                 config.refuse("train.output", f"cannot be written: {error}", cause=error)
             else:
@@ -327,6 +414,22 @@ class Trainer:
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Returns the mean loss of a microbatch, in fp32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def _said(error: CheckpointException) -> str:
+    """Returns what the first rank that failed says; an interrupt stays one."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
+    if isinstance(cause, KeyboardInterrupt):
+        raise cause from error
+    return f"rank {rank}: {in_words(cause)}"
+
+
+def _free_space(folder: Path) -> str:
+    """Returns how many bytes the disk of a folder has left, in words; "" if that is not known."""
+    try:
+        return f"; {shutil.disk_usage(folder).free:,} bytes are free there"
+    except OSError:
+        return ""
 
 
 def _every_rank(row: list[float], device: torch.device) -> list[list[float]]:

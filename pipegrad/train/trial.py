@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
+from collections.abc import Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,40 @@ def check_parameters(config: Config, cut: Cut) -> None:
             f"take: keep plain shards, as examples/tensor_parallel.py, or train with "
             f"pipegrad.Scheduler or pipegrad.attach in a loop of your own",
         )
+
+
+def digests_of(model: nn.Module) -> dict[str, str]:
+    """Returns a digest of the bits of each parameter and buffer of a model, by name."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: _digest(found.detach()) for name, found in named if not found.is_meta}
+
+
+def _digest(tensor: Tensor) -> str:
+    content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content.data).hexdigest()[:16]
+
+
+def check_alike(config: Config, told: Mapping[int, tuple[object, Mapping[str, str]]]) -> None:
+    """Refuses a factory that made other values on one rank than on another.
+
+    Args:
+        config: The configuration.
+        told: Of each rank what it may choose its shards by, and its `digests_of` the model.
+
+    Raises:
+        ConfigError: Names the first parameter that differs, and two ranks.
+    """
+    first: dict[object, tuple[int, Mapping[str, str]]] = {}
+    for rank, (place, digests) in told.items():
+        other, expected = first.setdefault(place, (rank, digests))
+        differs = [n for n in expected.keys() & digests.keys() if expected[n] != digests[n]]
+        if differs:
+            config.refuse(
+                "model.factory",
+                f"it makes other values on rank {rank} than on rank {other}, of {min(differs)!r} "
+                f"and {len(differs) - 1} more, though train.seed seeds torch, numpy and random "
+                f"alike: draw from these alone, in an order that no set or hash decides",
+            )
 
 
 def try_out_stages(config: Config, cut: Cut) -> None:
@@ -78,7 +115,7 @@ def _sent(config: Config, stage: int, module: nn.Module, given: Tensor) -> Tenso
     who = f"stage {stage} (layers {layers[0]} to {layers[-1]})"
     try:
         found: object = module(given)
-    except Exception as error:  # noqa: BLE001 - somebody's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
         told = f"{who} fails on {given.dtype} {tuple(given.shape)}: {in_words(error)}"
         config.refuse("model", told, cause=error)
     if not isinstance(found, Tensor) or not found.is_floating_point():

@@ -8,15 +8,24 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public
+from torch.distributed.rendezvous import rendezvous
 
-from pipegrad.errors import in_words, root_of
+from pipegrad.errors import ConfigError, in_words, root_of
 from pipegrad.train.config import Config
 
+_NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+# How many processes were started, by torch's name and by those of Slurm and MPI.
+_COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_START = "Start the ranks by `torchrun --nproc-per-node N -m pipegrad train CONFIG`"
+_JOIN_SECONDS = 600.0  # for the last rank to come
+_SILENT_SECONDS = 10.0  # before a rank that waits says so
 _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 
 
@@ -50,16 +59,20 @@ def world() -> Iterator[None]:
     """Joins torchrun's ranks, or is a world of one; a process group that is there is left alone.
 
     A rank of torchrun ends here. See [Note: how a rank ends].
+
+    Raises:
+        ConfigError: If the environment is not one that ranks can be joined by, or they do not come.
     """
     if dist.is_initialized():
         yield
         return
+    _check_environment(os.environ)
     if "RANK" not in os.environ:
         dist.init_process_group(store=HashStore(), rank=0, world_size=1)
         yield
         dist.destroy_process_group()
         return
-    dist.init_process_group()
+    _join()
     rank, code = dist.get_rank(), 0
     try:
         yield
@@ -75,6 +88,61 @@ def world() -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _check_environment(found: Mapping[str, str]) -> None:
+    """Refuses variables that torchrun would not set, and ranks that would each train alone."""
+    if "RANK" not in found:
+        for name in _COUNTS:
+            if found.get(name, "1").isdigit() and int(found.get(name, "1")) > 1:
+                raise ConfigError(
+                    f"{name} is {found[name]}, but RANK is not set: each process would train "
+                    f"alone. {_START}; if one process is wanted, unset {name}"
+                )
+        return
+    missing = [name for name in _NEEDED if not found.get(name)]
+    if missing:
+        raise ConfigError(f"RANK is set, but {', '.join(missing)} not. {_START}")
+    for name in _NUMBERS:
+        if not found.get(name, "0").isdecimal():
+            raise ConfigError(f"{name} is {found[name]!r}, expected a number. {_START}")
+    if int(found["RANK"]) >= int(found["WORLD_SIZE"]):
+        told = f"RANK is {found['RANK']}, expected less than WORLD_SIZE, {found['WORLD_SIZE']}"
+        raise ConfigError(f"{told}. {_START}")
+
+
+def _join() -> None:
+    """Makes the default process group of the ranks that the environment tells of.
+
+    Raises:
+        ConfigError: If not all of them come in time.
+    """
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    waiting = threading.Timer(
+        _SILENT_SECONDS,
+        print,
+        [f"rank {rank} waits for all {size} ranks (WORLD_SIZE) to come to {place}"],
+        {"file": sys.stderr, "flush": True},
+    )
+    waiting.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one a machine says so
+        waiting.start()
+    try:
+        found = rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS))
+        store, of_rank, of_size = next(found)
+        store.set_timeout(timedelta(minutes=30))  # as torch does
+        dist.init_process_group(
+            store=PrefixStore("default_pg", store), rank=of_rank, world_size=of_size
+        )
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        told = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"rank {rank} of {size} (WORLD_SIZE) cannot join the others at {place} (MASTER_ADDR, "
+            f"MASTER_PORT): {told}"
+        ) from error
+    finally:
+        waiting.cancel()
 
 
 # [Note: how a rank ends] An interpreter that finalizes kills the threads that come back to it, and

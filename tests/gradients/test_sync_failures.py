@@ -66,6 +66,29 @@ def lane_failure() -> Any:
     return right, said, outcome(sync.prepare), outcome(sync.finish), seconds
 
 
+class GivesNothing(PipelineShared):
+    """Forgets to return what it launched."""
+
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        return None  # type: ignore[return-value]
+
+
+@on(TWO)
+def launch_without_work() -> Any:
+    module = stage(a=(1,))
+    sync = tied(module, "a", handlers=[GivesNothing])
+    return outcome(lambda: step(sync, module, a=1.0))
+
+
+def test_a_launch_that_returns_nothing_is_told(two: list[dict[str, Any]]) -> None:
+    """Issue 16, point 18. It was "'NoneType' object has no attribute 'wait'"."""
+    for reply in two:
+        told = reply["launch_without_work"]
+        assert told.startswith("ReduceError: ")
+        assert "GivesNothing" in told
+        assert "launch() returned None, expected a Work, with a wait()" in told
+
+
 def test_a_failure_in_a_lane_is_every_ranks_error(two: list[dict[str, Any]]) -> None:
     for reply in two:
         right, said, prepared, finished, seconds = reply["lane_failure"]

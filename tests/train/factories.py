@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -96,6 +98,50 @@ def lonely() -> nn.Sequential:
     if dist.get_rank() == 1:
         raise RuntimeError("mine alone")
     return nn.Sequential(nn.Embedding(256, 256), Meet())
+
+
+def exits() -> nn.Sequential:
+    sys.exit(0)
+
+
+def exits_on_one() -> nn.Sequential:
+    if dist.get_rank() == 1:
+        sys.exit(3)
+    return tied()
+
+
+def exits_forward() -> nn.Sequential:
+    class Exit(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            sys.exit("bye")
+
+    return nn.Sequential(nn.Embedding(256, 256), Exit())
+
+
+def exits_later() -> nn.Sequential:
+    """Is tried out once, and exits in the first step."""
+
+    class Exit(nn.Module):
+        calls = 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                sys.exit(0)
+            return hidden
+
+    return nn.Sequential(nn.Embedding(256, 256), Exit())
+
+
+def differing() -> nn.Sequential:
+    """Draws as many numbers before its last layer as its rank."""
+    embedding = nn.Embedding(256, 8)
+    torch.rand(dist.get_rank())
+    return nn.Sequential(embedding, nn.Linear(8, 256))
+
+
+def empty() -> nn.Sequential:
+    return nn.Sequential()
 
 
 def dtensors(*, topology: Topology) -> nn.Sequential:

@@ -68,7 +68,7 @@ CASES: dict[str, Bad] = {
     "no number": put("gradients.clip_norm=nan", says="clip_norm = nan: should be a finite number"),
     "fp8": put("train.precision=fp8", says="precision = 'fp8': should be 'fp32' or 'bf16'"),
     "int8": put("gradients.reduce_dtype=int8", says="should be 'float32', 'bfloat16' or 'float16'"),
-    "a file, not a list": put("data.files=a", says="data.files = 'a': should be a valid list"),
+    "a file, not a list": put("data.files=a", says=r"data.files = \['a'\]: there is no a, seen"),
     "no module": put("model.factory=tied", says="'tied': should look like 'module:function'"),
     "several at once": put(
         "train.steps=0",
@@ -270,6 +270,80 @@ CASES: dict[str, Bad] = {
     ),
 }
 
+CASES |= {  # Issue 16, point 9: SystemExit was no output and code 0, or 620 s without a word
+    "a factory that exits": model(
+        "exits", says=r"the factory fails: SystemExit\(0\) \(factories.py:"
+    ),
+    "a factory that exits on one rank": model(
+        "exits_on_one", says=r"1 of 2 ranks failed, .*\n  rank 1: .*SystemExit\(3\) \(factories.py:"
+    ),
+    "a layer that exits": model("exits_forward", says=r"stage 1 .* fails on .*SystemExit\('bye'\)"),
+    "a plug-in that exits": Bad(
+        r"gradient_handlers\[0\] = 'exits:X': .*cannot be imported: SystemExit\(0\); repair",
+        options=["--handler", "exits:X"],
+    ),
+    "a handler that exits when made": Bad(
+        r"cannot be constructed with {}: SystemExit\(0\)",
+        options=["--handler", "exiting_handler:Making"],
+    ),
+    "a handler that exits": Bad(
+        r"reductions\(\) of rank \d failed: SystemExit\('bye'\)",
+        options=["--handler", "exiting_handler:Reducing"],
+    ),
+    "a handler that exits when it looks": Bad(
+        r"check\(\) failed: SystemExit\(0\)", options=["--handler", "exiting_handler:Looking"]
+    ),
+    "values by rank": model(
+        "differing", says=r"other values on rank 1 than on rank 0, of '1.bias' and 1 more, though"
+    ),
+}
+CASES |= {  # Issue 16, point 18: each was a traceback, silent, or said nothing of what to do
+    "an infinite rate": put("optimizer.lr=inf", says="lr = inf: should be a finite number"),
+    "an infinite momentum": put(
+        "optimizer={name='SGD', momentum=inf}", says="optimizer.momentum = inf: should be a finite"
+    ),
+    "a file in the home folder": put(
+        "data.files=['~/nowhere.txt']", says="there is no /.*/nowhere.txt, seen from"
+    ),
+    "a pattern that matches nothing": put(
+        "data.files=['no*.txt']", says=r"no file matches no\*.txt, seen from the working dir"
+    ),
+    "a pattern that is none": put("data.files=['**x']", says=r"\*\*x(: Invalid pattern|, seen)"),
+    "a list without quotes": put(
+        "data.files=[a.txt]", says="the value is not TOML .*: write words in quotes, as in"
+    ),
+    "a zero byte in a file's name": put('data.files=["a\\u0000b"]', says="is no path: .*null"),
+    "a zero byte in a checkpoint's": put('train.resume="a\\u0000b"', says="train.resume = .*null"),
+    "a text of one byte": put("data.files=['one.txt']", says="the text has 1 byte, expected a l"),
+    "no layers": model("empty", says="it returns an nn.Sequential without any layer"),
+    "the rate in another table": put(
+        "train.lr=3", says="train.lr = 3: unknown key, there is optimizer.lr; known, closest first"
+    ),
+    "the steps in another table": put(
+        "data.seed=3", says="data.seed = 3: unknown key, there is train.seed; known"
+    ),
+    "the working directory": put("train.output=.", says="holds more than a run: name a folder"),
+    "the one above": put("train.output=..", says="holds more than a run: name a folder"),
+    "the root": put("train.output=/", says="= '/': is /, which holds more than a run"),
+}
+
+EXITING = """
+from pipegrad import GradientHandler
+class Making(GradientHandler):
+    def __init__(self):
+        raise SystemExit(0)
+    def reductions(self, parameters, topology):
+        return []
+class Reducing(GradientHandler):
+    def reductions(self, parameters, topology):
+        raise SystemExit("bye")
+class Looking(GradientHandler):
+    def check(self, parameters, topology):
+        raise SystemExit(0)
+    def reductions(self, parameters, topology):
+        return []
+"""
+
 LOPSIDED = """
 from pipegrad import GradientHandler, Reduction
 class Lopsided(GradientHandler):
@@ -337,6 +411,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "zero.bin": b"abc\0def" * 9,
         "latin.txt": b"caf\xe9" * 9,
         "short.txt": b"x" * 16,
+        "one.txt": b"x",
     }
     for rank, only in enumerate(
         ({"mine.txt": b"x" * 99, "ours.txt": b"x" * 99}, {"ours.txt": b"y" * 99})
@@ -346,6 +421,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (made / f"rank {rank}" / name).write_bytes(content)
     (made / "lopsided_handler.py").write_text(LOPSIDED)
     (made / "odd_schedule.py").write_text(ODD)
+    (made / "exiting_handler.py").write_text(EXITING)
+    (made / "exits.py").write_text("raise SystemExit(0)")
     entries = {"twice": "x:Y"}
     write_distribution(made, "alpha", version="2.0", entry_points=entries)
     write_distribution(
@@ -366,6 +443,7 @@ def replies(folder: Path) -> list[dict[str, Outcome]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(replies: list[dict[str, Outcome]], name: str) -> None:
+    """Issue 16, points 9 and 18, besides: see the groups of `CASES`."""
     first, second = (reply[name] for reply in replies)
     assert re.search(CASES[name].says, first.said), first.said
     assert first.said.startswith("Error: ")

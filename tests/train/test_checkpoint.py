@@ -152,7 +152,7 @@ def test_what_was_stored_coarser_goes_on_finer(replies: list[dict[str, Any]]) ->
     [
         ("wider", "it is of another model: '0.weight' is (256, 9) here and (256, 8) there"),
         ("another optimizer", "but the optimizer of the checkpoint kept ['exp_avg', 'exp_avg_sq'"),
-        ("nowhere", "train.resume = 'nowhere': is not a whole checkpoint: it has no .metadata"),
+        ("nowhere", "train.resume = 'nowhere': there is no such folder, seen from the"),
         ("over", "train.steps = 3: the checkpoint is of step 3: nothing is left to do"),
     ],
 )

@@ -206,5 +206,14 @@ def test_the_example_is_valid_and_says_where_the_keys_are() -> None:
     assert tomllib.loads(text)["parallel"]["schedule"] == "1f1b"
 
 
+def test_a_mark_at_the_beginning_is_no_mistake(tmp_path: Path) -> None:
+    """Issue 16, point 18. Windows writes a byte order mark, which was "Invalid statement"."""
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\nfactory = "a:b"\n[data]\nfiles = "one.txt"\n', encoding="utf-8-sig")
+    config = load(path)
+    assert config.model.factory == "a:b"
+    assert config.data.files == ["one.txt"]
+
+
 if __name__ == "__main__":
     (ROOT / "docs" / "config.md").write_text(reference())

@@ -69,3 +69,15 @@ def test_a_text_of_one_sequence_is_enough(tmp_path: Path) -> None:
     assert tokens.tolist() == [[97, 98, 99, 100]] * 2
     with pytest.raises(ConfigError, match="the text has 5 bytes: choose at most 4"):
         read_corpus(config(str(tmp_path / "a"), length=5))
+
+
+def test_files_may_be_a_pattern_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 16, point 18. ``~`` and patterns were taken for names of files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "texts").mkdir()
+    for name in ("b.txt", "a.txt", "[c].txt", "other"):
+        (tmp_path / "texts" / name).write_text(f"{name} ")
+    assert read_corpus(config("~/texts/?.txt")).digest == Corpus(b"a.txt b.txt ", 4).digest
+    assert read_corpus(config("~/texts/[c].txt")).digest == Corpus(b"[c].txt ", 4).digest

@@ -1,0 +1,175 @@
+"""Checksums of a checkpoint: every piece as it was written, and whether it still is.
+
+``checksums.json`` lies beside ``.metadata`` and is written after it. It holds pipegrad's version,
+the values that the run was made of, and a CRC-32 of ``.metadata`` and of each piece: a tensor, or
+the rows of one that a rank wrote. Pieces are found by file and offset, so any cut can verify them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata as distributions
+from itertools import groupby
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from pipegrad.errors import PipegradError
+
+CHECKSUMS = "checksums.json"
+METADATA = ".metadata"
+_CHUNK_BYTES = 16 * 2**20
+
+
+class DamageError(PipegradError, ValueError):
+    """The bytes of a checkpoint are not those that were written."""
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """A tensor, or a part of one, as it lies in a file.
+
+    Attributes:
+        file: Its name in the folder.
+        offset: Of its first byte.
+        length: Number of its bytes.
+        key: Of the tensor, for messages.
+        crc32: Of its bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+    key: str
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """What ``checksums.json`` holds.
+
+    Attributes:
+        pipegrad: The version that wrote it.
+        run: Values of the run that wrote the checkpoint by their names, as text.
+        metadata: CRC-32 of ``.metadata``.
+        pieces: All of them, by file and offset.
+    """
+
+    pipegrad: str
+    run: Mapping[str, str]
+    metadata: int
+    pieces: Sequence[Piece]
+
+
+class CheckedWriter(FileSystemWriter):
+    """Writes a checkpoint into a folder, and the checksums last.
+
+    Args:
+        folder: Where to.
+        run: Values of the run, as text.
+    """
+
+    def __init__(self, folder: Path, run: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._folder, self._run = folder, run
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's pieces, and reads them back for their checksums."""
+        results = super().write_data(plan, planner).wait()
+        checked: Future[list[WriteResult]] = Future()
+        # On their way to the coordinator the checksums travel with where the pieces lie.
+        checked.set_result(
+            [replace(r, storage_data=(r.storage_data, self._crc(r))) for r in results]
+        )
+        return checked
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes ``.metadata``, then the checksums of all ranks' pieces; on the coordinator."""
+        every = [result for of_rank in results for result in of_rank]
+        plain = [replace(result, storage_data=result.storage_data[0]) for result in every]
+        super().finish(metadata, [plain])
+        pieces = []
+        for result in every:
+            lies, crc = result.storage_data
+            key = result.index.fqn
+            pieces.append(Piece(lies.relative_path, lies.offset, lies.length, key, crc))
+        told = Checksums(
+            pipegrad=distributions.version("pipegrad"),
+            run=self._run,
+            metadata=zlib.crc32((self._folder / METADATA).read_bytes()),
+            pieces=sorted(pieces),
+        )
+        unfinished = self._folder / f"{CHECKSUMS}.tmp"
+        with unfinished.open("w", encoding="utf-8") as file:
+            json.dump(asdict(told), file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self._folder / CHECKSUMS)
+
+    def _crc(self, result: WriteResult) -> int:
+        lies = result.storage_data
+        with (self._folder / lies.relative_path).open("rb") as file:
+            return _crc_of(file.fileno(), lies.offset, lies.length)
+
+
+def read_checksums(folder: Path) -> Checksums | None:
+    """Returns the checksums of a checkpoint; None if it has none.
+
+    Raises:
+        DamageError: If they are damaged, or ``.metadata`` has other bytes than it had.
+        OSError: If a file cannot be read.
+    """
+    try:
+        read = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        pieces = [Piece(**piece) for piece in read.pop("pieces")]
+        found = Checksums(**read, pieces=pieces)
+        run = dict(found.run)
+    except FileNotFoundError:
+        return None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamageError(f"{CHECKSUMS} is damaged") from error
+    if zlib.crc32((folder / METADATA).read_bytes()) != found.metadata:
+        raise DamageError(f"the bytes of {METADATA} are not those that were written")
+    return replace(found, run=run)
+
+
+def damaged(folder: Path, pieces: Iterable[Piece]) -> list[str]:
+    """Returns what is wrong with the bytes of some pieces, in words; one entry a file."""
+    found = []
+    for file, inside in groupby(sorted(pieces), key=lambda piece: piece.file):
+        if told := _damage(folder / file, list(inside)):
+            found.append(told)
+    return found
+
+
+def _damage(path: Path, pieces: Sequence[Piece]) -> str:
+    try:
+        with path.open("rb") as file:
+            whole = os.fstat(file.fileno()).st_size
+            for piece in pieces:
+                if piece.offset + piece.length > whole:
+                    return f"{path.name} has {whole} bytes, and {piece.key!r} should follow"
+                if _crc_of(file.fileno(), piece.offset, piece.length) != piece.crc32:
+                    return f"{path.name} has other bytes in {piece.key!r} than were written"
+    except FileNotFoundError:
+        return f"there is no {path.name}"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return ""
+
+
+def _crc_of(file: int, offset: int, length: int) -> int:
+    """Returns the CRC-32 of some bytes of an open file."""
+    crc = 0
+    for begin in range(offset, offset + length, _CHUNK_BYTES):
+        size = min(_CHUNK_BYTES, offset + length - begin)
+        crc = zlib.crc32(os.pread(file, size, begin), crc)
+    return crc
