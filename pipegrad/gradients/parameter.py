@@ -309,6 +309,15 @@ class LiveParameter:
             row = None if buffer is None else buffer.row(share.key, share.begin, share.end)
             self.stand_in.take(row)
 
+    def drop(self) -> None:
+        """Takes the gradient away, of a step that failed: it may be a part of one."""
+        self._reduced = None
+        if self.record.requires_grad:
+            self._accessor.write(self.live, None)
+            self.live.grad = None  # what no accessor has taken yet
+        if self.stand_in is not None:
+            self.stand_in.take(None)
+
     def mark_reduced(self) -> None:
         """Remembers the gradient as it is now, so that `refresh` knows whether it was renewed."""
         gradient = self.gradient
