@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ class StepResult:
         divisors: float,
     ) -> None:
         self.outputs = outputs
+        self.on_failure: Callable[[], str] = str  # lets go of the step; says why, if it can
         self._told = told
         self._work = work
         self._divisors = divisors
@@ -40,15 +42,17 @@ class StepResult:
         Sync: waits for it, the first time.
 
         Raises:
-            StepError: If a rank failed in this step, after this one had ended it; or if ranks gave
-                different ``loss_divisor``.
+            StepError: If a rank failed in this step, after this one had ended it: gradients are
+                None then, unless another step has begun. Or if ranks gave different
+                ``loss_divisor``.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
         _, failed, divisors = self._told.tolist()
         if failed:
-            raise StepError("the step failed on another rank after this one had ended it")
+            why = self.on_failure()
+            raise StepError(f"the step failed on another rank after this one had ended it{why}")
         if not math.isclose(divisors, self._divisors, rel_tol=1e-5):
             raise StepError(
                 f"loss_divisor differs between ranks: {self._divisors:g} in all if all were as "
