@@ -212,6 +212,8 @@ def others() -> Any:
     found["another shape"] = raised(lambda: run.run(x=bad)), same(run.gradients(), gradients)
     few = run.x[:3] if rank() == 0 else None
     found["few rows"] = raised(lambda: run.run(x=few)), same(run.gradients(), gradients)
+    half = run.x[:4] if rank() == 0 else None
+    found["half"] = raised(lambda: run.run(x=half)), same(run.gradients(), gradients)
     run.y, y = run.y[:, :1].expand(-1, 7), run.y
     found["target"] = raised(run.run), True
     run.y = y
@@ -237,7 +239,8 @@ def others() -> Any:
     ("case", "place", "why"),
     [
         ("another shape", 0, "must be multiplied|cannot be multiplied|shape"),
-        ("few rows", 0, r"an output is torch.float32 \[1, 3\], and was torch.float32 \[2, 3\] "),
+        ("few rows", 0, "Expecting 4 arg_mbs but got 3"),
+        ("half", 0, r"an output is torch.float32 \[1, 3\], and was torch.float32 \[2, 3\] "),
         ("target", 1, "size"),
         ("evaluation", 0, "no space left"),
         ("accumulated", 1, "no space left"),
