@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from pipegrad.errors import AgreementError
+from pipegrad.errors import AgreementError, ends_in_words
 
 T = TypeVar("T")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest one, unless told otherwise
@@ -52,7 +52,6 @@ def agree(
     *,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = AGREE_SECONDS,
-    meeting: str | None = None,
 ) -> list[T]:
     """Runs `function` on every rank and returns the result of all of them, or fails on all alike.
 
@@ -65,8 +64,6 @@ def agree(
         function: Takes nothing; its result must pickle.
         ranks: Global ranks that take part, all by default.
         timeout_seconds: How long to wait for the slowest rank.
-        meeting: Name of a meeting that not all ranks may come to, unique; it does not count in
-            the order of the others.
 
     Returns:
         The results, by ascending rank.
@@ -76,18 +73,21 @@ def agree(
             failed with the same error, that error itself is raised.
     """
     if not dist.is_initialized():
-        return [function()]
+        return [_alone(what, function)]
     members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
-    error: Exception | None = None
+    error: BaseException | None = None
     mine: T | _Failure
     try:
         mine = function()
         payload = pickle.dumps(mine)
-    except Exception as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         error, mine = caught, _Failure(type(caught).__name__, str(caught))
         payload = pickle.dumps(mine)
     try:
-        place = f"pipegrad/agree/{meeting or _next_meeting(members)}"
+        place = f"pipegrad/agree/{_next_meeting(members)}"
+        if error is not None and not ends_in_words(error):
+            _leave(what, payload, place)
+            raise error
         replies = _exchange(what, payload, members, timeout_seconds, place)
     except dist.DistNetworkError as gone:
         raise AgreementError(f"{what}: {_STORE_IS_GONE}") from gone
@@ -97,7 +97,8 @@ def agree(
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if not failures:
         return [x for x in results if not isinstance(x, _Failure)]
-    if error is not None and len(failures) == len(members) and len(set(failures.values())) == 1:
+    alike = len(failures) == len(members) and len(set(failures.values())) == 1
+    if alike and isinstance(error, Exception):
         raise error
     told = "\n".join(f"  rank {rank}: {failure}" for rank, failure in failures.items())
     raise AgreementError(
@@ -105,13 +106,25 @@ def agree(
     ) from error
 
 
+def _alone(what: str, function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except SystemExit as error:  # nothing would be said, and the exit code might be 0
+        raise AgreementError(f"{what} failed: {_Failure('SystemExit', str(error))}") from error
+
+
+def _leave(what: str, payload: bytes, place: str) -> None:
+    """Leaves what this rank has to say for all others."""
+    digest = _digest(payload)
+    _store().set(f"{place}/{digest}", payload)  # type: ignore[arg-type]
+    _store().set(f"{place}/{dist.get_rank()}", f"{digest} {what}")
+
+
 def _exchange(
     what: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float, place: str
 ) -> list[bytes]:
     store = _store()
-    digest = _digest(payload)
-    store.set(f"{place}/{digest}", payload)  # type: ignore[arg-type]
-    store.set(f"{place}/{dist.get_rank()}", f"{digest} {what}")
+    _leave(what, payload, place)
     keys = {rank: f"{place}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
@@ -218,14 +231,37 @@ class FailureNotice:
         """Turns to the next step; every rank must have as many."""
         self._step += 1
 
-    def post(self, message: str) -> str:
-        """Publishes `message` for this step; the first one stands. Returns it, naming this rank."""
+    def post(self, message: str, *, final: bool = False) -> str:
+        """Publishes `message` for this step; the first one stands. Returns it, naming this rank.
+
+        Args:
+            message: What failed.
+            final: Whether some collective will never end, so that no rank can go on.
+        """
         if not dist.is_initialized():
             return message
         told = f"rank {dist.get_rank()}: {message}"
         with contextlib.suppress(dist.DistNetworkError):  # others find that out themselves
             _store().compare_set(self._key, "", told)
+            if final:
+                _store().compare_set(self._final_key, "", told)
         return told
+
+    def refuse(self, message: str) -> None:
+        """Says that this rank was refused a verb of this step, and may try again."""
+        if dist.is_initialized():
+            _store().set(self._refused_key, f"rank {dist.get_rank()}: {message}")
+
+    def withdraw(self) -> None:
+        """Takes back what `refuse` said."""
+        if dist.is_initialized():
+            _store().set(self._refused_key, "")
+
+    def read_refusal(self) -> str | None:
+        """Returns what the last rank said that was refused a verb of this step, or None."""
+        if not dist.is_initialized() or not _store().check([self._refused_key]):
+            return None
+        return str(_store().get(self._refused_key).decode()) or None
 
     def read(self) -> str | None:
         """Returns the first message that any rank posted in this step, or None."""
@@ -236,10 +272,19 @@ class FailureNotice:
         except dist.DistNetworkError:
             return _STORE_IS_GONE
 
+    def read_final(self) -> str | None:
+        """Returns why no rank can go on, of whichever step; None if all can."""
+        if not dist.is_initialized() or not _store().check([self._final_key]):
+            return None
+        return str(_store().get(self._final_key).decode())
+
     @property
-    def meeting(self) -> str:
-        """Name of a meeting about this step."""
-        return f"after {self._name}/{self._step}"
+    def _refused_key(self) -> str:
+        return f"{self._key}/refused"
+
+    @property
+    def _final_key(self) -> str:
+        return f"pipegrad/failed/{self._name}/final"
 
     @property
     def _key(self) -> str:

@@ -78,6 +78,15 @@ def root_of(error: BaseException) -> BaseException:
     return error
 
 
+def ends_in_words(error: BaseException) -> bool:
+    """Whether the rank concerned raises an error of pipegrad's own in the place of this one.
+
+    A SystemExit would end the process without a word, and with code 0 where it says so. What the
+    caller or the user asked for (KeyboardInterrupt, asyncio's CancelledError) is raised as it is.
+    """
+    return isinstance(error, (Exception, SystemExit))
+
+
 def in_words(error: BaseException) -> str:
     """Returns what an error says; of somebody else's also where: innermost, outside of torch."""
     if isinstance(error, PipegradError):

@@ -251,6 +251,12 @@ class GradientHandler(ABC):
             raise ValueError("it has no communication hook, and takes nothing that one kept")
 
 
+def keeps_state(handler: GradientHandler) -> bool:
+    """Whether a handler may keep something from step to step that the next one depends on."""
+    overridden = type(handler).state_dict is not GradientHandler.state_dict
+    return handler.hook is not None or overridden
+
+
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]
 """How a handler is chosen: an instance, a class, a name, or a table of name and options."""
 

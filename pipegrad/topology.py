@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipegrad.agreement import keep_timeout
 from pipegrad.errors import TopologyError
+
+_Mesh = tuple[str, tuple[tuple[str, int], ...]]  # device type, names and sizes
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[_Mesh, DeviceMesh]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,7 @@ class Topology:
                 f"choose a pipeline size that divides {world}"
             )
         axes = cls.axes_for(world, pipeline, dimensions or {})
-        mesh = init_device_mesh(
-            device_type or _device_type(),
-            tuple(size for _, size in axes),
-            mesh_dim_names=tuple(name for name, _ in axes),
-        )
-        for group in mesh.get_all_groups():
-            keep_timeout(group, torch.device(mesh.device_type))
+        mesh = _mesh_of(device_type or _device_type(), axes)
         return cls.from_mesh(mesh, data=data, stage_to_rank=stage_to_rank)
 
     @staticmethod
@@ -289,6 +287,26 @@ class Topology:
 
 def _names(axis: str | Sequence[str]) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _mesh_of(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """Returns the mesh of these dimensions, made once for each default process group.
+
+    torch keeps the groups of a mesh, with their threads and connections, until the default process
+    group is destroyed; so a second mesh of the same ranks would only add to them.
+    """
+    assert dist.group.WORLD is not None
+    known = _meshes.setdefault(dist.group.WORLD, {})
+    if (device_type, axes) not in known:
+        mesh = init_device_mesh(
+            device_type,
+            tuple(size for _, size in axes),
+            mesh_dim_names=tuple(name for name, _ in axes),
+        )
+        for group in mesh.get_all_groups():
+            keep_timeout(group, torch.device(device_type))
+        known[device_type, axes] = mesh
+    return known[device_type, axes]
 
 
 def _device_type() -> str:

@@ -141,6 +141,11 @@ class BucketBuffer(FlatBuffer):
             )
         return self._was_zero
 
+    @property
+    def missing(self) -> list[str]:
+        """The slots that nothing was brought into since `reset`."""
+        return [key for key in self.views if key not in self._ready]
+
     def producers(self) -> list[torch.Event]:
         """Returns the events that a launch must wait for."""
         return [ready.event for ready in self._ready.values() if ready.event is not None]

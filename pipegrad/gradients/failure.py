@@ -1,32 +1,34 @@
-"""Steps that fail: other ranks are told, and all find out together whether they can go on."""
+"""Steps that fail: other ranks are told, and each gets ready to go on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from pipegrad.agreement import FailureNotice, agree
-from pipegrad.errors import AgreementError, ReduceError, root_of
-
-_SETTLE_SECONDS = 10.0  # for all ranks to have come to the step after a failed one
+from pipegrad.agreement import FailureNotice
+from pipegrad.errors import ReduceError, StepError, root_of
 
 
 class FailedSteps:
     """What became of the steps of a rank that failed.
 
-    A collective that one rank launched in such a step would meet another step's. So only if none
-    was launched anywhere can the ranks go on.
+    A rank that fails still launches the collectives that are left of its step, so every one of them
+    ends on all ranks. The next step begins when they have ended here: no rank has to ask another.
+    There is no going on only where a collective itself failed, or was never launched.
 
     Args:
         notice: Where failures are told, a step at a time.
-        ranks: All that take part.
+        drain: Waits until all that was launched has ended; raises if some of it never will.
     """
 
-    def __init__(self, notice: FailureNotice, ranks: Sequence[int]) -> None:
+    def __init__(self, notice: FailureNotice, drain: Callable[[], object]) -> None:
         self._notice = notice
-        self._ranks = list(ranks)
-        self._final: Exception | None = None
-        self._doubt: Exception | None = None  # a failed step whose collectives others may have run
+        self._drain = drain
+        self._final: BaseException | None = None
+        self._doubt: BaseException | None = None  # a failed step that may not have ended everywhere
+        self._own = ""  # what this rank has told of it
         self._counted = False  # whether the notice has turned to the step at hand
+        self._refused = False  # whether a verb of this rank was, in the step at hand or the next
 
     @property
     def are_final(self) -> bool:
@@ -35,74 +37,85 @@ class FailedSteps:
 
     @property
     def are_in_doubt(self) -> bool:
-        """Whether a step has failed, and the ranks have not gone on since."""
+        """Whether a step has failed, and this rank has not gone on since."""
         return self.are_final or self._doubt is not None
 
+    def knows(self, error: BaseException) -> bool:
+        """Whether `error` was told, and no step has begun since."""
+        return error is self._doubt
+
+    def settle(self) -> None:
+        """Waits until what was launched in a step that failed here has ended."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and self._final is None:
+            try:
+                self._drain()
+            except Exception:  # noqa: BLE001 - a collective that failed, or one that never ends
+                self._final = doubt
+
     def refuse(self) -> None:
-        """Raises if a step before has left communicators out of step; all ranks come here.
+        """Raises if a step before has left communicators out of step.
 
         Raises:
             ReduceError: Says why.
         """
-        if self._doubt is not None:
-            self._settle(self._doubt)
+        self.settle()
         if self._final is not None:
             self._notice.next_step()
-            self._notice.post(f"unusable since an earlier step: {self._final}")
+            self._notice.post(f"unusable since an earlier step: {self._final}", final=True)
             raise ReduceError(
                 f"this GradientSync failed before and its communicators are out of step; end the "
                 f"process and resume from a checkpoint. The failure: {self._final}"
             ) from self._final
 
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Tells ranks that wait if a verb is refused inside: its caller may well try again."""
+        try:
+            yield
+        except StepError as error:
+            if not self._counted and not self._refused:
+                self._notice.next_step()
+            self._refused = True
+            self._notice.refuse(f"{type(error).__name__}: {error}")
+            raise
+        if self._refused:
+            self._refused = False
+            self._notice.withdraw()
+
     def begin(self) -> None:
         """Turns to a step."""
-        self._notice.next_step()
+        if not self._refused:  # else it has
+            self._notice.next_step()
         self._counted = True
 
     def end(self) -> None:
         """Turns away from a step."""
         self._counted = False
 
-    def tell(
-        self, error: Exception, *, begun: bool, may_launch: bool, has_launched: bool
-    ) -> str | None:
+    def tell(self, error: BaseException, *, begun: bool, final: bool) -> str | None:
         """Tells the other ranks of a step that failed here.
 
         Args:
             error: Why.
             begun: Whether this rank has come as far as to begin it.
-            may_launch: Whether there are collectives in a step.
-            has_launched: Whether some have left in this one.
+            final: Whether there is no going on.
 
         Returns:
-            What a rank said that failed before this one; None if none did.
+            As `cause`.
         """
-        if not begun and not self._counted:
+        if not begun and not self._counted and not self._refused:
             self._notice.next_step()
-        self._counted = False
+        self._counted = self._refused = False
         root = root_of(error)  # torch wraps what a stage raises
-        own = self._notice.post(f"{type(root).__name__}: {root}")
-        if may_launch and self._final is None:
-            self._doubt = self._doubt or error
-            if has_launched:
-                self._final = error
-        first = self._notice.read()
-        mine = own.partition(":")[0]  # a lane of this rank may have spoken before
-        return first if first is not None and first.partition(":")[0] != mine else None
+        self._own = self._notice.post(f"{type(root).__name__}: {root}", final=final)
+        self._doubt = error
+        if final:
+            self._final = self._final or error
+        return self.cause()
 
-    def _settle(self, doubt: Exception) -> None:
-        """Finds out whether no rank launched anything in a step that failed here."""
-        self._doubt = None
-        clean = self._final is None
-        try:
-            told = agree(
-                "going on after a failed step",
-                lambda: clean,
-                ranks=self._ranks,
-                timeout_seconds=_SETTLE_SECONDS,
-                meeting=self._notice.meeting,
-            )
-        except AgreementError:  # some have ended that step, and launched all they had
-            told = [False]
-        if not all(told):
-            self._final = self._final or doubt
+    def cause(self) -> str | None:
+        """Returns what a rank said that failed before this one; None if none did."""
+        first = self._notice.read()
+        mine = self._own.partition(":")[0]  # a lane of this rank may have spoken before
+        return first if first is not None and first.partition(":")[0] != mine else None

@@ -25,6 +25,18 @@ _PIECE = 2**22  # elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def anywhere(flag: bool, groups: Groups, device: torch.device) -> bool:
+    """Returns whether `flag` is set on any rank; every rank must call it.
+
+    Sync: on the current stream; the host waits.
+    """
+    if groups.world is None:
+        return flag
+    found = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=groups.world)
+    return bool(found.item())
+
+
 def make_equal(
     packs: Sequence[Bucket], lookup: Lookup, groups: Groups, device: torch.device
 ) -> None:

@@ -14,6 +14,7 @@ from pipegrad.errors import StepError
 from pipegrad.gradients import order
 from pipegrad.gradients.bucket import Bucket
 from pipegrad.gradients.groups import Groups
+from pipegrad.gradients.guard import anywhere
 from pipegrad.gradients.lane import Ticket
 from pipegrad.gradients.placement import bring_back
 from pipegrad.gradients.plan import Plan, Publish
@@ -67,6 +68,7 @@ class Mirror:
         buffers: By bucket.
         coming: Stages whose parameters may be on their way.
         is_due: Whether there are gradients that have not been published the update of.
+        can_wait: Whether it is due, but no rank had stepped anything when all were asked.
         is_moving: Whether any rank has published what not all have waited for; alike on all.
         blocked_seconds: How long first uses have blocked the host since somebody set it to 0.
     """
@@ -82,6 +84,7 @@ class Mirror:
         self.buffer_of = {key: b for b in self.buffers.values() for key in b.views}
         self.coming: dict[int, list[Ticket]] = {}
         self.is_due = False
+        self.can_wait = False
         self.is_moving = False
         self.blocked_seconds = 0.0
         self._versions: list[tuple[str, nn.Parameter, int]] = []
@@ -95,12 +98,17 @@ class Mirror:
 
         Sync: behind all that the current stream has done; on the lanes.
         """
-        if not self.is_due:
-            self.check_published()
         for stand_in in stand_ins:
             stand_in.give_back()
-        self.is_due = False
         self._versions = [(key, tensor, tensor._version) for key, tensor in stepped.items()]
+        self.send()
+
+    def send(self) -> None:
+        """Sends this rank's part on its way, as it is; returns at once.
+
+        Sync: as `publish`.
+        """
+        self.is_due = self.can_wait = False
         self.is_moving = self._plan.moves
         if not self._plan.publishes:
             return
@@ -111,6 +119,19 @@ class Mirror:
             ticket = self._reducer.submit(publish.lane, partial(self._move, buffer, publish), after)
             for stage in publish.readers:
                 self.coming.setdefault(stage, []).append(ticket)
+
+    def expect(self, stepped: Mapping[str, nn.Parameter]) -> None:
+        """Says that there are gradients, with which the optimizer is going to step `stepped`."""
+        self.is_due, self.can_wait, self.is_moving = True, False, False
+        self._versions = [(key, tensor, tensor._version) for key, tensor in stepped.items()]
+
+    def ask(self) -> None:
+        """Finds out whether any rank has stepped anything since there are gradients.
+
+        Sync: on the current stream; one flag for all ranks, which must all call it.
+        """
+        stepped = self.is_due and any(t._version != version for _, t, version in self._versions)
+        self.can_wait = not anywhere(stepped, self._groups, self._device)
 
     def check_published(self) -> None:
         """Refuses what was changed after it was published: others would not have it.

@@ -437,6 +437,15 @@ class LiveParameter:
         is_zero = self.buffer is not None and result is self.view and self.buffer.is_zero()
         return is_zero or not bool(result.any())
 
+    def drop(self) -> None:
+        """Takes the gradient away, of a step that failed: it may be a part of one."""
+        self._left = None
+        if self.record.requires_grad:
+            self._accessor.write(self.live, None)
+            self.live.grad = None  # what no accessor has taken yet
+        if self.stand_in is not None:
+            self.stand_in.take(None)
+
     def mark_reduced(self) -> None:
         """Remembers the result as it is now, so that `refresh` knows whether it was renewed."""
         gradient = self.stepped_gradient

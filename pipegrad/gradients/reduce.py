@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from pipegrad.agreement import FailureNotice
-from pipegrad.errors import ReduceError
+from pipegrad.errors import ReduceError, ends_in_words
 from pipegrad.gradients import collective, order
 from pipegrad.gradients.buffer import BucketBuffer, FlatBuffer
 from pipegrad.gradients.exchange import PairSum, rows_of
@@ -23,6 +23,7 @@ from pipegrad.gradients.plan import Launch, Plan, way_back
 from pipegrad.handler import GradientHandler, Work
 
 _POLL_SECONDS = 0.2
+_REFUSED_SECONDS = 5.0  # for a rank that was refused a verb to try it again
 
 INBOX_FREE = order.Wait("reduce.inbox-free", "fresh memory may still be in use on its own stream")
 COLLECTIVE = order.WaitWork("reduce.collective", "the mean and the next hop read what it writes")
@@ -73,6 +74,11 @@ class Reducer:
         self._ending: set[int] = set()  # buckets of which a hop was put off
         self._next = [0] * lanes
         self.num_launched = 0
+        self._given_up = False  # whether the step has failed, and this rank knows
+        self._refusal: tuple[str | None, float] = (
+            None,
+            0.0,
+        )  # of another rank, and when it said so
 
     def begin(self) -> None:
         """Starts a step.
@@ -93,6 +99,23 @@ class Reducer:
         self._complete.clear()
         self._next = [0] * len(self._lanes)
         self.num_launched = 0
+        self._given_up = False
+        self._refusal = None, 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective failed here, or was never launched: others may wait for it."""
+        return any(lane.error is not None for lane in self._lanes)
+
+    def give_up(self) -> None:
+        """Launches what is left of a step that failed, so that it ends on all ranks.
+
+        Slots that this rank had nothing for are zero. Nobody reads what comes of it.
+        """
+        self._given_up = True
+        for buffer in self.buffers.values():
+            for key in buffer.missing:
+                self.announce(key, None, contributed=False)
 
     def expect(self) -> None:
         """Posts the receives of what comes from behind in this step."""
@@ -198,11 +221,15 @@ class Reducer:
         """Tells the other ranks of what fails inside, and raises it as a ReduceError."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             first = self.notice.read()  # a rank that failed may have ended connections to this one
+            said = error if isinstance(error, Exception) else repr(error)
+            told = self.notice.post(f"{what} failed: {said}", final=True)
+            if not ends_in_words(error):
+                raise
             if first is not None and not first.startswith(f"rank {self._rank}:"):
-                raise ReduceError(f"a step failed on another rank: {first}") from error
-            raise ReduceError(self.notice.post(f"{what} failed: {error}")) from error
+                told = f"a step failed on another rank: {first}"
+            raise ReduceError(told) from error
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -258,8 +285,30 @@ class Reducer:
         while not ticket.wait(_POLL_SECONDS):
             self._raise_peer_failure()
 
-    def _raise_peer_failure(self) -> None:
+    def refuse_failed(self) -> None:
+        """Raises if a rank has told that this step failed: what was reduced may be of no use.
+
+        Raises:
+            ReduceError: With its words.
+        """
         message = self.notice.read()
+        if message is not None:
+            raise ReduceError(f"a step failed on another rank: {message}")
+
+    def _raise_refusal(self) -> None:
+        """Raises if another rank was refused a verb some time ago, and is not going on."""
+        message = self.notice.read_refusal()
+        now = time.monotonic()
+        if message is None or message != self._refusal[0]:
+            self._refusal = message, now
+        elif now - self._refusal[1] > _REFUSED_SECONDS:
+            raise ReduceError(f"this rank waits for one that does not go on: {message}")
+
+    def _raise_peer_failure(self) -> None:
+        # Of a step that failed every rank launches everything, unless one says that it cannot.
+        message = self.notice.read_final() if self._given_up else self.notice.read()
+        if message is None and not self._given_up:
+            self._raise_refusal()
         if message is not None:
             raise ReduceError(
                 f"a step failed on another rank, so its collectives never end: {message}"

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad.agreement import AGREE_SECONDS, FailureNotice
+from pipegrad.agreement import AGREE_SECONDS, FailureNotice, agree
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
@@ -59,7 +59,7 @@ from pipegrad.gradients.stepped import (
     refuse_unless_elementwise,
 )
 from pipegrad.gradients.watch import OptimizerWatch, steps_alike
-from pipegrad.handler import HandlerSpec, ParameterRecord, Placement
+from pipegrad.handler import HandlerSpec, ParameterRecord, Placement, keeps_state
 from pipegrad.topology import Topology
 
 
@@ -186,7 +186,6 @@ class GradientSync:
         self._device = agreed.device
         ranks = sorted(topology.ranks)
         notice = FailureNotice(agreed.name)
-        self._failed = FailedSteps(notice, ranks)
         self._groups = Groups(
             self.plan.groups,
             ranks=ranks,
@@ -208,6 +207,8 @@ class GradientSync:
             groups=self._groups.made,
             is_local=is_local(self._device),
         )
+        self._failed = FailedSteps(notice, self._reducer.wait)
+        self._keep_state = any(keeps_state(plugin) for plugin in agreed.plugins.values())
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
@@ -230,13 +231,14 @@ class GradientSync:
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
         self._statistics = Statistics()
         self._accumulating = False
+        self._adds_up = False  # whether the step at hand began as one that only adds up
         self._open = False
         self._is_closed = False
         self._last_backwards: set[int] = set()
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
         self._asked = False  # for what the optimizer is to step
-        self.synchronize_parameters()
+        self._synchronize()
         alike = steps_alike(self.manifest, self.plan, topology)
         live = self._parameters.values()
         self._watch = OptimizerWatch(live, alike=alike, on_refusal=self._refused)
@@ -261,10 +263,14 @@ class GradientSync:
         Raises:
             StepError: If a gradient still is the reduced one of the step before, if a parameter is
                 no longer what the ranks agreed on, if one was changed behind `publish`, or if this
-                step's gradients are leaving.
+                step's gradients are leaving. Try again soon: other ranks wait for some seconds.
             ReduceError: If an earlier step failed in a lane: its communicators are out of step.
         """
-        self._refuse_closed()
+        self.refuse_closed()
+        with self._failed.refusing():
+            self._prepare(divisor)
+
+    def _prepare(self, divisor: float) -> None:
         self._failed.refuse()
         if self._open and any(p.final for p in self._parameters.values()):
             raise StepError("prepare() inside a step whose gradients are leaving: call finish()")
@@ -274,7 +280,7 @@ class GradientSync:
         if not self._open:  # else FSDP2 may go on with what it has gathered
             self.reshard()
         self._refresh()
-        self._failed.begin()  # not before: a rank may be refused, and try again
+        self._failed.begin()
         self._late_error = None
         zeroed = {
             key: p for key, p in self._parameters.items() if p.open(divisor, continuing=self._open)
@@ -292,6 +298,7 @@ class GradientSync:
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
         self._watch.follow(self._by_id)
+        self._adds_up = self._accumulating
         self._open = self._ending.in_vain = True
 
     @contextmanager
@@ -378,22 +385,22 @@ class GradientSync:
             StepError: If a stage is not final, or a gradient changed after it was.
             DriftError: If copies have drifted apart; on all ranks alike.
         """
-        self._refuse_closed()
+        self.refuse_closed()
         if self._accumulating:
             self._failed.end()
             return
-        unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
-        if not self._open or unfinished:
-            raise StepError(
-                f"finish() before stage_final() of stages {unfinished}"
-                if self._open
-                else "finish() without prepare(): there is no step to finish"
-            )
+        if not self._open:
+            raise StepError("finish() without prepare(): there is no step to finish")
+        with self._failed.refusing():
+            unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
+            if unfinished:
+                raise StepError(f"finish() before stage_final() of stages {unfinished}")
         try:
             if self._late_error is not None:
                 raise self._late_error
             exposed_seconds = self._reducer.wait()
-        except Exception as error:
+            self._reducer.refuse_failed()
+        except BaseException as error:
             self.abort(error)
             raise
         parameters = self._parameters.values()
@@ -402,7 +409,8 @@ class GradientSync:
         for buffer in self._reducer.buffers.values():
             buffer.release(RELEASED)
         self._open = self._ending.in_vain = False
-        self._mirror.is_due, self._mirror.is_moving = self._agreed.moves, False
+        if self._agreed.moves:
+            self._mirror.expect(self._moved())
         self._failed.end()
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
@@ -420,12 +428,16 @@ class GradientSync:
         if steps > 1 and steps & (steps - 1) == 0 and self._groups.world is not None:
             self._refuse_growing_drift()
 
-    def abort(self, error: Exception, *, begun: bool = True) -> str | None:
-        """Ends a step that failed: ranks that wait for this one's collectives are told.
+    def abort(self, error: BaseException, *, begun: bool = True) -> str | None:
+        """Ends a step that failed: all ranks are told, and can go on with the next one.
 
-        If no rank has launched anything the next `prepare` starts afresh, once all ranks have come
-        there; what gradients hold then is the caller's to zero. Otherwise this object is of no
-        further use: a collective that one rank launched would meet another step's.
+        Gradients are None afterwards, those of steps that were accumulated as well. This rank still
+        launches the collectives that are left of the step, of zeros: so no other rank waits for one
+        in vain, and each of them finds out in its `finish`. The next `prepare` waits for them.
+
+        This object is of no further use where a collective itself failed, or could not be launched,
+        and where a handler has a communication hook or keeps state: what is left of the step would
+        spoil it.
 
         Args:
             error: Why.
@@ -437,17 +449,27 @@ class GradientSync:
         """
         if self._is_closed:
             return None
+        if self._failed.knows(error):
+            return self._failed.cause()
         if not begun:
+            self._failed.settle()
             if self._failed.are_final:
                 return None  # `prepare` has told
-            self._reducer.reset()
+        is_left, self._open = self._open or not begun, False
+        launches = bool(self.plan.launches) and not (self._adds_up if begun else self._accumulating)
+        final = is_left and launches and (self._keep_state or self._reducer.has_failed)
+        cause = self._failed.tell(error, begun=begun, final=final)
+        if is_left:
+            self.drop_gradients()
+            if launches and not final:
+                self._give_up(begun=begun)
+        return cause
+
+    def drop_gradients(self) -> None:
+        """Takes all gradients away, those of accumulated steps as well: they are None."""
         self._open = False
-        return self._failed.tell(
-            error,
-            begun=begun,
-            may_launch=bool(self.plan.launches),
-            has_launched=self._reducer.num_launched > 0,
-        )
+        for parameter in self._parameters.values():
+            parameter.drop()
 
     # After finish.
 
@@ -544,15 +566,20 @@ class GradientSync:
                 "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
                 "not module.parameters()"
             )
-        moved = {key: p.stepped for key, p in self._parameters.items() if p.moves}
-        stepped = {key: tensor for key, tensor in moved.items() if tensor is not None}
-        self._mirror.publish(self._stand_ins, stepped)
+        self._mirror.publish(self._stand_ins, self._moved())
 
     def publish_if_due(self) -> None:
-        """Publishes unless that was done since the last step: before an evaluation, say."""
-        self._refuse_closed()
-        if self._mirror.is_due:
-            self.publish()
+        """Publishes what was stepped and not published yet: before an evaluation, say.
+
+        If no rank has stepped anything since its gradients are there, it is left for later.
+
+        Sync: where placements move parameters, one flag for all ranks; every rank must call it.
+        """
+        self.refuse_closed()
+        if self._agreed.moves:
+            self._mirror.ask()
+            if self._mirror.is_due and not self._mirror.can_wait:
+                self.publish()
 
     @outside_of_graphs
     def stage_first_use(self, stage: int) -> None:
@@ -566,7 +593,8 @@ class GradientSync:
         Raises:
             ReduceError: If a movement failed, on every rank that waits for it.
         """
-        self.publish_if_due()
+        if self._mirror.is_due and not self._mirror.can_wait:
+            self.publish()
         self._mirror.first_use(stage)
 
     @outside_of_graphs
@@ -576,7 +604,8 @@ class GradientSync:
         Sync: as `stage_first_use`; every rank must call it.
         """
         self._check_closed("wait_parameters")
-        self.publish_if_due()
+        if self._mirror.is_due:
+            self.publish()
         self._mirror.wait()
 
     def state_dict(self) -> dict[str, Any]:
@@ -621,12 +650,20 @@ class GradientSync:
             StepError: Behind a step that is not published, or while parameters are on their way:
                 what other ranks stepped would be lost, or mixed with what was loaded.
         """
-        self._check_closed("synchronize_parameters")
-        if self._mirror.is_due or self._mirror.is_moving:
-            raise StepError(
-                "synchronize_parameters() while what other ranks stepped is on its way would mix "
-                "it with what was loaded: call wait_parameters() before, ahead of any loading"
-            )
+
+        def check() -> None:
+            self._check_closed("synchronize_parameters")
+            if self._mirror.is_due or self._mirror.is_moving:
+                raise StepError(
+                    "synchronize_parameters() while what other ranks stepped is on its way would "
+                    "mix it with what was loaded: call wait_parameters() before, ahead of any "
+                    "loading"
+                )
+
+        agree("synchronize_parameters", check, ranks=self.topology.ranks)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         self.reshard()
         make_equal(self.plan.packs, self._lookup, self._groups, self._device)
         for parameter in self._parameters.values():
@@ -644,7 +681,8 @@ class GradientSync:
             DriftError: Names parameters and ranks.
         """
         self._check_closed("check_replicas")
-        self.wait_parameters()
+        self.publish_if_due()
+        self._mirror.wait()
         self.reshard()
         ranks = self.topology.ranks
         refuse_drift(self.plan.packs, self._lookup, self._groups, self._device, ranks)
@@ -771,6 +809,24 @@ class GradientSync:
                 parameter.record.key, gradient, contributed=parameter.contributed
             )
 
+    def _moved(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimizer steps of what other ranks hold too, or in another dtype."""
+        found = {key: p.stepped for key, p in self._parameters.items() if p.moves}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+    def _give_up(self, *, begun: bool) -> None:
+        """Launches what is left of a step that failed, and what `prepare` would have."""
+        if not begun:
+            if self._mirror.is_due and self._asked:
+                self.publish()
+            self._reducer.begin()
+            for buffer in self._reducer.buffers.values():
+                buffer.reset(list(buffer.views))
+            self._reducer.expect()
+        self._reducer.give_up()
+        # Other ranks may have ended the step, and publish behind it: so does this one.
+        self._mirror.send()
+
     def _is_counted(self, key: str) -> bool:
         """Whether this rank's gradient counts, of those that are the same."""
         return is_counted(self._routes.get(key, ()), self.topology.rank) and (
@@ -779,16 +835,17 @@ class GradientSync:
 
     def _check_closed(self, verb: str) -> None:
         """Refuses what would run collectives between those of a step: ranks would mix them up."""
-        self._refuse_closed()
+        self.refuse_closed()
         if self._open:
             raise StepError(f"{verb}() inside a step: call finish() first")
 
-    def _refuse_closed(self) -> None:
+    def refuse_closed(self) -> None:
+        """Raises StepError behind `close`."""
         if self._is_closed:
             raise StepError("this GradientSync is closed: make another one, on all ranks")
 
     def _check_open(self, stage: int) -> None:
-        self._refuse_closed()
+        self.refuse_closed()
         if stage not in self._by_stage:
             raise StepError(f"stage {stage} is not on this rank, which has {list(self._by_stage)}")
         if not self._open:

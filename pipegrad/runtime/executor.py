@@ -152,6 +152,7 @@ class Executor:
 
         Sync: all on the current stream.
         """
+        self._forget()  # an interrupt may have left something, behind any clearing up
         self._compute.begin(inputs, targets, divisor)
         if self.forward_only:
             self._sharded.begin_evaluation()
@@ -163,7 +164,7 @@ class Executor:
             for method, which, microbatch in items:
                 method(which, microbatch)
                 self.place += 1
-        except Exception as error:
+        except BaseException as error:
             self._tell_where(error)
             raise
         losses, outputs = self._compute.losses, self._compute.outputs
@@ -253,7 +254,7 @@ class Executor:
         with record_function(f"pipegrad {self._labels[compute].format(stage, microbatch)}"):
             compute(stage, microbatch)
 
-    def _tell_where(self, error: Exception) -> None:
+    def _tell_where(self, error: BaseException) -> None:
         method, stage, microbatch = self._items[self.place]
         label = self._labels.get(method)
         if label is not None:

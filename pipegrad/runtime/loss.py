@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,6 +34,7 @@ class StepResult:
         outputs: tuple[Tensor, ...] = (),
     ) -> None:
         self.outputs = outputs
+        self.on_failure: Callable[[], str] = str  # lets go of the step; says why, if it can
         self._told = told
         self._work = work
         self._read: list[float] | None = None
@@ -54,8 +56,9 @@ class StepResult:
         Sync: waits for it, the first time.
 
         Raises:
-            StepError: If a rank failed in this step, after this one had ended it; or if ranks gave
-                different ``loss_divisor``.
+            StepError: If a rank failed in this step, after this one had ended it: gradients are
+                None then, unless another step has begun. Or if ranks gave different
+                ``loss_divisor``.
         """
         if self._work is not None:
             self._work.wait()
@@ -64,7 +67,8 @@ class StepResult:
             self._read = self._told.tolist()
         _, failed, number, total, squares = self._read
         if failed:
-            raise StepError("the step failed on another rank after this one had ended it")
+            why = self.on_failure()
+            raise StepError(f"the step failed on another rank after this one had ended it{why}")
         mean = total / number
         if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
             raise StepError(

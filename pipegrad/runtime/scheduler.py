@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -45,6 +47,7 @@ from pipegrad.runtime.setup import (
     wired,
 )
 from pipegrad.runtime.stage import Stage
+from pipegrad.runtime.torch_pipelining import refuse_loss_parameters
 from pipegrad.runtime.transfer import BufferPool, Edges, Spec, Transfers
 from pipegrad.runtime.weights import WeightGradients
 from pipegrad.schedules.lower import DEPTH, lower
@@ -133,6 +136,7 @@ class Scheduler:
             self.topology = topology.with_stages(self.schedule.stage_to_rank)
             check_stages(self.schedule, stages, self.topology)
             self._loss_fn = bound_loss(loss_fn, stages, self.topology)
+            refuse_loss_parameters(loss_fn, [stage.module for stage in stages], self.topology)
             ends = {s.index: (s.inputs, s.outputs) for s in stages}
             return f"depth {depth}, whole {whole!r}\n{self.schedule}", ends
 
@@ -286,12 +290,12 @@ class Scheduler:
         # The first: receives are not posted ahead, since nobody knows yet what will come.
         links = self._wiring.links
         learning = self._make_ready(links, {}, depth=0, forward_only=forward_only)
-        found: list[StepResult | Exception] = []
+        found: list[StepResult | BaseException] = []
 
         def learn() -> _Learned | None:
             try:
                 found.append(self._run_ready(learning, inputs, named, target, loss_divisor))
-            except Exception as error:  # noqa: BLE001 - raised below, once all ranks are here
+            except BaseException as error:  # noqa: BLE001 - raised below, once all ranks are here
                 found.append(error)
                 return None
             divisor = self._own_divisor(loss_divisor)
@@ -306,7 +310,7 @@ class Scheduler:
             timeout_seconds=self._learn_seconds,
         )
         result = found[0]
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         learned = {rank: found for rank, found in zip(ranks, told, strict=True) if found}
         if len(learned) < len(ranks):
@@ -347,27 +351,36 @@ class Scheduler:
         training = not ready.program.forward_only
         ready.executor.place, begun = 0, False
         try:
+            if not training:
+                self.sync.publish_if_due()  # all ranks do, also those that are refused something
             divisor = self._divisor(loss_divisor)
             given, targets = ready.batches.cut(inputs, named, target)
             if training:
                 self.sync.prepare()
-            else:
-                self.sync.publish_if_due()
             begun = True
             losses, outputs = ready.executor.run(given, targets, divisor)
-            if (first := self._notice.read()) is not None:
-                raise PeerFailedError(f"a step failed on another rank: {first}")
             whole = joined(outputs)
             ready.batches.outer.backward()
             if training:
                 self.sync.finish()
-        except Exception as error:
+            if not training or self.sync.is_accumulating:  # else finish has looked
+                self._refuse_failed()
+        except BaseException as error:
             self._fail(ready.executor, error, begun=begun)
             raise
         loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=self._device)
         if losses:
             loss = torch.stack(losses).float().sum() / divisor
-        return self._losses.send(loss, self._own_divisor(loss_divisor), whole)
+        result = self._losses.send(loss, self._own_divisor(loss_divisor), whole)
+        result.on_failure = partial(_let_go, weakref.ref(self), self._num_runs)
+        return result
+
+    def let_go(self, run: int) -> str:
+        """Drops what a step left here that failed on another rank; returns that rank's words."""
+        if run != self._num_runs:
+            return ""
+        self.sync.drop_gradients()
+        return f": {self._notice.read()}"
 
     def _divisor(self, loss_divisor: float | None) -> float:
         found = float(self.schedule.num_microbatches if loss_divisor is None else loss_divisor)
@@ -380,7 +393,11 @@ class Scheduler:
         is_given = self._has_last_stage or loss_divisor is not None
         return self._divisor(loss_divisor) if is_given else None
 
-    def _fail(self, executor: Executor, error: Exception, *, begun: bool) -> None:
+    def _refuse_failed(self) -> None:
+        if (first := self._notice.read()) is not None:
+            raise PeerFailedError(f"a step failed on another rank: {first}")
+
+    def _fail(self, executor: Executor, error: BaseException, *, begun: bool) -> None:
         """Tells the other ranks; raises what the first one said, if this one is not the cause."""
         said = " ".join([str(error), *getattr(error, "__notes__", [])])
         mine = self._notice.post(f"{type(error).__name__}: {said}")
@@ -417,7 +434,8 @@ class Scheduler:
         if (tuple(links), depth, forward_only) != (program.links, self._depth, False):
             program = self._lowered(links, depth=depth, forward_only=forward_only)
             proof = verify(program)
-        board = Board(f"{self._name}/{self._num_runs}")
+        first = self.topology.ranks_along(self.topology.pipeline)[0]  # replicas have their own
+        board = Board(f"{self._name}/{self._num_runs}/{first}")
         transfers = Transfers(
             program.channels,
             self._edges,
@@ -447,6 +465,12 @@ class Scheduler:
             whole=self._whole,
         )
         return _Ready(program, proof, executor, batches)
+
+
+def _let_go(scheduler: weakref.ref[Scheduler], run: int) -> str:
+    """Does `Scheduler.let_go`; a result that is kept does not keep its Scheduler."""
+    found = scheduler()
+    return "" if found is None else found.let_go(run)
 
 
 @contextlib.contextmanager

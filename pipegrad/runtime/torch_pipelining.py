@@ -5,13 +5,17 @@ The only file that knows torch's private names. A torch schedule tells us of a s
 through ``stage.backward_one_chunk``, and of its final gradients (REDUCE_GRAD) through
 ``stage.perform_reduce_grad`` or, in the oldest runtime, ``stage.scale_grads``. These are replaced
 on the instances; torch itself is left alone.
+
+Where something of a step raises on a rank, the rank runs the rest of the step all the same, on
+zeros: so no other rank waits for it in torch's receives, and all raise at the end of the step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,10 +27,11 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipegrad.agreement import AGREE_SECONDS, agree
-from pipegrad.errors import PlanError, ReduceError, TopologyError
+from pipegrad.agreement import AGREE_SECONDS, FailureNotice, agree
+from pipegrad.errors import PlanError, ReduceError, StepError, TopologyError, root_of
 from pipegrad.gradients.shards import fsdp_modules
 from pipegrad.gradients.shared import Shared, unwrapped
 from pipegrad.gradients.sync import GradientSync
@@ -36,6 +41,9 @@ from pipegrad.topology import Topology
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 _BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient, input gradient
+_FAILED = "pipegrad: this stage has failed"  # sent in the place of what its outputs look like
+_INITIALIZE = ("_initialize_pp_stages", "_initialize_stage", "_initialize_stages")  # by version
+_instances = itertools.count()
 
 
 def attach(
@@ -55,6 +63,11 @@ def attach(
     ``schedule.eval`` and schedules without a loss reduce nothing. To accumulate over several steps,
     run all but the last one under ``with sync.accumulate():``.
 
+    What raises in a step on one rank is an error on all: they make all transfers of the step, of
+    zeros, and raise at its end in the words of the first. A rank that has ended the step by then,
+    and has no gradient to reduce with one that failed, does not hear of it. An interrupt within one
+    of torch's own receives cannot be told, nor what raises among the collectives of FSDP2.
+
     Of stages that FSDP2 shards, which reduces over the data ranks, give ``["pipeline-shared"]`` as
     handlers: ties are summed behind FSDP2's own reduction.
 
@@ -72,7 +85,8 @@ def attach(
     Raises:
         PlanError: If the schedule is attached already, or splits backward on torch before 2.13,
             whose split gradients are wrong (pytorch#180952); or splits it where FSDP2 reshards
-            after forward, for which torch loses gradients. On all ranks alike.
+            after forward, for which torch loses gradients; or if its loss has parameters that no
+            stage holds. On all ranks alike.
         PipegradError: As `GradientSync` does.
     """
     stages = _stages(schedule)
@@ -85,7 +99,8 @@ def attach(
             )
         _check_split_backward(schedule)
         _check_sharded(schedule, stages)
-        _placed(topology, stages[0])
+        placed = _placed(topology, stages[0])
+        refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], placed)
 
     agree("attach", check, timeout_seconds=options.get("agree_seconds", AGREE_SECONDS))
     for followed in (schedule, *stages):
@@ -99,9 +114,10 @@ def attach(
         stage_ticks=_stage_ticks(schedule, placed),
         **options,
     )
+    failure = _Failure(schedule, sync)
     for stage in stages:
-        _follow_stage(stage, sync)
-    _follow_step(schedule, sync)
+        _follow_stage(stage, sync, failure)
+    _follow_step(schedule, sync, failure)
     return sync
 
 
@@ -164,36 +180,309 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
             state._reset_iter_state()
 
 
-def _follow_step(schedule: TorchSchedule, sync: GradientSync) -> None:
+def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology: Topology) -> None:
+    """Refuses a loss with parameters of its own, which nobody would average over replicas.
+
+    Args:
+        loss: A function, a module or a method of one.
+        modules: This rank's stages.
+        topology: Ranks.
+
+    Raises:
+        PlanError: Names them.
+    """
+    owner = getattr(loss, "func", loss)  # of a functools.partial
+    owner = getattr(owner, "__self__", owner)
+    if not isinstance(owner, nn.Module) or len(topology.pipelines) == 1:
+        return
+    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    bare = [n for n, p in owner.named_parameters() if p.requires_grad and id(p) not in held]
+    if bare:
+        raise PlanError(
+            f"the loss has parameters {bare} that no stage holds, so nobody would average their "
+            f"gradients over the replicas: make the loss's module a part of the last stage's"
+        )
+
+
+class _Failure:
+    """What fails in a step of a torch schedule on this rank, and how the step ends all the same.
+
+    The parts of a step are guarded: when one has raised, those behind it make zeros in the place of
+    values, and compute nothing. So all transfers of the step are made, on any backend, and no rank
+    waits for this one. The ranks look at the end whether one of them has failed.
+
+    Args:
+        schedule: Whose steps.
+        sync: Its gradients are dropped.
+
+    Attributes:
+        error: The first one of this step; None if nothing has failed here.
+        reduced: Stages whose gradients torch has called final in this step.
+    """
+
+    def __init__(self, schedule: TorchSchedule, sync: GradientSync) -> None:
+        self._schedule = cast("Any", schedule)  # with private names
+        self._sync = sync
+        self._notice = FailureNotice(f"attach {next(_instances)}")
+        self.error: BaseException | None = None
+        self.reduced = set[int]()
+        self._cause: str | None = None
+        self._begun = False  # whether the gradients of this step have been prepared
+        self._entered = False  # whether torch has come to the first transfer of a value
+        self._is_learning = False  # whether stages tell each other what their values look like
+        self._has_heard = False  # whether this stage has received what its neighbour has sent
+        name = next(name for name in _INITIALIZE if hasattr(schedule, name))
+        self._initialize: Callable[..., Any] = getattr(schedule, name)
+        losses = {"_maybe_compute_loss": self._lose, "_maybe_get_loss": self._nothing}
+        guarded = {n: self.guard(getattr(schedule, n), instead) for n, instead in losses.items()}
+        _replace(schedule, {name: self._initialized, **guarded})
+
+    def begin(self) -> None:
+        """Turns to a step, or an evaluation."""
+        self._notice.next_step()
+        self.error = self._cause = None
+        self._begun = self._entered = False
+        self.reduced.clear()
+
+    def prepared(self) -> None:
+        """Says that this step's gradients have a place to go to."""
+        self._begun = self._schedule._has_backward
+
+    def guard(
+        self, method: Callable[..., Any], instead: Callable[..., Any], kind: str = ""
+    ) -> Callable[..., Any]:
+        """Returns `method`, but `instead` where something has failed in this step."""
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
+            if self.error is None:
+                try:
+                    return method(*args, **kwargs)
+                except BaseException as error:  # noqa: BLE001 - raised at the end of the step
+                    self.fail(error, f" In {kind}{args[0]}." if kind and args else "")
+            return instead(*args, **kwargs)
+
+        return guarded
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Tells the other ranks of the first error of a step."""
+        if self.error is not None:
+            return
+        self.error = error
+        root = root_of(error)  # torch wraps what a stage raises
+        own = self._notice.post(f"{type(root).__name__}: {root}{where}")
+        if self._schedule._has_backward:
+            self._sync.abort(error, begun=self._begun)
+            stages = {stage.stage_index: stage.submod for stage in _stages(self._schedule)}
+            for parts in fsdp_modules(stages).values():
+                forget_backwards(parts)
+        first = self._notice.read()
+        self._cause = first if first != own else None
+
+    def finish_transfers(self) -> None:
+        """Runs the microbatches, of zeros, if the step failed before torch had come to them."""
+        if self._entered:
+            return
+        for stage in _stages(self._schedule):
+            stage.has_backward = self._schedule._has_backward
+            stage.clear_runtime_states()
+        try:
+            self._schedule._step_microbatches()
+        except BaseException as error:
+            if error is not self.error:
+                raise
+
+    def refuse_failed(self) -> None:
+        """Raises if another rank has failed."""
+        if (first := self._notice.read()) is not None:
+            raise ReduceError(f"a step failed on another rank: {first}")
+
+    def raise_first(self) -> None:
+        """Raises what has failed here, or what another rank said that failed before."""
+        error, self.error = self.error, None
+        if error is None:
+            return
+        self._schedule._internal_losses.clear()
+        if self._cause is not None and (self._begun or not self._schedule._has_backward):
+            raise ReduceError(f"a step failed on another rank: {self._cause}") from error
+        raise error
+
+    # What takes part in the rest of a step that has failed.
+
+    def follow(self, stage: Any) -> None:  # noqa: ANN401 - torch's, with private names
+        """Guards the parts of a stage."""
+        parts: tuple[tuple[str, Callable[..., Any], str], ...] = (
+            ("forward_one_chunk", functools.partial(_forward_zeros, stage), "F"),
+            ("backward_one_chunk", functools.partial(_backward_zeros, stage), "B"),
+            ("backward_weight_one_chunk", functools.partial(_forget_weights, stage), "W"),
+            ("perform_reduce_grad", self._nothing, ""),
+            ("scale_grads", self._nothing, ""),
+        )
+        methods = {
+            name: self.guard(getattr(stage, name), instead, kind and f"{stage.stage_index}{kind}")
+            for name, instead, kind in parts
+        }
+        if hasattr(stage, "_recv_meta"):
+            methods["_recv_meta"] = self._hearing(stage._recv_meta)
+            for name, sign in (("_prepare_forward_infra", 1), ("_prepare_backward_infra", -1)):
+                instead = functools.partial(self._pass_on, stage, sign)
+                methods[name] = self._deaf(self.guard(getattr(stage, name), instead))
+        _replace(stage, methods)
+
+    def _nothing(self, *_args: object, **_kwargs: object) -> None:
+        """Does nothing."""
+
+    def _lose(self, stage: Any, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
+        if stage.is_last and self._schedule._loss_fn is not None:
+            self._schedule._internal_losses.append(torch.zeros((), device=stage.device))
+
+    def _initialized(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
+        self._is_learning = False
+        done = self._initialize(*args, **kwargs)
+        self._entered = True
+        if self.error is not None and self._is_learning:  # or torch would take them for ready
+            raise self.error
+        return done
+
+    def _hearing(self, receive: Callable[..., Any]) -> Callable[..., Any]:
+        def heard(*args: Any) -> Any:  # noqa: ANN401 - torch's signature
+            self._has_heard = True
+            return receive(*args)
+
+        return heard
+
+    def _deaf(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def begun(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
+            self._has_heard, self._is_learning = False, True
+            return method(*args, **kwargs)
+
+        return begun
+
+    def _pass_on(self, stage: Any, sign: int, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
+        """Tells a stage's neighbour, who waits for what its outputs or gradients look like."""
+        if stage._inference_mode is None or stage._inference_mode.name != "DYNAMIC":
+            return
+        before, behind = stage.stage_index - sign, stage.stage_index + sign
+        known = range(stage.num_stages)
+        if before in known and not stage._is_same_rank(before) and not self._has_heard:
+            stage._recv_meta(before)
+        if behind in known and not stage._is_same_rank(behind):
+            stage._send_meta(_FAILED, behind)
+
+
+def _output_metas(stage: Any) -> Sequence[Any] | None:  # noqa: ANN401 - torch's, private
+    """Returns what a stage's outputs look like; None where torch does not know."""
+    if hasattr(stage, "_stage_meta"):
+        outputs: Sequence[Any] | None = stage._stage_meta.outputs
+        return outputs
+    return list(stage.get_outputs_meta())
+
+
+def _refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with private names
+    """Refuses outputs that would not fit into the next stage's buffers: torch sends them as well.
+
+    Raises:
+        StepError: Names stage, microbatch, and both shapes.
+    """
+    metas = _output_metas(stage)
+    if stage.is_last or metas is None:
+        return
+    chunk = next(reversed(stage.fwd_cache))
+    for output, meta in zip(stage.fwd_cache[chunk][0], metas, strict=False):
+        if isinstance(output, DTensor) or not isinstance(output, torch.Tensor):
+            continue
+        if (output.shape, output.dtype) != (meta.shape, meta.dtype):
+            raise StepError(
+                f"stage {stage.stage_index}, microbatch {chunk}: an output is {output.dtype} "
+                f"{list(output.shape)}, and was {meta.dtype} {list(meta.shape)} when the schedule "
+                f"began: give it batches of one size, or make another schedule"
+            )
+
+
+def _forward_zeros(
+    stage: Any,  # noqa: ANN401 - torch's, with private names
+    chunk: int,
+    _args: object = None,
+    _kwargs: object = None,
+    save_forward_output: bool = True,
+) -> Any:  # noqa: ANN401 - torch's signature
+    """Does what is left of a forward where something has failed: its outputs are zeros."""
+    metas = _output_metas(stage) or ()
+    zeros = tuple(torch.zeros(m.shape, dtype=m.dtype, device=stage.device) for m in metas)
+    stage.fwd_cache[chunk] = zeros, []
+    if stage.is_last and save_forward_output:
+        stage.output_chunks.append(zeros)
+    return zeros
+
+
+def _backward_zeros(
+    stage: Any,  # noqa: ANN401 - torch's, with private names
+    chunk: int,
+    *_args: object,
+    **_kwargs: object,
+) -> None:
+    """Does what is left of a backward where something has failed: nothing comes back."""
+    if not stage.has_backward:
+        return
+    stage.fwd_cache.pop(chunk, None)
+    infos = stage.args_recv_info[chunk]
+    if hasattr(stage, "_get_grad_send_meta"):  # which sends zeros where there is no gradient
+        stage.bwd_cache[chunk] = (None,) * len(infos)
+        return
+    buffers = [getattr(info, "buffer", None) for info in infos]
+    stage.bwd_cache[chunk] = tuple(b if b is None else torch.zeros_like(b) for b in buffers)
+
+
+def _forget_weights(stage: Any, chunk: int, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
+    stage.dw_runner.pop(chunk, None)
+    stage.backward_state.pop(chunk, None)
+
+
+def _follow_step(schedule: TorchSchedule, sync: GradientSync, failure: _Failure) -> None:
     step = schedule.step
-    modules = {stage.stage_index: stage.submod for stage in _stages(schedule)}
 
     @functools.wraps(step)
     def synced_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
-        if not schedule._has_backward:
-            if not sync.is_closed:
-                sync.publish_if_due()
-                sync.reshard()
-            return step(*args, **kwargs)
-        begun = False
+        if schedule._has_backward:
+            sync.refuse_closed()
+        failure.begin()
+        result = None
         try:
-            sync.prepare(divisor=_divisor(schedule))
-            begun = True
+            _begin_step(schedule, sync)
+            failure.prepared()
             result = step(*args, **kwargs)
-        except Exception as error:
-            cause = sync.abort(error, begun=begun)
-            for parts in fsdp_modules(modules).values():
-                forget_backwards(parts)
-            if begun and cause is not None:
-                raise ReduceError(f"a step failed on another rank: {cause}") from error
-            raise
-        sync.finish()
+            if failure.error is None:
+                _end_step(schedule, sync, failure)
+        except BaseException as error:  # noqa: BLE001 - raised below, or what came before it
+            failure.fail(error)
+            failure.finish_transfers()
+        failure.raise_first()
         return result
 
-    _replace(schedule, step=synced_step)
+    _replace(schedule, {"step": synced_step})
 
 
-def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
+def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
+    if schedule._has_backward:
+        sync.prepare(divisor=_divisor(schedule))
+    elif not sync.is_closed:
+        sync.publish_if_due()
+        sync.reshard()
+
+
+def _end_step(schedule: TorchSchedule, sync: GradientSync, failure: _Failure) -> None:
+    if schedule._has_backward:
+        for stage in _stages(schedule):  # a hand-written order may have no REDUCE_GRAD
+            if stage.stage_index not in failure.reduced:
+                stage.scale_grads(1)
+        if failure.error is not None:
+            return
+        sync.finish()
+    if not schedule._has_backward or sync.is_accumulating:  # else finish has looked
+        failure.refuse_failed()
+
+
+def _follow_stage(stage: _PipelineStageBase, sync: GradientSync, failure: _Failure) -> None:
     backward = stage.backward_one_chunk
     index = stage.stage_index
 
@@ -215,29 +504,35 @@ def _follow_stage(stage: _PipelineStageBase, sync: GradientSync) -> None:
     def awaited_forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
         if not sync.is_closed:
             sync.stage_first_use(index)
-        return forward(*args, **kwargs)
+        output = forward(*args, **kwargs)
+        _refuse_other_shapes(stage)
+        return output
 
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
         # GPipe and 1F1B come here in eval() too, and would divide gradients that are already there.
         if stage.has_backward:
+            failure.reduced.add(index)
             if reduce and isinstance(stage.submod, FSDPModule) and not sync.is_accumulating:
                 reduce(1)  # FSDP2's own reduction alone
             sync.stage_final(index)
 
-    _replace(
-        stage,
-        forward_one_chunk=awaited_forward,
-        backward_one_chunk=watched_backward,
-        perform_reduce_grad=final,
-        scale_grads=final,
-    )
+    methods: dict[str, Callable[..., object]] = {
+        "forward_one_chunk": awaited_forward,
+        "backward_one_chunk": watched_backward,
+        "perform_reduce_grad": final,
+        "scale_grads": final,
+    }
+    _replace(stage, methods)
+    failure.follow(stage)
     stage._pipegrad = sync  # type: ignore[attr-defined]
 
 
-def _replace(followed: object, **methods: Callable[..., object]) -> None:
+def _replace(followed: object, methods: Mapping[str, Callable[..., object]]) -> None:
     """Puts methods in the place of an instance's own, which `_leave` brings back."""
-    vars(followed)["_pipegrad_before"] = {n: vars(followed).get(n) for n in methods}
-    vars(followed).update(methods)
+    before = vars(followed).setdefault("_pipegrad_before", {})
+    for name, method in methods.items():
+        before.setdefault(name, vars(followed).get(name))
+        vars(followed)[name] = method
 
 
 def _leave(followed: object) -> None:

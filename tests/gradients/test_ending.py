@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import threading
@@ -10,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.optim import optimizer as optimizers
 
 from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree, agreement
@@ -35,15 +36,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def topology() -> Topology:
-    """One for all cases: its process groups are torch's, which nobody destroys."""
-    return Topology.create(pipeline=2)
-
-
 def pair(module: nn.Module, **options: Any) -> GradientSync:
     handlers = [{"name": "pipeline-shared", **options}]
-    return GradientSync({rank(): module}, topology(), shared=[["w"]], handlers=handlers)
+    return GradientSync(
+        {rank(): module}, Topology.create(pipeline=2), shared=[["w"]], handlers=handlers
+    )
 
 
 def freeze() -> None:
@@ -90,7 +87,7 @@ def again_and_again(close: Callable[[GradientSync], object]) -> dict[str, dict[s
         if number == 1:
             found["few"] = resources()
     found["many"] = resources()
-    hooks = module.w._post_accumulate_grad_hooks  # type: ignore[union-attr]
+    hooks = module.get_parameter("w")._post_accumulate_grad_hooks
     found["many"]["hooks of w"] = len(hooks or ())
     found["few"]["hooks of w"] = 0
     return found
@@ -121,7 +118,7 @@ def test_what_is_dropped_leaves_nothing(two: Replies) -> None:
 @on(TWO)
 def dropped_models() -> list[bool]:
     module = stage(w=[64, 64])
-    held = [weakref.ref(module), weakref.ref(module.w)]  # type: ignore[arg-type]
+    held: list[weakref.ref[Any]] = [weakref.ref(module), weakref.ref(module.get_parameter("w"))]
     sync = pair(module)
     train(sync, module)
     del sync, module
@@ -161,7 +158,7 @@ def after_close() -> dict[str, str]:
     sync.prepare()
     sync.close()
     sync.close()
-    found = {name: outcome(lambda verb=verb: verb(sync)) for name, verb in VERBS.items()}
+    found = {name: outcome(partial(verb, sync)) for name, verb in VERBS.items()}
     (module.get_parameter("w") * 3.0).sum().backward()
     return found | {"closed": str(sync.is_closed)}
 
@@ -180,7 +177,7 @@ def plain_training_after() -> Any:
     module = stage(w=[2])
     sync = GradientSync(
         {rank(): module},
-        topology(),
+        Topology.create(pipeline=2),
         shared=[["w"]],
         handlers=["pipeline-shared"],
         accessor=MainGrad(),
@@ -303,7 +300,11 @@ def timeouts() -> Any:
     assert world is not None
     module = stage(w=[4])
     sync = pair(module)
-    groups = [*sync._groups.made, topology().group_along("pp"), topology().group_along("dp")]
+    groups = [
+        *sync._groups.made,
+        Topology.create(pipeline=2).group_along("pp"),
+        Topology.create(pipeline=2).group_along("dp"),
+    ]
     cpu = torch.device("cpu")
     found = {group._get_backend(cpu).options._timeout for group in [world, *groups]}
     step(sync, module, w=1.0)
@@ -366,7 +367,7 @@ def test_a_store_that_is_gone_is_said_in_words() -> None:
 
 def missing(folder: str) -> str:
     dist.destroy_process_group()
-    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    store = FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group(
         "gloo",
         store=store,

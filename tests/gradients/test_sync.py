@@ -236,7 +236,7 @@ def late() -> Any:
 def test_a_gradient_that_changes_after_it_is_final_is_an_error(two: list[dict[str, Any]]) -> None:
     for said, after in (reply["late"] for reply in two):
         assert said.startswith("StepError: autograd added to the gradient of '0.a' after it was")
-        assert after.startswith("ReduceError: this GradientSync failed before")
+        assert after == "None"  # what it changed is dropped, and all go on
 
 
 @on(TWO)

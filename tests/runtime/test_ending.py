@@ -61,7 +61,7 @@ class Attached:
 def closed_and_attached_again() -> Any:
     """Two replicas, so that finish() has something to wait for."""
     attached = Attached(Topology.create(pipeline=2))
-    found = {}
+    found: dict[str, Any] = {}
     for number in range(3):
         sync = attached.attach()
         found[f"again {number}"] = attached.step()
@@ -183,7 +183,7 @@ def test_scripts_end_with_their_own_code() -> None:
         ["--end", "Ctrl-C", "--kind", "B", "--runs", "1"],
     ):
         told = subprocess.run(
-            [sys.executable, str(script), *way.split()],
+            [sys.executable, str(script), *way],
             capture_output=True,
             text=True,
             check=True,

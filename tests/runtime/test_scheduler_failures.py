@@ -159,8 +159,8 @@ def test_the_loss_raises_where_the_step_had_ended_before_it_failed(
     pipeline: Replies,
 ) -> None:
     answers = told(pipeline, "ended_before")
-    late = f"{TOO_LATE}the step failed on another rank after this one had ended it"
     own = "OSError: no space left In 0B3 on pipeline rank 0."
+    late = f"{TOO_LATE}the step failed on another rank after this one had ended it: rank 0: {own}"
     assert answers == [(own, True), (late, True), (late, True), (late, True)]
 
 
@@ -227,8 +227,7 @@ def test_an_evaluation_that_fails_leaves_everything_in_place(
             assert ends == ["loss: 192.0", True, True]
 
 
-# Two copies of two stages: ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1. The last case: it
-# leaves a collective behind that never ends.
+# Two copies of two stages: ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1.
 
 
 @on(PIPELINE)
@@ -239,24 +238,23 @@ def after_a_launch() -> Any:
         training.module.trick = 3, fails_in_backward
     failed = training.step()
     training.module.trick = None
-    return failed, training.step(), training.step()
+    return failed, training.is_right(), training.is_right()
 
 
-def test_a_failure_behind_a_launch_is_an_error_now_and_ever_after(
+def test_a_failure_behind_a_launch_is_an_error_now_and_all_go_on(
     pipeline: Replies,
 ) -> None:
+    """Issue 16, point 10: such a failure was final, on some ranks by a time-out."""
     why = "OSError: no space left In 0B3 on pipeline rank 0."
     for place, (failed, *afterwards) in enumerate(told(pipeline, "after_a_launch")):
         if place == 0:
             assert failed == why
         elif failed.startswith(TOO_LATE):
             assert place in (2, 3)
+            assert failed.endswith(f"rank 0: {why}")
         else:
             assert failed == f"{ELSEWHERE}rank 0: {why}"
-        for said in afterwards:
-            assert "Error: " in said
-        if place == 1:  # which waits for a collective that never ends; the others hear of it
-            assert all("no space left" in said for said in afterwards)
+        assert afterwards == [True, True]
 
 
 # A rank that is gone.
