@@ -225,11 +225,11 @@ class FailureNotice:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._step = 0
+        self.step = 0
 
     def next_step(self) -> None:
         """Turns to the next step; every rank must have as many."""
-        self._step += 1
+        self.step += 1
 
     def post(self, message: str, *, final: bool = False) -> str:
         """Publishes `message` for this step; the first one stands. Returns it, naming this rank.
@@ -288,7 +288,7 @@ class FailureNotice:
 
     @property
     def _key(self) -> str:
-        return f"pipegrad/failed/{self._name}/{self._step}"
+        return f"pipegrad/failed/{self._name}/{self.step}"
 
 
 class Board:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
@@ -194,6 +195,8 @@ class GradientHandler(ABC):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Notes what the handler is made with, so that ranks can compare instances."""
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
         made = super().__new__(cls)
         given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         made.made_with = tuple((name, written(given[name])) for name in sorted(given))
@@ -255,6 +258,12 @@ def keeps_state(handler: GradientHandler) -> bool:
     """Whether a handler may keep something from step to step that the next one depends on."""
     overridden = type(handler).state_dict is not GradientHandler.state_dict
     return handler.hook is not None or overridden
+
+
+# What a handler takes is what its __init__ takes, and nothing without one.
+GradientHandler.__new__.__signature__ = Signature(  # type: ignore[attr-defined]
+    [Parameter("cls", Parameter.POSITIONAL_ONLY)]
+)
 
 
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]

@@ -31,6 +31,11 @@ class FailedSteps:
         self._refused = False  # whether a verb of this rank was, in the step at hand or the next
 
     @property
+    def step(self) -> int:
+        """The number of the step at hand, failed ones counted; the same on all ranks."""
+        return self._notice.step
+
+    @property
     def are_final(self) -> bool:
         """Whether there is no going on."""
         return self._final is not None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from pipegrad.agreement import FailureNotice
@@ -61,6 +62,7 @@ class Reducer:
         self._groups = groups
         self._handlers = handlers
         self._rank = plan.rank
+        self._device = device
         self.notice = notice
         self._lock = threading.Lock()
         self._flat = {launch: self._hop_bucket(launch) for launch in plan.launches}
@@ -284,6 +286,16 @@ class Reducer:
         """
         while not ticket.wait(_POLL_SECONDS):
             self._raise_peer_failure()
+
+    def meet(self) -> Ticket:
+        """Has a lane wait for all ranks to come here, those that have failed as well."""
+
+        def meeting() -> None:
+            assert self._groups.world is not None
+            with self.telling("meeting of all ranks"):
+                dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
+
+        return self.submit(0, meeting, ())
 
     def refuse_failed(self) -> None:
         """Raises if a rank has told that this step failed: what was reduced may be of no use.

@@ -237,6 +237,7 @@ class GradientSync:
         self._last_backwards: set[int] = set()
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
+        self._last_compared = 0  # the step in which copies were
         self._asked = False  # for what the optimizer is to step
         self._synchronize()
         alike = steps_alike(self.manifest, self.plan, topology)
@@ -399,6 +400,8 @@ class GradientSync:
             if self._late_error is not None:
                 raise self._late_error
             exposed_seconds = self._reducer.wait()
+            if compares := self._compares():
+                self._reducer.wait_for(self._reducer.meet())
             self._reducer.refuse_failed()
         except BaseException as error:
             self.abort(error)
@@ -424,8 +427,7 @@ class GradientSync:
             exposed_seconds=exposed_seconds + self._mirror.blocked_seconds,
         )
         self._mirror.blocked_seconds = 0.0
-        steps = self._statistics.steps
-        if steps > 1 and steps & (steps - 1) == 0 and self._groups.world is not None:
+        if compares:
             self._refuse_growing_drift()
 
     def abort(self, error: BaseException, *, begun: bool = True) -> str | None:
@@ -463,6 +465,9 @@ class GradientSync:
             self.drop_gradients()
             if launches and not final:
                 self._give_up(begun=begun)
+            adds_up = self._adds_up if begun else self._accumulating
+            if not (adds_up or final) and self._compares():
+                self._reducer.meet()
         return cause
 
     def drop_gradients(self) -> None:
@@ -752,10 +757,19 @@ class GradientSync:
 
     # Inside.
 
+    def _compares(self) -> bool:
+        """Whether copies are compared in this step: 2, 4, 8 and so on, or the next that reduces.
+
+        All ranks number steps alike, also those that failed, and meet in the same ones.
+        """
+        before, self._last_compared = self._last_compared, self._failed.step
+        compares = self._last_compared.bit_length() > max(1, before.bit_length())
+        return compares and self._groups.world is not None
+
     def _refuse_growing_drift(self) -> None:
         """Raises on all ranks if the optimizer makes copies differ; see `finish`.
 
-        Sync: as `check_replicas`.
+        Sync: as `check_replicas`, behind a meeting: so no rank waits for one that has failed.
         """
         self.reshard()
         steps = self._statistics.steps
