@@ -95,6 +95,7 @@ class LiveParameter:
         self._address: int | None = None  # of the memory that what is stepped is brought to
         self._version: int | None = None  # before anybody else writes into it
         self._hook: RemovableHandle | None = None
+        self._hooks: dict[int, Any] = {}  # of the parameter, ours and the user's
         self._hooked: TensorWeakRef | None = None
         self._fired = False  # whether autograd has added to the gradient at hand
         self._zeroed_version: int | None = None
@@ -192,12 +193,14 @@ class LiveParameter:
                 on_accumulated(live)
 
         self._hook = parameter.register_post_accumulate_grad_hook(accumulated)
+        # The handle has it weakly, and when garbage is collected such references go first.
+        self._hooks = self._hook.hooks_dict_ref() or {}
         self._hooked = TensorWeakRef(parameter)
 
     def unwatch(self) -> None:
         """Leaves the parameter as it was before `watch`."""
         if self._hook is not None:
-            self._hook.remove()
+            self._hooks.pop(self._hook.id, None)
         self._hook = self._hooked = None
 
     def __del__(self) -> None:
@@ -209,8 +212,7 @@ class LiveParameter:
         """Whether all hooks that users have registered run before ours: they may change it."""
         if self._hook is None:
             return False
-        hooks: dict[int, Any] | None = self._hook.hooks_dict_ref()
-        return bool(hooks) and next(reversed(hooks)) == self._hook.id  # type: ignore[arg-type]
+        return next(reversed(self._hooks), None) == self._hook.id
 
     def refresh(self, *, continuing: bool) -> None:
         """Looks the parameter up anew, and refuses what would make this step's gradient wrong.

@@ -115,7 +115,8 @@ def schedulers() -> list[dict[str, int]]:
         if number % 2:
             one.close()
         del one
-        found.append(resources())
+        hooks = layer.weight._post_accumulate_grad_hooks
+        found.append(resources() | {"hooks": len(hooks or ())})
         dist.barrier()
     return found
 
@@ -124,6 +125,7 @@ def test_schedulers_leave_nothing(two: Replies) -> None:
     """Issue 16, point 2 (runtime 3): 3 to 9 threads and 5 to 17 files each, and all gradients."""
     for reply in two:
         assert reply["schedulers"][2] == reply["schedulers"][5]
+        assert reply["schedulers"][5]["hooks"] == 0
 
 
 @on(TWO)
