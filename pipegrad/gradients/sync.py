@@ -209,6 +209,7 @@ class GradientSync:
         )
         self._failed = FailedSteps(notice, self._reducer.wait)
         self._keep_state = any(keeps_state(plugin) for plugin in agreed.plugins.values())
+        self._keep_equal = all(plugin.keeps_equal for plugin in agreed.plugins.values())
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
@@ -764,12 +765,14 @@ class GradientSync:
 
         All ranks count alike, also steps that failed, and meet in the same ones; once in each.
         """
+        if self._groups.world is None or not self._keep_equal:
+            return False
         if self._last_reducing == self._failed.step:
             return False
         self._last_reducing = self._failed.step
         self._num_reducing += 1
         is_power = self._num_reducing & (self._num_reducing - 1) == 0
-        return is_power and self._num_reducing > 1 and self._groups.world is not None
+        return is_power and self._num_reducing > 1
 
     def _refuse_growing_drift(self) -> None:
         """Raises on all ranks if the optimizer makes copies differ; see `finish`.
