@@ -187,10 +187,13 @@ class GradientHandler(ABC):
     Attributes:
         hook: Set in ``__init__``, how `launch` averages: then every reduction must be a mean that
             lives on all ranks.
+        keeps_equal: False in one that sends nothing, for measuring: copies drift apart then, and
+            `GradientSync.finish` does not compare them.
         made_with: The arguments it was constructed with, in words.
     """
 
     hook: Averaging | None = None
+    keeps_equal: bool = True
     made_with: tuple[tuple[str, str], ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:

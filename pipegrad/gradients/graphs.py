@@ -39,7 +39,4 @@ def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
 
 def is_capturing() -> bool:
     """Whether what runs on the current stream is recorded for a CUDA graph, and not done."""
-    try:
-        return torch.cuda.is_current_stream_capturing()
-    except RuntimeError:  # a torch without CUDA
-        return False
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -209,6 +209,7 @@ class GradientSync:
         )
         self._failed = FailedSteps(notice, self._reducer.wait)
         self._keep_state = any(keeps_state(plugin) for plugin in agreed.plugins.values())
+        self._keep_equal = all(plugin.keeps_equal for plugin in agreed.plugins.values())
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
@@ -237,7 +238,8 @@ class GradientSync:
         self._last_backwards: set[int] = set()
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
-        self._last_compared = 0  # the step in which copies were
+        self._num_reducing = 0  # steps, failed ones counted, those that only add up left out
+        self._last_reducing = 0  # the number of the last of them
         self._asked = False  # for what the optimizer is to step
         self._synchronize()
         alike = steps_alike(self.manifest, self.plan, topology)
@@ -373,9 +375,9 @@ class GradientSync:
         """Waits until every gradient is in place.
 
         A gradient that no rank contributed to is None again, as in one process. In the steps 2, 4,
-        8, 16 and so on copies of one parameter are compared, as `check_replicas` does; only what a
-        few roundings a step explain is no error then, since machines of two kinds may round
-        differently.
+        8, 16 and so on all ranks meet here, and copies of one parameter are compared, as
+        `check_replicas` does; only what a few roundings a step explain is no error then, since
+        machines of two kinds may round differently. Steps that only accumulate do not count.
 
         Sync: the current stream waits for the lanes; the host only where collectives block it, and
         for the flag of each parameter that this rank has no gradient of.
@@ -598,6 +600,7 @@ class GradientSync:
         Raises:
             ReduceError: If a movement failed, on every rank that waits for it.
         """
+        self.refuse_closed()
         if self._mirror.is_due and not self._mirror.can_wait:
             self.publish()
         self._mirror.first_use(stage)
@@ -758,13 +761,18 @@ class GradientSync:
     # Inside.
 
     def _compares(self) -> bool:
-        """Whether copies are compared in this step: 2, 4, 8 and so on, or the next that reduces.
+        """Whether copies are compared in this step: 2, 4, 8 and so on of those that reduce.
 
-        All ranks number steps alike, also those that failed, and meet in the same ones.
+        All ranks count alike, also steps that failed, and meet in the same ones; once in each.
         """
-        before, self._last_compared = self._last_compared, self._failed.step
-        compares = self._last_compared.bit_length() > max(1, before.bit_length())
-        return compares and self._groups.world is not None
+        if self._groups.world is None or not self._keep_equal:
+            return False
+        if self._last_reducing == self._failed.step:
+            return False
+        self._last_reducing = self._failed.step
+        self._num_reducing += 1
+        is_power = self._num_reducing & (self._num_reducing - 1) == 0
+        return is_power and self._num_reducing > 1
 
     def _refuse_growing_drift(self) -> None:
         """Raises on all ranks if the optimizer makes copies differ; see `finish`.

@@ -114,26 +114,31 @@ def sums(module: nn.Module) -> list[float]:
     return found
 
 
+STEPS = range(3)
 SUMS = {
     f"{how} {step}": [(3.0 + 2 * step) * numel for numel in (VOCABULARY * WIDTH, VOCABULARY)]
     for how in EXCHANGES[1:]
-    for step in range(2)
+    for step in STEPS
 }
 
 
 def meet() -> dict[str, Any]:
     """The last stage ends first; the first one ends when it knows that all the other's parts left.
 
-    And goes on when it has all, though the last one takes what comes back only after that.
+    And goes on when it has all, though the last one takes what comes back only after that. But in
+    the second step of a GradientSync all ranks meet, to compare copies.
     """
     store = dist.distributed_c10d._get_default_store()
     found: dict[str, Any] = {}
     for how in EXCHANGES[1:]:
         here, sync, module = two_buckets(how)
-        for step in range(2):
+        for step in STEPS:
             name = f"{how} {step}"
             compute(sync, module, here, step)
-            if here == 0:
+            if step == 1:
+                sync.stage_final(here)
+                sync.finish()
+            elif here == 0:
                 store.wait([f"{name} left"])
                 sync.stage_final(here)
                 sync.finish()
@@ -190,7 +195,7 @@ def no_tags() -> dict[str, list[float]]:
     for how in EXCHANGES[1:]:
         with one_queue_a_group(), mock.patch.object(Groups, "block_host", return_value=False):
             here, sync, module = two_buckets(how)
-            for step in range(2):
+            for step in STEPS:
                 compute(sync, module, here, step)
                 sync.stage_final(here)
                 sync.finish()

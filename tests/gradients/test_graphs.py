@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,11 @@ from tests.gradients.placements import compute
 TWO: list[Case] = []
 
 two = replies(2, TWO)
+
+
+def capturing() -> AbstractContextManager[Any]:
+    yes: Callable[[], bool] = lambda: True  # noqa: E731
+    return mock.patch.multiple(torch.cuda, is_initialized=yes, is_current_stream_capturing=yes)
 
 
 @on(TWO)
@@ -41,11 +47,11 @@ def captured() -> Any:
         "step": lambda: scheduler.step(x, target=x),
         "evaluate": lambda: scheduler.evaluate(x),
     }
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+    with capturing():
         said = {verb: outcome(call) for verb, call in verbs.items()}
     sync.prepare()
     give(module, w=1.0)
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+    with capturing():
         said["stage_final"] = outcome(lambda: sync.stage_final(0))
         said["finish"] = outcome(sync.finish)
     sync.stage_final(0)
