@@ -188,9 +188,11 @@ class GradientHandler(ABC):
         hook: Set in ``__init__``, how `launch` averages: then every reduction must be a mean that
             lives on all ranks.
         made_with: The arguments it was constructed with, in words.
+        lets_copies_drift: Whether `launch` may leave copies different: then `finish` compares none.
     """
 
     hook: Averaging | None = None
+    lets_copies_drift = False
     made_with: tuple[tuple[str, str], ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:

@@ -23,6 +23,8 @@ class Noop(GradientHandler):
     launched and finished as usual, so the difference to a real run is the communication.
     """
 
+    lets_copies_drift = True
+
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:

@@ -375,7 +375,7 @@ class GradientSync:
         A gradient that no rank contributed to is None again, as in one process. In the steps 2, 4,
         8, 16 and so on copies of one parameter are compared, as `check_replicas` does; only what a
         few roundings a step explain is no error then, since machines of two kinds may round
-        differently.
+        differently. Where a handler `lets_copies_drift` none are compared.
 
         Sync: the current stream waits for the lanes; the host only where collectives block it, and
         for the flag of each parameter that this rank has no gradient of.
@@ -764,7 +764,8 @@ class GradientSync:
         """
         before, self._last_compared = self._last_compared, self._failed.step
         compares = self._last_compared.bit_length() > max(1, before.bit_length())
-        return compares and self._groups.world is not None
+        stay_equal = not any(found.plugin.lets_copies_drift for found in self.handlers.values())
+        return compares and stay_equal and self._groups.world is not None
 
     def _refuse_growing_drift(self) -> None:
         """Raises on all ranks if the optimizer makes copies differ; see `finish`.
