@@ -250,15 +250,16 @@ class LiveParameter:
                 f"{self.record.key!r} was changed, and its stored copy, which is what is stepped, "
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
-        self._adds = (continuing and self._adds) or self._has_result_left
-        self._is_clean = self._adds and self.buffer is not None
+        is_left = self._has_result_left  # not while continuing: then it is this step's own
+        self._adds = (continuing and self._adds) or is_left
+        self._is_clean = is_left and self.buffer is not None
         if self._is_clean and not self._is_zero:
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
-                f"would add to it: set it to zero or None before the step (optimizer.zero_grad() "
-                f"does so for the parameters that this optimizer has, module.zero_grad() for all "
-                f"whose gradient is in .grad), or accumulate with 'with sync.accumulate():' around "
-                f"all steps but the last"
+                f"would add to it: call optimizer.zero_grad() before the step, to make it zero or "
+                f"None. optimizer.zero_grad() does so for the parameters that this optimizer has, "
+                f"module.zero_grad() for all whose gradient is in .grad. Or accumulate with "
+                f"'with sync.accumulate():' around all steps but the last"
             )
 
     def open(self, divisor: float, *, continuing: bool) -> bool:
@@ -378,7 +379,9 @@ class LiveParameter:
             elif self.gradient is not result:
                 self._accessor.write(self.live, result)
         if self.stand_in is not None and not self._is_row:
-            self.stand_in.take(self.gradient, adds=self._adds)
+            # A reduced result replaces the zeros that are left, which may be the same memory.
+            adds = self._adds and (self.buffer is None or self.gradient is None)
+            self.stand_in.take(self.gradient, adds=adds)
             self._keep(self.stand_in.tensor.grad)
         self.mark_reduced()
         if self.firings > 1:  # e.g. reentrant checkpointing: each firing is only a part

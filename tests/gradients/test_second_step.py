@@ -155,6 +155,34 @@ def test_only_what_is_reduced_is_refused_and_named(two: Replies) -> None:
         assert row == [{6.0}]
 
 
+@on(TWO)
+def zeroed_and_accumulated() -> Any:
+    """Steps of one part, and of two with a divisor each: gradients are zeroed in place between."""
+    found = []
+    for options in ({}, {"accessor": MainGrad()}, {"reduce_dtype": torch.float64}, WAYS["both"]):
+        module = stage(own=(2,), a=(2,))
+        sync = tied(module, "a", **options)
+        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.0)
+        for parts in (1, 1, 2, 2):
+            if parts == 2:
+                with sync.accumulate():
+                    add(sync, module, 2, own=1.0, a=1.0)
+            add(sync, module, 4, own=2.0, a=3.0)
+            found.append({one.record.name: one.tensor.grad.tolist() for one in sync.stepped()})  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        sync.close()
+    return found
+
+
+def test_steps_may_begin_with_gradients_zeroed_in_place(two: Replies) -> None:
+    """Issue 16, point 13. Reduced gradients of stand-ins were doubled; second parts refused."""
+    for reply in two:
+        found = reply["zeroed_and_accumulated"]
+        one, both = {"own": [2.0, 2.0], "a": [6.0, 6.0]}, {"own": [3.0, 3.0], "a": [8.0, 8.0]}
+        assert found == [one, one, both, both] * 4
+
+
 # The engines.
 
 

@@ -33,8 +33,11 @@ def one_stage_each(topology: Topology, **changes: Any) -> Cut:
 def twice(topology: Topology) -> None:
     cut = one_stage_each(topology)
     schedule = cut.schedule()
-    attach(cut, schedule).close()
-    attach(cut, schedule)
+    sync = attach(cut, schedule)
+    try:
+        attach(cut, schedule)
+    finally:
+        sync.close()
 
 
 def on_the_wrong_group(topology: Topology) -> None:
