@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.torch_version import TorchVersion
 
 from pipegrad.runtime.products import (
     LEAF,
@@ -34,6 +35,7 @@ from pipegrad.runtime.products import (
 )
 
 PACKED = "saved-tensor hooks (checkpointing, offloading)"
+_BEGINS_AT_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"  # whether a backward can
 # A lookup makes a value, not a weight; the others are not to be run but as part of everything.
 _NOT_IN_CHAINS = ("Embedding", "Index", "Gather", "CompiledFunction", "CheckpointFunction")
 
@@ -178,6 +180,8 @@ def _products(
             yield index, leaf, "torch before 2.13"
         elif saved.unpack_hook is not None:
             yield index, leaf, PACKED
+        elif issubclass(type(successor), BackwardCFunction) and not _BEGINS_AT_FUNCTIONS:
+            yield index, leaf, "an autograd function of a weight, before torch 2.13"
         else:
             edge = GradientEdge(successor, number)
             operand: Tensor = getattr(node, f"_saved_{known.operand}")
