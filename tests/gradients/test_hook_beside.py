@@ -186,6 +186,8 @@ def behind_a_shard() -> Any:
         sync = GradientSync({0: module}, at, handlers=[By("dp", Placement.SHARD), over])
         sync.optimizer_parameters()
         for _ in range(4):
+            for one in sync.stepped():
+                one.tensor.grad = None
             sync.prepare()
             sync.stage_first_use(0)
             give(module, a=1.0 + rank(), b=10.0 * (1 + rank()))

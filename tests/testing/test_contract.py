@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -345,7 +346,15 @@ def test_a_name_that_other_ranks_do_not_know_is_told(monkeypatch: pytest.MonkeyP
 
 
 class Option:
-    """Prints its address."""
+    """Has another value wherever it is unpickled."""
+
+    made = itertools.count()
+
+    def __init__(self) -> None:
+        self.value = next(self.made)
+
+    def __reduce__(self) -> tuple[type[Option], tuple[()]]:
+        return Option, ()
 
 
 def test_an_option_that_is_another_on_each_rank_is_told() -> None:
