@@ -29,6 +29,7 @@ from pipegrad.gradients.manifest import (
     starts_of,
 )
 from pipegrad.gradients.plan import Plan, make_plans
+from pipegrad.gradients.routing import make_routes
 from pipegrad.gradients.shards import fsdp_modules, reshard
 from pipegrad.gradients.shared import Shared, declared, link_local, refuse_likely_ties
 from pipegrad.handler import GradientHandler, HandlerSpec, ParameterRecord
@@ -129,7 +130,8 @@ class Agreed:
         # Handlers may be impure: all ranks' must have said the same.
         plan = partial(self._make_plan, manifests)
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
-        same("what the handlers reduce", dict(zip(ranks, digests, strict=True)))
+        if len(set(digests)) > 1:
+            self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
         self.device = device_of(modules, manifests)
         self.name = str(max(number for number, _ in told))
         self.moves = self.plan.moves or any(
@@ -178,6 +180,36 @@ class Agreed:
         refuse_bare_replicas(self.manifest, self.topology, routes, divisors, allowed)
         refuse_loose_copies(self.manifest, self.topology, routes, prints, allowed)
         return self.plan.digest
+
+    def _refuse_different(self, digests: Mapping[int, str], agree_seconds: float) -> None:
+        """Names the first parameter that ranks would reduce differently, and the handlers.
+
+        Raises:
+            AgreementError: On every rank alike.
+        """
+        what, ranks = "what the handlers reduce", list(digests)
+        told = agree(what, self._reduced, ranks=ranks, timeout_seconds=agree_seconds)
+        places = sorted({place for one in told for place in one})
+        for rank, key in places:
+            said = [one.get((rank, key), "nothing") for one in told]
+            same(f"{what} of {key!r} on rank {rank}", dict(zip(ranks, said, strict=True)))
+        same(what, digests)  # where a handler does not say the same twice
+
+    def _reduced(self) -> dict[tuple[int, str], str]:
+        """Returns in words, by rank and key, what handlers reduce as this rank sees it."""
+        allowed = self._options["allow_unsynced"]
+        routes, divisors = make_routes(
+            self.manifest, self.topology, list(self.plugins.items()), allowed
+        )
+        return {
+            (rank, key): "; ".join(
+                f"handler {hop.handler!r}: {hop} over ranks {list(hop.ranks)}" for hop in route
+            )
+            + (f"; divided by {divisors[key]:g}" if key in divisors else "")
+            for rank, by_key in routes.items()
+            for key, route in by_key.items()
+            if route
+        }
 
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, made here."""
