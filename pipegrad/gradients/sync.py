@@ -470,6 +470,9 @@ class GradientSync:
             adds_up = self._adds_up if begun else self._accumulating
             if not (adds_up or final) and self._compares():
                 self._reducer.meet()
+            if launches and not final:
+                # Other ranks may have ended the step, and publish behind it: so does this one.
+                self._mirror.send()
         return cause
 
     def drop_gradients(self) -> None:
@@ -846,8 +849,6 @@ class GradientSync:
                 buffer.reset(list(buffer.views))
             self._reducer.expect()
         self._reducer.give_up()
-        # Other ranks may have ended the step, and publish behind it: so does this one.
-        self._mirror.send()
 
     def _is_counted(self, key: str) -> bool:
         """Whether this rank's gradient counts, of those that are the same."""
