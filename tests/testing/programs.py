@@ -216,6 +216,23 @@ def wandering(checker: OrderChecker) -> Any:
     return found
 
 
+@program([{"unused": None}] * 2)
+def divided(checker: OrderChecker) -> Any:
+    """A zeroed slot that nobody writes into is divided on another stream than it was zeroed on."""
+    module = stage(unused=(4,))
+    sync = replicated(module)
+    found = []
+    for _ in range(2):
+        with checker.on("prepare"):
+            sync.prepare(divisor=2.0)
+        with checker.on("final"):
+            sync.stage_final(0)
+            sync.finish()
+            found.append(grads(module))
+    sync.close()
+    return found
+
+
 @program([{"w": [3.0] * 4, "v": [3.0] * 4}] * 2)
 def tie(checker: OrderChecker) -> Any:
     """Tied gradients: a sum, with nothing behind the collective in its lane."""
