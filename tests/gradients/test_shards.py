@@ -142,7 +142,8 @@ def columns(how: Exchange) -> dict[str, Any]:
     topology = Topology.from_mesh(mesh)
     stage = topology.local_stages[0]
     values = torch.arange(20.0).view(4, 5)
-    module = Projection(nn.Parameter(distribute_tensor(values + 1 - stage, mesh["tp"], [Shard(1)])))
+    start = (values + 1) * (1 - stage)  # zeros take what the other stage has
+    module = Projection(nn.Parameter(distribute_tensor(start, mesh["tp"], [Shard(1)])))
     handlers = [{"name": "pipeline-shared", "exchange": how}]
     shared = [{0: "weight", 1: "weight"}]
     sync = GradientSync({stage: module}, topology, shared=shared, handlers=handlers)

@@ -50,7 +50,7 @@ def steady() -> Any:
     sync = tied(module, "a", "image", "t", "s", "e")
     strides: dict[str, tuple[int, ...]] = {}
     found: dict[str, list[Any]] = {"pointers": [], "bytes": [], "copies": [], "early": []}
-    for number in range(4):
+    for number in range(7):
         with NewStorage() as counter:
             sync.prepare()
         sync.stage_last_backward(rank())
@@ -73,9 +73,11 @@ def test_steady_state_allocates_and_copies_nothing(two: list[dict[str, Any]]) ->
         assert (strides["image"], strides["t"], strides["s"]) == ((48, 1, 12, 3), (1, 5), ())
         assert len(set(map(tuple, found["pointers"]))) == 1
         # After zeroing in place one read of the bucket: its least and largest value, and a bool.
-        assert found["bytes"][2:] == [17, 0]
-        assert found["copies"] == [0, 0, 0, 0]
-        assert found["early"] == [0, 6, 6, 6]
+        # The second step and the fourth compare copies.
+        assert found["bytes"][2] == 17
+        assert found["bytes"][4:] == [17, 0, 17]
+        assert found["copies"] == [0] * 7
+        assert found["early"] == [0] + [6] * 6
 
 
 @on(TWO)
@@ -261,10 +263,12 @@ def test_clipping_counts_a_shared_parameter_once(four: list[dict[str, Any]]) -> 
 
 @on(FOUR)
 def replicas() -> Any:
-    """All ranks begin with other values; then one bit of one copy flips."""
+    """All ranks begin with other values, but in the tie; then one bit of one copy flips."""
+    torch.manual_seed(0)
+    tie = torch.randn(5)
     torch.manual_seed(rank())
     counts = nn.Parameter(torch.full((2,), rank()), requires_grad=False)
-    module = stage(tie=torch.randn(5), own=torch.randn(3), empty=(0,), counts=counts)
+    module = stage(tie=tie, own=torch.randn(3), empty=(0,), counts=counts)
     flags = torch.tensor([bool(rank()), True])
     module.flags = nn.Parameter(flags, requires_grad=False)
     module.low = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
