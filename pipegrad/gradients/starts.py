@@ -34,6 +34,11 @@ class Start:
     trained: bool
     digest: str | None
 
+    @property
+    def drawn(self) -> tuple[str, tuple[int, ...], str | None]:
+        """What a seed decides: all but whether it is trained."""
+        return self.kind, self.shape, self.digest
+
 
 def fingerprint(parameter: torch.Tensor) -> tuple[str | None, str | None]:
     """Returns a digest of a sample of the bits: (varying, constant), of which one is None.
@@ -122,7 +127,8 @@ def _from_one_seed(one: Sequence[tuple[str, Start]], other: Sequence[tuple[str, 
     def is_prefix(one: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:
         pairs = list(zip(one, other, strict=False))
         alike = all(
-            _NUMBER.sub("#", a) == _NUMBER.sub("#", b) and at == bt for (a, at), (b, bt) in pairs
+            _NUMBER.sub("#", a) == _NUMBER.sub("#", b) and at.drawn == bt.drawn
+            for (a, at), (b, bt) in pairs
         )
         drawn = [(a, b) for (a, at), (b, _) in pairs if at.digest is not None]
         return alike and (len(drawn) > 1 or any(a == b for a, b in drawn))

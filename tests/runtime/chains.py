@@ -106,8 +106,18 @@ def make(
         settings = {"hop_seconds": [0.2] * (pipeline - 1), "compute_seconds": 1.0}
     topology = Topology.create(pipeline=pipeline)
     built = schedules.build(name, num_ranks=pipeline, num_microbatches=microbatches, **settings)
+    tied = {name for tie in options.get("shared", ()) for name in tie.values()}
+
+    def start(number: int) -> Stage:
+        """Copies of a tie start with the same bits."""
+        stage = make_stage(number)
+        for name, parameter in stage.module.named_parameters():
+            if name in tied:
+                nn.init.constant_(parameter, 0.5)
+        return stage
+
     return Scheduler(
-        [make_stage(s) for s in topology.with_stages(built.stage_to_rank).local_stages],
+        [start(s) for s in topology.with_stages(built.stage_to_rank).local_stages],
         topology,
         schedule={"name": name, **settings},
         num_microbatches=microbatches,
