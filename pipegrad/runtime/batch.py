@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -178,8 +179,16 @@ class _Repeated:
                     f"are not, and is cut into microbatches: its first dimension, "
                     f"{len(value)}, is taken for the batch's. If its rows are not of the samples, "
                     f"make the Scheduler with whole=({name!r},)",
-                    stacklevel=6,
+                    stacklevel=_level_of_caller(),
                 )
+
+
+def _level_of_caller() -> int:
+    """Returns how many calls lie between a warning here and who called pipegrad."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"].startswith(("pipegrad.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def joined(outputs: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:

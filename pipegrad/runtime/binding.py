@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -31,9 +31,16 @@ class Binding:
     function: Callable[..., Any]
     positions: tuple[int, ...]
     keywords: tuple[tuple[int, str], ...]
+    is_in_order: bool = field(init=False)  # whether all go by position, as they come
+
+    def __post_init__(self) -> None:
+        in_order = not self.keywords and self.positions == tuple(range(len(self.positions)))
+        object.__setattr__(self, "is_in_order", in_order)
 
     def __call__(self, *values: object) -> Any:  # noqa: ANN401 - whatever the function returns
         """Returns what the function returns for these values, which are in the order of names."""
+        if self.is_in_order:
+            return self.function(*values)
         return self.function(
             *[values[i] for i in self.positions], **{name: values[i] for i, name in self.keywords}
         )

@@ -315,6 +315,8 @@ class Compute:
     @staticmethod
     def _check_plain(output: Tensor, what: str) -> None:
         """Refuses a tensor that is no piece of memory, which could be sent."""
+        if type(output) is Tensor and output.layout is torch.strided:
+            return
         if isinstance(output, DTensor):
             advice = "return output.full_tensor(), or output.to_local() if each rank has all of it"
         elif is_wrapper(output):
@@ -338,7 +340,7 @@ class Compute:
             outputs: This list alone may hold them here; it is changed.
         """
         for i, name in enumerate(self._stages[stage].outputs):
-            if is_arriving(outputs[i]):
+            if type(outputs[i]) is not Tensor and is_arriving(outputs[i]):
                 outputs[i] = outputs[i].clone()  # which waits, and is a plain tensor
             if type(outputs[i]) is not Tensor or outputs[i].layout is not torch.strided:
                 self._check_plain(outputs[i], f"stage {stage} returned {name!r}")

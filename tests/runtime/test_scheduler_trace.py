@@ -208,7 +208,8 @@ def test_a_tie_is_summed_when_both_its_stages_have_ended_each_launching_at_its_o
 
 # Host work.
 
-MICROBATCHES, MOST_CALLS = 64, 60
+# Eight more than it was: who else holds a received buffer or an output is asked for each.
+MICROBATCHES, MOST_CALLS = 64, 68
 LEAN = ("1f1b", "gpipe", INTERLEAVED)
 
 
