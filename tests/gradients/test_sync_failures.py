@@ -202,7 +202,7 @@ def disagree() -> Any:
         "arguments": {"lanes": 2 - 2 * here},
         "not a list": {"shared": None if here else [["a"], ["b"]]},
         "no patterns": {"allow_unsynced": None if here else ()},
-        "missing name": {"shared": [["a", "z"]]},
+        "missing name": {"shared": [["z"]]},
     }
     found = {}
     for name, options in cases.items():
