@@ -32,7 +32,7 @@ TORCH_PRIVATE = {
 
 # A part of pipegrad may import from its own layer and from those above it.
 LAYERS = [
-    {"errors", "options"},
+    {"_torch_version", "errors", "options"},
     {"registry", "topology", "agreement"},
     {"handler"},
     {"gradients"},
