@@ -25,6 +25,7 @@ from pipegrad.errors import AgreementError, ends_in_words
 
 T = TypeVar("T")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest one, unless told otherwise
+_SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
 # How often each set of ranks has met, per default process group: names the next meeting's keys.
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
@@ -208,6 +209,16 @@ def collective_timeout(device: torch.device) -> timedelta | None:
         return world._get_backend(device).options._timeout  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
         return None
+
+
+def slow_seconds(device: torch.device, agree_seconds: float) -> float:
+    """Returns how long ranks wait for each other where they load files, or compile kernels.
+
+    The timeout of the process group up to ten minutes, or `agree_seconds` if that is longer.
+    """
+    timeout = collective_timeout(device)
+    wanted = _SLOW_SECONDS if timeout is None else timeout.total_seconds()
+    return max(agree_seconds, min(wanted, _SLOW_SECONDS))
 
 
 def keep_timeout(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -28,6 +28,7 @@ class Groups:
         handed: Sets of ranks that hand something from one to the next.
 
     Attributes:
+        world: The group of all ranks; None if there is one rank.
         made: Those that this rank is in.
     """
 
@@ -40,6 +41,7 @@ class Groups:
         device: torch.device,
         handed: Collection[tuple[int, ...]] = (),
     ) -> None:
+        self._device = device
         self.world: dist.ProcessGroup | None = None
         self.made: list[dist.ProcessGroup] = []
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
@@ -66,6 +68,23 @@ class Groups:
     def of(self, ranks: tuple[int, ...], lane: int) -> dist.ProcessGroup:
         """Returns the group of `ranks` for one lane."""
         return self._groups[ranks, lane]
+
+    def take_largest(self, values: torch.Tensor) -> None:
+        """Replaces each element of `values` by the largest that any rank has there.
+
+        Sync: on the current stream; one all-reduce over all ranks.
+        """
+        if self.world is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world)
+
+    def is_anywhere(self, flag: bool) -> bool:
+        """Returns whether `flag` is set on any rank; every rank must call it.
+
+        Sync: as `take_largest`; the host waits.
+        """
+        values = torch.tensor(float(flag), device=self._device)
+        self.take_largest(values)
+        return bool(values)
 
     def forget(self) -> None:
         """Lets go of all groups, which are destroyed."""

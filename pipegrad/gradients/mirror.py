@@ -14,7 +14,6 @@ from pipegrad.errors import StepError
 from pipegrad.gradients import order
 from pipegrad.gradients.bucket import Bucket
 from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.guard import anywhere
 from pipegrad.gradients.lane import Ticket
 from pipegrad.gradients.placement import bring_back
 from pipegrad.gradients.plan import Plan, Publish
@@ -131,7 +130,7 @@ class Mirror:
         Sync: on the current stream; one flag for all ranks, which must all call it.
         """
         stepped = self.is_due and any(t._version != version for _, t, version in self._versions)
-        self.can_wait = not anywhere(stepped, self._groups, self._device)
+        self.can_wait = not self._groups.is_anywhere(stepped)
 
     def check_published(self) -> None:
         """Refuses what was changed after it was published: others would not have it.

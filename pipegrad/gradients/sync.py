@@ -23,25 +23,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pipegrad.agreement import AGREE_SECONDS, FailureNotice, agree
+from pipegrad.agreement import AGREE_SECONDS, FailureNotice, agree, slow_seconds
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
 from pipegrad.gradients.agreed import Agreed
 from pipegrad.gradients.buffer import RELEASED
+from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.ending import Ending
 from pipegrad.gradients.failure import FailedSteps
 from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.groups import Groups, is_local
-from pipegrad.gradients.guard import (
-    growing_drift,
-    is_anywhere,
-    make_equal,
-    refuse_drift,
-    report_drift,
-)
+from pipegrad.gradients.guard import make_equal
 from pipegrad.gradients.hook import load_kept
 from pipegrad.gradients.mirror import Mirror
 from pipegrad.gradients.module_tree import ModuleTree
@@ -129,7 +123,8 @@ class GradientSync:
             default from the last stage to the first.
         shared_ticks: The same for gradients that stages on several ranks hold.
         accessor: Where gradients live; ``parameter.grad`` by default.
-        agree_seconds: How long the ranks wait for each other here.
+        agree_seconds: How long the ranks wait for each other here. Where they may have loaded
+            files before, they wait for the process group's timeout too, up to ten minutes.
 
     Attributes:
         topology: As given.
@@ -178,6 +173,7 @@ class GradientSync:
             },
         )
         self._agreed = agreed
+        self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
         self.topology = topology
         self.handlers = agreed.handlers
         self.manifest = agreed.manifest
@@ -210,6 +206,13 @@ class GradientSync:
         self._failed = FailedSteps(notice, self._reducer.wait)
         self._keep_state = any(keeps_state(plugin) for plugin in agreed.plugins.values())
         self._keep_equal = all(plugin.keeps_equal for plugin in agreed.plugins.values())
+        self._drift = DriftCheck(
+            self.plan.packs,
+            self._lookup,
+            groups=self._groups,
+            ranks=ranks,
+            agree_seconds=self._agree_seconds,
+        )
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
@@ -238,8 +241,6 @@ class GradientSync:
         self._last_backwards: set[int] = set()
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
-        self._num_reducing = 0  # steps, failed ones counted, those that only add up left out
-        self._last_reducing = 0  # the number of the last of them
         self._asked = False  # for what the optimizer is to step
         self._synchronize()
         alike = steps_alike(self.manifest, self.plan, topology)
@@ -402,7 +403,7 @@ class GradientSync:
             if self._late_error is not None:
                 raise self._late_error
             exposed_seconds = self._reducer.wait()
-            if compares := self._compares():
+            if compares := self._keep_equal and self._drift.is_due(self._failed.step):
                 self._reducer.wait_for(self._reducer.meet())
             self._reducer.refuse_failed()
         except BaseException as error:
@@ -430,7 +431,8 @@ class GradientSync:
         )
         self._mirror.blocked_seconds = 0.0
         if compares:
-            self._refuse_growing_drift()
+            self.reshard()
+            self._drift.refuse_growing(self._statistics.steps)
 
     def abort(self, error: BaseException, *, begun: bool = True) -> str | None:
         """Ends a step that failed: all ranks are told, and can go on with the next one.
@@ -460,18 +462,20 @@ class GradientSync:
             if self._failed.are_final:
                 return None  # `prepare` has told
         is_left, self._open = self._open or not begun, False
-        launches = bool(self.plan.launches) and not (self._adds_up if begun else self._accumulating)
-        final = is_left and launches and (self._keep_state or self._reducer.has_failed)
+        reduces = is_left and not (self._adds_up if begun else self._accumulating)
+        launches = reduces and bool(self.plan.launches)
+        final = launches and (self._keep_state or self._reducer.has_failed)
         cause = self._failed.tell(error, begun=begun, final=final)
         if is_left:
             self.drop_gradients()
-            if launches and not final:
+        if reduces and not final:
+            # In the order of a step that ends: the collectives, the meeting, the parameters that
+            # other ranks may publish behind it.
+            if launches:
                 self._give_up(begun=begun)
-            adds_up = self._adds_up if begun else self._accumulating
-            if not (adds_up or final) and self._compares():
+            if self._keep_equal and self._drift.is_due(self._failed.step):
                 self._reducer.meet()
-            if launches and not final:
-                # Other ranks may have ended the step, and publish behind it: so does this one.
+            if launches:
                 self._mirror.send()
         return cause
 
@@ -671,7 +675,8 @@ class GradientSync:
                     "loading"
                 )
 
-        agree("synchronize_parameters", check, ranks=self.topology.ranks)
+        ranks, seconds = self.topology.ranks, self._agree_seconds
+        agree("synchronize_parameters", check, ranks=ranks, timeout_seconds=seconds)
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -695,8 +700,7 @@ class GradientSync:
         self.publish_if_due()
         self._mirror.wait()
         self.reshard()
-        ranks = self.topology.ranks
-        refuse_drift(self.plan.packs, self._lookup, self._groups, self._device, ranks)
+        self._drift.refuse()
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
         """Returns the live parameter of a record, looked up in its module now."""
@@ -758,35 +762,9 @@ class GradientSync:
 
         Sync: on the current stream; one all-reduce. Every rank must call it, outside of a step.
         """
-        if self._groups.world is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._groups.world)
+        self._groups.take_largest(values)
 
     # Inside.
-
-    def _compares(self) -> bool:
-        """Whether copies are compared in this step: 2, 4, 8 and so on of those that reduce.
-
-        All ranks count alike, also steps that failed, and meet in the same ones; once in each.
-        """
-        if self._groups.world is None or not self._keep_equal:
-            return False
-        if self._last_reducing == self._failed.step:
-            return False
-        self._last_reducing = self._failed.step
-        self._num_reducing += 1
-        is_power = self._num_reducing & (self._num_reducing - 1) == 0
-        return is_power and self._num_reducing > 1
-
-    def _refuse_growing_drift(self) -> None:
-        """Raises on all ranks if the optimizer makes copies differ; see `finish`.
-
-        Sync: as `check_replicas`, behind a meeting: so no rank waits for one that has failed.
-        """
-        self.reshard()
-        steps = self._statistics.steps
-        found = growing_drift(self.plan.packs, self._lookup, self._groups, self._device, steps)
-        if is_anywhere(found, self._groups, self._device):
-            report_drift(found, self.topology.ranks)
 
     def _refused(self, error: PipegradError) -> None:
         """Tells ranks that do not step, and go on, of an optimizer that is refused on this one."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pipegrad.agreement import AGREE_SECONDS, Board, FailureNotice, agree
+from pipegrad.agreement import AGREE_SECONDS, Board, FailureNotice, agree, slow_seconds
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.graphs import outside_of_graphs
 from pipegrad.gradients.manifest import same
@@ -42,7 +42,6 @@ from pipegrad.runtime.setup import (
     check_whole,
     collectives_of,
     fed,
-    learn_seconds,
     schedule_of,
     wired,
 )
@@ -174,7 +173,7 @@ class Scheduler:
         self._pool = BufferPool(self._device)
         self._name = f"{next(_instances)}"
         self._notice = FailureNotice(f"step {self._name}")
-        self._learn_seconds = learn_seconds(self._device, agree_seconds)
+        self._learn_seconds = slow_seconds(self._device, agree_seconds)
         self._num_runs = 0
         self._closed = False
         self._ready: dict[bool, _Ready] = {}  # forward only or not

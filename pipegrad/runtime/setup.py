@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrad.agreement import collective_timeout
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.manifest import same
 from pipegrad.gradients.sync import GradientSync
@@ -21,8 +19,6 @@ from pipegrad.runtime.stage import Stage, Wiring, wire
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.program import Collective
 from pipegrad.topology import Topology
-
-_LEARN_SECONDS = 600.0
 
 ScheduleSpec = Schedule | str | Mapping[str, Any]
 Ends = dict[int, tuple[tuple[str, ...], tuple[str, ...]]]  # stage -> its inputs and outputs
@@ -46,13 +42,6 @@ def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | 
         raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
     generator = registry.resolve(spec)
     return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
-
-
-def learn_seconds(device: torch.device, agree_seconds: float) -> float:
-    """Returns how long ranks wait for the slowest one's first step, which may compile kernels."""
-    timeout = collective_timeout(device)
-    patience = _LEARN_SECONDS if timeout is None else timeout.total_seconds()
-    return max(agree_seconds, min(patience, _LEARN_SECONDS))
 
 
 def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipegrad import GradientSync, Scheduler, Stage, Topology, attach
-from pipegrad.runtime.setup import learn_seconds
+from pipegrad.agreement import slow_seconds
 from pipegrad.testing import run_ranks
 from tests.gradients.cases import Case, Replies, on, outcome, replies
 
@@ -166,7 +166,7 @@ def patience() -> list[float]:
         world_size=1,
         timeout=timedelta(seconds=70),
     )
-    return [learn_seconds(CPU, 60), learn_seconds(CPU, 3600), learn_seconds(CPU, 1)]
+    return [slow_seconds(CPU, 60), slow_seconds(CPU, 3600), slow_seconds(CPU, 1)]
 
 
 def test_the_first_step_waits_as_long_as_the_user_says() -> None:
