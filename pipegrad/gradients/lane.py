@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Lane:
         self.error: BaseException | None = None
         self._last: Ticket | None = None
         self._queue: queue.SimpleQueue[_Item | None] | None = None
-        self._late: list[Task] = []
+        self._late = deque[Task]()
         if threaded:
             self._queue = queue.SimpleQueue()
             self._thread = threading.Thread(
@@ -106,22 +107,21 @@ class Lane:
         return self._queue is not None
 
     def put_off(self, task: Task) -> None:
-        """Keeps a task until `submit_late`: called by a task, of what is left of it."""
+        """Keeps a task for `run_late`: called by a task, of what is left of it."""
         self._late.append(task)
 
-    def submit_late(self) -> bool:
-        """Submits what was put off, in order, if anything; returns whether there was.
+    @property
+    def has_late(self) -> bool:
+        """Whether tasks were put off; sure once what was submitted has been waited for."""
+        return bool(self._late)
+
+    def run_late(self) -> None:
+        """Runs what was put off, in order, and what that puts off. A task itself: submit it.
 
         Blocks the host if they do, and this is no thread.
         """
-        late, self._late = self._late, []
-        for task in late:
-            self.submit(task, ())
-        return bool(late)
-
-    def forget_late(self) -> None:
-        """Drops what was put off, of a step that failed."""
-        self._late.clear()
+        while self._late:
+            self._late.popleft()()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Waits for all submitted tasks, as `Ticket.wait` does for one."""

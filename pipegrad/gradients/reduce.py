@@ -77,10 +77,8 @@ class Reducer:
         self._next = [0] * lanes
         self.num_launched = 0
         self._given_up = False  # whether the step has failed, and this rank knows
-        self._refusal: tuple[str | None, float] = (
-            None,
-            0.0,
-        )  # of another rank, and when it said so
+        self._refusal: str | None = None  # what another rank said
+        self._refused_since = 0.0
 
     def begin(self) -> None:
         """Starts a step.
@@ -95,14 +93,12 @@ class Reducer:
 
     def reset(self) -> None:
         """Says that nothing is complete, nothing launched."""
-        for lane in self._lanes:
-            lane.forget_late()
         self._ending.clear()
         self._complete.clear()
         self._next = [0] * len(self._lanes)
         self.num_launched = 0
         self._given_up = False
-        self._refusal = None, 0.0
+        self._refusal = None
 
     @property
     def has_failed(self) -> bool:
@@ -118,6 +114,9 @@ class Reducer:
         for buffer in self.buffers.values():
             for key in buffer.missing:
                 self.announce(key, None, contributed=False)
+        # Other ranks wait for it in their `finish`, while this one may never wait again.
+        for lane in self._lanes:
+            lane.submit(lane.run_late, ())
 
     def expect(self) -> None:
         """Posts the receives of what comes from behind in this step."""
@@ -253,7 +252,10 @@ class Reducer:
         """
         start = time.perf_counter()
         self._wait_for_lanes()
-        while sum(lane.submit_late() for lane in self._lanes):
+        late = [lane for lane in self._lanes if lane.has_late]
+        for lane in late:
+            lane.submit(lane.run_late, ())
+        if late:
             self._wait_for_lanes()
         return time.perf_counter() - start
 
@@ -311,9 +313,9 @@ class Reducer:
         """Raises if another rank was refused a verb some time ago, and is not going on."""
         message = self.notice.read_refusal()
         now = time.monotonic()
-        if message is None or message != self._refusal[0]:
-            self._refusal = message, now
-        elif now - self._refusal[1] > _REFUSED_SECONDS:
+        if message is None or message != self._refusal:
+            self._refusal, self._refused_since = message, now
+        elif now - self._refused_since > _REFUSED_SECONDS:
             raise ReduceError(f"this rank waits for one that does not go on: {message}")
 
     def _raise_peer_failure(self) -> None:

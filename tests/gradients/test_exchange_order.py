@@ -281,13 +281,26 @@ def test_what_is_put_off_runs_when_somebody_waits(threaded: bool) -> None:
         lane.submit(partial(begin, name), ())
     assert lane.submit(lambda: done.append("behind"), ()).wait(10)
     assert done == ["first begins", "second begins", "behind"]
-    lane.submit_late()
+    assert lane.has_late
+    lane.submit(lane.run_late, ())
     assert lane.wait(10)
     assert done[3:] == ["first ends", "second ends"]
-    lane.submit(partial(begin, "third"), ())
+    assert not lane.has_late
+    lane.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_what_is_put_off_may_put_off(threaded: bool) -> None:
+    lane, done = Lane("lane", CPU, threaded=threaded), list[str]()
+
+    def end(name: str) -> None:
+        done.append(name)
+        if name == "a":
+            lane.put_off(partial(end, "c"))
+
+    for name in ("a", "b"):
+        lane.submit(partial(lane.put_off, partial(end, name)), ())
+    lane.submit(lane.run_late, ())
     assert lane.wait(10)
-    lane.forget_late()
-    lane.submit_late()
-    assert lane.wait(10)
-    assert done[5:] == ["third begins"]
+    assert done == ["a", "b", "c"]
     lane.close()

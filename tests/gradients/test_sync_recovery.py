@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipegrad import FlatBucket, Hop, Work
-from pipegrad.agreement import agree
+from pipegrad.agreement import Board, agree
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.cases import Case, Replies, give, on, outcome, rank, replies, stage, step, tied
 
@@ -210,3 +211,53 @@ def test_an_aborted_step_leaves_nothing_and_all_go_on(two: Replies) -> None:
             else:
                 assert dropped == [True, True]
             assert afterwards == {"a": [2.0], "b": [4.0]}
+
+
+class SumsLate(PipelineShared):
+    """All of its communication is in the wait, which comes late; `ended` counts them."""
+
+    ended = 0
+
+    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+        return LateSum(bucket, group)
+
+
+class LateSum:
+    ends_late = True
+
+    def __init__(self, bucket: FlatBucket, group: dist.ProcessGroup) -> None:
+        self._bucket = bucket
+        self._group = group
+
+    def wait(self) -> None:
+        dist.all_reduce(self._bucket.buffer, group=self._group)
+        SumsLate.ended += 1
+
+
+@on(TWO)
+def late_work() -> Any:
+    """Rank 1 fails in step 2, in which all ranks meet; it does not go on before rank 0 has told."""
+    module = stage(a=(1,))
+    sync = tied(module, "a", handlers=[SumsLate])
+    step(sync, module, a=1.0)
+    module.zero_grad()
+    said, board = "", Board("late work")
+    if rank() == 1:
+        sync.prepare()
+        sync.abort(MemoryError("too large"))
+        board.wait("told", timedelta(seconds=60))
+    else:
+        said = told(lambda: step(sync, module, a=1.0))
+        began = time.monotonic()
+        while SumsLate.ended < 2 and time.monotonic() - began < 30:  # rank 1 is not called
+            time.sleep(0.01)
+        board.post("told", b"")
+    ended = SumsLate.ended
+    return said, ended, step(sync, module, a=3.0)
+
+
+def test_late_work_of_a_failed_step_waits_for_no_verb(two: Replies) -> None:
+    """It stood behind the meeting of all ranks: on devices both would have waited for ever."""
+    (said, *first), (_, *second) = (reply["late_work"] for reply in two)
+    assert said.startswith("ReduceError: a step failed on another rank")
+    assert first == second == [2, {"a": [6.0]}]
