@@ -1,4 +1,4 @@
-"""Counts how scripts end: their exit codes, of ten kinds of scripts and eight ways to end them.
+"""Counts how scripts end: their exit codes, of ten kinds of scripts and nine ways to end them.
 
 python benchmarks/ends/ends.py [--runs 200] [--load 4]
 
@@ -29,7 +29,7 @@ from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tied_gpt.toml"
-RANKS, STEPS, LIMIT_SECONDS = 2, 2, 300
+RANKS, STEPS, LIMIT_SECONDS, AGAIN_SECONDS = 2, 2, 120, 5
 WIDTH, ROWS, MICROBATCHES = 64, 8, 4
 
 Close = Callable[[], object]
@@ -195,8 +195,11 @@ KINDS: dict[str, Callable[[], tuple[Step, Close]]] = {
 
 
 def interrupt() -> None:
-    """Does what Ctrl-C does."""
-    os.kill(os.getpid(), signal.SIGINT)
+    """Does what Ctrl-C in a terminal does: all ranks get the signal, wherever they are."""
+    if dist.get_rank() == 0:
+        os.killpg(0, signal.SIGINT)
+    time.sleep(AGAIN_SECONDS)
+    os.kill(os.getpid(), signal.SIGINT)  # where Python could not raise it: in a callback of C++
 
 
 def fail() -> None:
@@ -249,9 +252,17 @@ def script(kind: str, end: str) -> None:
 # Running them.
 
 
-def started(rank: int, port: int, log: int) -> int:
-    """Forks a rank; returns its process id. In the rank itself, returns 0."""
+def started(rank: int, port: int, log: int, group: int) -> int:
+    """Forks a rank; returns its process id. In the rank itself, returns 0.
+
+    Args:
+        rank: Its rank.
+        port: Where ranks meet.
+        log: A file for what it prints.
+        group: The process group to enter; 0 for one of its own.
+    """
     process = os.fork()
+    os.setpgid(process, group or process)  # by both: whichever comes first
     if process == 0:
         settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in settings.items()}
@@ -279,9 +290,9 @@ def run(kind: str, end: str) -> list[int | str] | None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryFile() as log:
-        processes = []
+        processes: list[int] = []
         for rank in range(RANKS):
-            process = started(rank, port, log.fileno())
+            process = started(rank, port, log.fileno(), group=processes[0] if processes else 0)
             if process == 0:
                 return None
             processes.append(process)

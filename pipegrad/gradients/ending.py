@@ -94,12 +94,19 @@ class Ending:
         for thread in self._threads:
             thread.stop()
         grace = 0.0 if self.in_vain else _GRACE_SECONDS
-        if not self._wait(grace) and self._is_local:
+        interrupt: KeyboardInterrupt | None = None
+        try:
+            has_ended = self._wait(grace)
+        except KeyboardInterrupt as error:  # at exit too: a thread that is left aborts the process
+            has_ended, interrupt = False, error
+        if not has_ended and self._is_local:
             for group in [*self._groups, *(self._used if at_exit else ())]:
                 cut(group)
             self._wait(_CUT_SECONDS)
         while self._groups and destroy:
             destroy_group(self._groups.pop())
+        if interrupt is not None:
+            raise interrupt
 
     def _wait(self, timeout_seconds: float) -> bool:
         deadline = time.monotonic() + timeout_seconds

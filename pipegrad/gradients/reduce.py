@@ -76,6 +76,7 @@ class Reducer:
         self._ending: set[int] = set()  # buckets of which a hop was put off
         self._next = [0] * lanes
         self.num_launched = 0
+        self._is_in_doubt = False  # whether an interrupt may have lost a collective
         self._given_up = False  # whether the step has failed, and this rank knows
         self._refusal: str | None = None  # what another rank said
         self._refused_since = 0.0
@@ -103,7 +104,7 @@ class Reducer:
     @property
     def has_failed(self) -> bool:
         """Whether a collective failed here, or was never launched: others may wait for it."""
-        return any(lane.error is not None for lane in self._lanes)
+        return self._is_in_doubt or any(lane.error is not None for lane in self._lanes)
 
     def give_up(self) -> None:
         """Launches what is left of a step that failed, so that it ends on all ranks.
@@ -131,10 +132,17 @@ class Reducer:
         """
         with self._lock:
             buffer = self.buffer_of[key]
-            if buffer.fill(key, gradient, contributed=contributed):
-                self._complete.add(buffer.bucket.index)
-                for lane in range(len(self._lanes)):
-                    self._launch_due(lane)
+            self._is_in_doubt = True
+            try:
+                if buffer.fill(key, gradient, contributed=contributed):
+                    self._complete.add(buffer.bucket.index)
+                    for lane in range(len(self._lanes)):
+                        self._launch_due(lane)
+            except Exception:
+                self._is_in_doubt = False
+                raise
+            # Not behind Ctrl-C: it may have come between two lines that belong together.
+            self._is_in_doubt = False
 
     def _launch_due(self, lane: int) -> None:
         """Submits a lane's next collectives, in order, as far as their buckets are complete."""

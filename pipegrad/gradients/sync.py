@@ -434,7 +434,7 @@ class GradientSync:
             self.reshard()
             self._drift.refuse_growing(self._statistics.steps)
 
-    def abort(self, error: BaseException, *, begun: bool = True) -> str | None:
+    def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
         """Ends a step that failed: all ranks are told, and can go on with the next one.
 
         Gradients are None afterwards, those of steps that were accumulated as well. This rank still
@@ -449,6 +449,7 @@ class GradientSync:
             error: Why.
             begun: False if this rank did not come as far as `prepare`, or was refused there, and
                 will not try this step again.
+            final: Whether there is no going on after it.
 
         Returns:
             What a rank said that failed before this one, and so is the cause; None if none did.
@@ -464,7 +465,7 @@ class GradientSync:
         is_left, self._open = self._open or not begun, False
         reduces = is_left and not (self._adds_up if begun else self._accumulating)
         launches = reduces and bool(self.plan.launches)
-        final = launches and (self._keep_state or self._reducer.has_failed)
+        final = final or (launches and (self._keep_state or self._reducer.has_failed))
         cause = self._failed.tell(error, begun=begun, final=final)
         if is_left:
             self.drop_gradients()

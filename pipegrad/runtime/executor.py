@@ -126,6 +126,11 @@ class Executor:
         self._transfers.lent.clear()
 
     @property
+    def is_in_doubt(self) -> bool:
+        """Whether an interrupt came while a transfer began: nobody can tell what is left then."""
+        return self._transfers.is_in_doubt
+
+    @property
     def forward_only(self) -> bool:
         """Whether it computes no gradients."""
         return self._program.forward_only
@@ -176,6 +181,7 @@ class Executor:
 
         So all that other ranks send and wait for ends, on any backend, and no edge is out of step.
         """
+        self._transfers.note_ended()
         for method, index, microbatch in self._afterwards[self.place :]:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 method(index, microbatch)

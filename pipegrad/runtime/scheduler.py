@@ -401,13 +401,18 @@ class Scheduler:
         said = " ".join([str(error), *getattr(error, "__notes__", [])])
         mine = self._notice.post(f"{type(error).__name__}: {said}")
         if not executor.forward_only:
-            self.sync.abort(error, begun=begun)
-        executor.finish_transfers()
+            self.sync.abort(error, begun=begun, final=executor.is_in_doubt)
+        if executor.is_in_doubt:
+            self._edges.cut()
+        else:
+            executor.finish_transfers()
         self._sharded.forget()
         with contextlib.suppress(RuntimeError):  # a rank that has died
             self._losses.send(torch.zeros((), device=self._device), None, failed=True)
         first = self._notice.read()
-        if begun and first is not None and first != mine:  # zeros may be what a stage fails on
+        is_interrupt = not isinstance(error, Exception)  # it stays one, whoever was first
+        if begun and not is_interrupt and first is not None and first != mine:
+            # Zeros may be what a stage fails on.
             raise StepError(f"a step failed on another rank: {first}") from error
 
     def _lowered(

@@ -303,7 +303,9 @@ class _Failure:
         if error is None:
             return
         self._schedule._internal_losses.clear()
-        if self._cause is not None and (self._begun or not self._schedule._has_backward):
+        is_interrupt = not isinstance(error, Exception)  # it stays one, whoever was first
+        counts = self._begun or not self._schedule._has_backward
+        if self._cause is not None and counts and not is_interrupt:
             raise ReduceError(f"a step failed on another rank: {self._cause}") from error
         raise error
 

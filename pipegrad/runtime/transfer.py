@@ -3,6 +3,10 @@
 [Note: held buffers] A module may keep what it is given, as a memory of the microbatch before or for
 a hook to look at. Then more than the buffer's own tensor holds its storage when it comes back, and
 it is left to those who hold it: the next receive makes another one.
+
+[Note: interrupts] Ctrl-C may come between any two lines. Between the start of a transfer and its
+entry in a table nobody could say whether it was started: `is_in_doubt` is set around the two. A
+transfer that has ended may still be in its table: gloo would wait with it for one more message.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.agreement import Board
+from pipegrad.errors import PipegradError
 from pipegrad.gradients import order
-from pipegrad.gradients.collective import blocks_host
-from pipegrad.gradients.ending import Ending
+from pipegrad.gradients.collective import Done, blocks_host
+from pipegrad.gradients.ending import Ending, cut
 from pipegrad.gradients.groups import is_local, new_group
 from pipegrad.handler import Work
 from pipegrad.runtime.torch_pipelining import num_holders
@@ -130,6 +135,12 @@ class Edges:
         """Returns the group that serves the edge from a pipeline rank, and that rank in it."""
         return self._in[source]
 
+    def cut(self) -> None:
+        """Closes this rank's connections, so that what waits for it fails at once, on gloo."""
+        if self._tagged:
+            for group in self._made:
+                cut(group)
+
     def close(self) -> None:
         """Destroys the groups; every rank must call it."""
         self._ending.end()
@@ -163,6 +174,7 @@ class Transfers:
     Attributes:
         specs: What is known; None for a link whose producer failed before it made anything.
         lent: Addresses of the buffers that stages of this rank are reading.
+        is_in_doubt: Whether a transfer may have been started that nobody knows of.
     """
 
     def __init__(
@@ -183,6 +195,7 @@ class Transfers:
         self._wait_seconds = wait_seconds
         self.specs: dict[int, Spec | None] = dict(specs)
         self.lent: dict[int, None] = {}  # a set, without a call for each microbatch
+        self.is_in_doubt = False
         self._told = set(range(len(channels))) if specs else set[int]()
         self._ends: dict[int, _End | None] = {}  # None: nothing will ever cross
         self._receiving: dict[Key, tuple[Buffer, Work]] = {}
@@ -194,8 +207,10 @@ class Transfers:
         if end is not None:
             buffer = end.free.pop() if end.free else self._pool.make(end.spec)
             tag = microbatch * self._num_channels + channel
+            self.is_in_doubt = True
             work = order.in_use.receive(end.group, buffer.tensor, end.peer, tag)
             self._receiving[channel, microbatch] = buffer, work
+            self.is_in_doubt = False
 
     def wait(self, channel: int, microbatch: int) -> Buffer | None:
         """Waits for a receive; returns the buffer, which the caller has to `give_back`.
@@ -234,8 +249,10 @@ class Transfers:
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
         tag = microbatch * self._num_channels + channel
+        self.is_in_doubt = True
         work = order.in_use.send(end.group, tensor, end.peer, tag)
         self._sending[channel, microbatch] = work, SENDING(tensor)
+        self.is_in_doubt = False
 
     def release(self, channel: int, microbatch: int) -> None:
         """Lets go of what was sent; it has arrived."""
@@ -244,11 +261,24 @@ class Transfers:
             SENT(self._sending[key][0])
             del self._sending[key]
 
+    def note_ended(self) -> None:
+        """Notes which transfers have ended; see [Note: interrupts]."""
+        for key, (buffer, work) in self._receiving.items():
+            if _has_ended(work):
+                self._receiving[key] = buffer, Done()
+        for key, (work, held) in self._sending.items():
+            if _has_ended(work):
+                self._sending[key] = Done(), held
+
     def _receiving_end(self, channel: int) -> _End | None:
         link, kind, source, target = self._channels[channel]
         if kind == "F" and link not in self.specs:
-            self.specs[link] = None  # for those that wait once more, if this fails
-            told = self._board.wait(f"{link} to {target}", timedelta(seconds=self._wait_seconds))
+            try:
+                seconds = timedelta(seconds=self._wait_seconds)
+                told = self._board.wait(f"{link} to {target}", seconds)
+            except PipegradError:
+                self.specs[link] = None  # for those that would wait once more
+                raise
             self.specs[link] = pickle.loads(told)
         group, peer = self._edges.of(source)
         return self._end(channel, group, peer)
@@ -267,3 +297,7 @@ class Transfers:
         end = _End(group, peer, spec, self._pool.free(spec)) if spec and crosses else None
         self._ends[channel] = end
         return end
+
+
+def _has_ended(work: Work) -> bool:
+    return isinstance(work, dist.Work) and work.is_completed()
