@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology
+from pipegrad import Scheduler, Stage, Topology, Work
+from pipegrad.gradients import order
 from tests.gradients.cases import Case, Replies, on, outcome, rank, replies
+from tests.rounding import ADAM_EPS, rounding
 
 FOUR: list[Case] = []
 four = replies(4, FOUR)
@@ -73,7 +77,7 @@ class Training:
             **{"schedule": "1f1b", **options},
         )
         self.sync = self.scheduler.sync
-        self.optimizer = torch.optim.AdamW(self.sync.optimizer_parameters(), lr=0.1)
+        self.optimizer = torch.optim.AdamW(self.sync.optimizer_parameters(), lr=0.1, eps=ADAM_EPS)
 
     def loss(self, out: Tensor, target: Tensor) -> Tensor:
         if self.loss_error is not None:
@@ -121,6 +125,13 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+def near(one: list[Tensor], other: list[Tensor], num_steps: int) -> bool:
+    limit = rounding(2 * ROWS * num_steps)  # of both replicas
+    return all(
+        (a - b).abs().max() <= limit * b.abs().max() for a, b in zip(one, other, strict=True)
+    )
+
+
 # Random failures.
 
 
@@ -153,7 +164,11 @@ def random_failures(seed: int, num: int) -> list[tuple[str, int, str, bool, floa
                 found.append((why, where, said, True, time.monotonic() - began))
             for one in (training, twin):
                 assert one.step(-1 - number) == ""
-            if not equal(training.values(), twin.values()):
+            values = training.values(), twin.values()
+            # A split backward may go another way behind a failed one, whose error holds its graph:
+            # through autograd's node, not by addmm_, and on some processors that rounds otherwise.
+            splits = schedule == "zb-h1"
+            if not (near(*values, 2 * number + 2) if splits else equal(*values)):
                 found[-1] = (*found[-1][:3], False, found[-1][4])
         training.sync.check_replicas()
         for one in (training, twin):
@@ -217,6 +232,95 @@ def test_an_interrupt_is_told_and_raised_as_it_is(kind: str, error: str, four: R
         else:
             assert f"rank {where}: {error}" in said
         assert is_right
+
+
+class Interrupting(order.Backend):
+    """Raises KeyboardInterrupt in the main thread, right behind a wait, a send or a receive."""
+
+    def __init__(self, what: str, number: int) -> None:
+        self._what = what
+        self._number = number
+
+    def _count(self, what: str) -> None:
+        if what == self._what and threading.current_thread() is threading.main_thread():
+            self._number -= 1
+            if self._number < 0:
+                self._what = ""
+                raise KeyboardInterrupt
+
+    def wait_work(self, work: Work) -> None:
+        super().wait_work(work)
+        self._count("wait")
+
+    def send(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> Work:
+        work = super().send(group, tensor, peer, tag)
+        self._count("send")
+        return work
+
+    def receive(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> Work:
+        work = super().receive(group, tensor, peer, tag)
+        self._count("receive")
+        return work
+
+
+def interrupted(training: Training, seed: int, what: str, number: int) -> str:
+    with order.using(Interrupting(what, number)):
+        return training.step(seed)
+
+
+@on(FOUR)
+def between_lines() -> Any:
+    """Ctrl-C behind a transfer's end, on one rank and on all, in the first step and later."""
+    training, twin = Training("replicate"), Training("replicate")
+    found = []
+    for seed, number in enumerate((0, 3, 6)):
+        for where in ([1], [0, 1, 2, 3]):
+            if rank() in where:
+                said = interrupted(training, seed, "wait", number)
+            else:
+                said = training.step(seed)
+            right = [one.step(seed) for one in (training, twin)] == ["", ""]
+            found.append((where, said, right and equal(training.values(), twin.values())))
+    for one in (training, twin):
+        one.scheduler.close()
+    return found
+
+
+def test_an_interrupt_behind_a_transfer_is_no_hang(four: Replies) -> None:
+    """gloo waits for ever with a message that has come: Ctrl-C on all ranks never ended."""
+    for here, reply in enumerate(four):
+        for where, said, is_right in reply["between_lines"]:
+            if here in where:
+                assert said.startswith("KeyboardInterrupt")
+            else:
+                assert "rank 1: KeyboardInterrupt" in said
+            assert is_right
+
+
+@on(FOUR)
+def in_doubt() -> Any:
+    """Ctrl-C behind the start of a transfer, before it is noted."""
+    found = []
+    for what in ("send", "receive"):
+        training = Training("replicate")
+        training.step(0)
+        began = time.monotonic()
+        said = [interrupted(training, 1, what, 1) if rank() == 1 else training.step(1)]
+        said += [training.step(2), training.step(3)]
+        found.append((said, time.monotonic() - began))
+        training.scheduler.close()
+    return found
+
+
+def test_what_nobody_can_know_is_final(four: Replies) -> None:
+    for here, reply in enumerate(four):
+        for said, seconds in reply["in_doubt"]:
+            if here == 1:
+                assert said[0].startswith("KeyboardInterrupt")
+            else:
+                assert "rank 1: KeyboardInterrupt" in said[0]
+            assert all(later.startswith(("ReduceError: ", "StepError: ")) for later in said[1:])
+            assert seconds < SECONDS
 
 
 # Replicas whose batches differ, in the first step.
