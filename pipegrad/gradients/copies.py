@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch.nn.parallel import DistributedDataParallel
-
 from pipegrad.errors import PlanError
 from pipegrad.gradients.route import Route
 from pipegrad.gradients.shared import matches_any
@@ -91,7 +89,6 @@ def refuse_bare_replicas(
         PlanError: Names one, and what to write.
     """
     along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
-    by_itself = {s for s, kind in manifest.wrappers if kind == DistributedDataParallel.__name__}
 
     def is_bare(record: ParameterRecord) -> bool:
         reduced = [set(hop.ranks) for hop in routes.get(record.key, ())]
@@ -99,8 +96,9 @@ def refuse_bare_replicas(
         reduced += [set(shard.members)] if shard else []
         rest = tuple(axis for axis, ranks in along.items() if not any(ranks <= r for r in reduced))
         allowed = matches_any(allow_unsynced, (record.key, record.name))
+        allowed = allowed or record.stage in manifest.reduced_by_ddp
         is_left = view.size(rest) not in (1, divisors.get(record.key))
-        return record.requires_grad and record.stage not in by_itself and is_left and not allowed
+        return record.requires_grad and is_left and not allowed
 
     bare = [record.key for record in manifest.records(view) if is_bare(record)]
     if bare:

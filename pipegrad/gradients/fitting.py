@@ -92,7 +92,7 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
     for stage, wrapper in manifest.wrappers:
         if wrapper == "FSDPModule":
             continue
-        if wrapper != "DistributedDataParallel":
+        if stage not in manifest.reduced_by_ddp:
             raise PlanError(
                 f"stage {stage} has parameters of {wrapper}, whose flat gradients pipegrad cannot "
                 f"reduce: use fully_shard (FSDP2), or plain modules with handler 'data-parallel'"

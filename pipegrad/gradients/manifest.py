@@ -227,6 +227,12 @@ class Manifest:
         return shard is None or layout is None or shard.is_counted(layout)
 
     @cached_property
+    def reduced_by_ddp(self) -> frozenset[int]:
+        """Stages whose gradients DistributedDataParallel averages over the data ranks."""
+        name = DistributedDataParallel.__name__
+        return frozenset(stage for stage, wrapper in self.wrappers if wrapper == name)
+
+    @cached_property
     def _shards(self) -> dict[int, dict[Place, Shard]]:
         return {rank: dict(shards) for rank, shards in self.shards}
 

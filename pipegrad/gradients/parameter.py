@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -501,7 +500,6 @@ def live_parameters(
     """
     manifest, plan = agreed.manifest, agreed.plan
     routes, divisors = dict(plan.routes), dict(plan.divisors)
-    wrapped = {s for s, kind in manifest.wrappers if kind == DistributedDataParallel.__name__}
     homes = {place: (trees[place[0]], full) for place, full, _ in named(modules)}
     found = {
         record.key: LiveParameter(
@@ -516,7 +514,7 @@ def live_parameters(
         for record in manifest.records(agreed.topology)
     }
     for parameter in found.values():
-        if not parameter.stages.isdisjoint(wrapped):
+        if not parameter.stages.isdisjoint(manifest.reduced_by_ddp):
             parameter.early = False  # DistributedDataParallel is done when backward is
     for share in plan.shares:
         record = found[share.key].record

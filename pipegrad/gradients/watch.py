@@ -136,12 +136,11 @@ def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
     """Whether each rank steps all parameters, by the gradients that all other ranks have."""
     sizes, routes = dict(topology.axes), dict(plan.routes)
     data = math.prod(sizes[axis] for axis in topology.data_axes)
-    wrapped = {stage for stage, kind in manifest.wrappers if kind == "DistributedDataParallel"}
     for record in manifest.parameters:
         route, layout = routes.get(record.key, ()), manifest.entries(record.key)[0].layout
         ranks = math.prod(len(hop.ranks) for hop in route)  # that have the same gradient
         ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)
-        ranks *= data if record.stage in wrapped else 1
+        ranks *= data if record.stage in manifest.reduced_by_ddp else 1
         moves = any(hop.placement is not Placement.REPLICATE for hop in route)
         if record.requires_grad and (moves or ranks < len(topology.ranks)):
             return False

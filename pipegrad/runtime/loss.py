@@ -25,6 +25,9 @@ class StepResult:
     Attributes:
         outputs: Of `Scheduler.evaluate`, on ranks with the last stage: each of its outputs, whole
             again. Elsewhere empty.
+
+    Made by `Losses.send`, of which ``on_failure`` lets go of a step that failed on another rank
+    after it had ended here, and returns that rank's words.
     """
 
     def __init__(
@@ -32,9 +35,10 @@ class StepResult:
         told: Tensor,
         work: dist.Work | None,
         outputs: tuple[Tensor, ...] = (),
+        on_failure: Callable[[], str] = str,
     ) -> None:
         self.outputs = outputs
-        self.on_failure: Callable[[], str] = str  # lets go of the step; says why, if it can
+        self._on_failure = on_failure
         self._told = told
         self._work = work
         self._read: list[float] | None = None
@@ -67,7 +71,7 @@ class StepResult:
             self._read = self._told.tolist()
         _, failed, number, total, squares = self._read
         if failed:
-            why = self.on_failure()
+            why = self._on_failure()
             raise StepError(f"the step failed on another rank after this one had ended it{why}")
         mean = total / number
         if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
@@ -110,6 +114,7 @@ class Losses:
         outputs: tuple[Tensor, ...] = (),
         *,
         failed: bool = False,
+        on_failure: Callable[[], str] = str,
     ) -> StepResult:
         """Adds this rank's part of the loss to that of the others; returns at once.
 
@@ -118,6 +123,7 @@ class Losses:
             divisor: What it was divided by, for comparison; None if this rank has no say in it.
             outputs: For the result.
             failed: Whether the step failed on this rank.
+            on_failure: As that of `StepResult`.
         """
         given = [0.0] * 3 if divisor is None else [1.0, divisor, divisor**2]
         told = torch.tensor([0.0, float(failed), *given], dtype=torch.float64, device=self._device)
@@ -127,7 +133,7 @@ class Losses:
             work = dist.all_reduce(told, group=self._group, async_op=True)
             _have_ended(self._leaving)
             self._leaving.append(work)
-        return StepResult(told, work, outputs)
+        return StepResult(told, work, outputs, on_failure)
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""

@@ -370,9 +370,8 @@ class Scheduler:
         loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=self._device)
         if losses:
             loss = torch.stack(losses).float().sum() / divisor
-        result = self._losses.send(loss, self._own_divisor(loss_divisor), whole)
-        result.on_failure = partial(_let_go, weakref.ref(self), self._num_runs)
-        return result
+        let_go = partial(_let_go, weakref.ref(self), self._num_runs)
+        return self._losses.send(loss, self._own_divisor(loss_divisor), whole, on_failure=let_go)
 
     def let_go(self, run: int) -> str:
         """Drops what a step left here that failed on another rank; returns that rank's words."""

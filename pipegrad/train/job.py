@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError, TopologyError, in_words
+from pipegrad.gradients.copies import refuse_bare_replicas
 from pipegrad.gradients.manifest import Manifest, make_manifest
 from pipegrad.gradients.plan import Plan, make_plans
-from pipegrad.gradients.shared import matches_any
 from pipegrad.gradients.stepped import refuse_unless_elementwise
 from pipegrad.handler import GradientHandler, handlers
 from pipegrad.options import complaints_of
@@ -142,9 +142,14 @@ class Job:
             ranks=ranks,
             **self.gradient_options,
         )
-        if self.num_shares > 1:
-            for plan in plans.values():
-                self._check_replicas(plan, manifest)
+        for plan in plans.values():
+            refuse_bare_replicas(
+                manifest,
+                self.topology(plan.rank),
+                dict(plan.routes),
+                dict(plan.divisors),
+                self.config.gradients.allow_unsynced,
+            )
         if any(share.sharded for plan in plans.values() for share in plan.shares):
             self.check_optimizer()
         return plans
@@ -174,35 +179,6 @@ class Job:
                 refuse_unless_elementwise(kind)
         except PlanError as error:
             self.config.refuse("optimizer.name", str(error), cause=error)
-
-    def _check_replicas(self, plan: Plan, manifest: Manifest) -> None:
-        """Refuses trained parameters that no handler reduces over their data-parallel replicas.
-
-        Those whose divisor is the number of such replicas are none: each has the gradient of all.
-        """
-        view = self.topology(plan.rank)
-        replicas = view.ranks_along(view.data)
-        routes, divisors = dict(plan.routes), dict(plan.divisors)
-        along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
-
-        def is_bare(key: str) -> bool:
-            hops = [set(hop.ranks) for hop in routes.get(key, ())]
-            rest = [axis for axis, ranks in along.items() if not any(ranks <= h for h in hops)]
-            return view.size(tuple(rest)) not in (1, divisors.get(key))
-
-        bare = [
-            record.key
-            for record in manifest.records(view)
-            if record.requires_grad
-            and is_bare(record.key)
-            and not matches_any(self.config.gradients.allow_unsynced, (record.key, record.name))
-        ]
-        if bare:
-            raise PlanError(
-                f"no handler reduces the gradients of {bare[0]!r} and {len(bare) - 1} more over "
-                f"the data-parallel ranks {list(replicas)}: these copies would drift apart; add "
-                f"'data-parallel' to gradient_handlers, or name them in gradients.allow_unsynced"
-            )
 
     def _sizes(self) -> tuple[int, int]:
         wanted = self.config.parallel
