@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,13 +207,6 @@ class GradientSync:
         self._failed = FailedSteps(notice, self._reducer.wait)
         self._keep_state = any(keeps_state(plugin) for plugin in agreed.plugins.values())
         self._keep_equal = all(plugin.keeps_equal for plugin in agreed.plugins.values())
-        self._drift = DriftCheck(
-            self.plan.packs,
-            self._lookup,
-            groups=self._groups,
-            ranks=ranks,
-            agree_seconds=self._agree_seconds,
-        )
         self._mirror = Mirror(
             self.plan, reducer=self._reducer, groups=self._groups, device=self._device
         )
@@ -223,6 +217,14 @@ class GradientSync:
             self._trees,
             buffers=self._reducer.buffer_of,
             mirrored=self._mirror.buffer_of,
+        )
+        self._lookup = partial(_lookup, self._parameters)  # no method: a cycle would keep threads
+        self._drift = DriftCheck(
+            self.plan.packs,
+            self._lookup,
+            groups=self._groups,
+            ranks=ranks,
+            agree_seconds=self._agree_seconds,
         )
         self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(modules)}
         for parameter in reversed(self._parameters.values()):
@@ -860,5 +862,6 @@ class GradientSync:
                 f"stage_first_use({stage}) before its first forward"
             )
 
-    def _lookup(self, key: str) -> nn.Parameter:
-        return self._parameters[key].parameter
+
+def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
+    return parameters[key].parameter

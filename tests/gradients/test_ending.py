@@ -116,6 +116,28 @@ def test_what_is_dropped_leaves_nothing(two: Replies) -> None:
 
 
 @on(TWO)
+def dropped_without_gc() -> list[bool]:
+    found = []
+    gc.disable()
+    for options in WAYS.values():
+        module = stage(w=[64, 64])
+        sync = pair(module, **options)
+        train(sync, module)
+        held = weakref.ref(sync)
+        del sync
+        found.append(held() is None)
+        dist.barrier()
+    gc.enable()
+    return found
+
+
+def test_a_dropped_one_ends_at_once(two: Replies) -> None:
+    """In a cycle it would keep its threads until the garbage is collected."""
+    for reply in two:
+        assert all(reply["dropped_without_gc"])
+
+
+@on(TWO)
 def dropped_models() -> list[bool]:
     module = stage(w=[64, 64])
     held: list[weakref.ref[Any]] = [weakref.ref(module), weakref.ref(module.get_parameter("w"))]
