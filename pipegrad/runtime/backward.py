@@ -176,9 +176,7 @@ def _products(
             continue
         leaf: Any = chain[-1]
         saved = getattr(node, f"_raw_saved_{known.operand}")
-        if not hasattr(saved, "unpack_hook"):  # nobody can tell whether it is packed
-            yield index, leaf, "torch before 2.13"
-        elif saved.unpack_hook is not None:
+        if saved.unpack_hook is not None:
             yield index, leaf, PACKED
         elif issubclass(type(successor), BackwardCFunction) and not _BEGINS_AT_FUNCTIONS:
             yield index, leaf, "an autograd function of a weight, before torch 2.13"

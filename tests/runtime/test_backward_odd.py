@@ -145,7 +145,9 @@ SQUARE = (WIDTH, WIDTH)
 PACKED = ("saved-tensor hooks (checkpointing, offloading)",)
 COMPILED, REENTRANT = ("CompiledFunctionBackward",), ("CheckpointFunctionBackward",)
 
-FUNCTION_OF_A_WEIGHT = ("an autograd function of a weight, before torch 2.13",) if IS_OLD else ()
+FUNCTION_OF_A_WEIGHT = (
+    ("an autograd function of a weight, before torch 2.13", "FunctionBackward") if IS_OLD else ()
+)
 graphs = [
     Graph("checkpoint", 0, lambda: Net(lambda m, x: again(m.a, x), a=mlp()), early=PACKED),
     Graph("eager next to a checkpoint", 3, lambda: Net(
