@@ -104,7 +104,8 @@ class Reducer:
     @property
     def has_failed(self) -> bool:
         """Whether a collective failed here, or was never launched: others may wait for it."""
-        return self._is_in_doubt or any(lane.error is not None for lane in self._lanes)
+        with self._lock:  # autograd's threads may be announcing
+            return self._is_in_doubt or any(lane.error is not None for lane in self._lanes)
 
     def give_up(self) -> None:
         """Launches what is left of a step that failed, so that it ends on all ranks.
