@@ -65,13 +65,13 @@ class Ending:
         self._is_local = is_local
         self._is_idle = is_idle
         self._process = os.getpid()
-        self._releases: list[Callable[[], None]] = []
+        self._releases: list[Callable[[], object]] = []
         _waiting[id(self)] = self
         self._dropped = weakref.finalize(owner, self._end_by_itself)
         self._dropped.atexit = False
 
-    def call(self, release: Callable[[], None]) -> None:
-        """Has something else done in the end; it may not hold the owner."""
+    def call(self, release: Callable[[], object]) -> None:
+        """Has something else done in the end, ahead of all; it may not hold the owner."""
         self._releases.append(release)
 
     def end(self) -> None:

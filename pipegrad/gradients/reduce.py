@@ -273,15 +273,22 @@ class Reducer:
             while not lane.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
 
+    def let_leave(self) -> list[Ticket]:
+        """Has lanes wait for what still leaves, though the sum that it is a part of is here."""
+        return [
+            self.submit(launch.lane, flat.pair_sum.settle, ())
+            for launch, flat in self._flat.items()
+            if flat.pair_sum is not None
+        ]
+
     def settle(self) -> None:
-        """Waits for what still leaves, though the sum that it is a part of is here.
+        """Waits until all has left.
 
         Raises:
             ReduceError: As `wait` does.
         """
-        for launch, flat in self._flat.items():
-            if flat.pair_sum is not None:
-                self.wait_for(self.submit(launch.lane, flat.pair_sum.settle, ()))
+        for ticket in self.let_leave():
+            self.wait_for(ticket)
 
     def submit(self, lane: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
         """Has a lane do something, behind all that it has to do; as `Lane.submit`."""

@@ -204,6 +204,8 @@ class GradientSync:
             groups=self._groups.made,
             is_local=is_local(self._device),
         )
+        # Else destroying a group would take what another rank has not received yet.
+        self._ending.call(self._reducer.let_leave)
         self._failed = FailedSteps(notice, self._reducer.wait)
         self._keep_state = any(keeps_state(plugin) for plugin in agreed.plugins.values())
         self._keep_equal = all(plugin.keeps_equal for plugin in agreed.plugins.values())

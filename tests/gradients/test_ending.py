@@ -24,7 +24,7 @@ from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree, agreemen
 from pipegrad.agreement import FailureNotice
 from pipegrad.gradients.ending import cut
 from pipegrad.testing import run_ranks
-from tests.gradients.cases import Case, Replies, on, outcome, rank, replies, stage, step
+from tests.gradients.cases import Case, Replies, give, on, outcome, rank, replies, stage, step
 
 TWO: list[Case] = []
 two = replies(2, TWO)
@@ -113,6 +113,26 @@ def test_what_is_dropped_leaves_nothing(two: Replies) -> None:
     """Issue 16, point 2 (3.2): parameter, hook and sync held each other where gc does not look."""
     for reply in two:
         assert reply["dropped_ones"]["few"] == reply["dropped_ones"]["many"]
+
+
+@on(TWO)
+def dropped_while_it_leaves() -> Any:
+    """Rank 0 drops its sync behind `finish`, before rank 1 has taken what rank 0 sent."""
+    module = stage(w=[64, 64])
+    sync = pair(module, exchange="asymmetric")
+    sync.prepare()
+    give(module, w=1.0)
+    sync.stage_final(rank())
+    if rank() == 1:
+        time.sleep(1)
+    sync.finish()
+    del sync
+    return float(module.get_parameter("w").grad.min())  # type: ignore[union-attr]
+
+
+def test_what_still_leaves_arrives_though_its_sync_is_dropped(two: Replies) -> None:
+    """Its groups were destroyed at once: now and then rank 1 lost its connection in `finish`."""
+    assert [reply["dropped_while_it_leaves"] for reply in two] == [2.0, 2.0]
 
 
 @on(TWO)
