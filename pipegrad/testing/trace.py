@@ -124,6 +124,9 @@ def call_site() -> str:
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
 
 
+_Address = tuple[int, int]  # of the memory, and of the storage
+
+
 class Memories:
     """Names every storage that is met, and tells when it is freed.
 
@@ -133,23 +136,25 @@ class Memories:
 
     def __init__(self, on_free: Callable[[str], None]) -> None:
         self._on_free = on_free
-        self._names: dict[int, str] = {}
+        self._names: dict[_Address, str] = {}
         self._numbers = itertools.count(1)
 
     def name(self, tensor: torch.Tensor) -> str:
         """Returns the name of the memory of `tensor`."""
         storage = tensor.untyped_storage()
-        pointer = storage.data_ptr()
-        if pointer not in self._names:
+        # Both: torch gives memory back a little before it says so, and another thread may have it
+        # by then, in a storage of another address.
+        address = storage.data_ptr(), storage._cdata
+        if address not in self._names:
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             name = f"memory {next(self._numbers)}, met as {dtype} {shape}"
-            self._names[pointer] = name
-            weakref.finalize(storage, self._freed, pointer, name).atexit = False
-        return self._names[pointer]
+            self._names[address] = name
+            weakref.finalize(storage, self._freed, address, name).atexit = False
+        return self._names[address]
 
-    def _freed(self, pointer: int, name: str) -> None:
-        if self._names.get(pointer) == name:
-            del self._names[pointer]
+    def _freed(self, address: _Address, name: str) -> None:
+        if self._names.get(address) == name:
+            del self._names[address]
         self._on_free(name)
 
 

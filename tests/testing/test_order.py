@@ -23,7 +23,7 @@ from pipegrad.gradients.lane import Lane
 from pipegrad.testing import OrderChecker, cuda_trace, run_ranks
 from pipegrad.testing.clocks import Access, HappensBefore, Kind
 from pipegrad.testing.replay import Recording
-from pipegrad.testing.trace import spans
+from pipegrad.testing.trace import Memories, spans
 from tests.testing.producers import CPU
 from tests.testing.programs import PROGRAMS, Result, run_programs, wrong
 
@@ -421,3 +421,13 @@ def test_sites_say_why_they_are_there() -> None:
     with order.sites["lane.result"].off():
         assert not order.sites["lane.result"].enabled
     assert order.sites["lane.result"].enabled
+
+
+def test_memory_that_another_storage_has_already_is_another_one() -> None:
+    """torch gives memory back before it says so: what a lane made there was a false alarm."""
+    freed: list[str] = []
+    memories, tensor = Memories(freed.append), torch.zeros(2)
+    first = memories.name(tensor)
+    other = torch.from_numpy(tensor.numpy())  # another storage at the same address
+    assert other.data_ptr() == tensor.data_ptr()
+    assert memories.name(other) != first == memories.name(tensor)
