@@ -10,23 +10,20 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch.distributed as dist
-from rich.console import Console, RenderableType
 
-from pipegrad.agreement import once_a_machine
 from pipegrad.errors import DriftError, PipegradError, ReduceError, in_words
-from pipegrad.handler import handlers as handler_registry
-from pipegrad.registry import Plugin
-from pipegrad.schedules import registry as schedule_registry
-from pipegrad.train.config import Config, load
-from pipegrad.train.job import Job
-from pipegrad.train.outline import outline, rendered, table
-from pipegrad.train.report import Report, manifest_of
-from pipegrad.train.trainer import Trainer
-from pipegrad.train.world import world
+from pipegrad.plugins.registry import Plugin, Registry
+
+# torch takes seconds to import: a command imports what it needs when it runs.
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from pipegrad.train.config import Config
+    from pipegrad.train.report import Report
+    from pipegrad.train.trainer import Trainer
 
 _INTERRUPTED = 130  # what a shell says of SIGINT
 _PLAIN_WIDTH = 160  # where there is no terminal to fit into
@@ -64,6 +61,8 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
         settings: Sequence[str],
         **others: object,
     ) -> None:
+        from pipegrad.train.config import load
+
         command(partial(load, config, settings, handlers=handlers, schedule=schedule), **others)
 
     return functools.reduce(lambda made, add: add(made), reversed(_CHANGES), configured)
@@ -79,10 +78,18 @@ def main() -> None:
 @_configured
 @click.option("--dry-run", is_flag=True, help="Set everything up, print the plan, and exit.")
 def train(loaded: Callable[[], Config], dry_run: bool) -> None:
-    """Train what CONFIG describes: under torchrun on all its ranks, or alone on one.
+    """Train what CONFIG describes: alone, or on the ranks of torchrun.
 
     torchrun --nproc-per-node 4 -m pipegrad train CONFIG
     """
+    import torch.distributed as dist
+
+    from pipegrad.comm.agreement import once_a_machine
+    from pipegrad.train.process import world
+    from pipegrad.train.report import Report
+    from pipegrad.train.summary import rendered
+    from pipegrad.train.trainer import Trainer
+
     with _refusing(), world():
         console = _console(quiet=dist.get_rank() != 0)
         try:
@@ -121,6 +128,10 @@ def _ended(error: SystemExit) -> str:
 
 
 def _run(trainer: Trainer, report: Report) -> None:
+    import torch.distributed as dist
+
+    from pipegrad.train.report import manifest_of
+
     config, first = trainer.job.config, dist.get_rank() == 0
     folder = trainer.make_folder(
         lambda folder: report.begin(folder, manifest_of(config, trainer.outline))
@@ -149,6 +160,8 @@ def _run(trainer: Trainer, report: Report) -> None:
 @_JSON
 def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None:
     """Print what all ranks of CONFIG will do, without starting any."""
+    from pipegrad.train.summary import rendered
+
     with _refusing():
         told = _planned(loaded(), ranks)
     if as_json:
@@ -158,6 +171,9 @@ def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None
 
 
 def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
+    from pipegrad.train.job import Job
+    from pipegrad.train.summary import outline
+
     job = Job(config, ranks)
 
     def planned(device: str) -> dict[str, Any]:
@@ -173,15 +189,15 @@ def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
 @main.command("handlers")
 @_JSON
 def list_handlers(as_json: bool) -> None:
-    """List the gradient handlers that are installed; none is imported."""
-    _list(handler_registry, as_json)
+    """List the installed gradient handlers; none is imported."""
+    _list(Registry("pipegrad.handlers", object), as_json)
 
 
 @main.command("schedules")
 @_JSON
 def list_schedules(as_json: bool) -> None:
-    """List the schedules that are installed; none is imported."""
-    _list(schedule_registry, as_json)
+    """List the installed schedules; none is imported."""
+    _list(Registry("pipegrad.schedules", object), as_json)
 
 
 def _list(plugins: Iterable[Plugin], as_json: bool) -> None:
@@ -189,11 +205,15 @@ def _list(plugins: Iterable[Plugin], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
+    from pipegrad.train.tables import table
+
     columns = ["name", "distribution", "version", "summary"]
     _print(_console(), [table(columns, ([row[c] for c in columns] for row in rows))])
 
 
 def _console(*, quiet: bool = False) -> Console:
+    from rich.console import Console
+
     console = Console(highlight=False, markup=False, emoji=False, quiet=quiet)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH

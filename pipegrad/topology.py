@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipegrad.agreement import keep_timeout
+from pipegrad.comm.agreement import keep_timeout
 from pipegrad.errors import TopologyError
 
 _Mesh = tuple[str, tuple[tuple[str, int], ...]]  # device type, names and sizes

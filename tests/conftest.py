@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipegrad.handler import GradientHandler
-from pipegrad.registry import Registry
+from pipegrad.plugins.handler import GradientHandler
+from pipegrad.plugins.registry import Registry
 from tests.distributions import write_distribution
 from tests.plugins import GROUP, Handlers, Install
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from pipegrad.handler import GradientHandler, ParameterRecord, Reduction
-from pipegrad.registry import Registry
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Reduction
+from pipegrad.plugins.registry import Registry
 from pipegrad.topology import Topology
 
 HERE = __name__
 GROUP = "test_registry.handlers"
 
 ACME = """
-from pipegrad.handler import GradientHandler
+from pipegrad.plugins.handler import GradientHandler
 
 class Sum(GradientHandler):
     def __init__(self, *, axis="dp", scale=1.0):

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pipegrad import AgreementError, PlanError, agree
-from pipegrad.agreement import FailureNotice
+from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
 
 Outcome = tuple[str, str]

@@ -1,7 +1,7 @@
 """The mutation gate: without any one wait, record or hold, a program is wrong, and a test says so.
 
-``pytest -m mutation``; not in the default run. Every site of `pipegrad.gradients.order` is switched
-off in turn, in each function that uses it, in process, and the programs of
+``pytest -m mutation``; not in the default run. Every site of `pipegrad.comm.sync_points` is
+switched off in turn, in each function that uses it, in process, and the programs of
 `tests/testing/programs.py` run until one notices: a violation, a wrong number, an error, or a hang.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipegrad.gradients.order import Site, sites
+from pipegrad.comm.sync_points import Site, sites
 from pipegrad.testing import run_ranks
 from tests.testing.programs import PROGRAMS, run_programs, wrong
 

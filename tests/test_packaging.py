@@ -24,37 +24,42 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pipegrad"
 HANDLERS = ROOT / "handlers" / "pipegrad_handlers"
 ACME = ROOT / "tests" / "packaging" / "acme_handlers"
-TORCH_PRIVATE = {
-    PACKAGE / "runtime" / "torch_pipelining.py",
-    PACKAGE / "testing" / "trace.py",  # TorchDispatchMode has no other home
-    PACKAGE / "testing" / "cuda_trace.py",  # what torch's own sanitizer listens to
-}
+TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
 
-# A part of pipegrad may import from its own layer and from those above it.
-LAYERS = [
-    {"_torch_version", "errors", "options"},
-    {"registry", "topology", "agreement"},
-    {"handler"},
-    {"gradients"},
-    {"runtime"},
-    {"train"},
-    {"cli"},
-    {"__main__"},
+# A folder may import from itself and from those above it in this list.
+ORDER = [
+    "_torch_version",
+    "errors",
+    "comm",
+    "topology",
+    "plugins",
+    "model",
+    "plan",
+    "reduce",
+    "optimizer",
+    "gradients",
+    "interop",
+    "pipeline",
+    "train",
+    "cli",
+    "__main__",
 ]
+FACE_NAMES = 6
+FLAT_FILES = 15
 
 
 def may_import() -> dict[str, set[str]]:
     """Returns for each part of pipegrad the parts that it may import from."""
-    # Schedules are plain data, and plug-ins: anybody may know them. What shows data to people
-    # knows only data. Tests of other people's handlers use all that is public.
-    table = {"schedules": {"schedules", "errors", "registry"}, "view": {"schedules", "view"}}
-    above = {"schedules"}
-    for layer in LAYERS:
-        above |= layer
-        table |= {part: set(above) for part in layer}
-    table["cli"] |= {"view"}
+    table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
+    # Schedules are plain data, and plug-ins. Who runs them knows them.
+    table["schedules"] = {"schedules", "errors", "plugins"}
+    for part in ORDER[ORDER.index("pipeline") :]:
+        table[part] |= {"schedules"}
+    everything = {*ORDER, "schedules"}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
-    return table | {"__init__": above | {"testing"}, "testing": above | {"testing", "__init__"}}
+    # Tests of other people's handlers use all that is public.
+    everything |= {"testing"}
+    return table | {"__init__": everything, "testing": everything | {"__init__"}}
 
 
 def sources(*folders: Path) -> list[Path]:
@@ -70,6 +75,22 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 yield f"{node.module}.{alias.name}", alias.asname or alias.name
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Returns the modules of pipegrad that a file imports at once, not inside of a function."""
+    found = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pipegrad"):
+            for alias in node.names:
+                full = ROOT / f"{node.module}.{alias.name}".replace(".", "/")
+                is_module = full.is_dir() or full.with_suffix(".py").exists()
+                found.add(f"{node.module}.{alias.name}" if is_module else str(node.module))
+    return found
 
 
 def part_of(dotted: str) -> str:
@@ -109,6 +130,45 @@ def test_imports_run_one_way() -> None:
     assert wrong == []
 
 
+def test_imports_make_no_cycle() -> None:
+    graph = {module_name(path): imported_modules(path) for path in sources(PACKAGE)}
+    done, cycles = set[str](), []
+
+    def visit(module: str, way: list[str]) -> None:
+        if module in way:
+            cycles.append([*way[way.index(module) :], module])
+        elif module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, [*way, module])
+            done.add(module)
+
+    for module in sorted(set(graph) - {"pipegrad"}):
+        visit(module, [])
+    assert cycles == []
+
+
+@pytest.mark.parametrize("folder", ["plan", "schedules"])
+def test_plans_and_schedules_are_plain_data(folder: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(PACKAGE / folder)
+        for name, _ in imports(path)
+        if name.startswith("torch.distributed")
+    ]
+    assert wrong == []
+
+
+def test_every_folder_says_what_it_answers() -> None:
+    for folder in sorted({path.parent for path in sources(PACKAGE)} - {PACKAGE}):
+        face = ast.parse((folder / "__init__.py").read_text())
+        names = [
+            name for node in face.body if isinstance(node, ast.ImportFrom) for name in node.names
+        ]
+        assert ast.get_docstring(face), folder
+        assert len(names) <= FACE_NAMES or folder.name in {"schedules", "testing"}, folder
+        assert len(list(folder.glob("*.py"))) - 1 <= FLAT_FILES, folder
+
+
 def test_the_built_in_handlers_use_public_names_only() -> None:
     public = {"pipegrad", *(f"pipegrad.{name}" for name in pipegrad.__all__)}
     wrong = [
@@ -132,7 +192,7 @@ def test_streams_and_events_are_touched_by_sites_alone() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
         for path in sources(PACKAGE, HANDLERS)
-        if path.parent.name != "testing" and path.name != "order.py"
+        if "testing" not in path.parts and path.name != "sync_points.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if node.func.attr in verbs

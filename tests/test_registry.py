@@ -14,8 +14,8 @@ from pipegrad.errors import (
     PluginConflictError,
     PluginNotFoundError,
 )
-from pipegrad.handler import GradientHandler, handlers
-from pipegrad.registry import DISABLE_VARIABLE, Plugin
+from pipegrad.plugins.handler import GradientHandler, handlers
+from pipegrad.plugins.registry import DISABLE_VARIABLE, Plugin
 from tests.distributions import write_distribution
 from tests.plugins import ACME, BROKEN, GROUP, HERE, Greedy, Handlers, Install, Local, Plain, acme
 
@@ -98,8 +98,8 @@ def test_listing_is_the_same_for_every_hash_seed_and_path_order(tmp_path: Path) 
     script = f"""
 import sys
 sys.path[:0] = sys.argv[1:]
-from pipegrad.handler import GradientHandler
-from pipegrad.registry import Registry
+from pipegrad.plugins.handler import GradientHandler
+from pipegrad.plugins.registry import Registry
 print(*Registry({GROUP!r}, GradientHandler), sep="\\n")
 """
 

@@ -12,7 +12,7 @@ from nics import InTurns, Message, Network
 
 import pipegrad
 from pipegrad.schedules import Action, Kind, Schedule
-from pipegrad.schedules.one_f_one_b import in_turns
+from pipegrad.schedules.builtin.one_f_one_b import in_turns
 
 
 def makespan(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad.handler import HandlerSpec
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.schedules import Kind, Schedule
 
 sys.path.append(str(Path(__file__).parents[1] / "network"))

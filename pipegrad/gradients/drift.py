@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pipegrad.agreement import agree
+from pipegrad.comm.agreement import agree
+from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
-from pipegrad.gradients.bucket import Bucket
-from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.guard import Lookup
-from pipegrad.gradients.shards import local
+from pipegrad.gradients.replicas import Lookup
+from pipegrad.model.dtensor import local
+from pipegrad.plan.buckets import Bucket
 
 Difference = tuple[str, tuple[int, ...]]  # key of a parameter, and ranks that have copies
 

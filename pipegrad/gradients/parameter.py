@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
-from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.agreed import Agreed, has_stand_in, stored_dtype_of
-from pipegrad.gradients.buffer import FILL_FREE, BucketBuffer
-from pipegrad.gradients.mirror import ParameterBuffer
-from pipegrad.gradients.module_tree import ModuleTree
-from pipegrad.gradients.route import has_result
-from pipegrad.gradients.shared import named
-from pipegrad.gradients.stepped import StandIn
-from pipegrad.handler import ParameterRecord, Placement
+from pipegrad.gradients.negotiate import Agreed, has_stand_in, stored_dtype_of
+from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.module_tree import ModuleTree
+from pipegrad.model.ties import named
+from pipegrad.optimizer.main_params import StandIn
+from pipegrad.optimizer.param_sync import ParameterBuffer
+from pipegrad.plan.routes import has_result
+from pipegrad.plugins.handler import ParameterRecord, Placement
+from pipegrad.reduce.bucket_buffer import FILL_FREE, BucketBuffer
 
 
 class Traits(NamedTuple):
@@ -86,7 +86,7 @@ class LiveParameter:
         self._homes = list(homes.values())
         tree, name = self._homes[0]
         self.live = tree.walk(name)
-        self._is_dtensor = isinstance(self.live, DTensor)
+        self._is_dtensor = is_dtensor(self.live)
         self._agreed = self._traits(self.live)
         self._is_row = mirrored is not None and any(
             hop.placement is Placement.SHARD for hop in mirrored.bucket.route
@@ -117,7 +117,7 @@ class LiveParameter:
         if found is self.live or not self._is_dtensor:
             return found
         live: Any = self.live
-        shards = isinstance(found, DTensor) and found.device_mesh == live.device_mesh
+        shards = is_dtensor(found) and found.device_mesh == live.device_mesh
         return found if shards else self.live
 
     @property
@@ -226,7 +226,7 @@ class LiveParameter:
         parameter = self._unless_gathered(self._found)
         if parameter is not self.live:
             self.live = parameter
-            self._is_dtensor = isinstance(parameter, DTensor)
+            self._is_dtensor = is_dtensor(parameter)
         if self._traits(parameter) != self._agreed:
             raise StepError(
                 f"{self.record.key!r} was {self._agreed} when the ranks agreed, now it is "
@@ -344,7 +344,7 @@ class LiveParameter:
         if not self._is_dtensor:
             return False
         gradient = self.live.grad
-        return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+        return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
     @property
     def _accumulated(self) -> torch.Tensor | None:
@@ -461,7 +461,7 @@ class LiveParameter:
         if not self._is_dtensor:
             return gradient._version
         whole = self.live.grad
-        return gradient._version + (whole._version if isinstance(whole, DTensor) else 0)
+        return gradient._version + (whole._version if is_dtensor(whole) else 0)
 
     def _traits(self, parameter: nn.Parameter) -> Traits:
         # Asking for the gradient's dtype also tells autograd that of a parameter that is new.

@@ -26,35 +26,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipegrad.agreement import AGREE_SECONDS, FailureNotice, agree, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.comm.ending import Ending
+from pipegrad.comm.failures import FailedSteps, FailureNotice
+from pipegrad.comm.graph_capture import outside_of_graphs
+from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.errors import PipegradError, StepError
-from pipegrad.gradients.accessor import GradAttribute, GradientAccessor
-from pipegrad.gradients.agreed import Agreed
-from pipegrad.gradients.buffer import RELEASED
 from pipegrad.gradients.drift import DriftCheck
-from pipegrad.gradients.ending import Ending
-from pipegrad.gradients.failure import FailedSteps
-from pipegrad.gradients.graphs import outside_of_graphs
-from pipegrad.gradients.groups import Groups, is_local
-from pipegrad.gradients.guard import make_equal
-from pipegrad.gradients.hook import load_kept
-from pipegrad.gradients.mirror import Mirror
-from pipegrad.gradients.module_tree import ModuleTree
+from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import clip_, global_norm
+from pipegrad.gradients.optimizer_watch import OptimizerWatch, steps_alike
 from pipegrad.gradients.parameter import LiveParameter, live_parameters
-from pipegrad.gradients.plan import Plan
-from pipegrad.gradients.reduce import Reducer
-from pipegrad.gradients.route import is_counted
-from pipegrad.gradients.shards import reshard
-from pipegrad.gradients.shared import Shared, unwrapped
-from pipegrad.gradients.stepped import (
+from pipegrad.gradients.replicas import make_equal
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.module_tree import ModuleTree
+from pipegrad.model.ties import Shared
+from pipegrad.model.wrappers import reshard, unwrapped
+from pipegrad.optimizer.main_params import (
     GroupOf,
     Stepped,
     grouped,
     refuse_unless_elementwise,
 )
-from pipegrad.gradients.watch import OptimizerWatch, steps_alike
-from pipegrad.handler import HandlerSpec, ParameterRecord, Placement, keeps_state
+from pipegrad.optimizer.param_sync import Mirror
+from pipegrad.plan.plan import Plan
+from pipegrad.plan.routes import is_counted
+from pipegrad.plugins.handler import HandlerSpec, ParameterRecord, Placement, keeps_state
+from pipegrad.reduce.bucket_buffer import RELEASED
+from pipegrad.reduce.ddp_hooks import load_kept
+from pipegrad.reduce.reducer import Reducer
 from pipegrad.topology import Topology
 
 

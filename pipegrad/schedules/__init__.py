@@ -1,8 +1,8 @@
 """Schedules as plain data: what every rank computes, in order. Nothing here needs torch."""
 
 from pipegrad.errors import ScheduleError
-from pipegrad.registry import Registry, ResolvedPlugin
-from pipegrad.schedules.action import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.plugins.registry import Registry, ResolvedPlugin
+from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator
 from pipegrad.schedules.torch_csv import read_csv, write_csv
 
 __all__ = [

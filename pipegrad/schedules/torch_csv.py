@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.action import Action, Kind, Schedule
+from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 _COMPUTE: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 _SKIPPED = ("UNSHARD", "RESHARD", "REDUCE_GRAD")

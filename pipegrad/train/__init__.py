@@ -1,1 +1,1 @@
-"""A training job from a configuration file: what ``pipegrad train`` and ``pipegrad plan`` do."""
+"""What does `pipegrad train` do? `config` is read, `job` makes sense of it, `trainer` runs it."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pipegrad.errors import ConfigError
-from pipegrad.options import closest_first
+from pipegrad.plugins.options import closest_first
 
 _SHOWN_CHARACTERS = 80
 _OPENING = ("[", "{")  # of a list or a table, not of a word

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError, TopologyError, in_words
-from pipegrad.gradients.copies import refuse_bare_replicas
-from pipegrad.gradients.manifest import Manifest, make_manifest
-from pipegrad.gradients.plan import Plan, make_plans
-from pipegrad.gradients.stepped import refuse_unless_elementwise
-from pipegrad.handler import GradientHandler, handlers
-from pipegrad.options import complaints_of
-from pipegrad.registry import ResolvedPlugin
-from pipegrad.runtime.split import Cut, only_layers, split
+from pipegrad.model.manifest import Manifest
+from pipegrad.model.merge import make_manifest
+from pipegrad.optimizer.main_params import refuse_unless_elementwise
+from pipegrad.pipeline.partition import Cut, only_layers, split
+from pipegrad.plan.check_replicas import refuse_bare_replicas
+from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.plugins.handler import GradientHandler, handlers
+from pipegrad.plugins.options import complaints_of
+from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.topology import Topology

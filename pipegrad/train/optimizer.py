@@ -12,8 +12,8 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from pipegrad.handler import ParameterRecord
-from pipegrad.options import closest_first, complaints_of
+from pipegrad.plugins.handler import ParameterRecord
+from pipegrad.plugins.options import closest_first, complaints_of
 from pipegrad.train.config import Config, LearningRate
 
 

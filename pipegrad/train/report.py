@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipegrad.train.config import Config
-from pipegrad.train.outline import table
+from pipegrad.train.tables import table
 from pipegrad.train.trainer import StepMetrics
 
 

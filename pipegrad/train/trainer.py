@@ -18,28 +18,27 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
 
-from pipegrad.agreement import agree
+from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import ConfigError, PlanError, StepError, in_words
-from pipegrad.gradients.manifest import same
-from pipegrad.runtime.scheduler import Scheduler
-from pipegrad.runtime.split import Cut
-from pipegrad.runtime.stage import Stage
+from pipegrad.pipeline.partition import Cut
+from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint import State, refuse_damaged, verify
-from pipegrad.train.checksums import CHECKSUMS, Checksums
+from pipegrad.train.checkpoint.checkpoint import State, refuse_damaged, verify
+from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
-from pipegrad.train.outline import outline
-from pipegrad.train.trial import (
+from pipegrad.train.preflight import (
     check_alike,
     check_parameters,
     digests_of,
     try_out_optimizer,
     try_out_stages,
 )
-from pipegrad.train.world import device_of_rank
+from pipegrad.train.process import device_of_rank
+from pipegrad.train.summary import outline
 
 _RUN_KEYS = (
     "train.seed",

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from pipegrad.gradients import order
-from pipegrad.gradients.bucket import Bucket, Slot
-from pipegrad.gradients.buffer import RELEASED, WRITTEN, BucketBuffer, FlatBuffer
-from pipegrad.gradients.lane import Lane
-from pipegrad.gradients.mirror import STEPPED
-from pipegrad.gradients.order import sites
+from pipegrad.comm import sync_points
+from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.sync_points import sites
+from pipegrad.optimizer.param_sync import STEPPED
+from pipegrad.plan.buckets import Bucket, Slot
+from pipegrad.reduce.bucket_buffer import RELEASED, WRITTEN, BucketBuffer, FlatBuffer
 from pipegrad.testing import OrderChecker
 
 NUMEL = 4096
@@ -92,7 +92,7 @@ def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[dict[
             bucket.reset(["a", "b"])
         for key, gradient in zip("ab", given, strict=True):
             with where.on(f"producer of {key}"):
-                order.in_use.wait(made, where.device)
+                sync_points.in_use.wait(made, where.device)
                 _pause(where, slow, f"producer of {key}")
                 bucket.fill(key, gradient, contributed=True)
         tickets.append(lane.submit(reduce, bucket.producers()))
@@ -232,7 +232,7 @@ def _pause(where: Where, slow: Slow, place: str) -> None:
 
 
 def _recorded(where: Where) -> torch.Event:
-    event = order.in_use.record(where.device)
+    event = sync_points.in_use.record(where.device)
     assert event is not None
     return event
 

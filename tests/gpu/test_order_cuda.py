@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad.gradients.buffer import WRITTEN, FlatBuffer
-from pipegrad.gradients.lane import Lane
-from pipegrad.gradients.order import sites
+from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.sync_points import sites
+from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
 from tests.gpu.card import GPU, Card, sleep
 from tests.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped

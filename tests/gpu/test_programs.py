@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipegrad.gradients.order import sites
+from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker
 from tests.gpu.programs import EXPECTED, HERE, TWINS, Program, Virtual, dropped
 

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import pipegrad
 from pipegrad import Bucketer, GradientSync, Topology
-from pipegrad.gradients.order import sites
+from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker, run_ranks
 from tests.gpu.card import GPU, sleep
 from tests.gradients.cases import grads, rank, replicated, stage, tied

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipegrad.gradients.order import sites
+from pipegrad.comm.sync_points import sites
 from tests.gpu.card import GPU, SLEEP_MS, Card, cycles_per_ms, milliseconds
 from tests.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped, held
 

@@ -17,7 +17,7 @@ from pipegrad import (
     Reduction,
     Topology,
 )
-from pipegrad.handler import Op
+from pipegrad.plugins.handler import Op
 
 OWNER, SHARD, REPLICATE = Placement.OWNER, Placement.SHARD, Placement.REPLICATE
 Placed = Placement | Mapping[str, Placement]

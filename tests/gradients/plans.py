@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from pipegrad import GradientHandler, ParameterRecord, Placement, Plan, Reduction, Topology
-from pipegrad.gradients.manifest import Manifest, ParameterEntry
-from pipegrad.gradients.plan import make_plan
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.plan import make_plan
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 

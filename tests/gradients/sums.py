@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.gradients import collective
+from pipegrad.comm import collectives
 from tests.gradients.cases import rank
 
 Collective = tuple[str, int, str, tuple[int, ...]]  # kind, elements a rank gets, dtype, ranks
@@ -21,7 +21,7 @@ Collective = tuple[str, int, str, tuple[int, ...]]  # kind, elements a rank gets
 def spied() -> Iterator[list[Collective]]:
     """Writes down every collective, in the order in which this rank issues them."""
     log: list[Collective] = []
-    scatter, reduce = collective.reduce_scatter, dist.all_reduce
+    scatter, reduce = collectives.reduce_scatter, dist.all_reduce
 
     def note(kind: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -36,7 +36,7 @@ def spied() -> Iterator[list[Collective]]:
         reduce(tensor, group=group)
 
     with (
-        mock.patch.object(collective, "reduce_scatter", reduce_scatter),
+        mock.patch.object(collectives, "reduce_scatter", reduce_scatter),
         mock.patch.object(dist, "all_reduce", all_reduce),
     ):
         yield log

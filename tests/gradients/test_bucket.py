@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipegrad import Placement, Plan
-from pipegrad.gradients.bucket import Bucket, Slot, localised
-from pipegrad.gradients.manifest import Manifest
-from pipegrad.gradients.plan import Launch, Share
+from pipegrad.model.manifest import Manifest
+from pipegrad.plan.buckets import Bucket, Slot, localised
+from pipegrad.plan.plan import Launch, Share
 from tests.gradients.plans import BOTH, FLOAT, HALF, TIED, Placed, contents, entry, grid, plans
 
 

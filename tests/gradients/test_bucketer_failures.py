@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.gradients import bucketer as module
-from pipegrad.gradients import collective
-from pipegrad.gradients.buffer import FlatBuffer
+from pipegrad.comm import collectives
+from pipegrad.reduce import bucketer as module
+from pipegrad.reduce.bucket_buffer import FlatBuffer
 from tests.gradients.cases import Case, on, outcome, rank, replies
 from tests.gradients.sums import Calls, inputs, spied
 
@@ -187,7 +187,7 @@ def broken() -> Any:
     """The second collective fails, on all ranks so that none hangs; a third is on its way."""
     calls = Calls(4)
     calls.bucketer.reduce_scatter(inputs(4), callback=raising(calls, 1.0))
-    send = collective.reduce_scatter
+    send = collectives.reduce_scatter
     fails = iter([False, True, False])
 
     def sometimes(output: Any, rows: Any, group: Any) -> None:
@@ -196,7 +196,7 @@ def broken() -> Any:
         send(output, rows, group)
 
     found: list[Any] = [outcome(calls.bucketer.flush)]
-    with mock.patch.object(collective, "reduce_scatter", sometimes):
+    with mock.patch.object(collectives, "reduce_scatter", sometimes):
         calls.bucketer.reduce_scatter(inputs(4, 1.0), callback=raising(calls, 1.0))
         calls.add(4, 2.0)
         found.append(outcome(lambda: calls.add(4, 3.0)))

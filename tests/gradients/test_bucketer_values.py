@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.gradients import collective
+from pipegrad.comm import collectives
 from tests.gradients.cases import Case, bits, on, outcome, rank, replies
 from tests.gradients.sums import Calls, inputs, spied
 
@@ -181,12 +181,12 @@ def test_gloo_sums_are_added_in_the_order_of_ranks(four: list[dict[str, Any]]) -
 def in_pieces() -> Any:
     """Rows of 7 pieces, the last one shorter, and of one; in place, as a bucket's are, or not."""
     found = []
-    with mock.patch.object(collective, "_PIECE_BYTES", 64):
+    with mock.patch.object(collectives, "_PIECE_BYTES", 64):
         for numel in (100, 16, 5):
             rows = [torch.arange(numel) * 10.0**row + rank() for row in range(4)]
             output, common = torch.zeros(numel), torch.ones(3)
-            collective.reduce_scatter(output, rows, None, common=common)
-            collective.reduce_scatter(rows[rank()], rows, None)
+            collectives.reduce_scatter(output, rows, None, common=common)
+            collectives.reduce_scatter(rows[rank()], rows, None)
             found.append((output.tolist(), rows[rank()].tolist(), common.tolist()))
     return found
 

@@ -19,7 +19,7 @@ from pipegrad import (
     Reduction,
     Topology,
 )
-from pipegrad.gradients.plan import make_plans
+from pipegrad.plan.plan import make_plans
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared

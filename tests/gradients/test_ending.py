@@ -20,9 +20,10 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.optim import optimizer as optimizers
 
-from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree, agreement
-from pipegrad.agreement import FailureNotice
-from pipegrad.gradients.ending import cut
+from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree
+from pipegrad.comm import agreement
+from pipegrad.comm.ending import cut
+from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
 from tests.gradients.cases import Case, Replies, give, on, outcome, rank, replies, stage, step
 

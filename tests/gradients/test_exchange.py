@@ -25,8 +25,8 @@ from pipegrad import (
     make_manifest,
     make_plan,
 )
-from pipegrad.gradients.bucket import Bucket, Slot
-from pipegrad.gradients.exchange import Rows, rows_of
+from pipegrad.plan.buckets import Bucket, Slot
+from pipegrad.reduce.pair_exchange import Rows, rows_of
 from pipegrad.testing import OrderChecker, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
 

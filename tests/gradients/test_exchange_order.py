@@ -20,9 +20,10 @@ from pipegrad import (
     GradientSync,
     Topology,
 )
-from pipegrad.gradients import collective, exchange
-from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.lane import Lane
+from pipegrad.comm import collectives
+from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.process_groups import Groups
+from pipegrad.reduce import pair_exchange
 from pipegrad.testing import run_ranks
 from tests.gradients.cases import outcome
 
@@ -62,9 +63,9 @@ def bytes_sent() -> dict[str, Any]:
 
         def counted(tensor: torch.Tensor, *rest: Any, to: list[int] = sizes) -> Any:
             to.append(tensor.nbytes)
-            return collective.send(tensor, *rest)
+            return collectives.send(tensor, *rest)
 
-        with mock.patch.object(exchange, "send", counted):
+        with mock.patch.object(pair_exchange, "send", counted):
             sync.stage_final(here)
             sync.finish()
         assert parameter.grad is not None
@@ -156,8 +157,8 @@ def meet() -> dict[str, Any]:
 def watched(store: Any, name: str) -> Iterator[None]:
     """Says when both parts have left; takes nothing back before the first rank has gone on."""
     left: list[torch.Tensor] = []
-    pass_down, take_all = collective.pass_down, exchange.PairSum._take_all
-    take_rows = exchange.PairSum._take_rows
+    pass_down, take_all = collectives.pass_down, pair_exchange.PairSum._take_all
+    take_rows = pair_exchange.PairSum._take_rows
 
     def passed(tensor: torch.Tensor, *rest: Any) -> None:
         pass_down(tensor, *rest)
@@ -173,9 +174,9 @@ def watched(store: Any, name: str) -> Iterator[None]:
         return taken
 
     with (
-        mock.patch.object(collective, "pass_down", passed),
-        mock.patch.object(exchange.PairSum, "_take_all", late(take_all)),
-        mock.patch.object(exchange.PairSum, "_take_rows", late(take_rows)),
+        mock.patch.object(collectives, "pass_down", passed),
+        mock.patch.object(pair_exchange.PairSum, "_take_all", late(take_all)),
+        mock.patch.object(pair_exchange.PairSum, "_take_rows", late(take_rows)),
     ):
         yield
 

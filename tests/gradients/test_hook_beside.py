@@ -22,7 +22,7 @@ from pipegrad import (
     Work,
     split,
 )
-from pipegrad.gradients.groups import Groups
+from pipegrad.comm.process_groups import Groups
 from pipegrad.testing import OrderChecker
 from tests.gradients.cases import Case, give, grads, on, rank, replies, stage, step, tied
 from tests.gradients.hooks import (

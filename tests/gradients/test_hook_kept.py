@@ -20,10 +20,10 @@ from pipegrad import (
     Topology,
     handlers,
 )
-from pipegrad.gradients import power_sgd
-from pipegrad.gradients.bucket import Slot
-from pipegrad.gradients.hook import TorchBucket
-from pipegrad.gradients.placement import HopBucket
+from pipegrad.plan.buckets import Slot
+from pipegrad.reduce import power_sgd
+from pipegrad.reduce.ddp_hooks import TorchBucket
+from pipegrad.reduce.reductions import HopBucket
 from tests.gradients.cases import Case, on, outcome, rank, replies, stage, step
 from tests.gradients.hooks import (
     HERE,

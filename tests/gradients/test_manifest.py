@@ -21,17 +21,10 @@ from pipegrad import (
     Topology,
     TopologyError,
 )
-from pipegrad.gradients.manifest import (
-    Manifest,
-    ParameterEntry,
-    RankManifest,
-    check_arguments,
-    describe_rank,
-    device_of,
-    make_manifest,
-    merge,
-)
-from pipegrad.gradients.shared import declared
+from pipegrad.model.describe import check_arguments, describe_rank, device_of
+from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
+from pipegrad.model.merge import make_manifest, merge
+from pipegrad.model.ties import declared
 
 Modules = Mapping[int, nn.Module]
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import FlatBucket, GradientSync, Hop, ReduceError, Work
-from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.lane import Ticket
-from pipegrad.gradients.manifest import Manifest
-from pipegrad.gradients.mirror import Mirror
-from pipegrad.gradients.reduce import Reducer
+from pipegrad.comm.comm_stream import Ticket
+from pipegrad.comm.process_groups import Groups
+from pipegrad.model.manifest import Manifest
+from pipegrad.optimizer.param_sync import Mirror
+from pipegrad.reduce.reducer import Reducer
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.sharded import Sharded
 from tests.gradients.cases import Case, give, grads, on, outcome, rank, replies, stage

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipegrad import FlatBucket, GradientSync, Hop, Placement, Topology, Work
-from pipegrad.gradients import placement
+from pipegrad.reduce import reductions
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.sharded import Sharded
@@ -71,16 +71,16 @@ def step() -> dict[str, Any]:
     sync.finish()
     optimizer.step()
 
-    back, gather = Meeting(), placement._BRING_BACK[Placement.SHARD]
+    back, gather = Meeting(), reductions._BRING_BACK[Placement.SHARD]
 
     def gathered(parameters: torch.Tensor, group: dist.ProcessGroup) -> None:
         back.begin(*(("shard", "replicate") if len(parameters) > 100 else ("replicate", "shard")))
         gather(parameters, group)
 
-    placement._BRING_BACK[Placement.SHARD] = gathered  # type: ignore[index]
+    reductions._BRING_BACK[Placement.SHARD] = gathered  # type: ignore[index]
     sync.publish()
     sync.wait_parameters()
-    placement._BRING_BACK[Placement.SHARD] = gather  # type: ignore[index]
+    reductions._BRING_BACK[Placement.SHARD] = gather  # type: ignore[index]
     values = [float(x) for p in module.parameters() for x in p.detach().unique()]
     found = {"met": MeetingRows.meeting.met, "back": back.met, "values": values}
     sync.close()

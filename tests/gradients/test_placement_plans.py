@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrad import ParameterRecord, Placement, Plan, PlanError, Topology, make_plan, make_plans
-from pipegrad.gradients.bucket import Bucket
-from pipegrad.gradients.manifest import Manifest, ParameterEntry
-from pipegrad.gradients.plan import Share
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.plan import Share
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.placements import OWNER, REPLICATE, SHARD, By, members
 from tests.gradients.plans import FLOAT, HALF, Handlers, entry, grid

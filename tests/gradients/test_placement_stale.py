@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, Topology
-from pipegrad.gradients import mirror
-from pipegrad.gradients.placement import bring_back
+from pipegrad.optimizer import param_sync
+from pipegrad.reduce.reductions import bring_back
 from tests.gradients.cases import Case, on, outcome, replies
 
 TWO: list[Case] = []
@@ -150,7 +150,9 @@ def owner_cannot_send() -> Any:
     trained = Trained("owner")
     trained.step()
     refuse = mock.Mock(side_effect=OSError("no route to host"))
-    with mock.patch.object(mirror, "bring_back", refuse if dist.get_rank() == 0 else bring_back):
+    with mock.patch.object(
+        param_sync, "bring_back", refuse if dist.get_rank() == 0 else bring_back
+    ):
         trained.sync.publish()
         began = time.monotonic()
         time.sleep(0.5 * (dist.get_rank() == 0))  # the lane has failed by then

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pipegrad import Placement, Plan, Topology
-from pipegrad.gradients.bucket import Bucket
-from pipegrad.gradients.manifest import Manifest, ParameterEntry
-from pipegrad.gradients.route import hops_taken, signature
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.routes import hops_taken, signature
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.plans import (

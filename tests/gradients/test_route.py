@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pipegrad import GradientHandler, ParameterRecord, Placement, PlanError, Reduction, Topology
-from pipegrad.gradients.manifest import Manifest, ParameterEntry
-from pipegrad.gradients.route import RouteHop, Routes, hops_taken, shared_routes
-from pipegrad.gradients.routing import make_routes
-from pipegrad.gradients.shards import Layout, Shard
+from pipegrad.model.dtensor import Layout, Shard
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.build_routes import make_routes
+from pipegrad.plan.routes import RouteHop, Routes, hops_taken, shared_routes
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 

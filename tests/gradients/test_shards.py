@@ -23,7 +23,7 @@ from pipegrad import (
     StepError,
     Topology,
 )
-from pipegrad.gradients.shards import local
+from pipegrad.model.dtensor import local
 from pipegrad.testing import run_ranks
 from tests.gradients.hooks import POWER_SGD, hooked
 from tests.rounding import rounding

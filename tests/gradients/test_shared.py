@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from pipegrad import PlanError, find_shared
-from pipegrad.gradients.accessor import GradAttribute
-from pipegrad.gradients.manifest import describe_rank, starts_of
-from pipegrad.gradients.shared import (
+from pipegrad.model.describe import describe_rank
+from pipegrad.model.gradient_storage import GradAttribute
+from pipegrad.model.merge import starts_of
+from pipegrad.model.suspects import Place, Start, likely_ties
+from pipegrad.model.ties import (
     Tie,
     declared,
     link_local,
@@ -23,7 +25,6 @@ from pipegrad.gradients.shared import (
     plain_name,
     refuse_likely_ties,
 )
-from pipegrad.gradients.starts import Place, Start, likely_ties
 
 
 class Gpt2(nn.Module):

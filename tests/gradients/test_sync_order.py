@@ -24,9 +24,9 @@ from pipegrad import (
     Topology,
     Work,
 )
-from pipegrad.gradients import mirror
-from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.placement import bring_back
+from pipegrad.comm.process_groups import Groups
+from pipegrad.optimizer import param_sync
+from pipegrad.reduce.reductions import bring_back
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.cases import (
@@ -359,7 +359,7 @@ def first_uses() -> Any:
         bring_back(parameters, *where)
 
     found = []
-    with mock.patch.object(mirror, "bring_back", held_back):
+    with mock.patch.object(param_sync, "bring_back", held_back):
         sync.prepare()
         for s, module in modules.items():
             give(module, w=1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipegrad import FlatBucket, Hop, Work
-from pipegrad.agreement import Board, agree
+from pipegrad.comm.agreement import Board, agree
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.cases import Case, Replies, give, on, outcome, rank, replies, stage, step, tied
 

@@ -20,11 +20,12 @@ from pipegrad import (
     find_shared,
     make_manifest,
 )
-from pipegrad.gradients.accessor import GradAttribute
-from pipegrad.gradients.manifest import describe_rank, starts_of
-from pipegrad.gradients.shared import declared, link_local
-from pipegrad.gradients.starts import likely_ties
-from pipegrad.options import written
+from pipegrad.model.describe import describe_rank
+from pipegrad.model.gradient_storage import GradAttribute
+from pipegrad.model.merge import starts_of
+from pipegrad.model.suspects import likely_ties
+from pipegrad.model.ties import declared, link_local
+from pipegrad.plugins.written import written
 from pipegrad_handlers.data_parallel import DataParallel
 from tests.gradients.cases import Replies, on, outcome, rank, replies, stage
 

@@ -19,7 +19,7 @@ from pipegrad import (
     Topology,
     handlers,
 )
-from pipegrad.gradients.plan import make_plans
+from pipegrad.plan.plan import make_plans
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from tests.gradients.test_route import manifest

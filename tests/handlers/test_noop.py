@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, Topology, handlers, make_plan
-from pipegrad.gradients.manifest import Manifest, ParameterEntry
-from pipegrad.gradients.plan import Plan
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.plan import Plan
 from pipegrad.testing import HandlerContract, run_ranks
 
 

@@ -16,7 +16,7 @@ from pipegrad import (
     TopologyError,
     handlers,
 )
-from pipegrad.gradients.plan import make_plans
+from pipegrad.plan.plan import make_plans
 from pipegrad.testing import HandlerContract
 from pipegrad_handlers.sequence_parallel import SequenceParallel
 from tests.gradients.test_route import manifest

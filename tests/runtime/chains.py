@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from pipegrad import Scheduler, Stage, Topology, schedules
-from pipegrad.runtime import executor
+from pipegrad.pipeline import executor
 
 Tensor = torch.Tensor
 WIDTH = 4

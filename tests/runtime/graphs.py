@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegrad.runtime.backward import Waiting, backward_inputs
-from pipegrad.runtime.products import accumulate, mark
+from pipegrad.pipeline.split_backward.graph import Waiting, backward_inputs
+from pipegrad.pipeline.split_backward.products import accumulate, mark
 from tests.rounding import rounding
 
 WIDTH = 6

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from pipegrad import GradientHandler, Schedule, schedules
-from pipegrad.handler import handlers as registry
+from pipegrad.plugins.handler import handlers as registry
 from tests.rounding import ADAM_EPS, rounding
 from tests.runtime.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
 from tests.runtime.schedulers import ROWS, batch

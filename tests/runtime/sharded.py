@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import pipegrad
 from pipegrad import Exchange, GradientSync, Scheduler, Stage, Topology, find_shared
-from pipegrad.gradients.shards import local
+from pipegrad.model.dtensor import local
 from pipegrad.testing import OrderChecker
 from tests.rounding import ADAM_EPS
 from tests.runtime.pipelines import CPU, VEES, loss_of

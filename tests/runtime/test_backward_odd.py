@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipegrad.errors import StepError
-from pipegrad.runtime.backward import backward_inputs
+from pipegrad.pipeline.split_backward.graph import backward_inputs
 from tests.runtime.graphs import (
     BETWEEN,
     LATE,

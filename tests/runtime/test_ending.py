@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipegrad import GradientSync, Scheduler, Stage, Topology, attach
-from pipegrad.agreement import slow_seconds
+from pipegrad.comm.agreement import slow_seconds
 from pipegrad.testing import run_ranks
 from tests.gradients.cases import Case, Replies, on, outcome, replies
 

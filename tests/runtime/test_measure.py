@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Topology, Work, measure_hops
-from pipegrad.gradients import order
+from pipegrad.comm import sync_points
 from pipegrad.testing import run_ranks
 
 SLOW_SECONDS = 0.05
 
 
-class SlowHop(order.Backend):
+class SlowHop(sync_points.Backend):
     """A network whose second hop takes long, both ways; messages carry their hop's number."""
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
@@ -24,7 +24,7 @@ class SlowHop(order.Backend):
 
 
 def measured() -> tuple[float, ...]:
-    with order.using(SlowHop()):
+    with sync_points.using(SlowHop()):
         return measure_hops(Topology.create(pipeline=3), num_bytes=2**16, repeats=3)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.runtime.recompute import Recompute
+from pipegrad.pipeline.activation_checkpoint import Recompute
 
 CPU = torch.device("cpu")
 WIDTH = 4

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Stage, Work
-from pipegrad.gradients import order
-from pipegrad.runtime.compute import Compute
-from pipegrad.runtime.weights import WeightGradients
-from pipegrad.schedules.program import Op
+from pipegrad.comm import sync_points
+from pipegrad.pipeline.compute import Compute
+from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.schedules.program.program import Op
 from pipegrad.testing import OrderChecker
 from tests.gradients.cases import DATA, SHARED, Case, Replies, on, rank, replies
 from tests.runtime.chains import (
@@ -223,7 +223,7 @@ def test_a_buffer_that_somebody_holds_is_not_written_again(four: Replies) -> Non
 # What a rank asks of its transfers, in order.
 
 
-class Recorder(order.Backend):
+class Recorder(sync_points.Backend):
     """Notes sends, receives and waits."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ def record(schedule: str) -> Any:
     scheduler = make(4, schedule, made, microbatches=8, handlers=["noop"], depth=3)
     step(scheduler)
     recorder = Recorder()
-    with order.using(recorder):
+    with sync_points.using(recorder):
         step(scheduler)
     program = scheduler.program
     wanted = [

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, Work
-from pipegrad.gradients import order
+from pipegrad.comm import sync_points
 from tests.gradients.cases import Case, Replies, on, outcome, rank, replies
 from tests.rounding import ADAM_EPS, rounding
 
@@ -234,7 +234,7 @@ def test_an_interrupt_is_told_and_raised_as_it_is(kind: str, error: str, four: R
         assert is_right
 
 
-class Interrupting(order.Backend):
+class Interrupting(sync_points.Backend):
     """Raises KeyboardInterrupt in the main thread, right behind a wait, a send or a receive."""
 
     def __init__(self, what: str, number: int) -> None:
@@ -264,7 +264,7 @@ class Interrupting(order.Backend):
 
 
 def interrupted(training: Training, seed: int, what: str, number: int) -> str:
-    with order.using(Interrupting(what, number)):
+    with sync_points.using(Interrupting(what, number)):
         return training.step(seed)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipegrad import Topology
-from pipegrad.agreement import Board
+from pipegrad.comm.agreement import Board
 from tests.gradients.cases import DATA, Case, Replies, on, outcome, rank, replies
 from tests.runtime.scales import ELSEWHERE, TOO_LATE, WIDTH, Training, chain, told, warm
 

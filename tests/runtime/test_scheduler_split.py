@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pipegrad import GradientSync, Schedule, Scheduler, Stage, find_shared
-from pipegrad.gradients.lane import Lane
-from pipegrad.runtime import products
+from pipegrad.comm.comm_stream import Lane
+from pipegrad.pipeline.split_backward import products
 from pipegrad.schedules import Action, Kind
 from tests.gradients.cases import DATA, SHARED, Case, Replies, on, replies
 from tests.rounding import ADAM_EPS
@@ -67,7 +67,7 @@ def noted(events: list[Event]) -> Iterator[None]:
 
     with (
         mock.patch.object(GradientSync, "parameters_final", say_final),
-        mock.patch("pipegrad.runtime.weights.accumulate", say_products),
+        mock.patch("pipegrad.pipeline.split_backward.weights.accumulate", say_products),
         mock.patch.object(Lane, "submit", say_leaves),
         watched(lambda when, action: events.append((when, action))),
     ):

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipegrad import ScheduleError
-from pipegrad.schedules.program import Program
-from pipegrad.schedules.verify import verify
+from pipegrad.schedules.program.program import Program
+from pipegrad.schedules.program.verify import verify
 from tests.schedules.programs import with_items
 
 quick = settings(deadline=None, max_examples=60, derandomize=True)

@@ -12,8 +12,8 @@ from functools import partial
 from hypothesis import strategies as st
 
 from pipegrad.schedules import Action, Kind, Schedule
-from pipegrad.schedules.lower import lower
-from pipegrad.schedules.program import Collective, Item, Link, Op, Program
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Collective, Item, Link, Op, Program
 
 KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 Key = tuple[int, int]  # a channel, link or stage, and a microbatch

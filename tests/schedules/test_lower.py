@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from pipegrad import ScheduleError, schedules
 from pipegrad.schedules import Action, Schedule
-from pipegrad.schedules.lower import chain, lower
-from pipegrad.schedules.program import Channel, Collective, Item, Link, Op, Program
-from pipegrad.schedules.verify import verify
+from pipegrad.schedules.program.lower import chain, lower
+from pipegrad.schedules.program.program import Channel, Collective, Item, Link, Op, Program
+from pipegrad.schedules.program.verify import verify
 from tests.schedules.programs import places_of, programs, rows
 
 quick = settings(deadline=None, max_examples=60, derandomize=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipegrad import schedules
-from pipegrad.schedules.lower import lower
-from pipegrad.schedules.program import Collective, Link, Op
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Collective, Link, Op
 from tests.schedules.programs import places_of, rows
 
 

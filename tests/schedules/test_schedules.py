@@ -13,14 +13,14 @@ import pytest
 from pipegrad import ScheduleError, schedules
 from pipegrad.errors import PluginOptionError
 from pipegrad.schedules import Action, Kind, Schedule, ScheduleGenerator
-from pipegrad.schedules.eager import EagerOneForwardOneBackward
-from pipegrad.schedules.gpipe import GPipe
-from pipegrad.schedules.hop_aware import HopAwareOneForwardOneBackward
-from pipegrad.schedules.interleaved import InterleavedOneForwardOneBackward
-from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
+from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
+from pipegrad.schedules.builtin.gpipe import GPipe
+from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
+from pipegrad.schedules.builtin.interleaved import InterleavedOneForwardOneBackward
+from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
+from pipegrad.schedules.builtin.zb_h1 import ZeroBubbleH1
+from pipegrad.schedules.builtin.zbv import ZeroBubbleV
 from pipegrad.schedules.torch_csv import read_csv, write_csv
-from pipegrad.schedules.zb_h1 import ZeroBubbleH1
-from pipegrad.schedules.zbv import ZeroBubbleV
 
 
 @pytest.mark.parametrize(

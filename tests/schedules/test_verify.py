@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pipegrad import ScheduleError
 from pipegrad.schedules import Action, Schedule
-from pipegrad.schedules.lower import lower
-from pipegrad.schedules.one_f_one_b import OneForwardOneBackward
-from pipegrad.schedules.program import Collective, Link, Op, Program, action_index, encode
-from pipegrad.schedules.verify import Proof, verify
+from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Collective, Link, Op, Program, action_index, encode
+from pipegrad.schedules.program.verify import Proof, verify
 from tests.schedules.harm import move, quick, refused, seeds, swap, times
 from tests.schedules.programs import Run, expected, places_of, programs, rows, with_items
 

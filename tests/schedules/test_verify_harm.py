@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import assume, given, settings
 
-from pipegrad.schedules.lower import lower
-from pipegrad.schedules.program import Collective, Link, Op, Program, decode
-from pipegrad.schedules.verify import verify
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Collective, Link, Op, Program, decode
+from pipegrad.schedules.program.verify import verify
 from tests.schedules.harm import assert_marked, move, quick, refused, seeds, swap, times
 from tests.schedules.programs import DeadlockError, Run, places_of, programs, rows
 

@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from pipegrad import schedules
 from pipegrad.errors import PluginOptionError
 from pipegrad.schedules import Action, Kind, Schedule, read_csv, write_csv
-from pipegrad.schedules.lower import lower
-from pipegrad.schedules.verify import verify
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.verify import verify
 
 NAMES = ("zb-h1", "zbv")
 IFW: tuple[Kind, ...] = ("I", "F", "W")

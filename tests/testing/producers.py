@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipegrad.gradients import order
+from pipegrad.comm import sync_points
 from pipegrad.testing import OrderChecker
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ class Producers:
             for hook in backs:
                 hook.remove()
             for event in self._leaves:
-                order.in_use.wait(event, CPU)
+                sync_points.in_use.wait(event, CPU)
             self._leaves.clear()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,12 +68,12 @@ class Producers:
             if self.number == 1:
                 return function(*args, **kwargs)
             self._calls += 1
-            before = order.in_use.record(CPU)
+            before = sync_points.in_use.record(CPU)
             with self._checker.on(f"producer {self._calls % self.number}"):
-                order.in_use.wait(before, CPU)
+                sync_points.in_use.wait(before, CPU)
                 result = function(*args, **kwargs)
-                after = order.in_use.record(CPU)
-            order.in_use.wait(after, CPU)
+                after = sync_points.in_use.record(CPU)
+            sync_points.in_use.wait(after, CPU)
             return result
 
         return moved
@@ -81,12 +81,12 @@ class Producers:
     def _switch(self, k: int) -> Callable[[Any], None]:
         def switch(_: Any) -> None:
             if self.number > 1:
-                event = order.in_use.record(CPU)
+                event = sync_points.in_use.record(CPU)
                 self._checker.switch(f"producer {k % self.number}")
-                order.in_use.wait(event, CPU)
+                sync_points.in_use.wait(event, CPU)
 
         return switch
 
     def _back(self, _: torch.Tensor) -> None:
-        self._leaves.append(order.in_use.record(CPU))
+        self._leaves.append(sync_points.in_use.record(CPU))
         self._checker.switch(self._caller)

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology, measure_hops
-from pipegrad.gradients import collective
-from pipegrad.gradients.buffer import WRITTEN, FlatBuffer
-from pipegrad.gradients.groups import Groups
-from pipegrad.gradients.lane import Lane
-from pipegrad.gradients.order import sites
-from pipegrad.handler import HandlerSpec
+from pipegrad.comm import collectives
+from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.process_groups import Groups
+from pipegrad.comm.sync_points import sites
+from pipegrad.plugins.handler import HandlerSpec
+from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
 from tests.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.testing.producers import CPU, Producers
@@ -485,7 +485,7 @@ def sums_in_threads(checker: OrderChecker) -> Any:
 
 @program(True)
 def sums_inline(checker: OrderChecker) -> Any:
-    with mock.patch.object(collective, "blocks_host", return_value=False):
+    with mock.patch.object(collectives, "blocks_host", return_value=False):
         return sums(checker)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from pipegrad import ParameterRecord, Reduction, Topology
-from pipegrad.testing.hash_seeds import plans_under_seeds
+from pipegrad.testing.handlers.hash_seeds import plans_under_seeds
 from pipegrad_handlers.data_parallel import DataParallel
 
 SEEDS = "1", "4242"

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.cuda import _gpu_trace
 
+from pipegrad.comm import sync_points
+from pipegrad.comm.comm_stream import Lane
 from pipegrad.errors import OrderError
-from pipegrad.gradients import order
-from pipegrad.gradients.buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
-from pipegrad.gradients.lane import Lane
-from pipegrad.testing import OrderChecker, cuda_trace, run_ranks
-from pipegrad.testing.clocks import Access, HappensBefore, Kind
-from pipegrad.testing.replay import Recording
-from pipegrad.testing.trace import Memories, spans
+from pipegrad.reduce.bucket_buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
+from pipegrad.testing import OrderChecker, run_ranks
+from pipegrad.testing.ordering import cuda_trace
+from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind
+from pipegrad.testing.ordering.replay import Recording
+from pipegrad.testing.ordering.trace import Memories, spans
 from tests.testing.producers import CPU
 from tests.testing.programs import PROGRAMS, Result, run_programs, wrong
 
@@ -383,7 +384,7 @@ def test_real_events_of_cuda_are_followed() -> None:
 
 RACE = """
 import threading, torch, pipegrad
-from pipegrad.gradients.lane import Lane
+from pipegrad.comm.comm_stream import Lane
 bucket = torch.zeros(4)
 lane = Lane("lane", torch.device("cpu"), threaded=True)
 ticket = lane.submit(lambda: bucket.add_(1), [])
@@ -417,10 +418,10 @@ def test_live(live: str, waits: bool) -> None:
 
 
 def test_sites_say_why_they_are_there() -> None:
-    assert all(site.reason and site.enabled for site in order.sites.values())
-    with order.sites["lane.result"].off():
-        assert not order.sites["lane.result"].enabled
-    assert order.sites["lane.result"].enabled
+    assert all(site.reason and site.enabled for site in sync_points.sites.values())
+    with sync_points.sites["lane.result"].off():
+        assert not sync_points.sites["lane.result"].enabled
+    assert sync_points.sites["lane.result"].enabled
 
 
 def test_memory_that_another_storage_has_already_is_another_one() -> None:

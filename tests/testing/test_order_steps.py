@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipegrad import HandlerSpec, Topology, attach, find_shared
 from pipegrad.testing import OrderChecker, run_ranks
-from pipegrad.testing.order import Entry
+from pipegrad.testing.ordering.checker import Entry
 from tests.gradients.cases import replicated
 from tests.runtime.models import TOKENS, VOCAB, build
 from tests.runtime.pipelines import LOOPS, VEES, Case, loss_of, stage_module

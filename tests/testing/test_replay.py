@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipegrad.gradients.order import sites
+from pipegrad.comm.sync_points import sites
 from pipegrad.testing import run_ranks
-from pipegrad.testing.replay import Recording
+from pipegrad.testing.ordering.replay import Recording
 from tests.gradients.cases import rank, replicated, stage, tied
 from tests.testing.producers import Producers
 

@@ -19,7 +19,7 @@ from pipegrad.testing import run_ranks
 from pipegrad.train.config import Config, load
 from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
-from pipegrad.train.outline import outline, rendered
+from pipegrad.train.summary import outline, rendered
 from pipegrad.train.trainer import Trainer
 from tests.rounding import rounding
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pipegrad import PlanError
 from pipegrad.testing import run_ranks
-from pipegrad.train import checkpoint
+from pipegrad.train.checkpoint import checkpoint
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 from tests.train.jobs import with_job

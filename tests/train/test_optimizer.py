@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from pipegrad import ParameterRecord
-from pipegrad.gradients.stepped import Stepped, grouped
+from pipegrad.optimizer.main_params import Stepped, grouped
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 

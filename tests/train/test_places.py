@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipegrad import ConfigError, Topology
-from pipegrad.gradients.plan import make_plans
+from pipegrad.plan.plan import make_plans
+from pipegrad.train.checkpoint.layout import Places, check_places
 from pipegrad.train.config import Config, Model
-from pipegrad.train.places import Places, check_places
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.sequence_parallel import SequenceParallel

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from pipegrad import ConfigError
 from pipegrad.cli import main
-from pipegrad.train import world
+from pipegrad.train import process
 from pipegrad.train.config import load
 from pipegrad.train.job import Job
 from tests.train.jobs import with_job
@@ -94,8 +94,8 @@ def test_ranks_that_do_not_come_are_waited_for_in_words(
     job: Path, port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Issue 16, point 18. WORLD_SIZE = 2 with one process waited half an hour without a word."""
-    monkeypatch.setattr(world, "_JOIN_SECONDS", 2.0)
-    monkeypatch.setattr(world, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(process, "_JOIN_SECONDS", 2.0)
+    monkeypatch.setattr(process, "_SILENT_SECONDS", 0.1)
     free = str(int(port) + 1)
     output = said(job, {**WHOLE, "WORLD_SIZE": "2", "MASTER_PORT": free})
     waits, error = output.splitlines()

@@ -1,0 +1,215 @@
+"""Discover, agree and plan: what all ranks settle, once, before the first collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipegrad.comm.agreement import agree, same
+from pipegrad.errors import PlanError
+from pipegrad.model.describe import check_arguments, describe_rank, device_of
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.manifest import Manifest, RankManifest
+from pipegrad.model.merge import merge, starts_of
+from pipegrad.model.ties import Shared, declared, link_local, refuse_likely_ties
+from pipegrad.model.wrappers import fsdp_modules, reshard
+from pipegrad.plan.build_routes import make_routes
+from pipegrad.plan.check_replicas import (
+    refuse_bare_replicas,
+    refuse_different_buffers,
+    refuse_loose_copies,
+)
+from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.plugins.handler import GradientHandler, HandlerSpec, ParameterRecord
+from pipegrad.plugins.handler import handlers as registry
+from pipegrad.topology import Topology
+
+_instances = count()
+
+
+def stored_dtype_of(record: ParameterRecord, stored_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns in which dtype a parameter is stepped."""
+    return stored_dtype if stored_dtype and record.dtype.is_floating_point else record.dtype
+
+
+def has_stand_in(
+    record: ParameterRecord, accessor: GradientAccessor, stored_dtype: torch.dtype | None
+) -> bool:
+    """Whether the optimizer steps something else: in another dtype, or with its gradient there."""
+    elsewhere = not isinstance(accessor, GradAttribute)
+    return elsewhere or stored_dtype_of(record, stored_dtype) != record.dtype
+
+
+def refuse_stand_ins(
+    manifest: Manifest, accessor: GradientAccessor, stored_dtype: torch.dtype | None
+) -> None:
+    """Refuses what would keep gradients or copies of a DTensor in another way than itself.
+
+    Raises:
+        PlanError: Names the parameter.
+    """
+    for record in manifest.parameters:
+        entry = manifest.entries(record.key)[0]
+        if entry.layout is None or not entry.requires_grad:
+            continue
+        if has_stand_in(record, accessor, stored_dtype) or entry.gradient_dtype != entry.dtype:
+            raise PlanError(
+                f"{record.key!r} is a DTensor, {entry.layout}, of {entry.dtype}: it is stepped as "
+                f"it is, and its gradient is where and what FSDP2 makes it; found stored_dtype="
+                f"{stored_dtype}, gradients of {entry.gradient_dtype} by "
+                f"{type(accessor).__name__}: leave both out, FSDP2 has MixedPrecisionPolicy"
+            )
+
+
+class Agreed:
+    """What the ranks of a GradientSync have agreed on.
+
+    Args:
+        modules: This rank's stages.
+        topology: Over all ranks.
+        shared: Parameters that several stages hold.
+        handlers: Which gradients take which reduction.
+        accessor: Where gradients live.
+        stored_dtype: dtype of what optimizers step.
+        agree_seconds: How long the ranks wait for each other.
+        options: Further arguments of `make_plans`, the same on all ranks.
+
+    Attributes:
+        topology: As given.
+        accessor: As given.
+        stored_dtype: As given.
+        wrapped: What FSDP2 has wrapped of this rank's stages.
+        handlers: The resolved handlers by name.
+        manifest: The model.
+        plan: This rank's buckets and collectives.
+        device: Where this rank's parameters are.
+        name: The same on all ranks, and no other's.
+        moves: Whether what is stepped is brought elsewhere, on any rank.
+
+    Raises:
+        PipegradError: On all ranks alike.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        topology: Topology,
+        *,
+        shared: Shared,
+        handlers: Sequence[HandlerSpec],
+        accessor: GradientAccessor,
+        stored_dtype: torch.dtype | None,
+        agree_seconds: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.topology = topology
+        self.accessor = accessor
+        self.stored_dtype = stored_dtype
+        self._options = options
+        ranks = sorted(topology.ranks)
+        describe = partial(self._describe, modules, shared, handlers)
+        told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
+        manifests = [manifest for _, manifest in told]
+        self.manifest = merge(manifests, topology, self._ties)
+        refuse_stand_ins(self.manifest, accessor, stored_dtype)
+        refuse_likely_ties(starts_of(manifests), self.manifest.ties, options["allow_unsynced"])
+        buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
+        refuse_different_buffers(buffers, topology, options["allow_unsynced"])
+        # Handlers may be impure: all ranks' must have said the same.
+        plan = partial(self._make_plan, manifests)
+        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
+        if len(set(digests)) > 1:
+            self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
+        self.device = device_of(modules, manifests)
+        self.name = str(max(number for number, _ in told))
+        self.moves = self.plan.moves or any(
+            record.requires_grad and has_stand_in(record, accessor, stored_dtype)
+            for record in self.manifest.parameters
+        )
+
+    def _describe(
+        self, modules: Mapping[int, nn.Module], shared: Shared, handlers: Sequence[HandlerSpec]
+    ) -> tuple[int, RankManifest]:
+        """Does what this rank alone can get wrong; returns what it says of itself."""
+        checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
+        check_arguments(modules, self.topology, **{name: self._options[name] for name in checked})
+        for option in ("stored_dtype", "reduce_dtype"):
+            found = getattr(self, option, None) or self._options.get(option)
+            if not getattr(found or torch.float32, "is_floating_point", False):
+                raise PlanError(f"{option} is {found!r}, expected one of floats or None")
+        self.handlers = registry.resolve_all(handlers)
+        self._ties = declared(shared)
+        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
+        reshard(self.wrapped)
+        link_local(modules, self._ties)
+        settings = {
+            "the topology": (
+                self.topology.axes,
+                self.topology.ranks,
+                self.topology.stage_to_rank,
+                self.topology.data_axes,
+            ),
+            "shared": list(map(str, self._ties)),
+            "handlers": [found.identity for found in self.handlers.values()],
+            "stored_dtype": self.stored_dtype,
+            "accessor": type(self.accessor).__qualname__,
+            **self._options,
+            "allow_unsynced": list(self._options["allow_unsynced"]),
+        }
+        return next(_instances), describe_rank(modules, self.accessor, settings, self._ties)
+
+    def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
+        """Makes this rank's plan; returns the digest that all must have."""
+        self.plan: Plan = self.plans([self.topology.rank])[self.topology.rank]
+        ranks = sorted(self.topology.ranks)
+        prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
+        routes, allowed = dict(self.plan.routes), self._options["allow_unsynced"]
+        divisors = dict(self.plan.divisors)
+        refuse_bare_replicas(self.manifest, self.topology, routes, divisors, allowed)
+        refuse_loose_copies(self.manifest, self.topology, routes, prints, allowed)
+        return self.plan.digest
+
+    def _refuse_different(self, digests: Mapping[int, str], agree_seconds: float) -> None:
+        """Names the first parameter that ranks would reduce differently, and the handlers.
+
+        Raises:
+            AgreementError: On every rank alike.
+        """
+        what, ranks = "what the handlers reduce", list(digests)
+        told = agree(what, self._reduced, ranks=ranks, timeout_seconds=agree_seconds)
+        places = sorted({place for one in told for place in one})
+        for rank, key in places:
+            said = [one.get((rank, key), "nothing") for one in told]
+            same(f"{what} of {key!r} on rank {rank}", dict(zip(ranks, said, strict=True)))
+        same(what, digests)  # where a handler does not say the same twice
+
+    def _reduced(self) -> dict[tuple[int, str], str]:
+        """Returns in words, by rank and key, what handlers reduce as this rank sees it."""
+        allowed = self._options["allow_unsynced"]
+        routes, divisors = make_routes(
+            self.manifest, self.topology, list(self.plugins.items()), allowed
+        )
+        return {
+            (rank, key): "; ".join(
+                f"handler {hop.handler!r}: {hop} over ranks {list(hop.ranks)}" for hop in route
+            )
+            + (f"; divided by {divisors[key]:g}" if key in divisors else "")
+            for rank, by_key in routes.items()
+            for key, route in by_key.items()
+            if route
+        }
+
+    def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
+        """Returns the plans of any ranks, made here."""
+        handlers = list(self.plugins.items())
+        return make_plans(self.manifest, self.topology, handlers, ranks=ranks, **self._options)
+
+    @property
+    def plugins(self) -> dict[str, GradientHandler]:
+        """The handlers themselves, by name."""
+        return {name: resolved.plugin for name, resolved in self.handlers.items()}

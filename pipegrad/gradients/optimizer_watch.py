@@ -1,0 +1,147 @@
+"""The watch on optimizers: before one steps, it is refused if copies or rows would go apart."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pipegrad.errors import PipegradError, PlanError, StepError
+from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.model.manifest import Manifest
+from pipegrad.optimizer.main_params import refuse_unless_elementwise
+from pipegrad.plan.plan import Plan
+from pipegrad.plugins.handler import Placement
+from pipegrad.topology import Topology
+
+_FRAMES = 16  # from a step's hook to who steps: torch's wrappers, and those of learning rates
+
+
+class OptimizerWatch:
+    """Looks at each optimizer of this process, before its step.
+
+    Args:
+        parameters: Those of this rank.
+        alike: Whether each rank steps all parameters, by the same gradients; see `steps_alike`.
+        on_refusal: A method that is told of an optimizer that is refused.
+    """
+
+    def __init__(
+        self,
+        parameters: Collection[LiveParameter],
+        *,
+        alike: bool,
+        on_refusal: Callable[[PipegradError], object],
+    ) -> None:
+        self._alike = alike
+        self._on_refusal = weakref.WeakMethod(on_refusal)
+        self._stand_ins = {id(p.stand_in.tensor): p for p in parameters if p.stand_in}
+        self._has_replaced = any(p.is_replaced for p in parameters)
+        self.follow({id(p.live): p for p in parameters})
+        check = weakref.WeakMethod(self._check)  # torch's list of hooks must keep nobody alive
+
+        def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (method := check()) is not None:
+                method(optimizer)
+
+        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+
+    def follow(self, live: Mapping[int, LiveParameter]) -> None:
+        """Looks for these parameters from now on, by their tensors' ids."""
+        self._live = live
+
+    def remove(self) -> None:
+        """Ends it."""
+        self._end()
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer of these parameters that would make another model of them.
+
+        Raises:
+            PipegradError: Says why, and what to take. Ranks that do not step learn of it as well.
+        """
+        why_not = None if self._alike else _is_global(optimizer) or _is_scaled_alone()
+        if why_not is None and not self._has_replaced:
+            return
+        tensors = [t for group in optimizer.param_groups for t in group["params"]]
+        parameters = [p for t in tensors if (p := self._live.get(id(t)))]
+        stand_ins = [p.stand_in for t in tensors if (p := self._stand_ins.get(id(t)))]
+        try:
+            if any(stand_in.share.sharded for stand_in in stand_ins if stand_in):
+                refuse_unless_elementwise(optimizer)
+            for parameter in parameters:
+                _refuse_replaced(parameter)
+            if why_not is not None and (parameters or stand_ins):
+                raise PlanError(why_not)
+        except PipegradError as error:
+            if (tell := self._on_refusal()) is not None:
+                tell(error)
+            raise
+
+
+def _refuse_replaced(parameter: LiveParameter) -> None:
+    if parameter.is_replaced:
+        raise StepError(
+            f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a row or "
+            f"in a copy of it, so nothing would move: give the optimizer "
+            f"sync.optimizer_parameters(), not module.parameters()"
+        )
+
+
+def _is_global(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns why not, if an optimizer looks at all parameters at once: no rank has them all."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    return (
+        f"{type(optimizer).__name__} computes one step from all gradients of the model, and no "
+        f"rank has all of them: copies of one parameter would get different steps. Take an "
+        f"optimizer that looks at each parameter by itself, such as AdamW"
+    )
+
+
+def _is_scaled_alone() -> str | None:
+    """Returns why not, if it is stepped by a GradScaler that looks at this rank's gradients."""
+    if (name := _lone_scaler()) is None:
+        return None
+    return (
+        f"torch's {name} looks for overflows in the gradients of this rank alone, but other ranks "
+        f"have other gradients: one rank would skip a step that others make. Use "
+        f"pipegrad.GradScaler(sync), which decides once for all ranks"
+    )
+
+
+def _lone_scaler() -> str | None:
+    """Returns the name of the torch GradScaler that is just stepping an optimizer, if one is.
+
+    Only one that looks at this rank's gradients alone. Called in an optimizer's step hook: torch
+    does not tell an optimizer who steps it, so this looks at who has called.
+    """
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES):
+        frame = None if frame is None else frame.f_back
+        if frame is None:
+            return None
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+            alone = type(caller).unscale_ is torch.amp.GradScaler.unscale_
+            return type(caller).__name__ if alone else None
+    return None
+
+
+def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
+    """Whether each rank steps all parameters, by the gradients that all other ranks have."""
+    sizes, routes = dict(topology.axes), dict(plan.routes)
+    data = math.prod(sizes[axis] for axis in topology.data_axes)
+    for record in manifest.parameters:
+        route, layout = routes.get(record.key, ()), manifest.entries(record.key)[0].layout
+        ranks = math.prod(len(hop.ranks) for hop in route)  # that have the same gradient
+        ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)
+        ranks *= data if record.stage in manifest.reduced_by_ddp else 1
+        moves = any(hop.placement is not Placement.REPLICATE for hop in route)
+        if record.requires_grad and (moves or ranks < len(topology.ranks)):
+            return False
+    return True

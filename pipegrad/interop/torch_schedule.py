@@ -1,0 +1,122 @@
+"""What a torch schedule says of itself, and how its methods are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from pipegrad.errors import PlanError, TopologyError
+from pipegrad.model.wrappers import fsdp_modules
+from pipegrad.topology import Topology
+
+if TYPE_CHECKING:
+    from pipegrad.interop.private import PipelineStageBase
+
+
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+_BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient, input gradient
+
+
+def replace(followed: object, methods: Mapping[str, Callable[..., object]]) -> None:
+    """Puts methods in the place of an instance's own, which `leave` brings back."""
+    before = vars(followed).setdefault("_pipegrad_before", {})
+    for name, method in methods.items():
+        before.setdefault(name, vars(followed).get(name))
+        vars(followed)[name] = method
+
+
+def leave(followed: object) -> None:
+    """Gives an instance the methods back that it had before `attach`."""
+    for name, method in vars(followed).pop("_pipegrad_before", {}).items():
+        del vars(followed)[name]
+        if method is not None:
+            vars(followed)[name] = method
+
+
+def stages_of(schedule: TorchSchedule) -> list[PipelineStageBase]:
+    """Returns the stages of this rank, by index."""
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    return sorted(schedule._stages, key=lambda stage: stage.stage_index)
+
+
+def divisor(schedule: TorchSchedule) -> float:
+    """Returns what torch divides gradients by."""
+    return float(schedule._n_microbatches) if schedule.scale_grads else 1.0
+
+
+def placed_on(topology: Topology, stage: PipelineStageBase) -> Topology:
+    """Returns `topology` with the schedule's stages on it."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = dist.get_process_group_ranks(stage.group or world)
+    pipeline = topology.ranks_along(topology.pipeline)
+    if ranks != list(pipeline):
+        raise TopologyError(
+            f"stage {stage.stage_index} runs its pipeline over ranks {ranks}, the topology over "
+            f"{list(pipeline)}: give the stages group=topology.group_along("
+            f"{topology.pipeline!r})"
+        )
+    mapping = stage.stage_index_to_group_rank
+    places = tuple(mapping[index] for index in range(stage.num_stages))
+    one_each = tuple(range(len(pipeline)))
+    if topology.stage_to_rank not in (places, one_each):
+        raise TopologyError(
+            f"the schedule puts stages on pipeline ranks {places}, the topology on "
+            f"{topology.stage_to_rank}: leave stage_to_rank out, attach takes the schedule's"
+        )
+    return topology.with_stages(places)
+
+
+def check_split_backward(schedule: TorchSchedule) -> None:
+    """Refuses a split backward of a torch that computes wrong gradients then."""
+    splits = any(letter in ("I", "W") for _, _, letter in _backwards(schedule))
+    if splits and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        raise PlanError(
+            f"{type(schedule).__name__} splits backward, and torch {torch.__version__} computes "
+            f"wrong gradients then (pytorch#180952): use torch 2.13, or a schedule without split"
+        )
+
+
+def check_sharded(schedule: TorchSchedule, stages: Sequence[PipelineStageBase]) -> None:
+    """Refuses FSDP2 where torch looks for gathered parameters that are not there any more."""
+    splits = any(letter == "W" for _, _, letter in _backwards(schedule))
+    for stage in stages if splits else ():
+        for part in fsdp_modules({0: stage.submod})[0]:
+            state = part._get_fsdp_state()
+            is_root = stage.submod in state._modules  # which torch itself keeps gathered
+            if any(g._reshard_after_forward and not is_root for g in state._fsdp_param_groups):
+                raise PlanError(
+                    f"{type(schedule).__name__} splits backward, and stage {stage.stage_index} has "
+                    f"modules that FSDP2 reshards after forward: torch loses their gradients then; "
+                    f"give fully_shard reshard_after_forward=False, or take another schedule"
+                )
+
+
+def stage_ticks(schedule: TorchSchedule, topology: Topology) -> list[int] | None:
+    """Returns when each stage's last backward is, in the schedule's own time steps."""
+    ticks: dict[int, int] = {}
+    for tick, stage, letter in _backwards(schedule):
+        if letter != "I":
+            ticks[stage] = max(tick, ticks.get(stage, 0))
+    if sorted(ticks) != list(range(topology.num_stages)):
+        return None
+    return [ticks[stage] for stage in range(topology.num_stages)]
+
+
+def _backwards(schedule: TorchSchedule) -> Iterable[tuple[int, int, str]]:
+    """Yields time step, stage and letter of every backward; nothing for one stage a rank.
+
+    There torch's list has no idle steps, so it tells no time, and nothing splits backward.
+    """
+    order = schedule.pipeline_order if isinstance(schedule, PipelineScheduleMulti) else {}
+    for row in order.values():
+        for tick, action in enumerate(row):
+            for part in (action and action.sub_actions) or (action,):
+                if part is not None and part.computation_type.value in _BACKWARDS:
+                    yield tick, part.stage_index, part.computation_type.value

@@ -1,0 +1,143 @@
+"""What one rank says of itself: of its stages, before anything is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.fx import GraphModule
+
+from pipegrad.errors import PlanError, TopologyError
+from pipegrad.model.dtensor import Shard, layout_of, shard_of
+from pipegrad.model.gradient_storage import GradientAccessor
+from pipegrad.model.manifest import ParameterEntry, RankManifest
+from pipegrad.model.suspects import Place, fingerprint
+from pipegrad.model.ties import Tie, held, named, plain_name
+from pipegrad.model.wrappers import FSDP1, unwrapped, wrapper_of
+from pipegrad.topology import Topology
+
+
+def check_arguments(
+    modules: Mapping[int, nn.Module],
+    topology: Topology,
+    *,
+    bucket_bytes: int,
+    lanes: int,
+    stage_ticks: Sequence[int] | None = None,
+    shared_ticks: Sequence[int] | None = None,
+) -> None:
+    """Refuses what this rank alone can see to be wrong."""
+    if sorted(modules) != list(topology.local_stages):
+        raise TopologyError(
+            f"rank {topology.rank} was given modules for stages {sorted(modules)}, but the "
+            f"topology puts stages {list(topology.local_stages)} on it"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if set(topology.ranks) != set(range(world)):
+        raise TopologyError(
+            f"the topology has ranks {list(topology.ranks)}, the default process group {world}: "
+            f"give a mesh of all ranks, with further dimensions if need be"
+        )
+    for (stage, name), _, parameter in named(modules):
+        if parameter.is_meta:
+            raise PlanError(
+                f"parameter {name!r} of stage {stage} is on the meta device: materialise the stage"
+            )
+    if bucket_bytes < 0 or lanes < 1:
+        raise PlanError(
+            f"bucket_bytes={bucket_bytes} must be at least 0 and lanes={lanes} at least 1"
+        )
+    for name, ticks in (("stage_ticks", stage_ticks), ("shared_ticks", shared_ticks)):
+        if ticks is not None and len(ticks) != topology.num_stages:
+            raise PlanError(f"{name} has {len(ticks)} entries for {topology.num_stages} stages")
+
+
+def describe_rank(
+    modules: Mapping[int, nn.Module],
+    accessor: GradientAccessor,
+    settings: Mapping[str, object],
+    ties: Sequence[Tie] = (),
+) -> RankManifest:
+    """Returns this rank's manifest. Reads a sample of every parameter, communicates nothing.
+
+    Raises:
+        PlanError: If parameters are on several devices.
+    """
+    devices = sorted({str(p.device) for module in modules.values() for p in module.parameters()})
+    if len(devices) > 1:
+        raise PlanError(f"parameters of one rank are on several devices, {devices}: choose one")
+    wrappers = {stage: kind for stage in sorted(modules) if (kind := wrapper_of(modules[stage]))}
+    entries: dict[Place, ParameterEntry] = {}
+    objects: dict[int, list[Place]] = {}
+    fingerprints: list[tuple[Place, str]] = []
+    constants: list[tuple[Place, str]] = []
+    shards: list[tuple[Place, Shard]] = []
+    for stage in sorted(modules):
+        seen: dict[int, str] = {}
+        for place, full_name, parameter in named({stage: modules[stage]}):
+            if id(parameter) in seen:
+                first = entries[stage, seen[id(parameter)]]
+                aliases = (*first.aliases, place[1])
+                entries[stage, first.name] = replace(first, aliases=aliases)
+                continue
+            seen[id(parameter)] = place[1]
+            owner = unwrapped(modules[stage]).get_submodule(full_name.rpartition(".")[0])
+            entries[place] = replace(
+                _entry(place[1], parameter, accessor), kind=type(owner).__name__
+            )
+            objects.setdefault(id(parameter), []).append(place)
+            if (shard := shard_of(parameter)) is not None:
+                shards.append((place, shard))
+            # Reading a parameter of FSDP1 would communicate; the plan refuses its stage.
+            is_flat = wrappers.get(stage) == FSDP1
+            varying, constant = (None, None) if is_flat else fingerprint(parameter)
+            if varying is not None:
+                fingerprints.append((place, varying))
+            if constant is not None:
+                constants.append((place, constant))
+    return RankManifest(
+        stages=tuple(
+            (stage, tuple(e for (at, _), e in entries.items() if at == stage))
+            for stage in sorted(modules)
+        ),
+        wrappers=tuple(wrappers.items()),
+        linked=tuple(tuple(places) for places in objects.values() if len(places) > 1),
+        device_type=torch.device(devices[0]).type if devices else "",
+        fingerprints=tuple(fingerprints),
+        settings=tuple((name, str(value)) for name, value in settings.items()),
+        shards=tuple(shards),
+        constants=tuple(constants),
+        held=tuple((i, at) for i, places in enumerate(held(modules, ties)) for at in places),
+        traced=tuple(s for s in sorted(modules) if isinstance(modules[s], GraphModule)),
+        buffers=tuple(
+            ((stage, plain_name(name)), digest)
+            for stage in sorted(modules)
+            for name, buffer in unwrapped(modules[stage]).named_buffers()
+            if (digest := "".join(filter(None, fingerprint(buffer))))
+        ),
+    )
+
+
+def _entry(name: str, parameter: nn.Parameter, accessor: GradientAccessor) -> ParameterEntry:
+    return ParameterEntry(
+        name=name,
+        aliases=(),
+        shape=tuple(parameter.shape),
+        stride=tuple(parameter.stride()),
+        dtype=parameter.dtype,
+        gradient_dtype=accessor.dtype(parameter),
+        requires_grad=parameter.requires_grad,
+        layout=layout_of(parameter),
+    )
+
+
+def device_of(modules: Mapping[int, nn.Module], manifests: Sequence[RankManifest]) -> torch.device:
+    """Returns where this rank's parameters live; without any, a device of the others' type."""
+    for module in modules.values():
+        for parameter in module.parameters():
+            return parameter.device
+    kind = next((m.device_type for m in manifests if m.device_type), "cpu")
+    return torch.device(kind)

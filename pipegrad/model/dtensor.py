@@ -1,0 +1,109 @@
+"""Local shards: what a rank has of a DTensor parameter, and how all of it lies over ranks.
+
+A DTensor's ranks reduce among themselves: FSDP2 over its mesh, tensor parallelism in its own
+computes. What is left to pipegrad are other dimensions, along which ranks of one coordinate hold
+the same part. So everything here is about parts, and nothing communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Whether a tensor is a DTensor. Where nobody has imported DTensor, which is slow, none is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)  # missing while it is being imported
+    return kind is not None and isinstance(tensor, kind)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a DTensor lies over ranks: the same on each of them, and on whatever is tied to it.
+
+    Attributes:
+        shape: Of the whole.
+        mesh: Its mesh dimensions, name and size.
+        placements: Of the whole along each of them, in torch's words.
+        replicated: Along which of them it is the same everywhere.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[tuple[str, int], ...]
+    placements: tuple[str, ...]
+    replicated: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        dims = zip(self.placements, self.mesh, strict=True)
+        return f"{self.shape} by " + ", ".join(
+            f"{placement} over {name or 'a dimension'} of {size}"
+            for placement, (name, size) in dims
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank has of a DTensor.
+
+    Attributes:
+        shape: Of its part; the last ranks may have less than others, or nothing.
+        coordinate: Where the rank is in the DTensor's mesh.
+        members: Global ranks of that mesh.
+    """
+
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    members: tuple[int, ...]
+
+    def is_counted(self, layout: Layout) -> bool:
+        """Whether this is the part that counts, of those that are the same."""
+        here = zip(self.coordinate, layout.replicated, strict=True)
+        return not any(at for at, replicated in here if replicated)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a DTensor, its memory; any other tensor is its own."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def layout_of(parameter: torch.Tensor) -> Layout | None:
+    """Returns how a parameter lies over ranks; None if it is not a DTensor."""
+    if not is_dtensor(parameter):
+        return None
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return Layout(
+        shape=tuple(parameter.shape),
+        mesh=tuple(zip(names, mesh.shape, strict=True)),
+        placements=tuple(map(repr, parameter.placements)),
+        replicated=tuple(placement.is_replicate() for placement in parameter.placements),
+    )
+
+
+def shard_of(parameter: torch.Tensor) -> Shard | None:
+    """Returns what this rank has of a parameter; None if it is not a DTensor."""
+    if not is_dtensor(parameter):
+        return None
+    mesh = parameter.device_mesh
+    return Shard(
+        shape=tuple(local(parameter).shape),
+        coordinate=tuple(mesh.get_coordinate() or ()),
+        members=tuple(mesh.mesh.flatten().tolist()),
+    )
+
+
+def largest(shards: Iterable[Shard]) -> tuple[int, ...]:
+    """Returns the shape of which every part is the beginning."""
+    return tuple(map(max, zip(*(shard.shape for shard in shards), strict=True)))

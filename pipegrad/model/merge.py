@@ -1,0 +1,150 @@
+"""The one model that the ranks' manifests describe, or who disagrees on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipegrad.comm.agreement import same
+from pipegrad.errors import PlanError, TopologyError
+from pipegrad.model.claims import Claims
+from pipegrad.model.describe import describe_rank
+from pipegrad.model.dtensor import largest
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
+from pipegrad.model.suspects import Place, Start
+from pipegrad.model.ties import Shared, Tie, declared, united
+from pipegrad.topology import Topology
+
+
+def make_manifest(
+    modules: Mapping[int, nn.Module],
+    topology: Topology,
+    *,
+    shared: Shared = (),
+    accessor: GradientAccessor | None = None,
+) -> Manifest:
+    """Returns the model that the ranks of a job would agree on, from all its stages at hand.
+
+    Offline: needs no process group, and the stages may be on the meta device. `make_plan` makes of
+    it the plan of any rank.
+
+    Args:
+        modules: Every stage of the model, ``{stage: module}``.
+        topology: From any rank's point of view.
+        shared: As `GradientSync` takes it.
+        accessor: Where gradients live; ``parameter.grad`` by default.
+
+    Raises:
+        TopologyError: If the modules are not those of the topology's stages.
+        PlanError: If a tie names what no stage holds, or parameters that cannot be one.
+    """
+    if sorted(modules) != list(range(topology.num_stages)):
+        raise TopologyError(
+            f"the topology has stages 0..{topology.num_stages - 1}, but the modules given are "
+            f"those of stages {sorted(modules)}: give all of them"
+        )
+    ties = declared(shared)
+    manifests = []
+    for rank in sorted(topology.ranks):
+        local = {stage: modules[stage] for stage in topology.at(rank).local_stages}
+        manifests.append(describe_rank(local, accessor or GradAttribute(), {}, ties))
+    return merge(manifests, topology, ties)
+
+
+def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[Tie]) -> Manifest:
+    """Returns the one model that the ranks' manifests describe. Pure.
+
+    Args:
+        manifests: One a rank of the topology, by ascending rank.
+        topology: From any rank's point of view.
+        ties: The declarations, the same on all ranks.
+
+    Raises:
+        AgreementError: If ranks disagree; names what, and who says which.
+        PlanError: If a tie names what no stage holds, or parameters that cannot be one.
+    """
+    by_rank = dict(zip(sorted(topology.ranks), manifests, strict=True))
+    names = dict.fromkeys(name for m in manifests for name, _ in m.settings)
+    for name in names:
+        same(name, {r: dict(m.settings).get(name, "nothing") for r, m in by_rank.items()})
+    same("the device type", {r: m.device_type for r, m in by_rank.items() if m.device_type})
+    stages: list[tuple[ParameterEntry, ...]] = []
+    wrappers: list[tuple[int, str]] = []
+    for stage in range(topology.num_stages):
+        holders = [r for r in by_rank if stage in topology.at(r).local_stages]
+        said = {r: dict(by_rank[r].stages).get(stage, ()) for r in holders}
+        same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in said.items()})
+        wrapped = {r: dict(by_rank[r].wrappers).get(stage, "") for r in holders}
+        same(f"the wrapper of stage {stage}", wrapped)
+        stages.append(_sharded(stage, said[holders[0]], [by_rank[r] for r in holders]))
+        wrappers += [(stage, wrapped[holders[0]])] if wrapped[holders[0]] else []
+    linked = [group for m in manifests for group in m.linked]
+    claims = Claims(stages, manifests, ties)
+    groups = [tuple(sorted(group)) for group in united([*claims.places, *linked])]
+    for group in groups:
+        _check_tie(group, stages)
+        claims.refuse_different_starts(group)
+    return Manifest(
+        stages=tuple(stages),
+        ties=tuple(sorted(groups)),
+        wrappers=tuple(wrappers),
+        shards=tuple((rank, m.shards) for rank, m in by_rank.items() if m.shards),
+    )
+
+
+def _sharded(
+    stage: int, entries: tuple[ParameterEntry, ...], holders: Sequence[RankManifest]
+) -> tuple[ParameterEntry, ...]:
+    """Returns a stage's entries, those that lie over ranks with their largest local shard."""
+    if not any(entry.layout for entry in entries):
+        return entries
+    shards = [dict(manifest.shards) for manifest in holders]
+    found: list[ParameterEntry] = []
+    for entry in entries:
+        if entry.layout is None:
+            found.append(entry)
+            continue
+        shape = largest(held[stage, entry.name] for held in shards)
+        row_major = tuple(torch.empty(shape, device="meta").stride())
+        found.append(replace(entry, shape=shape, stride=row_major))
+    return tuple(found)
+
+
+def starts_of(manifests: Sequence[RankManifest]) -> dict[Place, Start]:
+    """Returns how each place starts, as its lowest rank says it."""
+    found: dict[Place, Start] = {}
+    for manifest in manifests:
+        digests = dict(manifest.fingerprints)
+        for stage, entries in manifest.stages:
+            for e in entries:
+                start = Start(e.kind, e.shape, e.requires_grad, digests.get((stage, e.name)))
+                found.setdefault((stage, e.name), start)
+    return found
+
+
+def _lines(entries: Sequence[ParameterEntry]) -> str:
+    return "; ".join(map(str, entries)) or "nothing"
+
+
+def _check_tie(group: Sequence[Place], stages: Sequence[Sequence[ParameterEntry]]) -> None:
+    if len({stage for stage, _ in group}) < len(group):
+        raise PlanError(
+            f"tie {list(group)}: one stage holds it as several objects; tie them inside the stage, "
+            f"or declare the tie by name on the rank that holds them"
+        )
+    entries = [next(e for e in stages[s] if e.name == name) for s, name in group]
+    for (stage, name), entry in zip(group[1:], entries[1:], strict=True):
+        traits = ("layout", "shape", "dtype", "gradient_dtype", "requires_grad")
+        for trait in traits:
+            here, there = getattr(entry, trait), getattr(entries[0], trait)
+            if trait == "layout" and here != there:
+                here, there = (e.layout or f"{e.shape} whole" for e in (entry, entries[0]))
+            if here != there:
+                raise PlanError(
+                    f"{name!r} on stage {stage} is tied to {group[0][1]!r} on stage {group[0][0]}, "
+                    f"but its {trait} is {here} and the other's {there}: make them the same"
+                )

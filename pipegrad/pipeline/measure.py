@@ -1,0 +1,73 @@
+"""measure_hops: what a message takes from each rank of a pipeline to the next."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+
+import torch
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.agreement import agree
+from pipegrad.pipeline.transfers import RECEIVED, SENT, Edges
+from pipegrad.schedules.program.program import Channel
+from pipegrad.topology import Topology
+
+_WAIT_SECONDS = 600.0  # for one hop
+
+
+def measure_hops(
+    topology: Topology, *, num_bytes: int, repeats: int = 11, device: torch.device | str = "cpu"
+) -> tuple[float, ...]:
+    """Returns what a message takes from each rank of the pipeline to the next, in seconds.
+
+    What ``hop-aware-1f1b`` wants as ``hop_seconds``. Hops are measured one after the other, as half
+    of a message there and back; the median of `repeats`, and the slowest of all pipelines. Every
+    rank of the topology must call it, and gets the same numbers.
+
+    Args:
+        topology: Ranks.
+        num_bytes: Of what a stage hands on for a microbatch.
+        repeats: How often each hop is measured.
+        device: Where the messages are.
+    """
+    device = torch.device(device)
+    hops = range(topology.size(topology.pipeline) - 1)
+    ways = [Channel(0, "F", a, b) for hop in hops for a, b in ((hop, hop + 1), (hop + 1, hop))]
+    edges = Edges(ways, topology, device)
+    me = topology.coordinate(topology.pipeline)
+    seconds = list[float]()
+    for hop in hops:
+        mine = _ping(edges, (me, hop), num_bytes, repeats, device) if me in (hop, hop + 1) else 0.0
+        told = agree(
+            f"hop {hop}",
+            partial(float, mine),
+            ranks=topology.ranks,
+            timeout_seconds=_WAIT_SECONDS,
+        )
+        seconds.append(max(told))
+    edges.close()
+    return tuple(seconds)
+
+
+def _ping(
+    edges: Edges, place: tuple[int, int], num_bytes: int, repeats: int, device: torch.device
+) -> float:
+    me, hop = place
+    peer = 2 * hop + 1 - me
+    (group_there, peer_there), (group_back, peer_back) = edges.to(peer), edges.of(peer)
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(repeats + 1):  # the first one connects
+        began = time.perf_counter()
+        receiving = sync_points.in_use.receive(group_back, received, peer_back, hop)
+        if me > hop:
+            RECEIVED(receiving)
+        sending = sync_points.in_use.send(group_there, sent, peer_there, hop)
+        if me == hop:
+            RECEIVED(receiving)
+        SENT(sending)
+        received[:1].tolist()  # the host waits for the device
+        times.append((time.perf_counter() - began) / 2)
+    return statistics.median(times[1:]) if me == hop else 0.0

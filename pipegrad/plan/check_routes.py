@@ -1,0 +1,196 @@
+"""Refuses routes that do not fit each other, the stages, or the model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipegrad.errors import PlanError
+from pipegrad.model.ties import matches_any
+from pipegrad.model.wrappers import FSDP2
+from pipegrad.plan.routes import Route, Routes, hops_taken, shared_routes, signature
+from pipegrad.plugins.handler import (
+    Placement,
+)
+
+if TYPE_CHECKING:
+    from pipegrad.model.manifest import Manifest
+    from pipegrad.topology import Topology
+
+
+def check_routes(
+    manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
+) -> None:
+    """Does nothing if all ranks' routes fit together, and leave nothing out.
+
+    Raises:
+        PlanError: If they do not; names the handlers.
+    """
+    _check_members(routes)
+    _check_copies(manifest, topology, routes)
+    _check_places(routes)
+    _check_wrappers(manifest, topology, routes)
+    _check_shards(manifest, topology, routes)
+    _check_left_out(manifest, topology, routes, allow_unsynced)
+    _check_ties(manifest, topology, routes, allow_unsynced)
+
+
+def _check_members(routes: Routes) -> None:
+    """Every member of a reduction must have asked for the same one, or its peers would hang."""
+    for rank, mine in routes.items():
+        for key, route in mine.items():
+            for hop in route:
+                # All against the lowest member, and that one against all: no pair is left out.
+                for member in hop.ranks if rank == hop.ranks[0] else hop.ranks[:1]:
+                    theirs = routes[member].get(key, ())
+                    if hop not in theirs:
+                        raise PlanError(
+                            f"handler {hop.handler!r}: rank {rank} reduces {key!r} by {hop} "
+                            f"over ranks {list(hop.ranks)}, but rank {member} has "
+                            f"{[str(h) for h in theirs] or 'no reduction of it'}; a handler must "
+                            f"say the same for every rank of a reduction"
+                        )
+
+
+def _check_places(routes: Routes) -> None:
+    """Members of a reduction must be left with the same by those before it: a row, or the sum."""
+    for rank, mine in routes.items():
+        for key, route in mine.items():
+            for number, hop in enumerate(route[: hops_taken(route, rank)]):
+                for member in hop.ranks:
+                    if _left(routes[member][key], number, member) != _left(route, number, rank):
+                        raise PlanError(
+                            f"{key!r}: before {hop} over ranks {list(hop.ranks)}, rank {rank} and "
+                            f"rank {member} are left with different parts of it: number the ranks "
+                            f"so that they ascend along every dimension of the mesh"
+                        )
+
+
+def _left(route: Route, num_hops: int, rank: int) -> list[int | bool]:
+    """Returns which part of a gradient a rank has after so many hops."""
+    return [
+        h.ranks.index(rank) if h.placement is Placement.SHARD else rank == h.ranks[0]
+        for h in route[:num_hops]
+        if h.mirrored
+    ]
+
+
+def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    """Every copy of a parameter must take the same route, or the copies' buckets would differ."""
+    agreed = shared_routes(routes)
+    for rank, mine in routes.items():
+        for record in manifest.records(topology.at(rank)):
+            route, expected = mine.get(record.key, ()), agreed.get(record.key, ())
+            if signature(route) != signature(expected):
+                raise PlanError(
+                    f"{record.key!r} takes the route {[str(h) for h in route]} on rank {rank}, but "
+                    f"{[str(h) for h in expected]} on another rank that holds it: handlers "
+                    f"{sorted({h.handler for h in (*route, *expected)})} must treat copies alike"
+                )
+
+
+def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    for stage, wrapper in manifest.wrappers:
+        if wrapper == FSDP2:
+            continue
+        if stage not in manifest.reduced_by_ddp:
+            raise PlanError(
+                f"stage {stage} has parameters of {wrapper}, whose flat gradients pipegrad cannot "
+                f"reduce: use fully_shard (FSDP2), or plain modules with handler 'data-parallel'"
+            )
+        rank = next(r for r in routes if stage in topology.at(r).local_stages)
+        for key, route in routes[rank].items():
+            held = any(s == stage for s, _ in manifest.places(key))
+            for hop in route:
+                if held and any(map(hop.spans, topology.data_axes)):
+                    raise PlanError(
+                        f"stage {stage} is wrapped by DistributedDataParallel and handler "
+                        f"{hop.handler!r} reduces {key!r} over {hop.axes} too: it would be reduced "
+                        f"twice; unwrap the stage, or drop the handler"
+                    )
+
+
+def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    """A DTensor's own ranks reduce among themselves; along others the same parts must meet."""
+    for rank, mine in routes.items():
+        for key, route in mine.items():
+            shard = manifest.shard(rank, key)
+            if shard is None:
+                continue
+            layout = manifest.entries(key)[0].layout
+            for hop in route:
+                asked = f"handler {hop.handler!r} reduces {key!r} by {hop} over {list(hop.ranks)}"
+                if hop.mirrored:
+                    raise PlanError(
+                        f"{asked}, but it is a DTensor, {layout}: only whole parameters can be "
+                        f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
+                    )
+                twice = set(hop.ranks) & set(shard.members)
+                if len(twice) > 1:
+                    of_data = twice <= set(topology.at(rank).ranks_along(topology.data_axes))
+                    way_out = (
+                        "drop the handler, ['pipeline-shared'] is enough"
+                        if of_data
+                        else "leave it out of the parameters that the handler is given"
+                    )
+                    raise PlanError(
+                        f"{asked}, but it is a DTensor, {layout}, on ranks "
+                        f"{list(shard.members)}, which reduce it among themselves: it would be "
+                        f"reduced twice; {way_out}"
+                    )
+                places = {r: manifest.shard(r, key) for r in hop.ranks}
+                parts = {r: s and (s.coordinate, s.shape) for r, s in places.items()}
+                if len(set(parts.values())) > 1:
+                    raise PlanError(
+                        f"{asked}, where it is a DTensor, {layout}, but these ranks have different "
+                        f"parts of it, (coordinate, shape): {parts}; number the ranks of its mesh "
+                        f"alike in all stages"
+                    )
+
+
+def _check_left_out(
+    manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
+) -> None:
+    """What FSDP2 has left out of a stage, nobody would reduce over its mesh."""
+    for stage, wrapper in manifest.wrappers:
+        rank = next(r for r in routes if stage in topology.at(r).local_stages)
+        held = [
+            (record.key, manifest.shard(rank, record.key))
+            for record in manifest.records(topology.at(rank))
+            if record.requires_grad and any(s == stage for s, _ in manifest.places(record.key))
+        ]
+        shards = [shard for _, shard in held if shard is not None]
+        meshes = {shard.members for shard in shards if len(shard.members) > 1}
+        if wrapper != FSDP2 or not meshes:
+            continue
+        members = min(meshes)
+        for key, shard in held:
+            covered = any(set(members) <= set(hop.ranks) for hop in routes[rank].get(key, ()))
+            names = (key, *(name for _, name in manifest.places(key)))
+            if shard is None and not covered and not matches_any(allow_unsynced, names):
+                raise PlanError(
+                    f"{key!r} is a whole parameter in stage {stage}, of which FSDP2 shards others "
+                    f"over ranks {list(members)}, and nobody reduces its gradient over them: call "
+                    f"fully_shard on the stage itself, or name it in allow_unsynced"
+                )
+
+
+def _check_ties(
+    manifest: Manifest,
+    topology: Topology,
+    routes: Routes,
+    allow_unsynced: Sequence[str],
+) -> None:
+    for rank in routes:
+        view = topology.at(rank)
+        for record in filter(lambda r: r.shared, manifest.records(view)):
+            ranks = set(view.ranks_of(record.holders))
+            covered = any(ranks <= set(hop.ranks) for hop in routes[rank].get(record.key, ()))
+            names = (record.key, *(name for _, name in manifest.places(record.key)))
+            if len(ranks) > 1 and not covered and not matches_any(allow_unsynced, names):
+                places = [f"{name!r} on stage {s}" for s, name in manifest.places(record.key)]
+                raise PlanError(
+                    f"{' and '.join(places)} are one parameter, but no handler reduces its "
+                    f"gradient over ranks {sorted(ranks)}: add 'pipeline-shared' to the handlers, "
+                    f"or name it in allow_unsynced to let the copies drift apart"
+                )

@@ -1,0 +1,359 @@
+"""Plan: what a rank does with gradients, in order. Pure and printable, for any rank, offline."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipegrad.plan.buckets import (
+    Bucket,
+    Kind,
+    in_few_words,
+    localised,
+    make_buckets,
+    num_rows,
+)
+from pipegrad.plan.build_routes import make_routes
+from pipegrad.plan.routes import (
+    Route,
+    RouteHop,
+    Routes,
+    has_result,
+    hops_taken,
+    shared_routes,
+)
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement
+
+if TYPE_CHECKING:
+    from pipegrad.model.manifest import Manifest
+    from pipegrad.topology import Topology
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective: a hop of a bucket, in its lane."""
+
+    bucket: int
+    hop: int
+    ready: int
+    lane: int
+
+
+@dataclass(frozen=True)
+class Publish:
+    """One movement of updated parameters, back along a hop, in the bucket's lane.
+
+    Attributes:
+        bucket: Whose parameters.
+        hop: Against which hop.
+        lane: Where.
+        use: Its place in the order: the first stage, over all ranks, that waits for it, unless one
+            that comes before it on the way is waited for later.
+        readers: Stages of this rank whose parameters come by it: none of an owner's.
+    """
+
+    bucket: int
+    hop: int
+    lane: int
+    use: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank's optimizer steps of a parameter: elements ``begin:end``, as they lie in memory.
+
+    All of it, as it is, unless it is `sharded`.
+    """
+
+    key: str
+    begin: int
+    end: int
+    sharded: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything one rank does with gradients, in order.
+
+    Attributes:
+        rank: Whose plan it is.
+        buckets: The buckets this rank takes part in, by index.
+        launches: Its collectives, in the order of ``(ready, hop, bucket)``.
+        publishes: What moves back after the optimizer's step, by first use.
+        shares: What the optimizer steps on this rank, by stage and position.
+        trained_numel: Elements of all trained parameters that this rank holds.
+        moves: Whether updated parameters move back on any rank.
+        routes: Key -> route, for every parameter that this rank reduces or keeps equal.
+        packs: Buckets of parameters (frozen ones too), for making replicas equal.
+        groups: Process groups of all ranks, as (ranks, lane, or `way_back` of one): made by every
+            rank in this order.
+        digest: Of all ranks' routes and buckets: equal on ranks whose plans fit together.
+        divisors: Key -> what its gradient is divided by before it leaves, where that is not 1.
+    """
+
+    rank: int
+    buckets: tuple[Bucket, ...]
+    launches: tuple[Launch, ...]
+    publishes: tuple[Publish, ...]
+    shares: tuple[Share, ...]
+    trained_numel: int
+    moves: bool
+    routes: tuple[tuple[str, Route], ...]
+    packs: tuple[Bucket, ...]
+    groups: tuple[tuple[tuple[int, ...], int], ...]
+    digest: str
+    divisors: tuple[tuple[str, float], ...] = ()
+
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Bytes that this rank's collectives reduce in one step."""
+        buckets = {bucket.index: bucket for bucket in self.buckets}
+        return sum(buckets[launch.bucket].nbytes(launch.hop) for launch in self.launches)
+
+    @cached_property
+    def published_bytes(self) -> int:
+        """Bytes of parameters that move back to this rank, or from it, in one step."""
+        buckets = {bucket.index: bucket for bucket in self.buckets}
+        return sum(
+            buckets[publish.bucket].parameter_nbytes(publish.hop) for publish in self.publishes
+        )
+
+    @property
+    def chains(self) -> frozenset[tuple[int, ...]]:
+        """Ranks that hand gradients down, one to the next, and what becomes of them up."""
+        hops = [hop for _, route in self.routes for hop in route]
+        return frozenset(hop.ranks for hop in hops if hop.handed_down)
+
+    @property
+    def stepped_numel(self) -> int:
+        """Elements that this rank's optimizer steps, and keeps state of."""
+        return sum(share.end - share.begin for share in self.shares)
+
+    def __str__(self) -> str:
+        summary = (
+            f"rank {self.rank}: {len(self.buckets)} buckets, {len(self.launches)} collectives, "
+            f"{self.reduced_bytes / 2**20:.2f} MiB a step; the optimizer steps "
+            f"{self.stepped_numel:,} of {self.trained_numel:,} elements"
+        )
+        lines = [summary]
+        for divisor in sorted({divisor for _, divisor in self.divisors}):
+            keys = [key for key, by in self.divisors if by == divisor]
+            lines.append(f"divided by {divisor:g} before they leave: {in_few_words(keys)}")
+        if self.launches:
+            lines.append("launch  bucket  lane  ready  MiB        reduction")
+        buckets = {bucket.index: bucket for bucket in self.buckets}
+        for number, launch in enumerate(self.launches):
+            bucket = buckets[launch.bucket]
+            hop = bucket.route[launch.hop]
+            lines.append(
+                f"{number:<8}{bucket.index:<8}{launch.lane:<6}{launch.ready:<7}"
+                f"{bucket.nbytes(launch.hop) / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: "
+                f"{bucket.names}"
+            )
+        if self.publishes:
+            lines.append("publish bucket  lane  for stages        MiB        movement")
+        for number, publish in enumerate(self.publishes):
+            hop = buckets[publish.bucket].route[publish.hop]
+            readers = ", ".join(map(str, publish.readers)) or "others"
+            lines.append(
+                f"{number:<8}{publish.bucket:<8}{publish.lane:<6}{readers:<18}"
+                f"{buckets[publish.bucket].parameter_nbytes(publish.hop) / 2**20:<11.3f}"
+                f"back along {hop} over ranks {list(hop.ranks)}"
+            )
+        return "\n".join(lines)
+
+
+def make_plan(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    **options: Any,  # noqa: ANN401 - those of make_plans, checked there
+) -> Plan:
+    """Returns the plan of ``topology.rank``. Pure: any rank's plan can be made on any machine.
+
+    Takes what `make_plans` takes, and raises what it raises.
+    """
+    return make_plans(manifest, topology, handlers, ranks=[topology.rank], **options)[topology.rank]
+
+
+def make_plans(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    *,
+    bucket_bytes: int,
+    reduce_dtype: torch.dtype | None = None,
+    lanes: int = 1,
+    stage_ticks: Sequence[int] | None = None,
+    shared_ticks: Sequence[int] | None = None,
+    allow_unsynced: Sequence[str] = (),
+    ranks: Sequence[int] | None = None,
+) -> dict[int, Plan]:
+    """Returns the plans of several ranks. Pure.
+
+    Args:
+        manifest: The agreed model.
+        topology: Ranks and stages, from any rank's point of view.
+        handlers: Name and instance, in the order of the configuration (which changes nothing).
+        bucket_bytes: Wire bytes at which a bucket is closed; a larger gradient travels alone.
+        reduce_dtype: dtype on the wire; the gradient's own if None.
+        lanes: Number of lanes; a bucket stays in lane ``index % lanes``.
+        stage_ticks: For each stage when its gradients are final, in any unit. By default stages
+            become final from the last to the first, as in every 1F1B-like schedule.
+        shared_ticks: The same for gradients that stages on several ranks hold; by default
+            `stage_ticks`.
+        allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
+        ranks: Whose plans; all by default.
+
+    Raises:
+        PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
+    """
+    routes, divisors = make_routes(manifest, topology, handlers, allow_unsynced)
+    alone = stage_ticks or range(topology.num_stages - 1, -1, -1)
+    shared = shared_ticks or alone
+    records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
+    agreed = [(records[key], route) for key, route in shared_routes(routes).items()]
+    gradients = [
+        Kind(r, route, shared if topology.crosses(r.holders) else alone, reduce_dtype, manifest)
+        for r, route in agreed
+        if r.requires_grad
+    ]
+    buckets = make_buckets(manifest, gradients, bucket_bytes)
+    packs = make_buckets(manifest, [Kind(*pair, alone) for pair in agreed], bucket_bytes)
+    groups = _groups(routes, buckets, lanes)
+    digest = hashlib.sha256(repr((routes, buckets, packs, divisors)).encode()).hexdigest()
+    plans: dict[int, Plan] = {}
+    for rank in topology.ranks if ranks is None else ranks:
+        view = topology.at(rank)
+        held = manifest.records(view)
+        shards = {r.key: manifest.shard(rank, r.key) for r in held}
+        shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
+        mine = localised(buckets, routes[rank], shapes)
+        trained = [r for r in held if r.requires_grad]
+        plans[rank] = Plan(
+            rank=rank,
+            buckets=mine,
+            launches=_launches(mine, rank, lanes),
+            publishes=_publishes(mine, view, routes, lanes),
+            shares=tuple(_shares(trained, mine, routes[rank], rank)),
+            trained_numel=sum(r.numel for r in trained),
+            moves=any(bucket.mirrored for bucket in buckets),
+            routes=tuple(routes[rank].items()),
+            packs=localised(packs, routes[rank], shapes),
+            groups=groups,
+            digest=digest,
+            divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),
+        )
+    return plans
+
+
+def _launches(buckets: Iterable[Bucket], rank: int, lanes: int) -> tuple[Launch, ...]:
+    """Orders a rank's collectives. See [Note: order of collectives]."""
+    launches = [
+        Launch(bucket.index, hop, bucket.ready + hop, bucket.index % lanes)
+        for bucket in buckets
+        for hop in range(hops_taken(bucket.route, rank))
+    ]
+    return tuple(sorted(launches, key=lambda x: (x.ready, x.hop, x.bucket)))
+
+
+def _publishes(
+    buckets: Iterable[Bucket], view: Topology, routes: Routes, lanes: int
+) -> tuple[Publish, ...]:
+    """Orders what moves back to or from a rank, by first use. See [Note: order of publishes]."""
+    found = []
+    for bucket in buckets:
+        for number, hop in enumerate(bucket.route[: hops_taken(bucket.route, view.rank)]):
+            if hop.mirrored:
+                use = _use(bucket, number, view, routes)
+                readers = _readers(bucket, hop, [view.rank], view)
+                found.append(Publish(bucket.index, number, bucket.index % lanes, use, readers))
+    return tuple(sorted(found, key=lambda x: (x.use, -x.hop, x.bucket)))
+
+
+def _use(bucket: Bucket, number: int, view: Topology, routes: Routes) -> int:
+    """Returns the first stage that waits for a hop's way back, or for one that comes before it."""
+    hop = bucket.route[number]
+    before = [
+        _use(theirs, later, view.at(rank), routes)
+        for rank in hop.ranks
+        for theirs in localised([bucket], routes[rank])
+        for later in range(number + 1, hops_taken(theirs.route, rank))
+        if theirs.route[later].mirrored
+    ]
+    return max(min(_readers(bucket, hop, hop.ranks, view)), *before, 0)
+
+
+def _readers(
+    bucket: Bucket, hop: RouteHop, ranks: Sequence[int], view: Topology
+) -> tuple[int, ...]:
+    """Returns the stages on some of a hop's ranks whose parameters come by its way back."""
+    owner = hop.ranks[0] if hop.placement is Placement.OWNER else None
+    places = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
+    return tuple(s for s in bucket.holders if view.stage_to_rank[s] in places)
+
+
+# [Note: order of publishes] All that is published leaves at one point, when all gradients are
+# there, and no rank waits for another's compute in it. So as long as all ranks sort by the same
+# key it ends; by first use, so that the stages whose forwards come first wait least. Along a
+# bucket's route it goes backwards, whatever the stages: the owner gathers rows, then passes on.
+
+
+def _shares(
+    records: Iterable[ParameterRecord],
+    buckets: Sequence[Bucket],
+    routes: Mapping[str, Route],
+    rank: int,
+) -> Iterator[Share]:
+    """Yields what a rank's optimizer steps."""
+    places = {slot.key: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+    for record in records:
+        route = routes.get(record.key, ())
+        if not has_result(route, rank):
+            continue
+        if num_rows(route) == 1:
+            yield Share(record.key, 0, record.numel, sharded=False)
+            continue
+        bucket, slot = places[record.key]
+        part = slot.within(bucket.region(rank, len(route)))
+        if part:
+            yield Share(record.key, part.start, part.stop, sharded=True)
+
+
+# [Note: order of collectives] All ranks sort by the same key, and each issues its own part of that
+# one list, per lane, strictly in that order. Nothing computes while it waits for a collective
+# before finish, so the least collective not yet complete can always complete: every member has
+# issued all that comes before it. A bucket's hops share a lane, so a hop follows the one before it.
+
+
+def way_back(lane: int) -> int:
+    """Returns the number of a lane's other communicator, for what two ranks exchange."""
+    return ~lane
+
+
+def _groups(
+    routes: Routes, buckets: Sequence[Bucket], lanes: int
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Returns every (ranks, lane) that any rank launches on; lane 0 also makes replicas equal."""
+    lane_of = {slot.key: bucket.index % lanes for bucket in buckets for slot in bucket.slots}
+    exchanged = {
+        (hop.ranks, way_back(lane_of[key]))
+        for mine in routes.values()
+        for key, route in mine.items()
+        for hop in route
+        if key in lane_of and hop.exchange != "all-reduce"
+    }
+    wanted = exchanged | {
+        (hop.ranks, lane)
+        for mine in routes.values()
+        for key, route in mine.items()
+        for hop in route
+        for lane in {0, lane_of.get(key, 0)}
+    }
+    return tuple(sorted(wanted))

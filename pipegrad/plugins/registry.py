@@ -1,0 +1,297 @@
+"""Finds plug-ins by name: in-process registrations, entry points, and ``module:attr``.
+
+Listing imports nothing and only the plug-in that is selected is loaded, so a broken one harms
+nobody else. The order of anything returned here depends on names alone, never on ``sys.path``,
+sets or hash seeds: every rank sees the same list. Sole reader of entry points.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pipegrad.errors import (
+    PluginConflictError,
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+    PluginOptionError,
+)
+from pipegrad.plugins.options import closest_first, complaints_of
+
+DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """Where a plug-in comes from; known without importing it.
+
+    Attributes:
+        name: What it is selected by; ``module:qualname`` for an object that has no other name.
+        value: ``module:qualname`` of its class.
+        distribution: Name of the distribution that brought it, "" when unknown.
+        version: Version of that distribution, "" when unknown.
+    """
+
+    name: str
+    value: str
+    distribution: str = ""
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.value}, {self.source})"
+
+    @property
+    def source(self) -> str:
+        """Distribution and version, for messages."""
+        return f"{self.distribution} {self.version}".strip() or "of no distribution"
+
+    @property
+    def summary(self) -> str:
+        """First line of its docstring, read in its source: nothing is imported. "" if unknown."""
+        module, _, qualname = self.value.partition(":")
+        try:
+            node: ast.AST = ast.parse(Path(_origin(module)).read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, ValueError):
+            return ""
+        for name in qualname.split("."):
+            inside = (n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == name)
+            node = next(inside, ast.Pass())
+        text = ast.get_docstring(node) if isinstance(node, ast.ClassDef) else None
+        return (text or "").partition("\n")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlugin(Plugin, Generic[T]):
+    """A plug-in ready for use, and its identity: what ranks compare and runs record.
+
+    Attributes:
+        plugin: The instance.
+        options: Sorted pairs (option, its value in words) that it was constructed with.
+    """
+
+    plugin: T
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def identity(self) -> tuple[str, str, str, str, tuple[tuple[str, str], ...]]:
+        """All but the instance: plain, comparable, picklable."""
+        return self.name, self.value, self.distribution, self.version, self.options
+
+
+class Registry(Generic[T]):
+    """The plug-ins of one entry-point group: subclasses of `base`, found by name.
+
+    Iterating yields what `list` returns.
+    """
+
+    def __init__(self, group: str, base: type[T]) -> None:
+        self.group = group
+        self.base = base
+        self._registered: dict[str, type[T]] = {}
+
+    def __iter__(self) -> Iterator[Plugin]:
+        return iter(self.list())
+
+    def list(self) -> tuple[Plugin, ...]:
+        """Returns all plug-ins by (name, distribution, value), without importing any."""
+        registered = [Plugin(name, _value(cls)) for name, cls in self._registered.items()]
+        return _sorted([*registered, *self._installed()])
+
+    def register(self, name: str, cls: type[T], *, override: bool = False) -> None:
+        """Makes `cls` known as `name` in this process, ahead of every entry point of that name.
+
+        Raises:
+            PluginConflictError: If `name` is registered already and `override` is not set.
+            PluginContractError: If `cls` is not a concrete subclass of `base`.
+        """
+        plugin = Plugin(name, _value(cls))
+        if name in self._registered and not override:
+            raise PluginConflictError(
+                f"plug-in {plugin} cannot be registered: {name!r} is "
+                f"{_value(self._registered[name])} already; choose another name, or pass "
+                f"override=True to replace it"
+            )
+        self._registered[name] = self._checked(plugin, cls)
+
+    def resolve(self, spec: T | type[T] | str | Mapping[str, object]) -> ResolvedPlugin[T]:
+        """Returns the plug-in that `spec` means, constructed.
+
+        Args:
+            spec: An instance, which is taken as it is; a class; a name; or a table of ``name``
+                and options. A name is looked up among the registered, then the entry points
+                (``distribution::name`` picks one of several), then imported if ``module:attr``.
+
+        Raises:
+            PluginNotFoundError: If nothing has this name.
+            PluginConflictError: If several distributions have it.
+            PluginLoadError: If the plug-in cannot be imported.
+            PluginContractError: If it is not a concrete subclass of `base`.
+            PluginOptionError: If it does not take these options.
+        """
+        from pipegrad.plugins.written import written  # needs torch, and listing does not
+
+        if isinstance(spec, self.base):
+            value = _value(type(spec))
+            made_with = getattr(spec, "made_with", ())
+            return ResolvedPlugin(value, value, plugin=spec, options=made_with)
+        target, options = _split(spec)
+        plugin, loaded = self._find(target)
+        return ResolvedPlugin(
+            plugin.name,
+            plugin.value,
+            plugin.distribution,
+            plugin.version,
+            plugin=_construct(plugin, self._checked(plugin, loaded), options),
+            options=tuple((option, written(options[option])) for option in sorted(options)),
+        )
+
+    def resolve_all(
+        self, specs: Sequence[T | type[T] | str | Mapping[str, object]]
+    ) -> dict[str, ResolvedPlugin[T]]:
+        """Returns the plug-ins of a list by name; one that is listed again has ``#index`` added.
+
+        Raises:
+            PluginError: As `resolve` does.
+        """
+        found: dict[str, ResolvedPlugin[T]] = {}
+        for index, resolved in enumerate(map(self.resolve, specs)):
+            name = resolved.name
+            found[f"{name}#{index}" if name in found else name] = resolved
+        return found
+
+    def _installed(self) -> tuple[Plugin, ...]:
+        """Returns the plug-ins of entry points; a distribution that is seen twice counts once."""
+        only_ours = _plugins_disabled()
+        unique: dict[tuple[str, str, str], Plugin] = {}
+        for entry in metadata.entry_points(group=self.group):
+            distribution = (entry.dist and entry.dist.name) or ""
+            version = (entry.dist and entry.dist.version) or ""
+            project = _normalized(distribution)
+            if project == "pipegrad" or not only_ours:
+                plugin = Plugin(entry.name, entry.value, distribution, version)
+                unique.setdefault((entry.name, project, entry.value), plugin)
+        return _sorted(unique.values())
+
+    def _find(self, target: object) -> tuple[Plugin, object]:
+        """Returns the plug-in that is meant, and its class as found: not yet checked."""
+        if not isinstance(target, str):
+            return Plugin(_value(target), _value(target)), target
+        if target in self._registered:
+            return Plugin(target, _value(self._registered[target])), self._registered[target]
+        plugin = self._entry_point(target)
+        if plugin is None and ":" in target and "::" not in target:
+            plugin = Plugin(target, target)
+        if plugin is None:
+            raise PluginNotFoundError(self._not_found(target))
+        return plugin, self._load(plugin)
+
+    def _entry_point(self, target: str) -> Plugin | None:
+        distribution, _, name = target.rpartition("::")
+        found = [
+            plugin
+            for plugin in self._installed()
+            if plugin.name == name
+            if not distribution or _normalized(plugin.distribution) == _normalized(distribution)
+        ]
+        if len(found) > 1:
+            claims = "; ".join(f"{p.source} {p.value} ('{p.distribution}::{name}')" for p in found)
+            raise PluginConflictError(
+                f"{len(found)} plug-ins of group {self.group!r} are called {target!r}: {claims}. "
+                f"Pick one by its distribution::name or as 'module:attr', or uninstall the others."
+            )
+        return found[0] if found else None
+
+    def _load(self, plugin: Plugin) -> object:
+        # Nothing is remembered: once a failure is repaired, the same process can try again.
+        try:
+            loaded: object = metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
+        except (Exception, SystemExit) as error:
+            raise PluginLoadError(
+                f"plug-in {plugin} of group {self.group!r} cannot be imported: {error!r}; "
+                f"repair or uninstall it, or select another"
+            ) from error
+        return loaded
+
+    def _checked(self, plugin: Plugin, loaded: object) -> type[T]:
+        """Returns `loaded` if it is what this group asks for."""
+        expected = f"expected a concrete subclass of {_value(self.base)}"
+        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
+            raise PluginContractError(f"plug-in {plugin} is {loaded!r}: {expected}")
+        if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+            raise PluginContractError(f"plug-in {plugin} lacks {', '.join(missing)}(): {expected}")
+        return loaded
+
+    def _not_found(self, target: str) -> str:
+        known = [f"{p.distribution}::{p.name}" if "::" in target else p.name for p in self.list()]
+        message = (
+            f"no plug-in of group {self.group!r} is called {target!r}; known, closest first: "
+            f"{closest_first(target, known)}. Install the distribution that brings it, register "
+            f"it in this process, or give its class as 'module:attr'."
+        )
+        if _plugins_disabled():
+            message += f" {DISABLE_VARIABLE} is set: other distributions' plug-ins are ignored."
+        return message
+
+
+def _origin(module: str) -> str:
+    """Returns the file of a module; of its packages none is imported to find it."""
+    path: Sequence[str] | None = None
+    spec = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        spec = find_spec(name) if path is None else PathFinder.find_spec(name, path)
+        path = (spec and spec.submodule_search_locations) or []
+    if spec is None or spec.origin is None:
+        raise ValueError(f"no source of {module!r}")
+    return spec.origin
+
+
+def _split(spec: object) -> tuple[object, dict[str, object]]:
+    """Returns what to look up, and the options to construct it with."""
+    if not isinstance(spec, Mapping):
+        return spec, {}
+    if "name" not in spec:
+        raise PluginOptionError(f"the table {dict(spec)} lacks 'name': which plug-in it is for")
+    return spec["name"], {option: value for option, value in spec.items() if option != "name"}
+
+
+def _construct(plugin: Plugin, cls: type[T], options: Mapping[str, object]) -> T:
+    if complaints := complaints_of(cls, options):
+        raise PluginOptionError(f"plug-in {plugin} {complaints}")
+    try:
+        return cls(**options)
+    except (Exception, SystemExit) as error:
+        raise PluginOptionError(
+            f"plug-in {plugin} cannot be constructed with {dict(options)}: {error!r}"
+        ) from error
+
+
+def _sorted(plugins: Iterable[Plugin]) -> tuple[Plugin, ...]:
+    return tuple(sorted(plugins, key=lambda p: (p.name, p.distribution, p.value)))
+
+
+def _normalized(distribution: str) -> str:
+    """Returns the name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _plugins_disabled() -> bool:
+    return os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0")
+
+
+def _value(found: object) -> str:
+    """Returns ``module:qualname`` of a class or function; of anything else what it prints as."""
+    qualname = getattr(found, "__qualname__", None)
+    return f"{found.__module__}:{qualname}" if qualname else repr(found)

@@ -1,0 +1,95 @@
+"""Values in words: the same on two ranks if, and only if, they mean the same there."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def written(value: object) -> str:
+    """Returns `value` in words: the same on two ranks if, and only if, it means the same there.
+
+    Plain values as `repr` has them; sets and mappings in an order of their own, tensors by a digest
+    of all their elements, functions by name and code, other objects by class and attributes. No
+    address of memory is in it. Of modules the class alone is: each rank has stages of its own.
+    """
+    return _written(value, ())
+
+
+def _written(value: object, inside: tuple[int, ...]) -> str:
+    if id(value) in inside:
+        return "..."
+    each = partial(_written, inside=(*inside, id(value)))
+    for kind, write in _WRITERS:
+        if isinstance(value, kind):
+            return write(value, each)
+    if type(value).__repr__ is object.__repr__:
+        return f"{_class(type(value), each)}({each(getattr(value, '__dict__', {}))})"
+    return _ADDRESS.sub("", repr(value))
+
+
+Each = Callable[[object], str]
+
+
+def _mapping(value: Mapping[object, object], each: Each) -> str:
+    return f"{{{', '.join(sorted(f'{each(k)}: {each(v)}' for k, v in value.items()))}}}"
+
+
+def _set(value: Collection[object], each: Each) -> str:
+    return f"{type(value).__name__}({{{', '.join(sorted(map(each, value)))}}})"
+
+
+def _list(value: Collection[object], each: Each) -> str:
+    return f"[{', '.join(map(each, value))}]"
+
+
+def _tuple(value: Collection[object], each: Each) -> str:
+    return f"({', '.join(map(each, value))}{',' * (len(value) == 1)})"
+
+
+def _tensor(value: torch.Tensor, _: Each) -> str:
+    bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"tensor({tuple(value.shape)}, {value.dtype}, {hashlib.sha256(bits).hexdigest()})"
+
+
+def _partial(value: partial[object], each: Each) -> str:
+    return f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
+
+
+def _function(value: FunctionType, each: Each) -> str:
+    code = value.__code__
+    plain = [c for c in code.co_consts if isinstance(c, int | float | str | bytes | None)]
+    digest = hashlib.sha256(code.co_code + repr((code.co_names, plain)).encode()).hexdigest()
+    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    return f"{value.__module__}:{value.__qualname__}({digest[:16]}, {each(held)})"
+
+
+def _class(value: type, _: Each) -> str:
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def _module(value: nn.Module, each: Each) -> str:
+    return _class(type(value), each)
+
+
+_WRITERS: tuple[tuple[type, Callable[[Any, Each], str]], ...] = (
+    (Mapping, _mapping),
+    (set, _set),
+    (frozenset, _set),
+    (list, _list),
+    (tuple, _tuple),
+    (torch.Tensor, _tensor),
+    (partial, _partial),
+    (FunctionType, _function),
+    (type, _class),
+    (nn.Module, _module),
+)

@@ -1,0 +1,376 @@
+"""Bucketer: many small sums in few large collectives, for whoever calls for each one by hand."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from pipegrad.comm import collectives, sync_points
+from pipegrad.comm.comm_stream import Lane, Ticket
+from pipegrad.comm.ending import Ending
+from pipegrad.comm.graph_capture import outside_of_graphs
+from pipegrad.errors import PlanError, ReduceError, StepError
+from pipegrad.reduce.bucket_buffer import FlatBuffer
+from pipegrad.reduce.staging import Callback, Calls, Key, Staging, check
+
+RESULT = sync_points.Record(
+    "bucketer.result", "fresh memory may still be in use on the launching stream"
+)
+HELD = sync_points.Hold(
+    "bucketer.held", "memory of a bucket in flight must not be given to another"
+)
+RELEASED = sync_points.Record(
+    "bucketer.released", "what is read must not be overwritten or given away"
+)
+HOME = sync_points.Wait(
+    "bucketer.home", "memory goes back to the stream that asked for it, if another"
+)
+
+IN_FLIGHT = 2  # with more buckets than these, a call waits for the oldest
+_POLL_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A bucket that has left: its calls, its memory, and the sum's, which may be the same.
+
+    One without elements has no ticket: nothing was sent.
+    """
+
+    key: Key
+    room: int
+    calls: Calls
+    held: FlatBuffer | None
+    result: FlatBuffer
+    ticket: Ticket | None
+
+
+class Bucketer:
+    """Collects the inputs of many sums and reduces them together, beside the compute.
+
+    Each kind of collective, dtype, device and group has its open bucket. It leaves when it is full,
+    before an input that no longer fits, or in `flush`; an input larger than the capacity leaves
+    alone, at once. So what leaves when depends on the calls and on nothing else. All ranks of a
+    group make the same calls, groups that share ranks are called in one order, and until `flush`
+    nobody else uses a group.
+
+    Callbacks get a view of the sum, shaped like the input. They run in the caller's thread, bucket
+    by bucket in the order in which these left, and in a bucket in the order of the calls: in
+    `flush`, in `poll` when their bucket has ended, or in a later call when more than two buckets
+    are in flight. They may add inputs, but in `poll`; then all ranks must make as many calls, each
+    to its own groups. What one raises is raised by `flush`, after all others have run.
+
+    A view keeps the result of its whole bucket alive: of an all_reduce, as much as the capacity.
+    The bits of a reduce_scatter's sum on gloo do not depend on the capacity; other backends, and
+    every all_reduce of more than two ranks, may add in another order at another place.
+
+    Sync: calls return at once (but for the wait above); inputs may then be changed, or freed on
+    the stream that was current. Collectives wait for every stream that added to their bucket, and
+    run on a side stream, with gloo in a thread. Callbacks run with the current stream behind them.
+    For who keeps a view beyond the callback: a reduce_scatter's result is memory of the stream
+    whose call made its bucket leave, an all_reduce's of the one that began it. Not thread-safe.
+
+    Args:
+        capacity_bytes: Of the inputs in a bucket, those for all ranks together; what a bucket takes
+            of memory. With 0 every call is a collective.
+
+    Attributes:
+        capacity_bytes: May be changed at any time, on all ranks alike; counts from the next call.
+    """
+
+    def __init__(self, *, capacity_bytes: int = 25 * 2**20) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._open: dict[Key, Staging] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._pool: defaultdict[tuple[object, ...], list[FlatBuffer]] = defaultdict(list)
+        self._pool_capacity_bytes = capacity_bytes
+        self._lanes: dict[tuple[torch.device, bool], Lane] = {}
+        self._used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._ending: Ending | None = None
+        self._errors: list[Exception] = []
+        self._in_callback = False
+        self._is_polling = False
+        self._broken = ""
+        self._check_usable()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of staging, and of results that no callback has got yet; 0 after `release`."""
+        tensors = [flat.buffer for pooled in self._pool.values() for flat in pooled]
+        tensors += [staging.flat.buffer for staging in self._open.values()]
+        for flight in self._in_flight:
+            tensors += [flat.buffer for flat in (flight.held, flight.result) if flat]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @outside_of_graphs
+    def reduce_scatter(
+        self,
+        inputs: Sequence[torch.Tensor],
+        *,
+        callback: Callback,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Calls back with the sum of what the ranks have for this rank.
+
+        Args:
+            inputs: One tensor for each rank of the group, in the order of its ranks, all of one
+                shape, dtype and device. Only read.
+            callback: Called once with the sum.
+            group: The default group if None.
+
+        Raises:
+            PlanError: If the inputs cannot be summed, or this rank is not in the group.
+            ReduceError: If a collective has failed, here or in an earlier call.
+
+        Sync: see the class.
+        """
+        self._add("reduce_scatter", inputs, group, callback)
+
+    @outside_of_graphs
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        callback: Callback,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Calls back with the sum of the ranks' tensors.
+
+        Args:
+            tensor: Of the same shape and dtype on every rank. Only read.
+            callback: Called once with the sum.
+            group: The default group if None.
+
+        Raises:
+            PlanError: If the tensor cannot be summed, or this rank is not in the group.
+            ReduceError: If a collective has failed, here or in an earlier call.
+
+        Sync: see the class.
+        """
+        self._add("all_reduce", [tensor], group, callback)
+
+    @outside_of_graphs
+    def flush(self) -> None:
+        """Sends what is queued, waits, and runs all callbacks; then likewise what these added.
+
+        Raises:
+            ReduceError: If a collective failed; then this Bucketer is of no use any more.
+            StepError: If a callback calls it.
+            Exception: The first that a callback has raised since the last flush; notes of others.
+
+        Sync: afterwards the current stream is behind all collectives.
+        """
+        self._check_usable()
+        if self._in_callback:
+            raise StepError("flush() in a callback: whoever runs it sends what callbacks add")
+        while self._open or self._in_flight:
+            with torch.inference_mode(mode=False):  # as in `_add`
+                for key in list(self._open):
+                    self._leave(self._open.pop(key))
+            self._finish(at_most=0)
+        errors, self._errors = self._errors, []
+        if errors:
+            _note(errors[0], errors[1:])
+            raise errors[0]
+
+    @outside_of_graphs
+    def poll(self) -> None:
+        """Runs the callbacks of buckets that have ended, in order, and returns at once.
+
+        With a capacity of 0, or behind inputs larger than it, results need not wait for `flush`.
+        On a device whose collectives run on a side stream that is all that has left: its callbacks
+        run with the current stream behind it. Ranks may poll at other times, so what leaves when
+        does not depend on it; a callback that adds inputs is for `flush`, and refused here.
+
+        Raises:
+            ReduceError: If a collective failed; then this Bucketer is of no use any more.
+            StepError: If a callback calls it.
+
+        What callbacks raise, `flush` raises.
+        """
+        self._check_usable()
+        if self._in_callback:
+            raise StepError("poll() in a callback: whoever runs it runs the others too")
+        self._is_polling = True
+        try:
+            self._finish(at_most=0, seconds=0.0)
+        finally:
+            self._is_polling = False
+
+    def release(self) -> None:
+        """Frees all memory and ends the threads; the next call brings back what it needs.
+
+        Raises:
+            StepError: If something waits for `flush`: inputs, or an error of a callback. Not after
+                a failed collective: then all that waits is dropped.
+
+        Sync: memory is freed on the current stream, behind all collectives.
+        """
+        waiting = self._open or self._in_flight or self._in_callback or self._errors
+        if waiting and not self._broken:
+            raise StepError(
+                f"release() with {len(self._open)} buckets queued, {len(self._in_flight)} in "
+                f"flight and {len(self._errors)} callbacks' errors not raised yet: flush() first"
+            )
+        for lane in self._lanes.values():
+            lane.close()
+        if self._ending is not None:
+            self._ending.end()
+            self._ending = None
+        self._lanes.clear()
+        self._open.clear()
+        self._in_flight.clear()
+        self._errors.clear()
+        self._pool.clear()
+
+    def _add(
+        self,
+        kind: str,
+        inputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        callback: Callback,
+    ) -> None:
+        self._check_usable()
+        if self._is_polling:
+            raise StepError(
+                f"{kind}() in a callback that poll() runs: other ranks run it at other times, and "
+                f"would send in another order. Leave callbacks that add inputs to flush()"
+            )
+        key = check(kind, inputs, group, callback)
+        with torch.inference_mode(mode=False):  # whose tensors nobody may write to outside of it
+            self._stage(key, inputs, callback)
+        self._finish(at_most=IN_FLIGHT)
+
+    def _stage(self, key: Key, inputs: Sequence[torch.Tensor], callback: Callback) -> None:
+        """Takes the inputs of a call; sends what is full."""
+        numel, room = inputs[0].numel(), key.room(self.capacity_bytes)
+        if numel > room:
+            alone = self._begin(key, numel)
+            alone.add(inputs, callback)
+            self._leave(alone)
+        else:
+            staging = self._open.get(key)
+            if staging is not None and staging.numel + numel > min(room, staging.room):
+                self._leave(self._open.pop(key))
+                staging = None
+            if staging is None:
+                staging = self._open[key] = self._begin(key, room)
+            staging.add(inputs, callback)
+            if staging.numel == min(room, staging.room):
+                self._leave(self._open.pop(key))
+
+    def _begin(self, key: Key, room: int) -> Staging:
+        """Returns an empty bucket, in memory that an earlier one had if possible."""
+        if self._pool_capacity_bytes != self.capacity_bytes:
+            self._pool.clear()
+            self._pool_capacity_bytes = self.capacity_bytes
+        numel = key.num_rows * room
+        pooled = self._pool[numel, key.dtype, key.device]
+        fresh = key.in_place or not pooled
+        return Staging(key, _fresh(numel, key) if fresh else pooled.pop())
+
+    def _leave(self, staging: Staging) -> None:
+        """Sends a bucket on its way, behind all that left before."""
+        key, flat, events = staging.key, staging.flat, list(staging.written)
+        result, ticket = flat, None
+        if staging.numel:
+            if not key.in_place:
+                result = _fresh(staging.numel, key)
+                events.append(result.written(RESULT))
+            threaded = collectives.blocks_host(key.group, key.device)
+            if (key.device, threaded) not in self._lanes:
+                lane = Lane("pipegrad bucketer", key.device, threaded=threaded)
+                self._lanes[key.device, threaded] = lane
+            if self._ending is None:
+                self._ending = Ending(self, threads=self._lanes.values(), used=self._used)
+            if collectives.backend_of(key.group, key.device) == "gloo":
+                self._used.add(key.group)
+            task = partial(_reduce, key, result.buffer[: staging.numel], staging.rows)
+            ticket = self._lanes[key.device, threaded].submit(
+                task, [e for e in events if e is not None]
+            )
+        flight = _InFlight(key, staging.room, staging.calls, HELD(flat), result, ticket)
+        self._in_flight.append(flight)
+
+    def _finish(self, at_most: int, *, seconds: float = math.inf) -> None:
+        """Waits for the oldest buckets and runs their callbacks, until so many are in flight.
+
+        Args:
+            at_most: How many.
+            seconds: For how long it waits for each; it ends with one that takes longer.
+        """
+        if self._in_callback:
+            return
+        self._in_callback = True
+        try:
+            while len(self._in_flight) > at_most:
+                if not self._wait(self._in_flight[0], seconds):
+                    return
+                flight = self._in_flight.popleft()
+                self._errors += flight.calls.call_back(flight.result.buffer)
+                self._reclaim(flight)
+        finally:
+            self._in_callback = False
+
+    def _wait(self, flight: _InFlight, seconds: float) -> bool:
+        """Orders the current stream behind a bucket; returns whether it has ended in time."""
+        try:
+            while flight.ticket is not None and not flight.ticket.wait(min(seconds, _POLL_SECONDS)):
+                if seconds < _POLL_SECONDS:
+                    return False  # else what ends it is the timeout of the group
+            return True
+        except ReduceError as error:
+            self._broken = str(error)
+            _note(error, self._errors)
+            raise
+
+    def _reclaim(self, flight: _InFlight) -> None:
+        """Gives the memory of a bucket to the next one, or back to the streams it came from."""
+        key, flat = flight.key, flight.held
+        for buffer in dict.fromkeys((flat, flight.result)):
+            if buffer is not None:
+                buffer.release(RELEASED)
+                buffer.return_home(HOME)
+        if flat and not key.in_place and flight.room == key.room(self.capacity_bytes):
+            self._pool[flat.buffer.numel(), key.dtype, key.device].append(flat)
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise ReduceError(
+                "this Bucketer is of no use since a collective failed, its groups are out of step; "
+                f"release() it, then make new groups and a new Bucketer: {self._broken}"
+            )
+        capacity_bytes: object = self.capacity_bytes
+        if not isinstance(capacity_bytes, int) or capacity_bytes < 0:
+            raise PlanError(f"capacity_bytes is {capacity_bytes!r}, expected an int from 0 on")
+
+
+def _fresh(numel: int, key: Key) -> FlatBuffer:
+    return FlatBuffer(torch.empty(numel, dtype=key.dtype, device=key.device))
+
+
+def _reduce(key: Key, result: torch.Tensor, rows: torch.Tensor) -> None:
+    """Runs a collective. On a lane."""
+    try:
+        if key.in_place:
+            dist.all_reduce(result, group=key.group)
+        else:
+            collectives.reduce_scatter(result, rows.unbind(), key.group)
+    except Exception as error:
+        raise ReduceError(
+            f"{key.kind} of {rows.nbytes} bytes of {key.dtype} on {key.device} over ranks "
+            f"{dist.get_process_group_ranks(key.group)} failed: {error}"
+        ) from error
+
+
+def _note(error: Exception, others: Sequence[Exception]) -> None:
+    for other in others:
+        error.add_note(f"A callback also raised {type(other).__name__}: {other}")

@@ -1,0 +1,350 @@
+"""Launch and finish: one way for each bucket onto its lane, and one wait for all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from pipegrad.comm import collectives, sync_points
+from pipegrad.comm.comm_stream import Lane, Task, Ticket
+from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.process_groups import Groups
+from pipegrad.comm.work import Work
+from pipegrad.errors import ReduceError, ends_in_words
+from pipegrad.plan.plan import Launch, Plan, way_back
+from pipegrad.plugins.handler import GradientHandler
+from pipegrad.reduce.bucket_buffer import BucketBuffer, FlatBuffer
+from pipegrad.reduce.pair_exchange import PairSum, rows_of
+from pipegrad.reduce.reductions import HopBucket
+
+_POLL_SECONDS = 0.2
+_REFUSED_SECONDS = 5.0  # for a rank that was refused a verb to try it again
+
+INBOX_FREE = sync_points.Wait(
+    "reduce.inbox-free", "fresh memory may still be in use on its own stream"
+)
+COLLECTIVE = sync_points.WaitWork(
+    "reduce.collective", "the mean and the next hop read what it writes"
+)
+
+
+class Reducer:
+    """Takes gradients as they become final and launches collectives in the planned order.
+
+    Args:
+        plan: This rank's buckets and collectives.
+        lanes: How many lanes.
+        groups: The communicators.
+        handlers: Handler by name.
+        notice: Where a failure is told to the other ranks, and theirs are read.
+        device: Where gradients live.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        lanes: int,
+        groups: Groups,
+        handlers: Mapping[str, GradientHandler],
+        notice: FailureNotice,
+        device: torch.device,
+    ) -> None:
+        self.buffers = {bucket.index: BucketBuffer(bucket, device) for bucket in plan.buckets}
+        self.buffer_of = {s.key: self.buffers[b.index] for b in plan.buckets for s in b.slots}
+        self._queues = [[x for x in plan.launches if x.lane == lane] for lane in range(lanes)]
+        threaded = groups.block_host(device)
+        self._lanes = [
+            Lane(f"pipegrad lane {lane}", device, threaded=threaded) for lane in range(lanes)
+        ]
+        self._groups = groups
+        self._handlers = handlers
+        self._rank = plan.rank
+        self._device = device
+        self.notice = notice
+        self._lock = threading.Lock()
+        self._flat = {launch: self._hop_bucket(launch) for launch in plan.launches}
+        # Owners have memory for what comes from behind, and post its receive before it is needed.
+        self._expecting = [x for x in plan.launches if self._is_behind(x)]
+        self._inboxes = {
+            launch: FlatBuffer(torch.empty_like(self._flat[launch].buffer))
+            for launch in self._expecting
+        }
+        self._complete: set[int] = set()
+        self._ending: set[int] = set()  # buckets of which a hop was put off
+        self._next = [0] * lanes
+        self.num_launched = 0
+        self._is_in_doubt = False  # whether an interrupt may have lost a collective
+        self._given_up = False  # whether the step has failed, and this rank knows
+        self._refusal: str | None = None  # what another rank said
+        self._refused_since = 0.0
+
+    def begin(self) -> None:
+        """Starts a step.
+
+        Raises:
+            ReduceError: If a lane has failed since the last one; other ranks are told.
+        """
+        self.reset()
+        for lane in self._lanes:
+            if lane.error is not None:
+                raise ReduceError(self.notice.post(str(lane.error))) from lane.error
+
+    def reset(self) -> None:
+        """Says that nothing is complete, nothing launched."""
+        self._ending.clear()
+        self._complete.clear()
+        self._next = [0] * len(self._lanes)
+        self.num_launched = 0
+        self._given_up = False
+        self._refusal = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective failed here, or was never launched: others may wait for it."""
+        with self._lock:  # autograd's threads may be announcing
+            return self._is_in_doubt or any(lane.error is not None for lane in self._lanes)
+
+    def give_up(self) -> None:
+        """Launches what is left of a step that failed, so that it ends on all ranks.
+
+        Slots that this rank had nothing for are zero. Nobody reads what comes of it.
+        """
+        self._given_up = True
+        for buffer in self.buffers.values():
+            for key in buffer.missing:
+                self.announce(key, None, contributed=False)
+        # Other ranks wait for it in their `finish`, while this one may never wait again.
+        for lane in self._lanes:
+            lane.submit(lane.run_late, ())
+
+    def expect(self) -> None:
+        """Posts the receives of what comes from behind in this step."""
+        for launch in self._expecting:
+            self._lanes[launch.lane].submit(partial(self._expect, launch), ())
+
+    def announce(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> None:
+        """Takes a final gradient, and launches whatever is due because of it.
+
+        Sync: the slot is written and its event recorded on the current stream; collectives run on
+        the lanes. May be called from autograd's threads.
+        """
+        with self._lock:
+            buffer = self.buffer_of[key]
+            self._is_in_doubt = True
+            try:
+                if buffer.fill(key, gradient, contributed=contributed):
+                    self._complete.add(buffer.bucket.index)
+                    for lane in range(len(self._lanes)):
+                        self._launch_due(lane)
+            except Exception:
+                self._is_in_doubt = False
+                raise
+            # Not behind Ctrl-C: it may have come between two lines that belong together.
+            self._is_in_doubt = False
+
+    def _launch_due(self, lane: int) -> None:
+        """Submits a lane's next collectives, in order, as far as their buckets are complete."""
+        queue = self._queues[lane]
+        while self._next[lane] < len(queue) and queue[self._next[lane]].bucket in self._complete:
+            launch = queue[self._next[lane]]
+            buffer = self.buffers[launch.bucket]
+            self._next[lane] += 1
+            self.num_launched += 1
+            self._lanes[lane].submit(partial(self._reduce, launch), buffer.producers())
+
+    def _is_behind(self, launch: Launch) -> bool:
+        """Whether another rank passes its part of a sum to this one."""
+        hop = self.buffers[launch.bucket].bucket.route[launch.hop]
+        return hop.handed_down and self._rank != hop.ranks[-1]
+
+    def _hop_bucket(self, launch: Launch) -> HopBucket:
+        buffer = self.buffers[launch.bucket]
+        bucket, part = buffer.bucket, buffer.part(self._rank, launch.hop)
+        hop, pair_sum = bucket.route[launch.hop], None
+        if hop.exchange != "all-reduce":
+            region = bucket.region(self._rank, launch.hop)
+            rows = rows_of(bucket, region) if hop.exchange == "asymmetric" else ()
+            pair_sum = PairSum(part, rows, back=self._groups.of(hop.ranks, way_back(launch.lane)))
+        return HopBucket(
+            part,
+            len(buffer.views),
+            index=launch.bucket,
+            slots=bucket.pieces(self._rank, launch.hop),
+            pair_sum=pair_sum,
+        )
+
+    def _expect(self, launch: Launch) -> None:
+        """Posts the receive of what comes from behind, unless it still is. On a lane."""
+        bucket, flat = self.buffers[launch.bucket].bucket, self._flat[launch]
+        if flat.arriving is None:
+            hop, inbox = bucket.route[launch.hop], self._inboxes[launch]
+            with self.telling(f"bucket {bucket.index}: expecting its {hop}"):
+                inbox.acquire(INBOX_FREE)
+                group = self._groups.of(hop.ranks, launch.lane)
+                flat.arriving = collectives.expect_from_behind(inbox.buffer, group)
+
+    def _reduce(self, launch: Launch) -> None:
+        """Runs one collective, or puts it off behind what it goes on from. On a lane."""
+        lane = self._lanes[launch.lane]
+        if launch.bucket in self._ending:
+            lane.put_off(partial(self._reduce, launch))
+            return
+        buffer, flat = self.buffers[launch.bucket], self._flat[launch]
+        hop = buffer.bucket.route[launch.hop]
+        what = (
+            f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {hop} over ranks "
+            f"{list(hop.ranks)} by handler {hop.handler!r}"
+        )
+        with self.telling(what):
+            group = self._groups.of(hop.ranks, launch.lane)
+            flat.is_mean = False
+            with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
+                work = self._handlers[hop.handler].launch(flat, hop, group)
+            if not callable(getattr(work, "wait", None)):
+                raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
+        end = partial(self._end, launch, work, what)
+        blocks_host = getattr(work, "blocks_host", False) and not lane.is_threaded
+        if blocks_host or getattr(work, "ends_late", False):
+            self._ending.add(launch.bucket)
+            lane.put_off(end)
+        else:
+            end()
+
+    def _end(self, launch: Launch, work: Work, what: str) -> None:
+        """Waits for a collective. On a lane."""
+        buffer = self.buffers[launch.bucket]
+        hop = buffer.bucket.route[launch.hop]
+        with self.telling(what):
+            COLLECTIVE(work)
+            self._ending.discard(launch.bucket)
+            flat = self._flat[launch]
+            flat.arriving = None
+            rest = buffer.cut(self._rank, launch.hop + 1)
+            if hop.op == "mean" and not flat.is_mean:
+                rest.div_(len(hop.ranks))
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Tells the other ranks of what fails inside, and raises it as a ReduceError."""
+        try:
+            yield
+        except BaseException as error:
+            first = self.notice.read()  # a rank that failed may have ended connections to this one
+            said = error if isinstance(error, Exception) else repr(error)
+            told = self.notice.post(f"{what} failed: {said}", final=True)
+            if not ends_in_words(error):
+                raise
+            if first is not None and not first.startswith(f"rank {self._rank}:"):
+                told = f"a step failed on another rank: {first}"
+            raise ReduceError(told) from error
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """Where collectives run."""
+        return self._lanes
+
+    def close(self) -> None:
+        """Ends the lanes' threads."""
+        for lane in self._lanes:
+            lane.close()
+
+    def wait(self) -> float:
+        """Waits for all that was launched; returns the seconds the host was blocked.
+
+        Sync: afterwards the current stream may read every buffer.
+
+        Raises:
+            ReduceError: If a collective failed here, or a peer said that it failed.
+        """
+        start = time.perf_counter()
+        self._wait_for_lanes()
+        late = [lane for lane in self._lanes if lane.has_late]
+        for lane in late:
+            lane.submit(lane.run_late, ())
+        if late:
+            self._wait_for_lanes()
+        return time.perf_counter() - start
+
+    def _wait_for_lanes(self) -> None:
+        for lane in self._lanes:
+            while not lane.wait(_POLL_SECONDS):
+                self._raise_peer_failure()
+
+    def let_leave(self) -> list[Ticket]:
+        """Has lanes wait for what still leaves, though the sum that it is a part of is here."""
+        return [
+            self.submit(launch.lane, flat.pair_sum.settle, ())
+            for launch, flat in self._flat.items()
+            if flat.pair_sum is not None
+        ]
+
+    def settle(self) -> None:
+        """Waits until all has left.
+
+        Raises:
+            ReduceError: As `wait` does.
+        """
+        for ticket in self.let_leave():
+            self.wait_for(ticket)
+
+    def submit(self, lane: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
+        """Has a lane do something, behind all that it has to do; as `Lane.submit`."""
+        return self._lanes[lane].submit(task, after)
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Waits for one thing that was submitted.
+
+        Sync: as `wait`.
+
+        Raises:
+            ReduceError: As `wait` does.
+        """
+        while not ticket.wait(_POLL_SECONDS):
+            self._raise_peer_failure()
+
+    def meet(self) -> Ticket:
+        """Has a lane wait for all ranks to come here, those that have failed as well."""
+
+        def meeting() -> None:
+            assert self._groups.world is not None
+            with self.telling("meeting of all ranks"):
+                dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
+
+        return self.submit(0, meeting, ())
+
+    def refuse_failed(self) -> None:
+        """Raises if a rank has told that this step failed: what was reduced may be of no use.
+
+        Raises:
+            ReduceError: With its words.
+        """
+        message = self.notice.read()
+        if message is not None:
+            raise ReduceError(f"a step failed on another rank: {message}")
+
+    def _raise_refusal(self) -> None:
+        """Raises if another rank was refused a verb some time ago, and is not going on."""
+        message = self.notice.read_refusal()
+        now = time.monotonic()
+        if message is None or message != self._refusal:
+            self._refusal, self._refused_since = message, now
+        elif now - self._refused_since > _REFUSED_SECONDS:
+            raise ReduceError(f"this rank waits for one that does not go on: {message}")
+
+    def _raise_peer_failure(self) -> None:
+        # Of a step that failed every rank launches everything, unless one says that it cannot.
+        message = self.notice.read_final() if self._given_up else self.notice.read()
+        if message is None and not self._given_up:
+            self._raise_refusal()
+        if message is not None:
+            raise ReduceError(
+                f"a step failed on another rank, so its collectives never end: {message}"
+            )

@@ -1,1 +1,0 @@
-"""What drives the gradient layer: a pipeline's runtime, ours or torch's."""

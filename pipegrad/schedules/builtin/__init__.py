@@ -1,0 +1,1 @@
+"""The orders that come with pipegrad: a plug-in each."""

@@ -1,0 +1,62 @@
+"""Several stages a rank, one forward and one backward in turns."""
+
+from __future__ import annotations
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.builtin.one_f_one_b import turns
+from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator
+
+
+class InterleavedOneForwardOneBackward(ScheduleGenerator):
+    """Each rank holds every P-th stage: a bubble smaller by their number, for more transfers.
+
+    For 2 ranks, 2 stages a rank and 2 microbatches::
+
+        rank 0  0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1
+        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+
+    Defined where the number of microbatches is a multiple of the number of ranks.
+
+    Args:
+        stages_per_rank: How many stages each rank holds, at least 1.
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", 2021, section 2.2.
+    """
+
+    def __init__(self, *, stages_per_rank: int = 2) -> None:
+        if stages_per_rank < 1:
+            raise ScheduleError(f"stages_per_rank is {stages_per_rank}, expected at least 1")
+        self.stages_per_rank = stages_per_rank
+
+    def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Returns the schedule.
+
+        Raises:
+            ScheduleError: If the number of microbatches is not a multiple of that of ranks.
+        """
+        if num_microbatches % num_ranks:
+            nearest = max(1, round(num_microbatches / num_ranks)) * num_ranks
+            raise ScheduleError(
+                f"interleaved-1f1b takes a multiple of {num_ranks} microbatches over {num_ranks} "
+                f"ranks, found {num_microbatches}; the nearest is {nearest}"
+            )
+        rows = tuple(self._row(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+        places = tuple(stage % num_ranks for stage in range(num_ranks * self.stages_per_rank))
+        return Schedule("interleaved-1f1b", num_microbatches, places, rows)
+
+    def _row(self, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+        chunks = self.stages_per_rank
+        # Rounds of P microbatches; within a round chunk by chunk, backwards from the last chunk.
+        forwards, backwards = list[Action](), list[Action]()
+        for start in range(0, num_microbatches, num_ranks):
+            for chunk in range(chunks):
+                for microbatch in range(start, start + num_ranks):
+                    there: tuple[tuple[list[Action], Kind, int], ...] = (
+                        (forwards, "F", chunk),
+                        (backwards, "B", chunks - 1 - chunk),
+                    )
+                    for actions, kind, at in there:
+                        actions.append(Action(at * num_ranks + rank, kind, microbatch))
+        num_warmup = (chunks - 1) * num_ranks + (2 if chunks > 1 else 1) * (num_ranks - 1 - rank)
+        return turns(forwards, backwards, min(num_warmup, len(forwards)))

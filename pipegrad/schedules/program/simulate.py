@@ -1,0 +1,354 @@
+"""The run that `verify` plays: one rank of a Program, which refuses the item that goes wrong."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import NoReturn
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.program.program import KINDS, Item, Op, Program, action_index, decode
+from pipegrad.schedules.schedule import Action
+
+_FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
+_BEHIND = {  # ops that belong to the action before them
+    int(op) for op in (Op.SEND, Op.FINAL, Op.LAUNCH, Op.PUBLISH, Op.INPUTS_FINAL, Op.SHARED_WEIGHTS)
+}
+Key = tuple[int, int]  # a channel, link or stage, and a microbatch
+
+
+@dataclass
+class State:
+    """What has happened on any rank: transfers sent and posted, by integers as in items."""
+
+    def __post_init__(self) -> None:
+        self.sent = set[int]()
+        self.posted = set[int]()
+        self.sleepers: dict[tuple[str, int], list[int]] = {}
+        self.woken: list[int] = []
+
+    def wake(self, event: tuple[str, int]) -> None:
+        if event in self.sleepers:
+            self.woken += self.sleepers.pop(event)
+
+
+class PlayedRank:
+    """One rank of the played run."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.rank = rank
+        self.items = program.items[rank]
+        self.place = 0
+        self._program = program
+        self._places = program.schedule.stage_to_rank
+        self._done = set[tuple[int, int]]()  # (stage and kind, microbatch)
+        self._due = {(action_index(a), a.microbatch) for a in program.schedule.actions[rank]}
+        self._newest: dict[int, int] = {}  # stage -> microbatch of its newest forward
+        self._posted = set[Key]()
+        self._waited = set[Key]()
+        self._unreleased = set[Key]()
+        self._joined = set[Key]()
+        self._kept: dict[Key, int] = {}  # (link, microbatch): backwards that still read the buffer
+        self.launched: list[int] = []
+        self.published: list[int] = []
+        self._final = set[int]()
+        self._announced = set[int]()
+        self._inputs_are_final = set[int]()
+        self._shared_are_first = set[int]()
+        self._unused = {stage for collective in program.collectives for stage in collective.readers}
+        self._live = self._graphs = self._buffers = self._flying = 0
+        self.most_live = self.most_graphs = self.most_buffers = self.most_in_flight = 0
+        self._index()
+        self._methods: dict[int, Callable[[int, int], None]] = {
+            int(Op.FIRST_USE): self._first_use,
+            int(Op.POST_RECEIVE): self._post,
+            int(Op.JOIN): self._join,
+            int(Op.LAST_BACKWARD): self._last_backward,
+            int(Op.COMPUTE): self._compute,
+            int(Op.FINAL): self._become_final,
+            int(Op.LAUNCH): self._launch,
+            int(Op.PUBLISH): self._publish,
+            int(Op.INPUTS_FINAL): self._become_final_but_weights,
+            int(Op.SHARED_WEIGHTS): self._compute_shared,
+        }
+
+    def run(self, state: State) -> tuple[str, int] | None:
+        """Goes on as far as possible; returns what it waits for, None at the end."""
+        items, methods = self.items, self._methods
+        while self.place < len(items):
+            code = items[self.place]
+            op, transfer = code & 15, code >> 4
+            if op == Op.WAIT_RECEIVE:
+                if transfer not in state.sent:
+                    self._check_posted(transfer)
+                    return "sent", transfer
+                self._wait(transfer)
+            elif op == Op.RELEASE:
+                if transfer not in state.posted:
+                    self._check_sent(transfer)
+                    return "posted", transfer
+                self._release(transfer)
+            elif op == Op.SEND:
+                self._send(transfer)
+                state.sent.add(transfer)
+                state.wake(("sent", transfer))
+            else:
+                methods[op](transfer >> 28, transfer & (1 << 28) - 1)
+                if op == Op.POST_RECEIVE:
+                    state.posted.add(transfer)
+                    state.wake(("posted", transfer))
+            self.place += 1
+        self._check_end()
+        return None
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raises, with the cell of the item at hand marked."""
+        refuse(self._program, self.rank, min(self.place, len(self.items) - 1), why)
+
+    # Transfers.
+
+    def _post(self, channel: int, microbatch: int) -> None:
+        if (channel, microbatch) in self._posted:
+            self.refuse("posted twice")
+        self._posted.add((channel, microbatch))
+        self._buffers += 1
+        self._flying += 1
+        self.most_buffers = max(self.most_buffers, self._buffers)
+        self.most_in_flight = max(self.most_in_flight, self._flying)
+
+    def _check_posted(self, transfer: int) -> None:
+        if (transfer >> 28, transfer & (1 << 28) - 1) not in self._posted:
+            self.refuse("waits for a receive that is not posted")
+
+    def _check_sent(self, transfer: int) -> None:
+        if (transfer >> 28, transfer & (1 << 28) - 1) not in self._unreleased:
+            self.refuse("releases what is not being sent")
+
+    def _wait(self, transfer: int) -> None:
+        key = transfer >> 28, transfer & (1 << 28) - 1
+        self._check_posted(transfer)
+        if key in self._waited:
+            self.refuse("waits twice for one receive")
+        self._waited.add(key)
+        self._flying -= 1
+        link, kind, _, _ = self._program.channels[key[0]]
+        if kind == "F":
+            self._kept[link, key[1]] = self._readers[link]
+
+    def _send(self, transfer: int) -> None:
+        channel, microbatch = key = transfer >> 28, transfer & (1 << 28) - 1
+        link, kind, _, _ = self._program.channels[channel]
+        stages = (
+            [self._program.links[link].producer]
+            if kind == "F"
+            else [c for c in self._program.links[link].consumers if self._places[c] == self.rank]
+        )
+        for stage in stages:
+            if not (
+                (stage * 4 + _FORWARD, microbatch) in self._done
+                if kind == "F"
+                else self._input_gradient(stage, microbatch)
+            ):
+                self.refuse(f"sent before stage {stage} has computed it")
+            if kind == "F" and self._newest[stage] != microbatch:
+                self.refuse(f"sent after stage {stage} has computed another one")
+        self._unreleased.add(key)
+
+    def _release(self, transfer: int) -> None:
+        self._check_sent(transfer)
+        self._unreleased.discard((transfer >> 28, transfer & (1 << 28) - 1))
+
+    # Compute.
+
+    def _compute(self, index: int, microbatch: int) -> None:
+        stage, kind = index >> 2, index & 3
+        if (index, microbatch) not in self._due:
+            self.refuse("computed twice, or not in the schedule of this rank")
+        self._due.remove((index, microbatch))
+        if kind == _FORWARD:
+            if stage in self._unused:
+                self.refuse(f"nobody has waited for the parameters of stage {stage}")
+            for link, remote, source in self._takes[stage]:
+                if not (
+                    (self._incoming[link], microbatch) in self._waited
+                    if remote
+                    else (source * 4 + _FORWARD, microbatch) in self._done
+                ):
+                    self._missing(link)
+            self._newest[stage] = microbatch
+            self._live += not self._program.forward_only
+            self._graphs += not self._program.forward_only
+            self.most_live = max(self.most_live, self._live)
+            self.most_graphs = max(self.most_graphs, self._graphs)
+        elif kind == _WEIGHT:
+            if (stage * 4 + _INPUT, microbatch) not in self._done:
+                self.refuse("the input's gradient, I, comes first")
+            self._live -= 1
+        else:
+            self._check_backward(stage, microbatch)
+            self._live -= kind == _FULL
+            self._graphs -= 1
+        self._done.add((index, microbatch))
+        if kind != _INPUT:
+            self._let_go(stage, kind, microbatch)
+
+    def _check_backward(self, stage: int, microbatch: int) -> None:
+        if (stage * 4 + _FORWARD, microbatch) not in self._done:
+            self.refuse("its forward comes first")
+        if stage in self._final or stage in self._inputs_are_final:
+            self.refuse(f"the gradients of stage {stage} are final already")
+        for link, channels, local, joined in self._makes[stage]:
+            for channel in channels:
+                if (channel, microbatch) not in self._waited:
+                    self._missing(link)
+                self._buffers -= 1
+            for consumer in local:
+                if not self._input_gradient(consumer, microbatch):
+                    self._missing(link)
+            if joined and (link, microbatch) not in self._joined:
+                self.refuse(f"the gradients of {self._program.links[link].name!r} are not summed")
+
+    def _missing(self, link: int) -> NoReturn:
+        self.refuse(f"it needs {self._program.links[link].name!r}, which has not arrived")
+
+    def _input_gradient(self, stage: int, microbatch: int) -> bool:
+        done = self._done
+        return (stage * 4 + _FULL, microbatch) in done or (stage * 4 + _INPUT, microbatch) in done
+
+    def _let_go(self, stage: int, kind: int, microbatch: int) -> None:
+        """Frees the buffers that nobody reads again."""
+        if kind == _FORWARD and not self._program.forward_only:
+            return
+        for link, remote, _ in self._takes[stage]:
+            if remote:
+                self._kept[link, microbatch] -= 1
+                if self._kept[link, microbatch] == 0:
+                    self._buffers -= 1
+                    del self._kept[link, microbatch]
+
+    def _join(self, link: int, microbatch: int) -> None:
+        if (link, microbatch) in self._joined:
+            self.refuse("summed twice")
+        for number, channels, local, _ in self._makes[self._program.links[link].producer]:
+            arrived = all((channel, microbatch) in self._waited for channel in channels)
+            done = all(self._input_gradient(consumer, microbatch) for consumer in local)
+            if number == link and not (arrived and done):
+                self._missing(link)
+        self._joined.add((link, microbatch))
+
+    # Gradients.
+
+    def _first_use(self, stage: int, _microbatch: int) -> None:
+        if stage not in self._unused:
+            self.refuse("waited for twice, or nothing is on its way")
+        self._unused.remove(stage)
+
+    def _last_backward(self, stage: int, _microbatch: int) -> None:
+        done = sum(self._input_gradient(stage, m) for m in range(self._num_microbatches))
+        if done != self._num_microbatches - 1 or stage in self._announced:
+            self.refuse(f"stage {stage} has not exactly one backward left, or this is said twice")
+        self._announced.add(stage)
+
+    def _become_final(self, stage: int, _microbatch: int) -> None:
+        for microbatch in range(self._num_microbatches):
+            kinds = (_FULL, _WEIGHT)
+            if not any((stage * 4 + kind, microbatch) in self._done for kind in kinds):
+                self.refuse(f"stage {stage} has backwards left")
+        if stage in self._final:
+            self.refuse(f"stage {stage} is final already")
+        if stage not in self._announced and stage not in self._inputs_are_final:
+            self.refuse(f"the last backward of stage {stage} was not announced")
+        self._final.add(stage)
+
+    def _become_final_but_weights(self, stage: int, _microbatch: int) -> None:
+        if not all(self._input_gradient(stage, m) for m in range(self._num_microbatches)):
+            self.refuse(f"stage {stage} has gradients of inputs left")
+        if stage in self._announced or stage in self._inputs_are_final or stage in self._final:
+            self.refuse(f"the inputs of stage {stage} are final already")
+        self._inputs_are_final.add(stage)
+
+    def _compute_shared(self, stage: int, _microbatch: int) -> None:
+        if stage not in self._inputs_are_final - self._final - self._shared_are_first:
+            self.refuse(f"stage {stage} has gradients of inputs left, or this is done twice")
+        self._shared_are_first.add(stage)
+
+    def _launch(self, number: int, _microbatch: int) -> None:
+        collective = self._program.collectives[number]
+        local = {s for s in collective.stages if self._places[s] == self.rank}
+        if self.rank not in collective.ranks or number in self.launched:
+            self.refuse("launched twice, or on a rank that has no part in it")
+        if not local <= self._final:
+            self.refuse(f"launched before stages {sorted(local - self._final)} are final")
+        self.launched.append(number)
+
+    def _publish(self, number: int, _microbatch: int) -> None:
+        if number not in self.launched or number in self.published:
+            self.refuse("published twice, or before it is reduced")
+        self.published.append(number)
+
+    def _check_end(self) -> None:
+        program = self._program
+        if self._unreleased or self._flying:
+            self.refuse("transfers are under way at the end of the step")
+        if self._due:
+            left = sorted(Action(i >> 2, KINDS[i & 3], m) for i, m in self._due)
+            said = ", ".join(map(str, left[:5]))
+            raise ScheduleError(f"never computed: {said}\n{program.schedule.marked(left)}")
+        mirrored = {n for n in self.launched if program.collectives[n].readers}
+        if mirrored != set(self.published):
+            names = [program.collectives[n].name for n in sorted(mirrored - {*self.published})]
+            self.refuse(f"never published: {names}")
+        local = {s for s, place in enumerate(self._places) if place == self.rank}
+        if not program.forward_only and self._final != local:
+            self.refuse(f"stages {sorted(local - self._final)} never become final")
+
+    # What this rank takes and makes.
+
+    def _index(self) -> None:
+        program, rank = self._program, self.rank
+        self._num_microbatches = program.schedule.num_microbatches
+        self._takes = defaultdict[int, list[tuple[int, bool, int]]](list)
+        self._makes = defaultdict[int, list[tuple[int, list[int], list[int], bool]]](list)
+        self._readers: dict[int, int] = {}
+        self._incoming: dict[int, int] = {}
+        back = defaultdict[int, list[int]](list)
+        for number, (link, kind, source, target) in enumerate(program.channels):
+            if target == rank and kind == "F":
+                self._incoming[link] = number
+            if target == rank and kind == "B":
+                back[link].append(number)
+            del source
+        for number, link_ in enumerate(program.links):
+            local = [c for c in link_.consumers if self._places[c] == rank]
+            self._readers[number] = len(local)
+            remote = self._places[link_.producer] != rank
+            for consumer in local:
+                self._takes[consumer].append((number, remote, link_.producer))
+            if not remote and link_.differentiable:
+                joined = len({self._places[c] for c in link_.consumers}) > 1
+                self._makes[link_.producer].append((number, back[number], local, joined))
+
+
+def refuse(program: Program, rank: int, place: int, why: str) -> NoReturn:
+    """Raises, with the cell of an item marked in the grid."""
+    cell = cell_of(program, rank, place)
+    item: Item = decode(program.items[rank][place])
+    raise ScheduleError(
+        f"schedule {program.schedule.name!r}, rank {rank}, {cell}: {program.words(item)}: {why}\n"
+        f"{program.schedule.marked([cell])}"
+    )
+
+
+def cell_of(program: Program, rank: int, place: int) -> Action:
+    """Returns the action that an item belongs to: its own, the one it is for, or the one before."""
+    items = program.items[rank]
+    steps = count(place, -1) if items[place] & 15 in _BEHIND else count(place)
+    for at in steps:
+        if not 0 <= at < len(items):
+            break
+        if items[at] & 15 == Op.COMPUTE:
+            return program.action(decode(items[at]))
+    row = program.schedule.actions[rank]
+    return row[-1] if row else Action(0, "F", 0)

@@ -1,0 +1,272 @@
+"""A rehearsal: a small model's plans and steps with given handlers. HandlerContract judges them.
+
+The model has a tie across ranks, one that may lie within a rank, three dtypes and a frozen
+parameter. Gradients are given, so that what one process would have is plain arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import Store
+
+from pipegrad import (
+    DriftError,
+    GradientSync,
+    HandlerSpec,
+    Manifest,
+    ParameterRecord,
+    Plan,
+    StepError,
+    Topology,
+    handlers,
+    make_manifest,
+    make_plan,
+)
+from pipegrad.testing.ordering.checker import OrderChecker
+
+Specs = Sequence[str | Mapping[str, object]]
+
+LIVE: Final = Topology.build(axes=(("pp", 2), ("dp", 2)))
+TOPOLOGIES: Final = {
+    "1 rank": Topology.build(axes=(("pp", 1), ("dp", 1))),
+    "pp 2": Topology.build(axes=(("pp", 2), ("dp", 1))),
+    "pp 2 x dp 2": LIVE,
+    "pp 2, 4 stages": Topology.build(axes=(("pp", 2), ("dp", 1)), stage_to_rank=(0, 1, 0, 1)),
+    "dp 3": Topology.build(axes=(("pp", 1), ("dp", 3))),
+}
+_OPTIONS: Final[dict[str, Any]] = {"bucket_bytes": 128, "lanes": 2, "allow_unsynced": ("*",)}
+
+_PARAMETERS: Final = {
+    "weight": ((5, 3), torch.float32),
+    "weight_bf16": ((7,), torch.bfloat16),
+    "weight_f64": ((4,), torch.float64),
+    "tied": ((2, 3), torch.float32),
+    "tied_bf16": ((6,), torch.bfloat16),
+    "frozen": ((3,), torch.float32),
+}
+STEPS: Final = ("first", "again", "missing")
+# Ranks that have a gradient in the step "missing".
+_GIVERS: Final = {"weight": (1, 3), "weight_f64": (0, 1, 2, 3), "tied": (3,)}
+_ENDED = "rehearsal/ended"
+_LATE_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the optimizer of one rank steps of a parameter: some or all of its elements.
+
+    Attributes:
+        begin: The first one, counted as they lie in memory.
+        end: The one behind the last.
+        gradient: Theirs, ``(end - begin,)``; None if it has none.
+    """
+
+    begin: int
+    end: int
+    gradient: torch.Tensor | None
+
+    def of(self, whole: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the same elements of a whole one."""
+        return None if whole is None else whole.flatten()[self.begin : self.end]
+
+
+Pieces = dict[str, Piece]
+Parameters = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw.
+
+    Attributes:
+        digest: Of its plan.
+        pieces: Step -> name -> what it had to step after it; no name of which it steps nothing.
+        second_finish: What a second finish said.
+        after_second_finish: What it had to step after that.
+        parameters: Step -> name -> the parameter when all ranks had stepped and published theirs:
+            zeros before the first step, and gradients are subtracted.
+        violations: Of the OrderChecker.
+    """
+
+    digest: str
+    pieces: dict[str, Pieces]
+    second_finish: str
+    after_second_finish: Pieces
+    parameters: dict[str, Parameters]
+    violations: list[str]
+
+
+def importable(spec: HandlerSpec) -> str | Mapping[str, object]:
+    """Returns what other processes find the same handler by."""
+    if isinstance(spec, Mapping):
+        return {**spec, "name": importable(spec["name"])}  # type: ignore[arg-type]
+    if isinstance(spec, type):
+        return f"{spec.__module__}:{spec.__qualname__}"
+    if isinstance(spec, str):
+        return spec
+    raise TypeError(f"every rank makes a handler of its own: give the class of {spec!r}, or a name")
+
+
+def plans(specs: Specs) -> dict[str, list[Plan]]:
+    """Returns every rank's plan in every topology; each rank has instances of its own."""
+    return {
+        where: [plan(topology.at(rank), instances(specs)) for rank in topology.ranks]
+        for where, topology in TOPOLOGIES.items()
+    }
+
+
+def plans_as_text(specs: Specs) -> str:
+    """Returns the plans of all topologies as text, with digests."""
+    return "\n".join(
+        f"{where}: {made.digest}\n{made}" for where, every in plans(specs).items() for made in every
+    )
+
+
+def plan(topology: Topology, chosen: Sequence[tuple[str, Any]]) -> Plan:
+    """Returns the plan of ``topology.rank``, made offline."""
+    return make_plan(_manifest(topology), topology, chosen, **_OPTIONS)
+
+
+def records(topology: Topology) -> tuple[ParameterRecord, ...]:
+    """Returns what handlers are given on ``topology.rank``."""
+    return _manifest(topology).records(topology)
+
+
+def instances(specs: Specs) -> list[tuple[str, Any]]:
+    """Returns names and new instances of handlers."""
+    return [(name, found.plugin) for name, found in handlers.resolve_all(specs).items()]
+
+
+def given(step: str, rank: int, name: str) -> torch.Tensor | None:
+    """Returns the gradient that a rank of the live topology has before any reduction."""
+    if name == "frozen" or (step == "missing" and rank not in _GIVERS.get(name, ())):
+        return None
+    shape, dtype = _PARAMETERS[name]
+    scale = math.sqrt(2 + rank + 4 * list(_PARAMETERS).index(name))
+    values = torch.linspace(1, 2, math.prod(shape), dtype=torch.float64) * scale
+    return values.reshape(shape).to(dtype)
+
+
+def holders(rank: int, name: str) -> list[int]:
+    """Returns the ranks of the live topology that hold a parameter of `rank`, itself included."""
+    stages = set(LIVE.at(rank).local_stages)
+    if name in _ties(LIVE.num_stages):
+        stages = _ties(LIVE.num_stages)[name]
+    return [other for other in LIVE.ranks if stages & {*LIVE.at(other).local_stages}]
+
+
+def whole(step: str, rank: int, name: str) -> torch.Tensor | None:
+    """Returns what one process would have, in float64; None if nobody has a gradient."""
+    every = [given(step, other, name) for other in holders(rank, name)]
+    present = [gradient.double() for gradient in every if gradient is not None]
+    return torch.stack(present).sum(0) / LIVE.size(LIVE.data) if present else None
+
+
+def steps(specs: Specs) -> Seen:
+    """Runs all steps under an OrderChecker. On every rank of a world like the live topology."""
+    topology, rank = Topology.create(pipeline=2), dist.get_rank()
+    (stage,) = topology.local_stages
+    module = _stage(stage, topology.num_stages)
+    pieces: dict[str, Pieces] = {}
+    found: list[Parameters] = []
+    second_finish = "nothing"
+    with OrderChecker() as checker:
+        sync = GradientSync(
+            {stage: module},
+            topology,
+            shared=_shared(topology.num_stages),
+            handlers=specs,
+            **_OPTIONS,
+        )
+        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+        for step in STEPS:
+            optimizer.zero_grad()
+            sync.prepare()
+            sync.stage_first_use(stage)
+            found.append(_parameters(module))
+            for name, parameter in module.named_parameters():
+                gradient = given(step, rank, name)
+                if gradient is not None:
+                    (parameter * gradient).sum().backward()
+            if step == "first" and rank == max(topology.ranks):
+                _wait_for_early_peers()
+            sync.stage_final(stage)
+            with suppress(DriftError):  # the contract says which gradient is wrong, and how
+                sync.finish()
+            pieces[step] = _pieces(sync)
+            _store().set(_ENDED, "")
+            optimizer.step()
+            sync.publish()
+        sync.wait_parameters()
+        found.append(_parameters(module))
+        try:
+            sync.finish()
+        except StepError as error:
+            second_finish = f"StepError: {error}"
+        after = _pieces(sync)
+        sync.close()
+    parameters = dict(zip(STEPS, found[1:], strict=True))
+    violations = list(map(str, checker.violations))
+    return Seen(sync.plan.digest, pieces, second_finish, after, parameters, violations)
+
+
+def _wait_for_early_peers() -> None:
+    """Lets peers end that do not wait for this rank's part; good ones wait, and lose a moment."""
+    deadline = time.monotonic() + _LATE_SECONDS
+    while not _store().check([_ENDED]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _store() -> Store:
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
+
+
+def _pieces(sync: GradientSync) -> Pieces:
+    return {
+        one.record.name: Piece(
+            one.begin,
+            one.begin + one.tensor.numel(),
+            None if one.tensor.grad is None else one.tensor.grad.flatten().clone(),
+        )
+        for one in sync.stepped()
+    }
+
+
+def _parameters(module: nn.Module) -> Parameters:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def _manifest(topology: Topology) -> Manifest:
+    number = topology.num_stages
+    modules = {stage: _stage(stage, number) for stage in range(number)}
+    return make_manifest(modules, topology, shared=_shared(number))
+
+
+def _stage(stage: int, num_stages: int) -> nn.Module:
+    module = nn.Module()
+    for name, (shape, dtype) in _PARAMETERS.items():
+        if stage in _ties(num_stages).get(name, {stage}):
+            zeros = torch.zeros(shape, dtype=dtype)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=name != "frozen"))
+    return module
+
+
+def _ties(num_stages: int) -> dict[str, set[int]]:
+    """Returns which stages hold what is tied: 0 and the last; 0 and one in the middle."""
+    return {"tied": {0, num_stages - 1}, "tied_bf16": {0, num_stages // 2}}
+
+
+def _shared(num_stages: int) -> list[dict[int, str]]:
+    ties = _ties(num_stages).items()
+    return [dict.fromkeys(sorted(stages), name) for name, stages in ties if len(stages) > 1]

@@ -1,0 +1,209 @@
+"""Runs what was recorded again, in every order that its waits allow, and compares the bits.
+
+The other half of the proof: `OrderChecker` decides by rules which accesses conflict; this executor
+knows no rules. It drains the streams as an adversary would, and looks at the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+
+import torch
+
+from pipegrad.comm.work import Work
+from pipegrad.testing.ordering.checker import Entry, OrderChecker
+from pipegrad.testing.ordering.trace import Operation
+
+_POISON = 0xFF  # bytes of which every floating dtype makes a NaN
+
+
+@dataclass
+class _Collective:
+    """What a collective made of what it was given: its peers are not here to do it again."""
+
+    home: str
+    given: list[torch.Tensor]
+    made: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Operations that run as one: all but the last touch only what their strand alone touches."""
+
+    entry: Entry
+    operations: tuple[int, ...]
+
+
+class Recording(OrderChecker):
+    """An `OrderChecker` that keeps every operation, with its tensors, to run it again.
+
+    For small programs: the number of orders grows like that of shuffles of a deck. Nothing is freed
+    while it records. Operators must be deterministic; collectives must be in place, as all-reduce
+    is, and give what they gave if they are given the same bits, else NaN.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Entry, Operation]] = []
+        self._collectives: dict[int, _Collective] = {}
+        self._storages: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def orders(self, at_most: int = 20_000) -> Iterator[tuple[int, ...]]:
+        """Yields every order in which the streams may run what was recorded.
+
+        Raises:
+            ValueError: If there are more than `at_most`.
+        """
+        for count, order in enumerate(_shuffles(self._strands())):
+            if count == at_most:
+                raise ValueError(f"more than {at_most} orders: record a smaller program")
+            yield order
+
+    def priorities(self) -> Iterator[tuple[int, ...]]:
+        """Yields, of those, one for each ranking of the streams: the first that may run, does.
+
+        Far fewer than all, and the extremes: for programs of which nobody can run all.
+        """
+        strands = self._strands()
+        for ranking in permutations(strands):
+            yield next(_shuffles({strand: strands[strand] for strand in ranking}))
+
+    def differing(self, orders: Iterable[Sequence[int]]) -> tuple[int, int]:
+        """Returns how many orders these are, and in how many any bit ends up differently."""
+        serial = self._run(range(len(self._operations)))
+        results = [self._run(order) == serial for order in orders]
+        return len(results), results.count(False)
+
+    # What it adds to checking.
+
+    def before(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps the bytes that a memory held when it was first met."""
+        with self._locked():
+            for tensor in tensors:
+                self._meet(tensor, _bytes(tensor).clone())
+        self._local.given = [t.clone() for t in tensors]
+
+    def after(self, operation: Operation) -> Entry:
+        """Keeps the operation."""
+        with self._locked():
+            entry = super().after(operation)
+            for tensor in operation.writes:
+                self._meet(tensor, torch.full_like(_bytes(tensor), _POISON))
+            if operation.name.startswith("c10d."):
+                self._collectives[len(self._operations)] = _Collective(
+                    self._here, self._local.given
+                )
+            self._operations.append((entry, operation))
+            return entry
+
+    def wait_work(self, work: Work) -> None:
+        """Keeps what the collective made."""
+        super().wait_work(work)
+        with self._locked():
+            self._keep_results(self._here)
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._keep_results("")
+
+    @property
+    def _here(self) -> str:
+        return f"{self._thread}, {self.on_now}"
+
+    def _keep_results(self, home: str) -> None:
+        """Keeps what the collectives of a lane made, or of all lanes where they are done."""
+        for number, collective in self._collectives.items():
+            if not collective.made and home in ("", collective.home):
+                collective.made = [t.clone() for t in self._operations[number][1].writes]
+
+    def _meet(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
+        if tensor.numel():
+            self._storages.setdefault(self._memories.name(tensor), (_bytes(tensor), content))
+
+    # Running it again.
+
+    def _run(self, order: Sequence[int] | range) -> list[bytes]:
+        with torch.no_grad():
+            for there, content in self._storages.values():
+                there.copy_(content)
+            for number in order:
+                if number in self._collectives:
+                    self._repeat(self._collectives[number], self._operations[number][1])
+                else:
+                    self._operations[number][1].run()
+        return [bytes(there.numpy()) for there, _ in self._storages.values()]
+
+    def _repeat(self, collective: _Collective, operation: Operation) -> None:
+        same = all(
+            torch.equal(_bits(now), _bits(then))
+            for now, then in zip(operation.writes, collective.given, strict=True)
+        )
+        for there, made in zip(operation.writes, collective.made, strict=True):
+            if same:
+                there.copy_(made)
+            else:
+                there.view(torch.uint8).fill_(_POISON)
+
+    def _strands(self) -> dict[str, list[_Step]]:
+        """Returns what each strand runs, in order.
+
+        What touches only memory of its strand alone is joined to what comes behind it: where else
+        it ran would change nothing.
+        """
+        users: dict[str, set[str]] = {}
+        for entry, _ in self._operations:
+            for access in entry.accesses:
+                users.setdefault(access.memory, set()).add(entry.strand)
+        strands: dict[str, list[_Step]] = {}
+        waiting: dict[str, list[int]] = {}
+        for number, (entry, _) in enumerate(self._operations):
+            mine = waiting.setdefault(entry.strand, [])
+            mine.append(number)
+            if any(len(users[access.memory]) > 1 for access in entry.accesses):
+                strands.setdefault(entry.strand, []).append(_Step(entry, tuple(mine)))
+                mine.clear()
+        for strand, mine in waiting.items():
+            if mine:
+                last = _Step(self._operations[mine[-1]][0], tuple(mine))
+                strands.setdefault(strand, []).append(last)
+        return strands
+
+
+def _shuffles(strands: Mapping[str, Sequence[_Step]]) -> Iterator[tuple[int, ...]]:
+    """Yields every order in which each step comes behind all that its clock knows."""
+    done = dict.fromkeys(strands, 0)  # of each strand: how many of its steps
+    order: list[_Step] = []
+    length = sum(map(len, strands.values()))
+
+    def may_run(step: _Step) -> bool:
+        return all(
+            index >= len(strands[other])
+            or strands[other][index].entry.tick > step.entry.clock.get(other, 0)
+            for other, index in done.items()
+            if other != step.entry.strand
+        )
+
+    def extend() -> Iterator[tuple[int, ...]]:
+        if len(order) == length:
+            yield tuple(operation for step in order for operation in step.operations)
+            return
+        for strand, steps in strands.items():
+            if done[strand] < len(steps) and may_run(steps[done[strand]]):
+                order.append(steps[done[strand]])
+                done[strand] += 1
+                yield from extend()
+                done[strand] -= 1
+                order.pop()
+
+    return extend()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns all bytes of a tensor's memory, ``(nbytes,)``."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
