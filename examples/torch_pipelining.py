@@ -79,7 +79,7 @@ def main(pipeline: int | None, steps: int, text: Path | None) -> None:
 
     say = print if dist.get_rank() == 0 else lambda _: None
     say(f"gradient error without attach {gradient_error():.1e}")
-    pipegrad.attach(schedule, topology=topology, shared=pipegrad.find_shared(model))
+    pipegrad.attach(schedule, topology=topology, tied=pipegrad.find_tied(model))
     say(f"gradient error with attach    {gradient_error():.1e}")
     for number in range(1, steps + 1):
         loss, true_loss = step(number)

@@ -181,7 +181,7 @@ def main(asked: argparse.Namespace) -> None:
     torch.manual_seed(0)
     config = MODELS[asked.model]
     whole = Transformer(replace(config, num_layers=asked.layers or config.num_layers))
-    shared = pipegrad.find_shared(whole)  # [["tok_embeddings.weight", "output.weight"]]
+    shared = pipegrad.find_tied(whole)  # [["tok_embeddings.weight", "output.weight"]]
     part = sharded(stage_of(whole, stage, topology.num_stages), topology.mesh["dp"])
     is_first = dist.get_rank() == 0
     say = print if is_first else lambda _: None
@@ -189,7 +189,7 @@ def main(asked: argparse.Namespace) -> None:
     reference = whole if asked.compare and is_first else None  # one process, to compare with
     del whole
     # FSDP2 reduces over the replicas; what is left is the tie.
-    options = {"topology": topology, "shared": shared, "handlers": ["pipeline-shared"]}
+    options = {"topology": topology, "tied": shared, "handlers": ["pipeline-shared"]}
     if asked.scheduler:
         options |= {"schedule": "eager-1f1b", "num_microbatches": MICROBATCHES, "loss_fn": loss_fn}
         ours = pipegrad.Scheduler([pipegrad.Stage(part, stage)], **options)

@@ -1,6 +1,6 @@
 """Gradients that must travel between pipeline stages, and the schedule they travel in.
 
-Once: discover (`find_shared`) -> agree -> plan. Each step: compute -> launch -> finish. The page to
+Once: discover (`find_tied`) -> agree -> plan. Each step: compute -> launch -> finish. The page to
 read first is ``pipegrad/gradients/sync.py``.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipegrad.model.gradient_storage import MainGrad as MainGrad
     from pipegrad.model.manifest import Manifest as Manifest
     from pipegrad.model.merge import make_manifest as make_manifest
-    from pipegrad.model.ties import find_shared as find_shared
+    from pipegrad.model.ties import find_tied as find_tied
     from pipegrad.pipeline.loss import StepResult as StepResult
     from pipegrad.pipeline.measure import measure_hops as measure_hops
     from pipegrad.pipeline.partition import Cut as Cut
@@ -84,7 +84,7 @@ _HOMES = {
     "model.gradient_storage": "Float32Grad GradAttribute GradientAccessor MainGrad",
     "model.manifest": "Manifest",
     "model.merge": "make_manifest",
-    "model.ties": "find_shared",
+    "model.ties": "find_tied",
     "pipeline.loss": "StepResult",
     "pipeline.measure": "measure_hops",
     "pipeline.partition": "Cut split",
@@ -152,7 +152,7 @@ __all__ = [
     "Work",
     "agree",
     "attach",
-    "find_shared",
+    "find_tied",
     "handlers",
     "lower",
     "make_manifest",

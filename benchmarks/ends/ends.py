@@ -81,7 +81,7 @@ def by_sync(placement: str) -> tuple[Step, Close]:
         "sharded": ["sharded"],
         "replicate": ["data-parallel"],
     }
-    sync = GradientSync({here: layer}, topology, shared=tied, handlers=handlers[placement])
+    sync = GradientSync({here: layer}, topology, tied=tied, handlers=handlers[placement])
     optimizer = torch.optim.AdamW(sync.optimizer_parameters())
 
     def step(during: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ def by_attach(placement: str) -> tuple[Step, Close]:
     sync = attach(
         schedule,
         topology=topology,
-        shared=[["linear.weight"]],
+        tied=[["linear.weight"]],
         handlers=[{"name": "pipeline-shared", "placement": placement}, "data-parallel"],
     )
     optimizer = torch.optim.AdamW(sync.optimizer_parameters())
@@ -133,7 +133,7 @@ def by_scheduler(placement: str) -> tuple[Step, Close]:
         schedule="1f1b",
         num_microbatches=MICROBATCHES,
         loss_fn=loss_of,
-        shared=[["linear.weight"]],
+        tied=[["linear.weight"]],
         handlers=[{"name": "pipeline-shared", "placement": placement}, "data-parallel"],
     )
     optimizer = torch.optim.AdamW(scheduler.sync.optimizer_parameters())

@@ -154,7 +154,7 @@ class Trainer:
             schedule=schedule,
             num_microbatches=schedule.num_microbatches,
             loss_fn=batch.loss,
-            shared=[{FIRST: "tied", LAST: "tied"}],
+            tied=[{FIRST: "tied", LAST: "tied"}],
             handlers=way.handlers,
         )
         groups = self.scheduler.sync.optimizer_parameters()

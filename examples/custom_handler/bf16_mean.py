@@ -36,8 +36,9 @@ class Bf16Mean(GradientHandler):
         Flags at the end of the buffer, which say who contributed, are small integers: bfloat16 has
         them exactly up to 256, and beyond that none of them becomes zero.
 
-        Sync: all on the lane: on its stream, or on CPU in its thread, which waits for the sum. That
-        is what a lane is for: the compute goes on beside it.
+        Sync: all on the comm stream: on its stream, or on CPU in its thread, which waits for the
+            sum. That
+        is what a comm stream is for: the compute goes on beside it.
         """
         if bucket.buffer.itemsize <= 2:
             return super().launch(bucket, reduction, group)

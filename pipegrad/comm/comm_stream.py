@@ -1,4 +1,4 @@
-"""A lane: where collectives run beside the compute, in order. A side stream, or on CPU a thread."""
+"""A comm stream: a side stream, or on CPU a thread, in which collectives run in order."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from pipegrad.comm import sync_points
 Task = Callable[[], None]
 Done = tuple[torch.Event | None, object]
 
-PRODUCERS = sync_points.Wait("lane.producers", "a task reads what other streams have just written")
+PRODUCERS = sync_points.Wait(
+    "comm-stream.producers", "a task reads what other streams have just written"
+)
 TASK_DONE = sync_points.Record(
-    "lane.task-done", "who waits for a task must not run ahead of its stream"
+    "comm-stream.task-done", "who waits for a task must not run ahead of its stream"
 )
 HOST = sync_points.WaitHost(
-    "lane.host", "the task of a thread may not have run, nor recorded its event"
+    "comm-stream.host", "the task of a thread may not have run, nor recorded its event"
 )
 RESULT = sync_points.Wait(
-    "lane.result", "the current stream reads and overwrites what the task wrote"
+    "comm-stream.result", "the current stream reads and overwrites what the task wrote"
 )
 LAST = sync_points.Record(
-    "lane.last", "close orders behind all that runs, failed or not waited for"
+    "comm-stream.last", "close orders behind all that runs, failed or not waited for"
 )
-CLOSED = sync_points.Wait("lane.closed", "after close the buffers are freed, on the current stream")
+CLOSED = sync_points.Wait(
+    "comm-stream.closed", "after close the buffers are freed, on the current stream"
+)
 
 
 class Ticket:
@@ -40,13 +44,13 @@ class Ticket:
         self._device = device
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits for the task and all before it in its lane; returns False after the timeout.
+        """Waits for the task and all before it in its comm stream; returns False after the timeout.
 
         Sync: where tasks block the host, so does this; then the current stream waits for the
         side stream. A wait on a device's own stream never blocks the host.
 
         Raises:
-            BaseException: The first error that a task of the lane raised.
+            BaseException: The first error that a task of the comm stream raised.
         """
         done = HOST(self.done, timeout_seconds)
         if done is False:
@@ -66,10 +70,11 @@ class _Item:
     ticket: Ticket
 
 
-class Lane:
+class CommStream:
     """Runs tasks one after the other, beside the compute stream.
 
-    Two lanes need two communicators for each process group: streams that share one serialise.
+    Two comm streams need two communicators for each process group: streams that share one
+    serialise.
 
     Args:
         name: For the thread, in stack dumps.
@@ -156,7 +161,7 @@ class Lane:
     def join(self, timeout_seconds: float | None = None) -> bool:
         """Waits for the end of the thread; returns whether it has ended."""
         if self._queue is None or self._thread is threading.current_thread():
-            return True  # the last to hold the lane may be its own thread
+            return True  # the last to hold the comm stream may be its own thread
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 

@@ -21,7 +21,7 @@ _TAG = 0x70677  # of a message that nobody sends
 
 
 class Thread(Protocol):
-    """What `Ending` needs of a lane."""
+    """What `Ending` needs of a comm stream."""
 
     def stop(self) -> None:
         """Ends the thread behind what it has to do; returns at once."""

@@ -199,5 +199,5 @@ class FailedSteps:
     def cause(self) -> str | None:
         """Returns what a rank said that failed before this one; None if none did."""
         first = self._notice.read()
-        mine = self._own.partition(":")[0]  # a lane of this rank may have spoken before
+        mine = self._own.partition(":")[0]  # a comm stream of this rank may have spoken before
         return first if first is not None and first.partition(":")[0] != mine else None

@@ -1,4 +1,4 @@
-"""Process groups: one for each distinct set of ranks and lane, made by all ranks in one order."""
+"""Process groups: one for each set of ranks and comm stream, made by all ranks in one order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipegrad.comm.collectives import (
 
 
 class Groups:
-    """The communicators of one GradientSync. Two lanes never share one: they would serialise.
+    """The communicators of one GradientSync. Comm streams never share one: they would serialise.
 
     Args:
-        wanted: (ranks, lane) of every group of any rank, in the order in which to make them.
+        wanted: (ranks, comm stream) of every group of any rank, in the order in which to make them.
         ranks: All ranks.
         rank: This rank.
         device: Where they will be used.
@@ -48,16 +48,17 @@ class Groups:
         if len(ranks) > 1:
             self.world = new_group(ranks, "pipegrad", device)
             self.made.append(self.world)
-        for members, lane in wanted:
+        for members, comm_stream in wanted:
             # All ranks make every group: use_local_synchronization hangs for overlapping pairs.
-            group = new_group(members, f"pipegrad lane {lane}", device)
+            group = new_group(members, f"pipegrad comm stream {comm_stream}", device)
             if rank in members:
-                self._groups[members, lane] = group
+                self._groups[members, comm_stream] = group
                 self.made.append(group)
         if not self.block_host(device):
             # NCCL connects a communicator in its first collective, and blocks the host until all
-            # members are there. Lanes begin in the order of readiness, each rank with its own part
-            # of the list: they would wait for each other. Here all ranks connect in one order.
+            # members are there. Comm streams begin in the order of readiness, each rank with its
+            # own part of the list: they would wait for each other. Here all ranks connect in one
+            # order.
             for (members, _), group in self._groups.items():
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
                 if members in handed:  # and each pair of neighbours, for messages both ways
@@ -65,9 +66,9 @@ class Groups:
                     tail = torch.zeros(1, device=device)
                     pass_down(tail, expect_from_behind(torch.zeros(1, device=device), group), group)
 
-    def of(self, ranks: tuple[int, ...], lane: int) -> dist.ProcessGroup:
-        """Returns the group of `ranks` for one lane."""
-        return self._groups[ranks, lane]
+    def of(self, ranks: tuple[int, ...], comm_stream: int) -> dist.ProcessGroup:
+        """Returns the group of `ranks` for one comm stream."""
+        return self._groups[ranks, comm_stream]
 
     def take_largest(self, values: torch.Tensor) -> None:
         """Replaces each element of `values` by the largest that any rank has there.

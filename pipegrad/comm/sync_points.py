@@ -85,7 +85,7 @@ sites: dict[str, Site] = {}
 @contextlib.contextmanager
 def using(other: Backend) -> Iterator[None]:
     """Takes streams and events from `other`, in all threads."""
-    global in_use  # noqa: PLW0603 - lanes run in threads of their own and must see it too
+    global in_use  # noqa: PLW0603 - comm streams run in threads of their own and must see it too
     before, in_use = in_use, other
     try:
         yield

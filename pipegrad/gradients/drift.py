@@ -31,7 +31,7 @@ class DriftCheck:
     Args:
         packs: This rank's parameters by route, in the order that all ranks share.
         lookup: Key -> live parameter.
-        groups: The communicators; lane 0's are used.
+        groups: The communicators; comm stream 0's are used.
         ranks: All ranks.
         agree_seconds: How long the ranks wait for each other, once copies differ.
     """

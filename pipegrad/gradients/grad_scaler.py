@@ -40,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
     `attach` it is the same: the schedule gets that `loss_fn`, and its losses are scaled. In a loop
     of your own call ``scaler.scale(loss).backward()``, and `finish` before `unscale_` and `step`.
 
-    fp16 parameters need ``stored_dtype=torch.float32``: as torch's, it unscales no fp16 gradients.
+    fp16 parameters need ``master_dtype=torch.float32``: as torch's, it unscales no fp16 gradients.
 
     Args:
         sync: Whose gradients are scaled.
@@ -124,7 +124,7 @@ class GradScaler(torch.amp.GradScaler):
         gradients = [t.grad for group in optimizer.param_groups for t in group["params"]]
         if not allow_fp16 and any(g is not None and g.dtype == torch.float16 for g in gradients):
             raise StepError(
-                "gradients are torch.float16: make the GradientSync with stored_dtype=torch.float32"
+                "gradients are torch.float16: make the GradientSync with master_dtype=torch.float32"
             )
 
     def _refuse(self, error: Exception | None, *, used: bool) -> None:

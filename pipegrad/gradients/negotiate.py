@@ -16,7 +16,7 @@ from pipegrad.model.describe import check_arguments, describe_rank, device_of
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.merge import merge, starts_of
-from pipegrad.model.ties import Shared, declared, link_local, refuse_likely_ties
+from pipegrad.model.ties import Tied, declared, link_local, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard
 from pipegrad.plan.build_routes import make_routes
 from pipegrad.plan.check_replicas import (
@@ -32,21 +32,21 @@ from pipegrad.topology import Topology
 _instances = count()
 
 
-def stored_dtype_of(record: ParameterRecord, stored_dtype: torch.dtype | None) -> torch.dtype:
+def master_dtype_of(record: ParameterRecord, master_dtype: torch.dtype | None) -> torch.dtype:
     """Returns in which dtype a parameter is stepped."""
-    return stored_dtype if stored_dtype and record.dtype.is_floating_point else record.dtype
+    return master_dtype if master_dtype and record.dtype.is_floating_point else record.dtype
 
 
 def has_stand_in(
-    record: ParameterRecord, accessor: GradientAccessor, stored_dtype: torch.dtype | None
+    record: ParameterRecord, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> bool:
     """Whether the optimizer steps something else: in another dtype, or with its gradient there."""
     elsewhere = not isinstance(accessor, GradAttribute)
-    return elsewhere or stored_dtype_of(record, stored_dtype) != record.dtype
+    return elsewhere or master_dtype_of(record, master_dtype) != record.dtype
 
 
 def refuse_stand_ins(
-    manifest: Manifest, accessor: GradientAccessor, stored_dtype: torch.dtype | None
+    manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> None:
     """Refuses what would keep gradients or copies of a DTensor in another way than itself.
 
@@ -57,11 +57,11 @@ def refuse_stand_ins(
         entry = manifest.entries(record.key)[0]
         if entry.layout is None or not entry.requires_grad:
             continue
-        if has_stand_in(record, accessor, stored_dtype) or entry.gradient_dtype != entry.dtype:
+        if has_stand_in(record, accessor, master_dtype) or entry.gradient_dtype != entry.dtype:
             raise PlanError(
                 f"{record.key!r} is a DTensor, {entry.layout}, of {entry.dtype}: it is stepped as "
-                f"it is, and its gradient is where and what FSDP2 makes it; found stored_dtype="
-                f"{stored_dtype}, gradients of {entry.gradient_dtype} by "
+                f"it is, and its gradient is where and what FSDP2 makes it; found master_dtype="
+                f"{master_dtype}, gradients of {entry.gradient_dtype} by "
                 f"{type(accessor).__name__}: leave both out, FSDP2 has MixedPrecisionPolicy"
             )
 
@@ -72,17 +72,17 @@ class Agreed:
     Args:
         modules: This rank's stages.
         topology: Over all ranks.
-        shared: Parameters that several stages hold.
+        tied: Parameters that several stages hold.
         handlers: Which gradients take which reduction.
         accessor: Where gradients live.
-        stored_dtype: dtype of what optimizers step.
+        master_dtype: dtype of what optimizers step.
         agree_seconds: How long the ranks wait for each other.
         options: Further arguments of `make_plans`, the same on all ranks.
 
     Attributes:
         topology: As given.
         accessor: As given.
-        stored_dtype: As given.
+        master_dtype: As given.
         wrapped: What FSDP2 has wrapped of this rank's stages.
         handlers: The resolved handlers by name.
         manifest: The model.
@@ -100,23 +100,23 @@ class Agreed:
         modules: Mapping[int, nn.Module],
         topology: Topology,
         *,
-        shared: Shared,
+        tied: Tied,
         handlers: Sequence[HandlerSpec],
         accessor: GradientAccessor,
-        stored_dtype: torch.dtype | None,
+        master_dtype: torch.dtype | None,
         agree_seconds: float,
         options: Mapping[str, Any],
     ) -> None:
         self.topology = topology
         self.accessor = accessor
-        self.stored_dtype = stored_dtype
+        self.master_dtype = master_dtype
         self._options = options
         ranks = sorted(topology.ranks)
-        describe = partial(self._describe, modules, shared, handlers)
+        describe = partial(self._describe, modules, tied, handlers)
         told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in told]
         self.manifest = merge(manifests, topology, self._ties)
-        refuse_stand_ins(self.manifest, accessor, stored_dtype)
+        refuse_stand_ins(self.manifest, accessor, master_dtype)
         refuse_likely_ties(starts_of(manifests), self.manifest.ties, options["allow_unsynced"])
         buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
         refuse_different_buffers(buffers, topology, options["allow_unsynced"])
@@ -128,22 +128,22 @@ class Agreed:
         self.device = device_of(modules, manifests)
         self.name = str(max(number for number, _ in told))
         self.moves = self.plan.moves or any(
-            record.requires_grad and has_stand_in(record, accessor, stored_dtype)
+            record.requires_grad and has_stand_in(record, accessor, master_dtype)
             for record in self.manifest.parameters
         )
 
     def _describe(
-        self, modules: Mapping[int, nn.Module], shared: Shared, handlers: Sequence[HandlerSpec]
+        self, modules: Mapping[int, nn.Module], tied: Tied, handlers: Sequence[HandlerSpec]
     ) -> tuple[int, RankManifest]:
         """Does what this rank alone can get wrong; returns what it says of itself."""
-        checked = ("bucket_bytes", "lanes", "stage_ticks", "shared_ticks")
+        checked = ("bucket_bytes", "comm_streams", "stage_ticks", "shared_ticks")
         check_arguments(modules, self.topology, **{name: self._options[name] for name in checked})
-        for option in ("stored_dtype", "reduce_dtype"):
+        for option in ("master_dtype", "reduce_dtype"):
             found = getattr(self, option, None) or self._options.get(option)
             if not getattr(found or torch.float32, "is_floating_point", False):
                 raise PlanError(f"{option} is {found!r}, expected one of floats or None")
         self.handlers = registry.resolve_all(handlers)
-        self._ties = declared(shared)
+        self._ties = declared(tied)
         self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
         reshard(self.wrapped)
         link_local(modules, self._ties)
@@ -154,9 +154,9 @@ class Agreed:
                 self.topology.stage_to_rank,
                 self.topology.data_axes,
             ),
-            "shared": list(map(str, self._ties)),
+            "tied": list(map(str, self._ties)),
             "handlers": [found.identity for found in self.handlers.values()],
-            "stored_dtype": self.stored_dtype,
+            "master_dtype": self.master_dtype,
             "accessor": type(self.accessor).__qualname__,
             **self._options,
             "allow_unsynced": list(self._options["allow_unsynced"]),

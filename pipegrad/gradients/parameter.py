@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
-from pipegrad.gradients.negotiate import Agreed, has_stand_in, stored_dtype_of
+from pipegrad.gradients.negotiate import Agreed, has_stand_in, master_dtype_of
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.module_tree import ModuleTree
@@ -518,8 +518,8 @@ def live_parameters(
             parameter.early = False  # DistributedDataParallel is done when backward is
     for share in plan.shares:
         record = found[share.key].record
-        stored = stored_dtype_of(record, agreed.stored_dtype)
-        if share.sharded or has_stand_in(record, agreed.accessor, agreed.stored_dtype):
+        stored = master_dtype_of(record, agreed.master_dtype)
+        if share.sharded or has_stand_in(record, agreed.accessor, agreed.master_dtype):
             gradient_dtype = manifest.entries(share.key)[0].gradient_dtype
             found[share.key].stand_in = StandIn(share, stored, gradient_dtype)
     return found

@@ -23,7 +23,7 @@ def make_equal(
     Args:
         packs: This rank's parameters by route, in the order that all ranks share.
         lookup: Key -> live parameter.
-        groups: The communicators; lane 0's are used.
+        groups: The communicators; comm stream 0's are used.
         device: Where the parameters live.
 
     Sync: on the current stream; one broadcast for each pack and hop, through a temporary flat copy.

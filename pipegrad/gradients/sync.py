@@ -1,6 +1,6 @@
 """GradientSync: the page to read first. Discover, agree and plan once; launch and finish each step.
 
-sync = GradientSync({0: module}, topology, shared=find_shared(model), handlers=[...])
+sync = GradientSync({0: module}, topology, shared=find_tied(model), handlers=[...])
 optimizer = AdamW(sync.optimizer_parameters())
 for batch in data:
     sync.prepare()              # gradients accumulate into the buckets from here on
@@ -40,7 +40,7 @@ from pipegrad.gradients.parameter import LiveParameter, live_parameters
 from pipegrad.gradients.replicas import make_equal
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.module_tree import ModuleTree
-from pipegrad.model.ties import Shared
+from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard, unwrapped
 from pipegrad.optimizer.main_params import (
     GroupOf,
@@ -110,15 +110,15 @@ class GradientSync:
     Args:
         modules: This rank's stages, ``{stage: module}``.
         topology: Over all ranks of the default process group.
-        shared: Parameters that several stages hold: lists of names (`find_shared`), mappings
+        tied: Parameters that several stages hold: lists of names (`find_tied`), mappings
             stage -> name, or ``Pipe.replicated_params``. The same on all ranks.
         handlers: Names, tables of name and options, classes or instances.
         bucket_bytes: Wire bytes at which a bucket is closed.
         reduce_dtype: dtype on the wire; each gradient's own if None, which saves all copies.
-        stored_dtype: dtype of what the optimizer steps, and of its state, where it is not a
+        master_dtype: dtype of what the optimizer steps, and of its state, where it is not a
             parameter's own: float32 gives parameters of lower precision a master copy of what this
             rank steps of them. Each parameter's own if None: then nothing is copied.
-        lanes: Side streams (on CPU threads), each with communicators of its own.
+        comm_streams: Side streams (on CPU threads), each with communicators of its own.
         allow_unsynced: Shell-style patterns of names or keys of ties that may drift apart.
         stage_ticks: For each stage when it is final, in any unit; orders the collectives. By
             default from the last stage to the first.
@@ -144,12 +144,12 @@ class GradientSync:
         modules: Mapping[int, nn.Module],
         topology: Topology,
         *,
-        shared: Shared = (),
+        tied: Tied = (),
         handlers: Sequence[HandlerSpec],
         bucket_bytes: int = 25 * 2**20,
         reduce_dtype: torch.dtype | None = None,
-        stored_dtype: torch.dtype | None = None,
-        lanes: int = 2,
+        master_dtype: torch.dtype | None = None,
+        comm_streams: int = 2,
         allow_unsynced: Sequence[str] = (),
         stage_ticks: Sequence[int] | None = None,
         shared_ticks: Sequence[int] | None = None,
@@ -159,15 +159,15 @@ class GradientSync:
         agreed = Agreed(
             modules,
             topology,
-            shared=shared,
+            tied=tied,
             handlers=handlers,
             accessor=accessor or GradAttribute(),
-            stored_dtype=stored_dtype,
+            master_dtype=master_dtype,
             agree_seconds=agree_seconds,
             options={
                 "bucket_bytes": bucket_bytes,
                 "reduce_dtype": reduce_dtype,
-                "lanes": lanes,
+                "comm_streams": comm_streams,
                 "allow_unsynced": allow_unsynced,
                 "stage_ticks": stage_ticks and list(stage_ticks),
                 "shared_ticks": shared_ticks and list(shared_ticks),
@@ -192,7 +192,7 @@ class GradientSync:
         )
         self._reducer = Reducer(
             self.plan,
-            lanes=lanes,
+            comm_streams=comm_streams,
             groups=self._groups,
             handlers=agreed.plugins,
             notice=notice,
@@ -200,7 +200,7 @@ class GradientSync:
         )
         self._ending = Ending(
             self,
-            threads=self._reducer.lanes,
+            threads=self._reducer.comm_streams,
             groups=self._groups.made,
             is_local=is_local(self._device),
         )
@@ -233,7 +233,7 @@ class GradientSync:
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
         entries = (e for r in self.manifest.parameters for e in self.manifest.entries(r.key))
-        dtypes = {stored_dtype, *(entry.gradient_dtype for entry in entries)}
+        dtypes = {master_dtype, *(entry.gradient_dtype for entry in entries)}
         double = dtypes & {torch.float64, torch.complex128}  # anywhere: all ranks sum in one dtype
         self._norm_dtype = torch.float64 if double else torch.float32
         self._stand_ins = [p.stand_in for p in self._parameters.values() if p.stand_in]
@@ -272,7 +272,8 @@ class GradientSync:
             StepError: If a gradient still is the reduced one of the step before, if a parameter is
                 no longer what the ranks agreed on, if one was changed behind `publish`, or if this
                 step's gradients are leaving. Try again soon: other ranks wait for some seconds.
-            ReduceError: If an earlier step failed in a lane: its communicators are out of step.
+            ReduceError: If an earlier step failed in a comm stream: its communicators are out of
+                step.
         """
         self.refuse_closed()
         with self._failed.refusing():
@@ -384,7 +385,8 @@ class GradientSync:
         `check_replicas` does; only what a few roundings a step explain is no error then, since
         machines of two kinds may round differently. Steps that only accumulate do not count.
 
-        Sync: the current stream waits for the lanes; the host only where collectives block it, and
+        Sync: the current stream waits for the comm streams; the host only where collectives block
+            it, and
         for the flag of each parameter that this rank has no gradient of.
 
         Raises:
@@ -573,7 +575,7 @@ class GradientSync:
         its first use. Where no placement moves anything this does nothing. If it is not called, the
         next verb that reads parameters does; every rank must call the same.
 
-        Sync: behind all that the current stream has done; on the lanes.
+        Sync: behind all that the current stream has done; on the comm streams.
 
         Raises:
             StepError: Inside a step, or if the optimizer was not given `optimizer_parameters`.
@@ -729,7 +731,7 @@ class GradientSync:
         return self._statistics
 
     def close(self) -> None:
-        """Ends the lanes' threads and destroys their process groups; every rank must call it.
+        """Ends threads and destroys the process groups of comm streams; every rank must call it.
 
         Parameters that are on their way arrive before, unless a step has failed. Gradients and
         parameters stay where they are, without hooks. Every other verb raises StepError from then

@@ -33,7 +33,7 @@ from pipegrad.interop.torch_schedule import (
     stage_ticks,
     stages_of,
 )
-from pipegrad.model.ties import Shared
+from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import is_fsdp2
 from pipegrad.plan.check_replicas import refuse_loss_parameters
 from pipegrad.plugins.handler import HandlerSpec
@@ -47,7 +47,7 @@ def attach(
     schedule: TorchSchedule,
     *,
     topology: Topology,
-    shared: Shared = (),
+    tied: Tied = (),
     handlers: Sequence[HandlerSpec] = ("pipeline-shared", "data-parallel"),
     **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
 ) -> GradientSync:
@@ -71,7 +71,7 @@ def attach(
     Args:
         schedule: Any schedule of ``torch.distributed.pipelining``, its stages manual or traced.
         topology: Ranks; which stage is where is taken from the schedule.
-        shared: Parameters that several stages hold: `find_shared` of the uncut model, mappings
+        tied: Parameters that several stages hold: `find_tied` of the uncut model, mappings
             stage -> name, or ``pipe.replicated_params`` of a traced model.
         handlers: Which gradients take which reduction.
         **options: Further arguments of `GradientSync`.
@@ -106,7 +106,7 @@ def attach(
     sync = GradientSync(
         {stage.stage_index: stage.submod for stage in stages},
         placed,
-        shared=shared,
+        tied=tied,
         handlers=handlers,
         stage_ticks=stage_ticks(schedule, placed),
         **options,

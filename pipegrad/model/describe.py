@@ -25,7 +25,7 @@ def check_arguments(
     topology: Topology,
     *,
     bucket_bytes: int,
-    lanes: int,
+    comm_streams: int,
     stage_ticks: Sequence[int] | None = None,
     shared_ticks: Sequence[int] | None = None,
 ) -> None:
@@ -46,9 +46,10 @@ def check_arguments(
             raise PlanError(
                 f"parameter {name!r} of stage {stage} is on the meta device: materialise the stage"
             )
-    if bucket_bytes < 0 or lanes < 1:
+    if bucket_bytes < 0 or comm_streams < 1:
         raise PlanError(
-            f"bucket_bytes={bucket_bytes} must be at least 0 and lanes={lanes} at least 1"
+            f"bucket_bytes={bucket_bytes} must be at least 0 and comm_streams={comm_streams} at "
+            f"least 1"
         )
     for name, ticks in (("stage_ticks", stage_ticks), ("shared_ticks", shared_ticks)):
         if ticks is not None and len(ticks) != topology.num_stages:

@@ -16,7 +16,7 @@ from pipegrad.model.dtensor import largest
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
 from pipegrad.model.suspects import Place, Start
-from pipegrad.model.ties import Shared, Tie, declared, united
+from pipegrad.model.ties import Tie, Tied, declared, united
 from pipegrad.topology import Topology
 
 
@@ -24,7 +24,7 @@ def make_manifest(
     modules: Mapping[int, nn.Module],
     topology: Topology,
     *,
-    shared: Shared = (),
+    tied: Tied = (),
     accessor: GradientAccessor | None = None,
 ) -> Manifest:
     """Returns the model that the ranks of a job would agree on, from all its stages at hand.
@@ -35,7 +35,7 @@ def make_manifest(
     Args:
         modules: Every stage of the model, ``{stage: module}``.
         topology: From any rank's point of view.
-        shared: As `GradientSync` takes it.
+        tied: As `GradientSync` takes it.
         accessor: Where gradients live; ``parameter.grad`` by default.
 
     Raises:
@@ -47,7 +47,7 @@ def make_manifest(
             f"the topology has stages 0..{topology.num_stages - 1}, but the modules given are "
             f"those of stages {sorted(modules)}: give all of them"
         )
-    ties = declared(shared)
+    ties = declared(tied)
     manifests = []
     for rank in sorted(topology.ranks):
         local = {stage: modules[stage] for stage in topology.at(rank).local_stages}

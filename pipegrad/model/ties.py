@@ -22,7 +22,7 @@ from pipegrad.model.wrappers import fsdp_modules, unwrapped
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _TRACED_STAGE = re.compile(r"submod_pp_(\d+)")
 
-Shared = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
+Tied = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 """Ties as the user declares them: names, stage -> name, or traced submodule -> name."""
 
 
@@ -51,7 +51,7 @@ class SharedNames(list[str]):
 class Tie:
     """A declaration: these are one parameter, by name anywhere, or by stage and name.
 
-    `traced` if it is torch's, see [Note: what the tracer tells]; `origin` if `find_shared` has seen
+    `traced` if it is torch's, see [Note: what the tracer tells]; `origin` if `find_tied` has seen
     the parameter in this process.
     """
 
@@ -68,7 +68,7 @@ class Tie:
         return place[1] in self.names or place in self.places
 
 
-def find_shared(model: nn.Module) -> list[list[str]]:
+def find_tied(model: nn.Module) -> list[list[str]]:
     """Returns the parameters that `model` holds under several names, as lists of those names.
 
     By identity, so it must see the model before it is cut or copied. Names are without wrapper
@@ -105,17 +105,17 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def declared(shared: Shared) -> tuple[Tie, ...]:
+def declared(tied: Tied) -> tuple[Tie, ...]:
     """Returns the declarations in one form, whatever form the user chose.
 
     Args:
-        shared: For each tie a list of names (as `find_shared` gives), a mapping stage -> name, or
+        tied: For each tie a list of names (as `find_tied` gives), a mapping stage -> name, or
             an entry of ``torch.distributed.pipelining.Pipe.replicated_params``.
 
     Raises:
         PlanError: If an entry is none of these.
     """
-    return tuple(_tie(entry) for entry in shared)
+    return tuple(_tie(entry) for entry in tied)
 
 
 def _tie(entry: object) -> Tie:

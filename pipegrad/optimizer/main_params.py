@@ -35,7 +35,7 @@ class StandIn:
 
     Args:
         share: Which elements.
-        stored_dtype: What the optimizer steps, and has its state in.
+        master_dtype: What the optimizer steps, and has its state in.
         gradient_dtype: dtype in which gradients of the parameter accumulate.
 
     Attributes:
@@ -44,10 +44,10 @@ class StandIn:
     """
 
     def __init__(
-        self, share: Share, stored_dtype: torch.dtype, gradient_dtype: torch.dtype
+        self, share: Share, master_dtype: torch.dtype, gradient_dtype: torch.dtype
     ) -> None:
         self.share = share
-        self._dtype = stored_dtype
+        self._dtype = master_dtype
         self.copied = False
         self._gradient_dtype = gradient_dtype
         self.tensor: nn.Parameter

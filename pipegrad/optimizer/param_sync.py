@@ -61,7 +61,7 @@ class Mirror:
 
     Args:
         plan: This rank's.
-        reducer: Whose lanes it uses.
+        reducer: Whose comm streams it uses.
         groups: The communicators.
         device: Where the parameters live.
 
@@ -97,7 +97,7 @@ class Mirror:
             stand_ins: Those of this rank, which first give back what they have.
             stepped: What the optimizer has stepped, by key: nothing may change it any more.
 
-        Sync: behind all that the current stream has done; on the lanes.
+        Sync: behind all that the current stream has done; on the comm streams.
         """
         for stand_in in stand_ins:
             stand_in.give_back()
@@ -117,7 +117,9 @@ class Mirror:
         after = [] if event is None else [event]
         for publish in self._plan.publishes:
             buffer = self.buffers[publish.bucket]
-            ticket = self._reducer.submit(publish.lane, partial(self._move, buffer, publish), after)
+            ticket = self._reducer.submit(
+                publish.comm_stream, partial(self._move, buffer, publish), after
+            )
             for stage in publish.readers:
                 self.coming.setdefault(stage, []).append(ticket)
 
@@ -176,7 +178,7 @@ class Mirror:
         self._versions.clear()
 
     def _move(self, buffer: ParameterBuffer, publish: Publish) -> None:
-        """Moves one bucket back along one hop. On a lane."""
+        """Moves one bucket back along one hop. On a comm stream."""
         rank, hop = self._plan.rank, buffer.bucket.route[publish.hop]
         what = (
             f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {hop} "
@@ -184,6 +186,6 @@ class Mirror:
         )
         with self._reducer.telling(what):
             region = buffer.bucket.region(rank, publish.hop)
-            group = self._groups.of(hop.ranks, publish.lane)
+            group = self._groups.of(hop.ranks, publish.comm_stream)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {hop}"):
                 bring_back(buffer.flat[region.start : region.stop], hop.placement, group)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import nn
 
 from pipegrad.errors import TopologyError
-from pipegrad.model.ties import find_shared
+from pipegrad.model.ties import find_tied
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Cut:
 
     Attributes:
         modules: Stage -> its layers, in order.
-        shared: Parameters that the uncut model holds several times, by name: what `GradientSync`
-            and `attach` take as ``shared``.
+        tied: Parameters that the uncut model holds several times, by name: what `GradientSync`
+            and `attach` take as ``tied``.
         boundaries: Index of the first layer of every stage but the first.
     """
 
     modules: dict[int, nn.Module]
-    shared: list[list[str]]
+    tied: list[list[str]]
     boundaries: tuple[int, ...]
 
 
@@ -67,7 +67,7 @@ def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None
     modules = [nn.Sequential(OrderedDict(named[a:b])) for a, b in pairwise(edges)]
     for module in modules:
         module.training = model.training  # that of the layers is their own
-    return Cut(dict(enumerate(modules)), find_shared(model), tuple(starts))
+    return Cut(dict(enumerate(modules)), find_tied(model), tuple(starts))
 
 
 def only_layers(model: object) -> nn.Sequential:

@@ -28,7 +28,7 @@ from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
-from pipegrad.model.ties import Shared
+from pipegrad.model.ties import Tied
 from pipegrad.pipeline.compute import Loss
 from pipegrad.pipeline.executor import Executor, PeerFailedError
 from pipegrad.pipeline.loss import Losses, StepResult
@@ -94,7 +94,7 @@ class Scheduler:
             those of a `Stage` are; returns one element.
         whole: Names of inputs that belong to no sample, such as a table of rotary frequencies:
             every microbatch gets them whole. They may be anything, also ``"target"``.
-        shared: As `GradientSync`.
+        tied: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
         **options: Further arguments of `GradientSync`. In the first step ranks wait for each other
@@ -121,7 +121,7 @@ class Scheduler:
         num_microbatches: int | None = None,
         loss_fn: Loss | None = None,
         whole: Sequence[str] = (),
-        shared: Shared = (),
+        tied: Tied = (),
         handlers: Sequence[HandlerSpec] = ("pipeline-shared", "data-parallel"),
         depth: int = DEPTH,
         **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
@@ -151,7 +151,7 @@ class Scheduler:
         self.sync = GradientSync(
             {stage.index: stage.module for stage in stages},
             self.topology,
-            shared=shared,
+            tied=tied,
             handlers=handlers,
             stage_ticks=self.schedule.stage_ticks,
             shared_ticks=self.schedule.shared_ticks,
@@ -260,7 +260,7 @@ class Scheduler:
         return self._pool.num_made
 
     def close(self) -> None:
-        """Ends lanes and destroys process groups, once; every rank must call it."""
+        """Ends comm streams and destroys process groups, once; every rank must call it."""
         if self._closed:
             return
         self._closed = True

@@ -140,7 +140,7 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
                 name,
                 tuple(places),
                 stages,
-                launch.lane,
+                launch.comm_stream,
                 tuple(sorted(readers[launch.bucket, launch.hop, hop.ranks])),
             )
     return tuple(found[key] for key in sorted(found))

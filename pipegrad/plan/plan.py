@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective: a hop of a bucket, in its lane."""
+    """One collective: a hop of a bucket, in its comm stream."""
 
     bucket: int
     hop: int
     ready: int
-    lane: int
+    comm_stream: int
 
 
 @dataclass(frozen=True)
 class Publish:
-    """One movement of updated parameters, back along a hop, in the bucket's lane.
+    """One movement of updated parameters, back along a hop, in the bucket's comm stream.
 
     Attributes:
         bucket: Whose parameters.
         hop: Against which hop.
-        lane: Where.
+        comm_stream: Where.
         use: Its place in the order: the first stage, over all ranks, that waits for it, unless one
             that comes before it on the way is waited for later.
         readers: Stages of this rank whose parameters come by it: none of an owner's.
@@ -59,7 +59,7 @@ class Publish:
 
     bucket: int
     hop: int
-    lane: int
+    comm_stream: int
     use: int
     readers: tuple[int, ...]
 
@@ -91,8 +91,8 @@ class Plan:
         moves: Whether updated parameters move back on any rank.
         routes: Key -> route, for every parameter that this rank reduces or keeps equal.
         packs: Buckets of parameters (frozen ones too), for making replicas equal.
-        groups: Process groups of all ranks, as (ranks, lane, or `way_back` of one): made by every
-            rank in this order.
+        groups: Process groups of all ranks, as (ranks, comm stream, or `way_back` of one): made by
+            every rank in this order.
         digest: Of all ranks' routes and buckets: equal on ranks whose plans fit together.
         divisors: Key -> what its gradient is divided by before it leaves, where that is not 1.
     """
@@ -146,23 +146,23 @@ class Plan:
             keys = [key for key, by in self.divisors if by == divisor]
             lines.append(f"divided by {divisor:g} before they leave: {in_few_words(keys)}")
         if self.launches:
-            lines.append("launch  bucket  lane  ready  MiB        reduction")
+            lines.append("launch  bucket  stream  ready  MiB        reduction")
         buckets = {bucket.index: bucket for bucket in self.buckets}
         for number, launch in enumerate(self.launches):
             bucket = buckets[launch.bucket]
             hop = bucket.route[launch.hop]
             lines.append(
-                f"{number:<8}{bucket.index:<8}{launch.lane:<6}{launch.ready:<7}"
+                f"{number:<8}{bucket.index:<8}{launch.comm_stream:<8}{launch.ready:<7}"
                 f"{bucket.nbytes(launch.hop) / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: "
                 f"{bucket.names}"
             )
         if self.publishes:
-            lines.append("publish bucket  lane  for stages        MiB        movement")
+            lines.append("publish bucket  stream  for stages        MiB        movement")
         for number, publish in enumerate(self.publishes):
             hop = buckets[publish.bucket].route[publish.hop]
             readers = ", ".join(map(str, publish.readers)) or "others"
             lines.append(
-                f"{number:<8}{publish.bucket:<8}{publish.lane:<6}{readers:<18}"
+                f"{number:<8}{publish.bucket:<8}{publish.comm_stream:<8}{readers:<18}"
                 f"{buckets[publish.bucket].parameter_nbytes(publish.hop) / 2**20:<11.3f}"
                 f"back along {hop} over ranks {list(hop.ranks)}"
             )
@@ -189,7 +189,7 @@ def make_plans(
     *,
     bucket_bytes: int,
     reduce_dtype: torch.dtype | None = None,
-    lanes: int = 1,
+    comm_streams: int = 1,
     stage_ticks: Sequence[int] | None = None,
     shared_ticks: Sequence[int] | None = None,
     allow_unsynced: Sequence[str] = (),
@@ -203,7 +203,8 @@ def make_plans(
         handlers: Name and instance, in the order of the configuration (which changes nothing).
         bucket_bytes: Wire bytes at which a bucket is closed; a larger gradient travels alone.
         reduce_dtype: dtype on the wire; the gradient's own if None.
-        lanes: Number of lanes; a bucket stays in lane ``index % lanes``.
+        comm_streams: Number of comm streams; a bucket stays in comm stream ``index % comm
+            streams``.
         stage_ticks: For each stage when its gradients are final, in any unit. By default stages
             become final from the last to the first, as in every 1F1B-like schedule.
         shared_ticks: The same for gradients that stages on several ranks hold; by default
@@ -226,7 +227,7 @@ def make_plans(
     ]
     buckets = make_buckets(manifest, gradients, bucket_bytes)
     packs = make_buckets(manifest, [Kind(*pair, alone) for pair in agreed], bucket_bytes)
-    groups = _groups(routes, buckets, lanes)
+    groups = _groups(routes, buckets, comm_streams)
     digest = hashlib.sha256(repr((routes, buckets, packs, divisors)).encode()).hexdigest()
     plans: dict[int, Plan] = {}
     for rank in topology.ranks if ranks is None else ranks:
@@ -239,8 +240,8 @@ def make_plans(
         plans[rank] = Plan(
             rank=rank,
             buckets=mine,
-            launches=_launches(mine, rank, lanes),
-            publishes=_publishes(mine, view, routes, lanes),
+            launches=_launches(mine, rank, comm_streams),
+            publishes=_publishes(mine, view, routes, comm_streams),
             shares=tuple(_shares(trained, mine, routes[rank], rank)),
             trained_numel=sum(r.numel for r in trained),
             moves=any(bucket.mirrored for bucket in buckets),
@@ -253,10 +254,10 @@ def make_plans(
     return plans
 
 
-def _launches(buckets: Iterable[Bucket], rank: int, lanes: int) -> tuple[Launch, ...]:
+def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
     """Orders a rank's collectives. See [Note: order of collectives]."""
     launches = [
-        Launch(bucket.index, hop, bucket.ready + hop, bucket.index % lanes)
+        Launch(bucket.index, hop, bucket.ready + hop, bucket.index % comm_streams)
         for bucket in buckets
         for hop in range(hops_taken(bucket.route, rank))
     ]
@@ -264,7 +265,7 @@ def _launches(buckets: Iterable[Bucket], rank: int, lanes: int) -> tuple[Launch,
 
 
 def _publishes(
-    buckets: Iterable[Bucket], view: Topology, routes: Routes, lanes: int
+    buckets: Iterable[Bucket], view: Topology, routes: Routes, comm_streams: int
 ) -> tuple[Publish, ...]:
     """Orders what moves back to or from a rank, by first use. See [Note: order of publishes]."""
     found = []
@@ -273,7 +274,9 @@ def _publishes(
             if hop.mirrored:
                 use = _use(bucket, number, view, routes)
                 readers = _readers(bucket, hop, [view.rank], view)
-                found.append(Publish(bucket.index, number, bucket.index % lanes, use, readers))
+                found.append(
+                    Publish(bucket.index, number, bucket.index % comm_streams, use, readers)
+                )
     return tuple(sorted(found, key=lambda x: (x.use, -x.hop, x.bucket)))
 
 
@@ -327,33 +330,36 @@ def _shares(
 
 
 # [Note: order of collectives] All ranks sort by the same key, and each issues its own part of that
-# one list, per lane, strictly in that order. Nothing computes while it waits for a collective
-# before finish, so the least collective not yet complete can always complete: every member has
-# issued all that comes before it. A bucket's hops share a lane, so a hop follows the one before it.
+# one list, per comm stream, strictly in that order. Nothing computes while it waits for a
+# collective before finish, so the least collective not yet complete can always complete: every
+# member has issued all that comes before it. A bucket's hops share a comm stream, so a hop follows
+# the one before it.
 
 
-def way_back(lane: int) -> int:
-    """Returns the number of a lane's other communicator, for what two ranks exchange."""
-    return ~lane
+def way_back(comm_stream: int) -> int:
+    """Returns the number of a comm stream's other communicator, for what two ranks exchange."""
+    return ~comm_stream
 
 
 def _groups(
-    routes: Routes, buckets: Sequence[Bucket], lanes: int
+    routes: Routes, buckets: Sequence[Bucket], comm_streams: int
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Returns every (ranks, lane) that any rank launches on; lane 0 also makes replicas equal."""
-    lane_of = {slot.key: bucket.index % lanes for bucket in buckets for slot in bucket.slots}
+    """Returns every (ranks, comm stream) of any rank; comm stream 0 also makes replicas equal."""
+    comm_stream_of = {
+        slot.key: bucket.index % comm_streams for bucket in buckets for slot in bucket.slots
+    }
     exchanged = {
-        (hop.ranks, way_back(lane_of[key]))
+        (hop.ranks, way_back(comm_stream_of[key]))
         for mine in routes.values()
         for key, route in mine.items()
         for hop in route
-        if key in lane_of and hop.exchange != "all-reduce"
+        if key in comm_stream_of and hop.exchange != "all-reduce"
     }
     wanted = exchanged | {
-        (hop.ranks, lane)
+        (hop.ranks, comm_stream)
         for mine in routes.values()
         for key, route in mine.items()
         for hop in route
-        for lane in {0, lane_of.get(key, 0)}
+        for comm_stream in {0, comm_stream_of.get(key, 0)}
     }
     return tuple(sorted(wanted))

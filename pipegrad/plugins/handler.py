@@ -219,9 +219,10 @@ class GradientHandler(ABC):
         Overridden for another way to send it: with REPLICATE all of the sum must be there
         afterwards, on every rank. Leave other placements and exchanges to ``super().launch``.
 
-        Sync: runs on a lane, never on the compute stream: on CPU in the lane's thread, on devices
-        with the lane's side stream current, after every producer of the bucket. The buffer is
-        held until the returned work is done.
+        Sync: runs on a comm stream, never on the compute stream: on CPU in the comm stream's
+            thread, on devices
+        with the comm stream's side stream current, after every producer of the bucket. The buffer
+        is held until the returned work is done.
         """
         if self.hook is not None:
             return self.hook.launch(bucket, reduction, group)

@@ -1,4 +1,4 @@
-"""Buffers that several streams write and a lane reads, and the record of each gradient in one."""
+"""Buffers that several streams write and a comm stream reads, and the record of each gradient."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import collectives, sync_points
-from pipegrad.comm.comm_stream import Lane, Ticket
+from pipegrad.comm.comm_stream import CommStream, Ticket
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PlanError, ReduceError, StepError
@@ -91,7 +91,7 @@ class Bucketer:
         self._in_flight: deque[_InFlight] = deque()
         self._pool: defaultdict[tuple[object, ...], list[FlatBuffer]] = defaultdict(list)
         self._pool_capacity_bytes = capacity_bytes
-        self._lanes: dict[tuple[torch.device, bool], Lane] = {}
+        self._comm_streams: dict[tuple[torch.device, bool], CommStream] = {}
         self._used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._ending: Ending | None = None
         self._errors: list[Exception] = []
@@ -220,12 +220,12 @@ class Bucketer:
                 f"release() with {len(self._open)} buckets queued, {len(self._in_flight)} in "
                 f"flight and {len(self._errors)} callbacks' errors not raised yet: flush() first"
             )
-        for lane in self._lanes.values():
-            lane.close()
+        for comm_stream in self._comm_streams.values():
+            comm_stream.close()
         if self._ending is not None:
             self._ending.end()
             self._ending = None
-        self._lanes.clear()
+        self._comm_streams.clear()
         self._open.clear()
         self._in_flight.clear()
         self._errors.clear()
@@ -286,15 +286,15 @@ class Bucketer:
                 result = _fresh(staging.numel, key)
                 events.append(result.written(RESULT))
             threaded = collectives.blocks_host(key.group, key.device)
-            if (key.device, threaded) not in self._lanes:
-                lane = Lane("pipegrad bucketer", key.device, threaded=threaded)
-                self._lanes[key.device, threaded] = lane
+            if (key.device, threaded) not in self._comm_streams:
+                comm_stream = CommStream("pipegrad bucketer", key.device, threaded=threaded)
+                self._comm_streams[key.device, threaded] = comm_stream
             if self._ending is None:
-                self._ending = Ending(self, threads=self._lanes.values(), used=self._used)
+                self._ending = Ending(self, threads=self._comm_streams.values(), used=self._used)
             if collectives.backend_of(key.group, key.device) == "gloo":
                 self._used.add(key.group)
             task = partial(_reduce, key, result.buffer[: staging.numel], staging.rows)
-            ticket = self._lanes[key.device, threaded].submit(
+            ticket = self._comm_streams[key.device, threaded].submit(
                 task, [e for e in events if e is not None]
             )
         flight = _InFlight(key, staging.room, staging.calls, HELD(flat), result, ticket)
@@ -358,7 +358,7 @@ def _fresh(numel: int, key: Key) -> FlatBuffer:
 
 
 def _reduce(key: Key, result: torch.Tensor, rows: torch.Tensor) -> None:
-    """Runs a collective. On a lane."""
+    """Runs a collective. On a comm stream."""
     try:
         if key.in_place:
             dist.all_reduce(result, group=key.group)

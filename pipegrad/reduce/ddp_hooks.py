@@ -1,8 +1,8 @@
 """Communication hooks: torch's ways to send the gradients of data parallelism, chosen by name.
 
 torch's hooks are written for DistributedDataParallel: functions of a state and a bucket that return
-a future of the mean. Here each bucket has a state of its own, so lanes share nothing; and flags,
-which say who contributed, never go through a hook.
+a future of the mean. Here each bucket has a state of its own, so comm streams share nothing; and
+flags, which say who contributed, never go through a hook.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class CommunicationHook:
       ``load_state_dict``.
 
     A hook may change what `TorchBucket.buffer` gives it, but not its size, and starts no collective
-    that its future does not wait for. It sends gradients in a lane, beside the compute; what it
-    computes in torch's own threads no `OrderChecker` sees.
+    that its future does not wait for. It sends gradients in a comm stream, beside the compute; what
+    it computes in torch's own threads no `OrderChecker` sees.
 
     Args:
         spec: Which.
@@ -117,9 +117,10 @@ class CommunicationHook:
     def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
         """Averages a bucket over `group`; what `GradientHandler.launch` does.
 
-        Sync: on a lane. Flags are summed by an all-reduce of their own, exactly. One bucket is
-        with one lane only, which waits for the work before it goes on: a hook's callbacks may
-        start collectives in the backend's threads, they meet no others of this group. Where the
+        Sync: on a comm stream. Flags are summed by an all-reduce of their own, exactly. One bucket
+            is
+        with one comm stream only, which waits for the work before it goes on: a hook's callbacks
+        may start collectives in the backend's threads, they meet no others of this group. Where the
         flags decide whether the hook starts, waiting for the work blocks the host, on devices too.
         """
         kept = self._of((bucket.index, reduction.ranks), group)

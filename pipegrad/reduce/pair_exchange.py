@@ -69,7 +69,7 @@ def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
 
 
 class PairSum:
-    """What two ranks exchange of a bucket, each step anew. On a lane.
+    """What two ranks exchange of a bucket, each step anew. On a comm stream.
 
     Args:
         buffer: Payload and flags, flat.
@@ -96,8 +96,8 @@ class PairSum:
             group: Of the two.
 
         Sync: what the first one sends is a copy, which leaves while both go on. The second one's
-        work ends late: nothing of its lane has to wait behind what comes at the end of the step.
-        Where only rows go back the host must know how many: that blocks it, on devices too.
+        work ends late: nothing of its comm stream has to wait behind what comes at the end of the
+        step. Where only rows go back the host must know how many: that blocks it, on devices too.
         """
         if not collectives.can_send(group, self._buffer.device):
             work: Work = dist.all_reduce(self._buffer, group=group, async_op=True)

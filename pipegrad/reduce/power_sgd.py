@@ -33,8 +33,8 @@ _COUNTS = (
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 # [Note: random numbers] When torch's hook finds no Q it seeds the process's generators, those of
-# devices too, and forks that of the CPU alone: in a lane's thread that would disturb dropout. So Q
-# is there before the hook looks: the same numbers, from a generator of our own.
+# devices too, and forks that of the CPU alone: in a comm stream's thread that would disturb
+# dropout. So Q is there before the hook looks: the same numbers, from a generator of our own.
 
 # [Note: lost columns] A gradient of zeros leaves zeros in Q, which the next step starts from; what
 # is then left of any gradient is zero, for good. One that is not finite leaves NaN. Such columns

@@ -1,4 +1,4 @@
-"""Launch and finish: one way for each bucket onto its lane, and one wait for all of them."""
+"""Launch and finish: one way for each bucket onto its comm stream, and one wait for all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from pipegrad.comm import collectives, sync_points
-from pipegrad.comm.comm_stream import Lane, Task, Ticket
+from pipegrad.comm.comm_stream import CommStream, Task, Ticket
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.work import Work
@@ -40,7 +40,7 @@ class Reducer:
 
     Args:
         plan: This rank's buckets and collectives.
-        lanes: How many lanes.
+        comm_streams: How many comm streams.
         groups: The communicators.
         handlers: Handler by name.
         notice: Where a failure is told to the other ranks, and theirs are read.
@@ -51,7 +51,7 @@ class Reducer:
         self,
         plan: Plan,
         *,
-        lanes: int,
+        comm_streams: int,
         groups: Groups,
         handlers: Mapping[str, GradientHandler],
         notice: FailureNotice,
@@ -59,10 +59,14 @@ class Reducer:
     ) -> None:
         self.buffers = {bucket.index: BucketBuffer(bucket, device) for bucket in plan.buckets}
         self.buffer_of = {s.key: self.buffers[b.index] for b in plan.buckets for s in b.slots}
-        self._queues = [[x for x in plan.launches if x.lane == lane] for lane in range(lanes)]
+        self._queues = [
+            [x for x in plan.launches if x.comm_stream == comm_stream]
+            for comm_stream in range(comm_streams)
+        ]
         threaded = groups.block_host(device)
-        self._lanes = [
-            Lane(f"pipegrad lane {lane}", device, threaded=threaded) for lane in range(lanes)
+        self._comm_streams = [
+            CommStream(f"pipegrad comm stream {comm_stream}", device, threaded=threaded)
+            for comm_stream in range(comm_streams)
         ]
         self._groups = groups
         self._handlers = handlers
@@ -79,7 +83,7 @@ class Reducer:
         }
         self._complete: set[int] = set()
         self._ending: set[int] = set()  # buckets of which a hop was put off
-        self._next = [0] * lanes
+        self._next = [0] * comm_streams
         self.num_launched = 0
         self._is_in_doubt = False  # whether an interrupt may have lost a collective
         self._given_up = False  # whether the step has failed, and this rank knows
@@ -90,18 +94,18 @@ class Reducer:
         """Starts a step.
 
         Raises:
-            ReduceError: If a lane has failed since the last one; other ranks are told.
+            ReduceError: If a comm stream has failed since the last one; other ranks are told.
         """
         self.reset()
-        for lane in self._lanes:
-            if lane.error is not None:
-                raise ReduceError(self.notice.post(str(lane.error))) from lane.error
+        for comm_stream in self._comm_streams:
+            if comm_stream.error is not None:
+                raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
 
     def reset(self) -> None:
         """Says that nothing is complete, nothing launched."""
         self._ending.clear()
         self._complete.clear()
-        self._next = [0] * len(self._lanes)
+        self._next = [0] * len(self._comm_streams)
         self.num_launched = 0
         self._given_up = False
         self._refusal = None
@@ -110,7 +114,9 @@ class Reducer:
     def has_failed(self) -> bool:
         """Whether a collective failed here, or was never launched: others may wait for it."""
         with self._lock:  # autograd's threads may be announcing
-            return self._is_in_doubt or any(lane.error is not None for lane in self._lanes)
+            return self._is_in_doubt or any(
+                comm_stream.error is not None for comm_stream in self._comm_streams
+            )
 
     def give_up(self) -> None:
         """Launches what is left of a step that failed, so that it ends on all ranks.
@@ -122,19 +128,19 @@ class Reducer:
             for key in buffer.missing:
                 self.announce(key, None, contributed=False)
         # Other ranks wait for it in their `finish`, while this one may never wait again.
-        for lane in self._lanes:
-            lane.submit(lane.run_late, ())
+        for comm_stream in self._comm_streams:
+            comm_stream.submit(comm_stream.run_late, ())
 
     def expect(self) -> None:
         """Posts the receives of what comes from behind in this step."""
         for launch in self._expecting:
-            self._lanes[launch.lane].submit(partial(self._expect, launch), ())
+            self._comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
 
     def announce(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> None:
         """Takes a final gradient, and launches whatever is due because of it.
 
         Sync: the slot is written and its event recorded on the current stream; collectives run on
-        the lanes. May be called from autograd's threads.
+        the comm streams. May be called from autograd's threads.
         """
         with self._lock:
             buffer = self.buffer_of[key]
@@ -142,23 +148,28 @@ class Reducer:
             try:
                 if buffer.fill(key, gradient, contributed=contributed):
                     self._complete.add(buffer.bucket.index)
-                    for lane in range(len(self._lanes)):
-                        self._launch_due(lane)
+                    for comm_stream in range(len(self._comm_streams)):
+                        self._launch_due(comm_stream)
             except Exception:
                 self._is_in_doubt = False
                 raise
             # Not behind Ctrl-C: it may have come between two lines that belong together.
             self._is_in_doubt = False
 
-    def _launch_due(self, lane: int) -> None:
-        """Submits a lane's next collectives, in order, as far as their buckets are complete."""
-        queue = self._queues[lane]
-        while self._next[lane] < len(queue) and queue[self._next[lane]].bucket in self._complete:
-            launch = queue[self._next[lane]]
+    def _launch_due(self, comm_stream: int) -> None:
+        """Submits the next collectives of a comm stream, in order, while buckets are complete."""
+        queue = self._queues[comm_stream]
+        while (
+            self._next[comm_stream] < len(queue)
+            and queue[self._next[comm_stream]].bucket in self._complete
+        ):
+            launch = queue[self._next[comm_stream]]
             buffer = self.buffers[launch.bucket]
-            self._next[lane] += 1
+            self._next[comm_stream] += 1
             self.num_launched += 1
-            self._lanes[lane].submit(partial(self._reduce, launch), buffer.producers())
+            self._comm_streams[comm_stream].submit(
+                partial(self._reduce, launch), buffer.producers()
+            )
 
     def _is_behind(self, launch: Launch) -> bool:
         """Whether another rank passes its part of a sum to this one."""
@@ -172,7 +183,9 @@ class Reducer:
         if hop.exchange != "all-reduce":
             region = bucket.region(self._rank, launch.hop)
             rows = rows_of(bucket, region) if hop.exchange == "asymmetric" else ()
-            pair_sum = PairSum(part, rows, back=self._groups.of(hop.ranks, way_back(launch.lane)))
+            pair_sum = PairSum(
+                part, rows, back=self._groups.of(hop.ranks, way_back(launch.comm_stream))
+            )
         return HopBucket(
             part,
             len(buffer.views),
@@ -182,20 +195,20 @@ class Reducer:
         )
 
     def _expect(self, launch: Launch) -> None:
-        """Posts the receive of what comes from behind, unless it still is. On a lane."""
+        """Posts the receive of what comes from behind, unless it still is. On a comm stream."""
         bucket, flat = self.buffers[launch.bucket].bucket, self._flat[launch]
         if flat.arriving is None:
             hop, inbox = bucket.route[launch.hop], self._inboxes[launch]
             with self.telling(f"bucket {bucket.index}: expecting its {hop}"):
                 inbox.acquire(INBOX_FREE)
-                group = self._groups.of(hop.ranks, launch.lane)
+                group = self._groups.of(hop.ranks, launch.comm_stream)
                 flat.arriving = collectives.expect_from_behind(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
-        """Runs one collective, or puts it off behind what it goes on from. On a lane."""
-        lane = self._lanes[launch.lane]
+        """Runs one collective, or puts it off behind what it goes on from. On a comm stream."""
+        comm_stream = self._comm_streams[launch.comm_stream]
         if launch.bucket in self._ending:
-            lane.put_off(partial(self._reduce, launch))
+            comm_stream.put_off(partial(self._reduce, launch))
             return
         buffer, flat = self.buffers[launch.bucket], self._flat[launch]
         hop = buffer.bucket.route[launch.hop]
@@ -204,22 +217,22 @@ class Reducer:
             f"{list(hop.ranks)} by handler {hop.handler!r}"
         )
         with self.telling(what):
-            group = self._groups.of(hop.ranks, launch.lane)
+            group = self._groups.of(hop.ranks, launch.comm_stream)
             flat.is_mean = False
             with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
                 work = self._handlers[hop.handler].launch(flat, hop, group)
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
         end = partial(self._end, launch, work, what)
-        blocks_host = getattr(work, "blocks_host", False) and not lane.is_threaded
+        blocks_host = getattr(work, "blocks_host", False) and not comm_stream.is_threaded
         if blocks_host or getattr(work, "ends_late", False):
             self._ending.add(launch.bucket)
-            lane.put_off(end)
+            comm_stream.put_off(end)
         else:
             end()
 
     def _end(self, launch: Launch, work: Work, what: str) -> None:
-        """Waits for a collective. On a lane."""
+        """Waits for a collective. On a comm stream."""
         buffer = self.buffers[launch.bucket]
         hop = buffer.bucket.route[launch.hop]
         with self.telling(what):
@@ -247,14 +260,14 @@ class Reducer:
             raise ReduceError(told) from error
 
     @property
-    def lanes(self) -> Sequence[Lane]:
+    def comm_streams(self) -> Sequence[CommStream]:
         """Where collectives run."""
-        return self._lanes
+        return self._comm_streams
 
     def close(self) -> None:
-        """Ends the lanes' threads."""
-        for lane in self._lanes:
-            lane.close()
+        """Ends the comm streams' threads."""
+        for comm_stream in self._comm_streams:
+            comm_stream.close()
 
     def wait(self) -> float:
         """Waits for all that was launched; returns the seconds the host was blocked.
@@ -265,23 +278,23 @@ class Reducer:
             ReduceError: If a collective failed here, or a peer said that it failed.
         """
         start = time.perf_counter()
-        self._wait_for_lanes()
-        late = [lane for lane in self._lanes if lane.has_late]
-        for lane in late:
-            lane.submit(lane.run_late, ())
+        self._wait_for_comm_streams()
+        late = [comm_stream for comm_stream in self._comm_streams if comm_stream.has_late]
+        for comm_stream in late:
+            comm_stream.submit(comm_stream.run_late, ())
         if late:
-            self._wait_for_lanes()
+            self._wait_for_comm_streams()
         return time.perf_counter() - start
 
-    def _wait_for_lanes(self) -> None:
-        for lane in self._lanes:
-            while not lane.wait(_POLL_SECONDS):
+    def _wait_for_comm_streams(self) -> None:
+        for comm_stream in self._comm_streams:
+            while not comm_stream.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
 
     def let_leave(self) -> list[Ticket]:
-        """Has lanes wait for what still leaves, though the sum that it is a part of is here."""
+        """Has comm streams wait for messages that still leave, although their sum is here."""
         return [
-            self.submit(launch.lane, flat.pair_sum.settle, ())
+            self.submit(launch.comm_stream, flat.pair_sum.settle, ())
             for launch, flat in self._flat.items()
             if flat.pair_sum is not None
         ]
@@ -295,9 +308,9 @@ class Reducer:
         for ticket in self.let_leave():
             self.wait_for(ticket)
 
-    def submit(self, lane: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
-        """Has a lane do something, behind all that it has to do; as `Lane.submit`."""
-        return self._lanes[lane].submit(task, after)
+    def submit(self, comm_stream: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
+        """Has a comm stream do something, behind all that it has to do; as `Lane.submit`."""
+        return self._comm_streams[comm_stream].submit(task, after)
 
     def wait_for(self, ticket: Ticket) -> None:
         """Waits for one thing that was submitted.
@@ -311,7 +324,7 @@ class Reducer:
             self._raise_peer_failure()
 
     def meet(self) -> Ticket:
-        """Has a lane wait for all ranks to come here, those that have failed as well."""
+        """Has a comm stream wait for all ranks to come here, those that have failed as well."""
 
         def meeting() -> None:
             assert self._groups.world is not None

@@ -60,7 +60,7 @@ class HopBucket:
     def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
         """Sums over `group` as the reduction's placement says.
 
-        Sync: on a lane. With SHARD this rank's row is summed, and the flags behind it.
+        Sync: on a comm stream. With SHARD this rank's row is summed, and the flags behind it.
         """
         if reduction.op == "mean" and self.buffer.dtype == torch.float16:
             self.buffer.div_(len(reduction.ranks))
@@ -100,7 +100,7 @@ def bring_back(parameters: torch.Tensor, placement: Placement, group: dist.Proce
         placement: The hop's.
         group: Its communicator.
 
-    Sync: on a lane.
+    Sync: on a comm stream.
     """
     _BRING_BACK[placement](parameters, group)
 

@@ -89,12 +89,12 @@ class Gradients(Table):
         default=None,
         description="dtype on the wire, 'float32', 'bfloat16' or 'float16'; else each its own",
     )
-    stored_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+    master_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         description="dtype of what the optimizer steps and of its state: 'float32' gives "
         "parameters of lower precision a master copy; else each parameter's own",
     )
-    lanes: int = Field(
+    comm_streams: int = Field(
         default=2, ge=1, le=64, description="side streams, each with its own communicators"
     )
     allow_unsynced: list[str] = Field(

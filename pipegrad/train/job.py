@@ -125,7 +125,7 @@ class Job:
 
     def manifest(self, cut: Cut) -> Manifest:
         """Returns what the ranks will agree on."""
-        return make_manifest(cut.modules, self.topology(), shared=cut.shared)
+        return make_manifest(cut.modules, self.topology(), tied=cut.tied)
 
     def plans(self, manifest: Manifest, ranks: Sequence[int] | None = None) -> dict[int, Plan]:
         """Returns the plans of some ranks, or of all.
@@ -162,14 +162,14 @@ class Job:
         return {
             "bucket_bytes": wanted.bucket_bytes,
             "reduce_dtype": wanted.reduce_dtype and getattr(torch, wanted.reduce_dtype),
-            "lanes": wanted.lanes,
+            "comm_streams": wanted.comm_streams,
             "allow_unsynced": wanted.allow_unsynced,
         }
 
     @property
-    def stored_dtype(self) -> torch.dtype | None:
+    def master_dtype(self) -> torch.dtype | None:
         """What the optimizer steps, where it is not a parameter's own dtype."""
-        stored = self.config.gradients.stored_dtype
+        stored = self.config.gradients.master_dtype
         return None if stored is None else getattr(torch, stored)
 
     def check_optimizer(self) -> None:

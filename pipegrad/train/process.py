@@ -148,5 +148,5 @@ def _join() -> None:
 # [Note: how a rank ends] An interpreter that finalizes kills the threads that come back to it, and
 # where that unwinds C++ it aborts the process: after an error, those that waited in torch for peers
 # that are gone; and, it seems, one after two of some hundred and fifty runs that had ended
-# well, when lanes' threads were not joined yet. torchrun takes an abort for a failed job. What is
-# registered to run at exit is run, and the process ends without finalization.
+# well, when comm streams' threads were not joined yet. torchrun takes an abort for a failed job.
+# What is registered to run at exit is run, and the process ends without finalization.

@@ -45,7 +45,7 @@ _RUN_KEYS = (
     "train.precision",
     "gradients.clip_norm",
     "gradients.reduce_dtype",
-    "gradients.stored_dtype",
+    "gradients.master_dtype",
 )
 _PREPARE_SECONDS = 600.0  # for the slowest rank to read its text and build the model
 
@@ -188,7 +188,7 @@ class Trainer:
         return Path(agree("the output folder", make)[0])
 
     def close(self) -> None:
-        """Ends the lanes and destroys their process groups; every rank must call it."""
+        """Ends the comm streams and destroys their process groups; every rank must call it."""
         self._scheduler.close()
 
     # Before the first step.
@@ -258,9 +258,9 @@ class Trainer:
             self._topology,
             schedule=job.schedule,
             loss_fn=_cross_entropy,
-            shared=self._cut.shared,
+            tied=self._cut.tied,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
-            stored_dtype=job.stored_dtype,
+            master_dtype=job.master_dtype,
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync

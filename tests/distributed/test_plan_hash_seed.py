@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from pipegrad import Topology, find_shared, make_manifest, make_plan
+from pipegrad import Topology, find_tied, make_manifest, make_plan
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.runtime.models import build
@@ -18,10 +18,10 @@ def plans() -> str:
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)))
     model = build("crossed")
     stages = {stage: stage_module(model, stage, 4) for stage in range(4)}
-    manifest = make_manifest(stages, topology, shared=find_shared(model))
+    manifest = make_manifest(stages, topology, tied=find_tied(model))
     handlers = [("pipeline-shared", PipelineShared()), ("data-parallel", DataParallel())]
     made = [
-        make_plan(manifest, topology.at(rank), handlers, bucket_bytes=1024, lanes=3)
+        make_plan(manifest, topology.at(rank), handlers, bucket_bytes=1024, comm_streams=3)
         for rank in topology.ranks
     ]
     assert len({plan.digest for plan in made}) == 1

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.sync_points import sites
 from pipegrad.optimizer.param_sync import STEPPED
 from pipegrad.plan.buckets import Bucket, Slot
@@ -73,16 +73,16 @@ Program = Callable[[Where, Slow], Any]
 
 
 def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[dict[str, list[float]]]:
-    """Two steps of one bucket: zeroed, filled by two producers, reduced in a lane, read."""
+    """Two steps of one bucket: zeroed, filled by two producers, reduced in a comm stream, read."""
     gradients = [[_full(where, 10 * step + key) for key in (1, 2)] for step in range(2)]
     results = [_full(where, 0, 2 * NUMEL) for _ in range(2)]
-    lane = Lane("lane", where.device, threaded=threaded)
+    comm_stream = CommStream("comm_stream", where.device, threaded=threaded)
     made = _recorded(where)
     _pause(where, slow, "allocation")
     bucket = BucketBuffer(BUCKET, where.device)
 
     def reduce() -> None:
-        _pause(where, slow, "lane")
+        _pause(where, slow, "comm_stream")
         bucket.buffer.mul_(2)
 
     tickets = []
@@ -95,38 +95,38 @@ def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[dict[
                 sync_points.in_use.wait(made, where.device)
                 _pause(where, slow, f"producer of {key}")
                 bucket.fill(key, gradient, contributed=True)
-        tickets.append(lane.submit(reduce, bucket.producers()))
+        tickets.append(comm_stream.submit(reduce, bucket.producers()))
         tickets[-1].wait(10)
         _pause(where, slow, "reader")
         result.copy_(bucket.buffer[: 2 * NUMEL])
         bucket.release(RELEASED)
     for ticket in tickets:
-        ticket.done.result(10)  # a lane's thread, also where nobody waited for it
-    lane.close()
+        ticket.done.result(10)  # a comm stream's thread, also where nobody waited for it
+    comm_stream.close()
     where.synchronize()
     return [{"a": _values(r[:NUMEL]), "b": _values(r[NUMEL:])} for r in results]
 
 
 def in_a_thread(where: Where, slow: Slow) -> list[dict[str, list[float]]]:
-    """The same with a lane that is a thread, as with gloo."""
+    """The same with a comm stream that is a thread, as with gloo."""
     return two_steps(where, slow, threaded=True)
 
 
 def held(where: Where, slow: Slow, *, drop: bool = False) -> list[list[float]]:
-    """A lane reads memory that its caller holds until it has waited."""
-    lane = Lane("held", where.device, threaded=False)
+    """A comm stream reads memory that its caller holds until it has waited."""
+    comm_stream = CommStream("held", where.device, threaded=False)
     result, scratch = _full(where, 0), [_full(where, 1, LARGE)]
 
     def task() -> None:
-        _pause(where, slow, "lane")
+        _pause(where, slow, "comm_stream")
         result.copy_(scratch[0][:NUMEL])
         if drop:
             scratch.clear()  # on the host, which runs ahead
 
-    ticket = lane.submit(task, [_recorded(where)])
+    ticket = comm_stream.submit(task, [_recorded(where)])
     others = [_full(where, -1, LARGE) for _ in range(4)]  # memory that is free is taken again
     ticket.wait(10)
-    lane.close()
+    comm_stream.close()
     where.synchronize()
     return [_values(result), *map(_values, others)]
 
@@ -138,42 +138,42 @@ def dropped(where: Where, slow: Slow) -> list[list[float]]:
 
 def given_up(where: Where, slow: Slow) -> list[list[float]]:
     """A step fails, nobody waits for what was launched, and the buffers are freed."""
-    lane = Lane("given up", where.device, threaded=False)
+    comm_stream = CommStream("given up", where.device, threaded=False)
     result = _full(where, 0)
     flat = FlatBuffer(_full(where, 0, LARGE))
 
     def task(buffer: torch.Tensor = flat.buffer) -> None:
-        _pause(where, slow, "lane")
+        _pause(where, slow, "comm_stream")
         result.copy_(buffer[:NUMEL])
         buffer.add_(1)
 
     event = flat.written(WRITTEN)
     assert event is not None
-    lane.submit(task, [event])
-    lane.close()
-    del task, flat, lane
+    comm_stream.submit(task, [event])
+    comm_stream.close()
+    del task, flat, comm_stream
     others = [_full(where, -1, LARGE) for _ in range(4)]
     where.synchronize()
     return [_values(result), *map(_values, others)]
 
 
 def published(where: Where, slow: Slow) -> list[list[float]]:
-    """Twice: the optimizer steps, a lane doubles what it has written, the next forward reads it."""
-    lane = Lane("published", where.device, threaded=False)
+    """Twice: the optimizer steps, a comm stream doubles the result, the next forward reads it."""
+    comm_stream = CommStream("published", where.device, threaded=False)
     parameter, *results = (_full(where, 0) for _ in range(3))
 
     def move() -> None:
-        _pause(where, slow, "lane")
+        _pause(where, slow, "comm_stream")
         parameter.mul_(2)
 
     for result in results:
         _pause(where, slow, "optimizer")
         parameter.add_(1)
         event = STEPPED(where.device)
-        ticket = lane.submit(move, [] if event is None else [event])
+        ticket = comm_stream.submit(move, [] if event is None else [event])
         ticket.wait(10)
         result.copy_(parameter)
-    lane.close()
+    comm_stream.close()
     where.synchronize()
     return [_values(result) for result in results]
 
@@ -195,7 +195,7 @@ class Twin:
     slow: Slow = field(default_factory=dict)
 
 
-_LATE_ZEROES = {"zeroing": 1, "lane": 2}  # the lane reads when the zeroes have come
+_LATE_ZEROES = {"zeroing": 1, "comm_stream": 2}  # the comm stream reads when the zeroes have come
 TWINS: dict[str, Twin] = {
     "buffer.allocated": Twin(two_steps, {"allocation": 1}),
     "buffer.reset-free": Twin(two_steps, {"reader": 1}),
@@ -203,12 +203,12 @@ TWINS: dict[str, Twin] = {
     "buffer.fill-free": Twin(two_steps, _LATE_ZEROES),
     "buffer.written": Twin(two_steps, {"producer of a": 1}),
     "buffer.released": Twin(two_steps, {"reader": 1}),
-    "lane.producers": Twin(two_steps, {"producer of a": 1}),
-    "lane.task-done": Twin(two_steps, {"lane": 1}),
-    "lane.host": Twin(in_a_thread, {"lane": 1}),
-    "lane.result": Twin(two_steps, {"lane": 1}),
-    "lane.last": Twin(given_up, {"lane": 1}),
-    "lane.closed": Twin(given_up, {"lane": 1}),
+    "comm-stream.producers": Twin(two_steps, {"producer of a": 1}),
+    "comm-stream.task-done": Twin(two_steps, {"comm_stream": 1}),
+    "comm-stream.host": Twin(in_a_thread, {"comm_stream": 1}),
+    "comm-stream.result": Twin(two_steps, {"comm_stream": 1}),
+    "comm-stream.last": Twin(given_up, {"comm_stream": 1}),
+    "comm-stream.closed": Twin(given_up, {"comm_stream": 1}),
     "mirror.stepped": Twin(published, {"optimizer": 1}),
 }
 _SUMS = "needs a process group: tests/testing/programs.py; on a card test_ranks_on_one_card.py"

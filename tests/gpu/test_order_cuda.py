@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.sync_points import sites
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
@@ -116,10 +116,10 @@ def test_autograd_is_followed_from_a_side_stream() -> None:
 
 
 class Reducer:
-    """What a hook does with a gradient: its event goes to a lane, which doubles the gradients."""
+    """What a hook does: the event of a gradient goes to a comm stream, which doubles it."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._lane = Lane("lane", CUDA, threaded=False)
+        self._comm_stream = CommStream("comm_stream", CUDA, threaded=False)
         self._flat = FlatBuffer(torch.zeros(sum(p.numel() for p in parameters), device=CUDA))
         self._events: list[torch.Event] = []
         self._hooks = []
@@ -129,8 +129,8 @@ class Reducer:
             self._hooks.append(p.register_post_accumulate_grad_hook(self._written))
 
     def finish(self) -> None:
-        self._lane.submit(self._double, self._events)
-        self._lane.wait(10)
+        self._comm_stream.submit(self._double, self._events)
+        self._comm_stream.wait(10)
         for hook in self._hooks:
             hook.remove()
 
@@ -180,7 +180,7 @@ class Scale(nn.Module):
         return (self.weight * x * self.scale + 1.0).relu()
 
 
-def test_hooks_of_several_streams_are_ordered_with_their_lane() -> None:
+def test_hooks_of_several_streams_are_ordered_with_their_comm_stream() -> None:
     with OrderChecker(virtual_streams=False) as checker:
         stages = [Scale(k + 1.0) for k in range(3)]
         reducer = Reducer([stage.weight for stage in stages])
@@ -210,7 +210,7 @@ def test_compiled_stages_whose_hooks_run_on_several_streams_have_right_gradients
     right = [{4.0}, {8.0}, {12.0}], 3
     assert step(0.0) == right  # compiles, and loads kernels
     assert step(1.0) == right
-    with sites["lane.producers"].off():
+    with sites["comm-stream.producers"].off():
         assert step(1.0) != right
 
 

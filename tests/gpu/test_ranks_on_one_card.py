@@ -227,13 +227,13 @@ def four_steps(
 
 
 @case(means, 2, 4)
-def one_lane(device: torch.device) -> Any:
-    return four_steps(device, lanes=1)
+def one_comm_stream(device: torch.device) -> Any:
+    return four_steps(device, comm_streams=1)
 
 
 @case(means, 2, 4)
-def two_lanes(device: torch.device) -> Any:
-    return four_steps(device, lanes=2)
+def two_comm_streams(device: torch.device) -> Any:
+    return four_steps(device, comm_streams=2)
 
 
 @case(means, 2, 4)
@@ -358,13 +358,13 @@ def rows_of(num_ranks: int) -> Sequence[Any]:
 def rows(device: torch.device, **options: Any) -> Any:
     """Each rank has rows of the means, and steps them."""
     module = model(device)
-    sync = replicated(module, bucket_bytes=256, lanes=2, handlers=["sharded"], **options)
+    sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=["sharded"], **options)
     return trained(sync, module, [used(step) for step in range(4)])
 
 
 @case(rows_of, 2, 4)
 def rows_of_master_copies(device: torch.device) -> Any:
-    return rows(device, stored_dtype=torch.float64)
+    return rows(device, master_dtype=torch.float64)
 
 
 @case(lambda n: [(found, []) for found in rows_of(n)], 2, 4)
@@ -406,7 +406,7 @@ def chain(device: torch.device) -> Any:
     """A stage on each rank: those in between pass gradients down and parameters up."""
     module = stage(w=(4,)).to(device)
     topology = Topology.create(pipeline=dist.get_world_size())
-    sync = GradientSync({rank(): module}, topology, shared=[["w"]], handlers=[OWNED])
+    sync = GradientSync({rank(): module}, topology, tied=[["w"]], handlers=[OWNED])
     return trained(sync, module, [{"w": rank() + 1.0}] * 3)
 
 
@@ -422,7 +422,7 @@ def schedule(device: torch.device) -> Any:
     module = stage_module(cut, here, 2)
     made = PipelineStage(module, here, 2, device, group=topology.group_along("pp"))
     schedule = Schedule1F1B(made, 4, loss_fn=loss_of)
-    sync = pipegrad.attach(schedule, topology=topology, shared=pipegrad.find_shared(cut))
+    sync = pipegrad.attach(schedule, topology=topology, tied=pipegrad.find_tied(cut))
     shares, share = topology.size("dp"), topology.coordinate("dp")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (whole, module)]
     worst = 0.0
@@ -538,17 +538,17 @@ def test_every_rank_finds_what_one_process_would(name: str, world: World, num_ra
 
 
 def opposite_orders(world: World, folder: str) -> Any:
-    """The first collectives of three lanes, which the two ranks begin in opposite orders."""
+    """The first collectives of three comm streams, which the two ranks begin in opposite orders."""
     device = enter(world, folder)
     names = ("u", "v", "w")[:: 1 - 2 * rank()]
     module = stage(**dict.fromkeys(names, (4,))).to(device)
-    sync = tied(module, "u", "v", "w", bucket_bytes=0, lanes=3)
+    sync = tied(module, "u", "v", "w", bucket_bytes=0, comm_streams=3)
     found = steps(sync, module, [dict.fromkeys(names, rank() + 1.0)] * 2)
     return [dict(sorted(step.items())) for step in found]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_ranks_may_begin_with_different_lanes(world: World, tmp_path: Path) -> None:
+def test_ranks_may_begin_with_different_comm_streams(world: World, tmp_path: Path) -> None:
     """NCCL makes a communicator at its first collective, and its members then wait for another."""
     replies = run_ranks(opposite_orders, 2, world, str(tmp_path), timeout_seconds=60)
     assert replies == [[dict.fromkeys("uvw", [3.0] * 4)] * 2] * 2

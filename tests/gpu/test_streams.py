@@ -47,7 +47,7 @@ def test_the_streams_of_a_program_run_at_the_same_time() -> None:
 @pytest.mark.parametrize("program", EXPECTED, ids=lambda program: program.__name__)
 def test_numbers_are_right_wherever_it_is_slow(program: Program) -> None:
     producers = ("producer of a", "producer of b", "optimizer")
-    for place in ("allocation", "zeroing", *producers, "lane", "reader"):
+    for place in ("allocation", "zeroing", *producers, "comm_stream", "reader"):
         assert program(Card(), {place: 1}) == EXPECTED[program], place
 
 
@@ -61,5 +61,5 @@ def test_numbers_are_wrong_without_the_site_and_right_with_it(name: str) -> None
 
 
 def test_memory_that_is_dropped_too_early_is_somebody_elses() -> None:
-    assert held(Card(), {"lane": 1}) == EXPECTED[held]
-    assert dropped(Card(), {"lane": 1}) != EXPECTED[held]
+    assert held(Card(), {"comm_stream": 1}) == EXPECTED[held]
+    assert dropped(Card(), {"comm_stream": 1}) != EXPECTED[held]

@@ -108,7 +108,7 @@ def tied(module: nn.Module, *names: str, **options: Any) -> GradientSync:
     topology = Topology.create(pipeline=2)
     options = {"handlers": [PipelineShared, DataParallel], **options}
     here = topology.coordinate("pp")
-    return GradientSync({here: module}, topology, shared=[[name] for name in names], **options)
+    return GradientSync({here: module}, topology, tied=[[name] for name in names], **options)
 
 
 def replicated(module: nn.Module, **options: Any) -> GradientSync:

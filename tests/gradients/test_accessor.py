@@ -22,7 +22,7 @@ from pipegrad import (
     StepError,
     Topology,
     attach,
-    find_shared,
+    find_tied,
 )
 from pipegrad.testing import OrderChecker, run_ranks
 from tests.rounding import ADAM_EPS, rounding
@@ -78,9 +78,9 @@ def megatron(schedule: str, accumulate: int) -> dict[str, Any]:
         schedule=schedule,
         num_microbatches=4,
         loss_fn=loss_of,
-        shared=find_shared(model),
+        tied=find_tied(model),
         accessor=MainGrad(),
-        stored_dtype=torch.float32,
+        master_dtype=torch.float32,
     )
     sync = scheduler.sync
     optimizer = torch.optim.AdamW(sync.optimizer_parameters(), lr=1e-2, eps=ADAM_EPS)
@@ -264,7 +264,7 @@ def fused() -> list[Tensor]:
         topology,
         handlers=["data-parallel"],
         accessor=MainGrad(),
-        stored_dtype=torch.float32,
+        master_dtype=torch.float32,
     )
     sync.optimizer_parameters()
     x = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)

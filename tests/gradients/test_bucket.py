@@ -16,7 +16,7 @@ from tests.gradients.plans import BOTH, FLOAT, HALF, TIED, Placed, contents, ent
 
 
 def test_a_plan_as_a_whole() -> None:
-    plan = plans(TIED, grid(3, 2), lanes=2)[5]
+    plan = plans(TIED, grid(3, 2), comm_streams=2)[5]
     mean, tie = plan.routes[1][1]
     assert (str(mean), mean.ranks) == ("replicate-mean(dp)", (4, 5))
     assert (str(tie), tie.ranks) == ("replicate-sum(pp[0,2])", (1, 5))
@@ -43,9 +43,9 @@ def test_a_plan_as_a_whole() -> None:
         rank=5,
         buckets=(norm, emb),
         launches=(
-            Launch(bucket=0, hop=0, ready=0, lane=0),
-            Launch(bucket=3, hop=0, ready=2, lane=1),
-            Launch(bucket=3, hop=1, ready=3, lane=1),
+            Launch(bucket=0, hop=0, ready=0, comm_stream=0),
+            Launch(bucket=3, hop=0, ready=2, comm_stream=1),
+            Launch(bucket=3, hop=1, ready=3, comm_stream=1),
         ),
         publishes=(),
         shares=(Share("2.ln", 0, 3, sharded=False), Share("0.emb", 0, 15, sharded=False)),
@@ -64,9 +64,9 @@ def test_a_plan_as_a_whole() -> None:
 
 
 def test_a_plan_prints_what_matters() -> None:
-    assert str(plans(TIED, grid(3, 2), lanes=2)[5]) == (
+    assert str(plans(TIED, grid(3, 2), comm_streams=2)[5]) == (
         "rank 5: 2 buckets, 3 collectives, 0.00 MiB a step; the optimizer steps 18 of 18 elements\n"
-        "launch  bucket  lane  ready  MiB        reduction\n"
+        "launch  bucket  comm stream  ready  MiB        reduction\n"
         "0       0       0     0      0.000      replicate-mean(dp) over ranks [4, 5]: "
         "2.ln\n"
         "1       3       1     2      0.000      replicate-mean(dp) over ranks [4, 5]: "

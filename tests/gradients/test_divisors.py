@@ -30,7 +30,7 @@ from tests.gradients.test_route import Reductions, manifest, say
 PIPELINE = Topology.build(axes=(("pp", 2), ("dp", 2)))  # ranks 0, 1 hold stage 0; 2, 3 stage 1
 MODEL = manifest(["emb", "a"], ["head", "b"])
 SHARED = ("pipeline-shared", PipelineShared())
-OPTIONS: dict[str, Any] = {"bucket_bytes": 64, "lanes": 1}
+OPTIONS: dict[str, Any] = {"bucket_bytes": 64, "comm_streams": 1}
 
 
 def over(axis: str, divisor: float, *names: str) -> Reductions:

@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def pair(module: nn.Module, **options: Any) -> GradientSync:
     handlers = [{"name": "pipeline-shared", **options}]
     return GradientSync(
-        {rank(): module}, Topology.create(pipeline=2), shared=[["w"]], handlers=handlers
+        {rank(): module}, Topology.create(pipeline=2), tied=[["w"]], handlers=handlers
     )
 
 
@@ -221,7 +221,7 @@ def plain_training_after() -> Any:
     sync = GradientSync(
         {rank(): module},
         Topology.create(pipeline=2),
-        shared=[["w"]],
+        tied=[["w"]],
         handlers=["pipeline-shared"],
         accessor=MainGrad(),
     )
@@ -254,7 +254,7 @@ def a_collective_that_never_ends() -> dict[str, Any]:
     if rank() == 0:
         sync.prepare()
         sync.stage_final(0)
-    threads = [t for t in threading.enumerate() if t.name.startswith("pipegrad lane")]
+    threads = [t for t in threading.enumerate() if t.name.startswith("pipegrad comm stream")]
     del sync
     gc.collect()
     ended = not any(thread.is_alive() for thread in threads)

@@ -85,7 +85,7 @@ def by_exchange(how: Exchange, handlers: Sequence[Any], **options: Any) -> Any:
         sync = GradientSync(
             {here: module},
             topology,
-            shared=[[name] for name, _ in module.named_parameters()],
+            tied=[[name] for name, _ in module.named_parameters()],
             handlers=[{"name": "pipeline-shared", "exchange": how}, *handlers],
             **options,
         )
@@ -232,7 +232,7 @@ def test_an_exchange_of_others_is_refused_by_name(
 def test_an_exchange_comes_last() -> None:
     topology = Topology.build(axes=(("pp", 2), ("dp", 2)))
     stages = {stage: nn.Linear(2, 2, bias=False, device="meta") for stage in range(2)}
-    manifest = make_manifest(stages, topology, shared=[["weight"]])
+    manifest = make_manifest(stages, topology, tied=[["weight"]])
 
     class Pairs(GradientHandler):
         def reductions(
@@ -250,7 +250,7 @@ def test_another_exchange_is_another_bucket() -> None:
     topology = Topology.build(axes=(("pp", 2), ("dp", 1)))
     stages = {stage: nn.Linear(2, 2, device="meta") for stage in range(2)}
     shared = [["weight"], ["bias"]]
-    manifest = make_manifest(stages, topology, shared=shared)
+    manifest = make_manifest(stages, topology, tied=shared)
 
     class Mixed(PipelineShared):
         def _sum(self, record: ParameterRecord, ranks: tuple[int, ...]) -> Reduction:

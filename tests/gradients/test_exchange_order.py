@@ -21,7 +21,7 @@ from pipegrad import (
     Topology,
 )
 from pipegrad.comm import collectives
-from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.reduce import pair_exchange
 from pipegrad.testing import run_ranks
@@ -39,7 +39,7 @@ def embedding_and_head(how: Exchange) -> tuple[int, GradientSync, nn.Parameter]:
     sync = GradientSync(
         {here: module},
         topology,
-        shared=[["weight"]],
+        tied=[["weight"]],
         handlers=[{"name": "pipeline-shared", "exchange": how}],
     )
     return here, sync, module.get_parameter("weight")
@@ -88,17 +88,17 @@ def test_only_touched_rows_come_back() -> None:
 
 
 def two_buckets(how: Exchange) -> tuple[int, GradientSync, nn.Module]:
-    """A weight and a bias of both stages, in one lane."""
+    """A weight and a bias of both stages, in one comm stream."""
     topology = Topology.create(pipeline=2)
     here = topology.coordinate("pp")
     module = nn.Linear(WIDTH, VOCABULARY)
     sync = GradientSync(
         {here: module},
         topology,
-        shared=[["weight"], ["bias"]],
+        tied=[["weight"], ["bias"]],
         handlers=[{"name": "pipeline-shared", "exchange": how}],
         bucket_bytes=0,
-        lanes=1,
+        comm_streams=1,
     )
     return here, sync, module
 
@@ -272,38 +272,38 @@ def test_a_failure_ends_both_ranks_at_once() -> None:
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_what_is_put_off_runs_when_somebody_waits(threaded: bool) -> None:
-    lane, done = Lane("lane", CPU, threaded=threaded), list[str]()
+    comm_stream, done = CommStream("comm_stream", CPU, threaded=threaded), list[str]()
 
     def begin(name: str) -> None:
         done.append(f"{name} begins")
-        lane.put_off(lambda: done.append(f"{name} ends"))
+        comm_stream.put_off(lambda: done.append(f"{name} ends"))
 
     for name in ("first", "second"):
-        lane.submit(partial(begin, name), ())
-    assert lane.submit(lambda: done.append("behind"), ()).wait(10)
+        comm_stream.submit(partial(begin, name), ())
+    assert comm_stream.submit(lambda: done.append("behind"), ()).wait(10)
     assert done == ["first begins", "second begins", "behind"]
-    assert lane.has_late
-    lane.submit(lane.run_late, ())
-    assert lane.wait(10)
+    assert comm_stream.has_late
+    comm_stream.submit(comm_stream.run_late, ())
+    assert comm_stream.wait(10)
     assert done[3:] == ["first ends", "second ends"]
-    lane.submit(lane.run_late, ())
-    assert lane.wait(10)
+    comm_stream.submit(comm_stream.run_late, ())
+    assert comm_stream.wait(10)
     assert len(done) == 5
-    lane.close()
+    comm_stream.close()
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_what_is_put_off_may_put_off(threaded: bool) -> None:
-    lane, done = Lane("lane", CPU, threaded=threaded), list[str]()
+    comm_stream, done = CommStream("comm_stream", CPU, threaded=threaded), list[str]()
 
     def end(name: str) -> None:
         done.append(name)
         if name == "a":
-            lane.put_off(partial(end, "c"))
+            comm_stream.put_off(partial(end, "c"))
 
     for name in ("a", "b"):
-        lane.submit(partial(lane.put_off, partial(end, name)), ())
-    lane.submit(lane.run_late, ())
-    assert lane.wait(10)
+        comm_stream.submit(partial(comm_stream.put_off, partial(end, name)), ())
+    comm_stream.submit(comm_stream.run_late, ())
+    assert comm_stream.wait(10)
     assert done == ["a", "b", "c"]
-    lane.close()
+    comm_stream.close()

@@ -169,13 +169,13 @@ def test_three_ranks_have_its_numbers_to_rounding(three: Any, name: str) -> None
 @on(TWO)
 @on(FOUR)
 def in_the_long_run() -> Any:
-    """12 steps without an update, over two lanes: all that was delivered, and is still to be."""
+    """12 steps without an update, two comm streams: all that was delivered, and is still to be."""
     found = {}
     exact, sync = ours("allreduce_hook", 12, lr=0.0)
     sync.close()
     for name in ("powerSGD_hook", "batched_powerSGD_hook"):
         hook = {"name": name, **POWER}
-        for options in ({}, {"bucket_bytes": 256, "lanes": 2}):
+        for options in ({}, {"bucket_bytes": 256, "comm_streams": 2}):
             module = model()
             sync = averaged(module, hook, **options)
             with seeding() as log:

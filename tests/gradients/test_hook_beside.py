@@ -1,4 +1,4 @@
-"""Communication hooks beside everything else: settings, ties, shards, schedules, other lanes."""
+"""Communication hooks beside everything else: ties, shards, schedules, other comm streams."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def pipelined() -> dict[str, list[float]]:
             schedule="1f1b",
             num_microbatches=2,
             loss_fn=cross_entropy,
-            shared=cut.shared,
+            tied=cut.tied,
             handlers=chosen,
         )
         sync = scheduler.sync
@@ -213,7 +213,7 @@ def test_rows_are_averaged_like_anything_else(four: Any) -> None:
 
 @on(TWO)
 def ahead() -> list[list[float]]:
-    """Lanes as on devices; one rank's gradient leaves when the other one's already has."""
+    """Comm streams as on devices; one rank's gradient leaves when the other one's already has."""
     module, store = stage(w=(16, 16)), dist.distributed_c10d._get_default_store()
     found = []
     with mock.patch.object(Groups, "block_host", return_value=False):
@@ -240,7 +240,7 @@ def test_nobody_who_launches_waits_for_another_rank(two: Any) -> None:
 
 @on(FOUR)
 def tied_ahead() -> list[bool]:
-    """A tie over two stages of two replicas: whether lanes as on devices give the same bits."""
+    """A tie over two stages of two replicas: comm streams as on devices give the same bits."""
     chosen: Any = ["pipeline-shared", hooked(POWER_SGD)]
     found: list[Grads] = []
     for threaded in (True, False):
@@ -268,7 +268,7 @@ def watched() -> list[list[str]]:
     for virtual in (True, False):
         for hook in ("allreduce_hook", *CAST, POWER_SGD, {**POWER_SGD, "warm_start": False}):
             with OrderChecker(virtual_streams=virtual) as checker:
-                _, sync = ours(hook, bucket_bytes=512, lanes=2)
+                _, sync = ours(hook, bucket_bytes=512, comm_streams=2)
                 sync.close()
             found.append(list(map(str, checker.violations)))
     return found

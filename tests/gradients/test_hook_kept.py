@@ -50,29 +50,29 @@ two = replies(2, TWO)
 def continued() -> Any:
     found: dict[str, Any] = {}
     state: dict[str, Any] = {}
-    lanes: dict[str, Any] = {"bucket_bytes": 512, "lanes": 2}
+    comm_streams: dict[str, Any] = {"bucket_bytes": 512, "comm_streams": 2}
     own = {"name": f"{HERE}:halving", "state": f"{HERE}:Half"}
     cold = {**POWER_SGD, "warm_start": False}
     batched = {**POWER_SGD, "name": "batched_powerSGD_hook", "wrapper": f"{HERE}:wrapped"}
     for name, hook in {"warm": POWER_SGD, "cold": cold, "own": own, "batched": batched}.items():
-        whole, sync = ours(hook, 7, **lanes)
+        whole, sync = ours(hook, 7, **comm_streams)
         sync.close()
         module = model()
         late: Grads = []
         for steps in (range(1), range(1, 4), range(4, 7)):
             told = dict(reversed(hook.items())) if steps.start == 1 else hook  # in any order
-            sync = averaged(module, told, **lanes)
+            sync = averaged(module, told, **comm_streams)
             sync.load_state_dict(state if steps.start else {})
             assert bool(sync.state_dict()) == bool(steps.start)  # also before the first step
             late += go_on(sync, module, steps)
             state = sync.state_dict()
             sync.close()
         found[name] = same(late, whole)
-        _, sync = ours(hook, 4, **lanes)
+        _, sync = ours(hook, 4, **comm_streams)
         sync.load_state_dict({})
         assert sync.state_dict() == {}
         sync.close()
-    sync = averaged(model(), POWER_SGD, **lanes)
+    sync = averaged(model(), POWER_SGD, **comm_streams)
     sync.load_state_dict({**state, "handlers": {}})
     found["nothing"] = sync.state_dict()
     sync.close()

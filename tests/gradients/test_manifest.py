@@ -72,7 +72,7 @@ def test_a_rank_describes_its_stages() -> None:
         head=first.get_parameter("w"),
         scale=nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16), False),
     )
-    manifest = describe({3: last, 0: first}, lanes=2, reduce_dtype=None)
+    manifest = describe({3: last, 0: first}, comm_streams=2, reduce_dtype=None)
     scale = ParameterEntry("scale", (), (), (), torch.bfloat16, torch.bfloat16, False)
     assert manifest == RankManifest(
         stages=(
@@ -83,7 +83,7 @@ def test_a_rank_describes_its_stages() -> None:
         linked=(((0, "w"), (3, "head")),),
         device_type="cpu",
         fingerprints=(),
-        settings=(("lanes", "2"), ("reduce_dtype", "None")),
+        settings=(("comm_streams", "2"), ("reduce_dtype", "None")),
         constants=(
             *(((at, name), 8 * "0") for at, name in ((0, "w"), (0, "b"), (3, "head"))),
             ((3, "scale"), "0040"),
@@ -140,7 +140,7 @@ def test_a_rank_refuses_what_it_cannot_train() -> None:
         ),
         ({"modules": {}}, TopologyError, r"rank 0 was given modules for stages \[\]"),
         ({"bucket_bytes": -1}, PlanError, "bucket_bytes=-1 must be at least 0"),
-        ({"lanes": 0}, PlanError, "lanes=0 at least 1"),
+        ({"comm_streams": 0}, PlanError, "comm_streams=0 at least 1"),
         ({"stage_ticks": (1, 2)}, PlanError, "stage_ticks has 2 entries for 1 stages"),
         ({"topology": topology(2)}, TopologyError, r"ranks \[0, 1\], the default process group 1"),
     ],
@@ -152,7 +152,7 @@ def test_arguments_that_one_rank_sees_to_be_wrong(
         "modules": {0: nn.Module()},
         "topology": topology(1),
         "bucket_bytes": 0,
-        "lanes": 1,
+        "comm_streams": 1,
         "stage_ticks": None,
     }
     check_arguments(**right)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def test_the_manifest_of_stages_on_the_meta_device_is_that_of_the_ranks() -> Non
     v = topology(2, 2, (0, 1, 0))
     ranks = [describe({s: copy.deepcopy(cut[s]) for s in v.at(r).local_stages}) for r in v.ranks]
     shared = [["0.weight", "2.weight"]]
-    made = make_manifest({s: m.to("meta") for s, m in cut.items()}, v, shared=shared)
+    made = make_manifest({s: m.to("meta") for s, m in cut.items()}, v, tied=shared)
     assert made == merge(ranks, v, declared(shared))
     assert [r.holders for r in made.records(v)] == [(0, 2)]
     with pytest.raises(TopologyError, match=r"stages 0\.\.2, but .* stages \[0, 1\]"):
@@ -315,12 +315,18 @@ def test_a_tie_must_be_one_parameter(other: nn.Parameter, trait: str) -> None:
             ),
         ),
         (
-            {"settings": (("lanes", "2"),)},
-            "ranks disagree on lanes; make them the same:\n  ranks [0, 2]: 1\n  ranks [1]: 2",
+            {"settings": (("comm_streams", "2"),)},
+            (
+                "ranks disagree on comm_streams; make them the same:\n"
+                "  ranks [0, 2]: 1\n  ranks [1]: 2"
+            ),
         ),
         (
             {"settings": ()},
-            "ranks disagree on lanes; make them the same:\n  ranks [0, 2]: 1\n  ranks [1]: nothing",
+            (
+                "ranks disagree on comm_streams; make them the same:\n"
+                "  ranks [0, 2]: 1\n  ranks [1]: nothing"
+            ),
         ),
         (
             {"device_type": "cuda"},
@@ -340,7 +346,7 @@ def test_a_tie_must_be_one_parameter(other: nn.Parameter, trait: str) -> None:
     ids=["shape", "missing", "setting", "setting missing", "device", "wrapper"],
 )
 def test_ranks_that_disagree_are_told_who_says_what(odd: dict[str, object], lines: str) -> None:
-    right = describe({0: stage(w=(3,))}, lanes=1)
+    right = describe({0: stage(w=(3,))}, comm_streams=1)
     said = [right, dataclasses.replace(right, **odd), right]  # type: ignore[arg-type]
     with pytest.raises(AgreementError) as caught:
         merge(said, topology(1, 3), ())

@@ -70,7 +70,7 @@ def jobs(**options: Any) -> list[Job]:
     return [
         Job(By("dp", OWNER), **options),
         Job(By("dp", SHARD), **options),
-        Job(By("dp", REPLICATE), **options, stored_dtype=torch.float64),
+        Job(By("dp", REPLICATE), **options, master_dtype=torch.float64),
     ]
 
 
@@ -146,7 +146,7 @@ def unasked() -> Any:
     for placed in (OWNER, SHARD, REPLICATE):
         module = stage(w=(40,))
         stored = torch.float64 if placed is REPLICATE else None
-        sync = alone(module, By("dp", placed), stored_dtype=stored)
+        sync = alone(module, By("dp", placed), master_dtype=stored)
         compute(sync, partial(give, module, w=1.0))
         verbs = (sync.publish, sync.prepare, sync.wait_parameters)
         found.append([outcome(verb) for verb in verbs] + [outcome(sync.close)])

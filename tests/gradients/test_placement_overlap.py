@@ -61,7 +61,7 @@ def step() -> dict[str, Any]:
         Topology.from_mesh(mesh),
         handlers=[MeetingRows, {"name": f"{__name__}:MeetingSums", "axis": "outer"}],
         bucket_bytes=0,
-        lanes=2,
+        comm_streams=2,
     )
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
     sync.prepare()

@@ -48,8 +48,8 @@ class Case:
         return make_plans(self.manifest, self.topology, self.handlers, **self.options)
 
     @property
-    def lanes(self) -> int:
-        return int(self.options["lanes"])
+    def comm_streams(self) -> int:
+        return int(self.options["comm_streams"])
 
     def holders(self, record: ParameterRecord) -> list[int]:
         views = map(self.topology.at, self.topology.ranks)
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn, *, permuted: bool = False) -> Case:
         {
             "bucket_bytes": draw(st.sampled_from([0, 64, 256, 2**20])),
             "reduce_dtype": draw(st.sampled_from([None, None, FLOAT, HALF])),
-            "lanes": draw(st.integers(1, 3)),
+            "comm_streams": draw(st.integers(1, 3)),
             "stage_ticks": ticks,
             "allow_unsynced": ["*"],
         },
@@ -258,17 +258,19 @@ Item = tuple[str, int, int]  # launch or publish, bucket, hop
 
 
 class World:
-    """All lanes of all ranks: each takes its items in order, each item all of its members at once.
+    """All comm streams of all ranks: items in order, each item all of its members at once.
 
     A step's launches, its publishes, and the next step's launches. A rendezvous is the strictest
     that a backend can be. What moves back is a number an element: 1 where it was stepped.
     """
 
-    def __init__(self, plans: Mapping[int, Plan], lanes: int) -> None:
+    def __init__(self, plans: Mapping[int, Plan], comm_streams: int) -> None:
         self.plans = plans
         self.buckets = {(r, b.index): b for r, plan in plans.items() for b in plan.buckets}
         self.waiting = {
-            (rank, lane): items(plan, lane) for rank, plan in plans.items() for lane in range(lanes)
+            (rank, comm_stream): items(plan, comm_stream)
+            for rank, plan in plans.items()
+            for comm_stream in range(comm_streams)
         }
         self.memory = {
             place: torch.zeros(bucket.payload_numel, dtype=torch.int8)
@@ -289,12 +291,12 @@ class World:
         """Takes items in an order that `seed` chooses, until none can be taken."""
         rng = random.Random(seed)
         while ready := [place for place, queue in self.waiting.items() if self._can(place, queue)]:
-            rank, lane = rng.choice(ready)
-            kind, index, hop = self.waiting[rank, lane][0]
+            rank, comm_stream = rng.choice(ready)
+            kind, index, hop = self.waiting[rank, comm_stream][0]
             if kind == "publish":
                 self._move_back(rank, index, hop)
             for member in self._members(rank, index, hop):
-                self.waiting[member, lane].pop(0)
+                self.waiting[member, comm_stream].pop(0)
 
     @property
     def stuck(self) -> list[tuple[int, int]]:
@@ -315,8 +317,8 @@ class World:
     def _can(self, place: tuple[int, int], queue: list[Item]) -> bool:
         if not queue:
             return False
-        rank, lane = place
-        others = [self.waiting[m, lane] for m in self._members(rank, *queue[0][1:])]
+        rank, comm_stream = place
+        others = [self.waiting[m, comm_stream] for m in self._members(rank, *queue[0][1:])]
         return all(other and other[0] == queue[0] for other in others)
 
     def _move_back(self, rank: int, index: int, number: int) -> None:
@@ -334,16 +336,20 @@ class World:
             part.copy_(result)
 
 
-def items(plan: Plan, lane: int) -> list[Item]:
-    there: list[Item] = [("launch", x.bucket, x.hop) for x in plan.launches if x.lane == lane]
-    back: list[Item] = [("publish", x.bucket, x.hop) for x in plan.publishes if x.lane == lane]
+def items(plan: Plan, comm_stream: int) -> list[Item]:
+    there: list[Item] = [
+        ("launch", x.bucket, x.hop) for x in plan.launches if x.comm_stream == comm_stream
+    ]
+    back: list[Item] = [
+        ("publish", x.bucket, x.hop) for x in plan.publishes if x.comm_stream == comm_stream
+    ]
     return there + back + there
 
 
 @quick
 @given(cases(), st.integers(0, 99))
 def test_nothing_waits_for_each_other_and_all_have_what_was_stepped(case: Case, seed: int) -> None:
-    world = World(case.plans, case.lanes)
+    world = World(case.plans, case.comm_streams)
     world.run(seed)
     assert (world.stuck, world.stale) == ([], [])
 
@@ -357,7 +363,7 @@ def test_publishes_go_backwards_along_a_route_once_each(case: Case) -> None:
             taken = {x.hop for x in plan.launches if x.bucket == bucket.index}
             mirrored = [h for h in taken if bucket.route[h].placement is not REPLICATE]
             assert back == sorted(mirrored, reverse=True)
-        assert all(x.lane == x.bucket % case.lanes for x in plan.publishes)
+        assert all(x.comm_stream == x.bucket % case.comm_streams for x in plan.publishes)
         assert_waited_for(case, rank, plan)
 
 
@@ -394,7 +400,7 @@ def test_a_mesh_in_any_order_is_right_or_refused(case: Case, seed: int) -> None:
     except PlanError as error:
         assert "number the ranks so that they ascend" in str(error)  # noqa: PT017
         return
-    world = World(found, case.lanes)
+    world = World(found, case.comm_streams)
     world.run(seed)
     assert (world.stuck, world.stale) == ([], [])
 

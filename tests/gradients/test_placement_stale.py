@@ -22,8 +22,8 @@ two = replies(2, TWO)
 
 HANDLERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "sharded": (["sharded"], {}),
-    "stored": (["data-parallel"], {"stored_dtype": torch.float64}),
-    "owner": ([{"name": "pipeline-shared", "placement": "owner"}], {"shared": [["w"]]}),
+    "stored": (["data-parallel"], {"master_dtype": torch.float64}),
+    "owner": ([{"name": "pipeline-shared", "placement": "owner"}], {"tied": [["w"]]}),
 }
 
 
@@ -133,14 +133,14 @@ def dtypes() -> Any:
     module.w = nn.Parameter(torch.zeros(2))
     make = partial(GradientSync, {0: module}, topology, handlers=["sharded"])
     wrong: list[Any] = [torch.int32, "float32"]
-    return [outcome(partial(make, stored_dtype=dtype)) for dtype in wrong]
+    return [outcome(partial(make, master_dtype=dtype)) for dtype in wrong]
 
 
 @pytest.mark.parametrize(("case", "shown"), [(0, "torch.int32"), (1, "'float32'")])
 def test_a_stored_dtype_that_is_none_is_refused(
     two: list[dict[str, Any]], case: int, shown: str
 ) -> None:
-    expected = f"PlanError: stored_dtype is {shown}, expected one of floats or None"
+    expected = f"PlanError: master_dtype is {shown}, expected one of floats or None"
     assert [reply["dtypes"][case] for reply in two] == [expected] * 2
 
 
@@ -155,7 +155,7 @@ def owner_cannot_send() -> Any:
     ):
         trained.sync.publish()
         began = time.monotonic()
-        time.sleep(0.5 * (dist.get_rank() == 0))  # the lane has failed by then
+        time.sleep(0.5 * (dist.get_rank() == 0))  # the comm stream has failed by then
         said = [outcome(trained.sync.prepare)]
         said.append(outcome(partial(trained.sync.stage_first_use, trained.stage)))
         seconds = time.monotonic() - began

@@ -79,7 +79,7 @@ def dtypes() -> Any:
         compute(sync, partial(give_both, low, 1.0, 2**-9))
         single = stepped(sync)
         kept = stage(w=torch.ones(40, dtype=torch.bfloat16))
-        sync = rows(kept, placed, stored_dtype=torch.float32)
+        sync = rows(kept, placed, master_dtype=torch.float32)
         optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=2**-12, momentum=0.0)
         values = []
         for _ in range(8):
@@ -345,7 +345,7 @@ def loaded() -> Any:
     for placed in PLACES:
         for stored in (None, torch.float64):
             module = stage(w=(40,))
-            sync = rows(module, placed, stored_dtype=stored)
+            sync = rows(module, placed, master_dtype=stored)
             optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
             for value in (5.0, 7.0):
                 module.load_state_dict({"w": torch.full((40,), value)})
@@ -363,13 +363,15 @@ def test_loaded_values_are_what_is_stepped(two: list[dict[str, Any]]) -> None:
 
 @on(FOUR)
 def repeated() -> Any:
-    """Normal gradients over SHARD and OWNER on three lanes, twice."""
+    """Normal gradients over SHARD and OWNER on three comm streams, twice."""
     runs = []
     for _ in range(2):
         module = small()
         topology = mesh(dp=2, tp=2)
         handlers = [By("dp", {"a": OWNER, "b": SHARD, "never": SHARD}), By("tp", SHARD)]
-        sync = GradientSync({0: module}, topology, handlers=handlers, lanes=3, bucket_bytes=0)
+        sync = GradientSync(
+            {0: module}, topology, handlers=handlers, comm_streams=3, bucket_bytes=0
+        )
         optimizer = torch.optim.Adam(sync.optimizer_parameters(), lr=0.1)
         norms = []
         for number in range(3):
@@ -396,7 +398,7 @@ def crossed() -> Any:
     """An owner's receive is posted when the step begins, before rows of the same ranks leave."""
     module = stage(a=(32,), b=(32,))
     handler = By("dp", {"a": OWNER, "b": SHARD})
-    sync = alone(module, handler, lanes=1, bucket_bytes=0)
+    sync = alone(module, handler, comm_streams=1, bucket_bytes=0)
     optimizer = torch.optim.SGD(sync.optimizer_parameters())
     found = []
     for number in (1.0, 2.0):

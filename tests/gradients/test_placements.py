@@ -52,28 +52,28 @@ class Mixture:
     placed: Mapping[str, Placement]
     mean: str = ""
     stages: tuple[int, ...] | None = None
-    lanes: int = 2
+    comm_streams: int = 2
     bucket_bytes: int = 256
 
 
 MIXTURES = {
     2: {
         "owner": Mixture({"dp": 2}, {"dp": OWNER}, mean="dp"),
-        "owner of a tie": Mixture({"pp": 2}, {"pp": OWNER}, lanes=1),
+        "owner of a tie": Mixture({"pp": 2}, {"pp": OWNER}, comm_streams=1),
         "owner of a later stage": Mixture({"pp": 2}, {"pp": OWNER}, stages=(1, 0)),
-        "shard": Mixture({"dp": 2}, {"dp": SHARD}, mean="dp", lanes=3, bucket_bytes=0),
+        "shard": Mixture({"dp": 2}, {"dp": SHARD}, mean="dp", comm_streams=3, bucket_bytes=0),
         "shards of a tie": Mixture({"pp": 2}, {"pp": SHARD}, bucket_bytes=2**20),
         "two stages a rank": Mixture({"dp": 2}, {"dp": SHARD}, stages=(0, 0)),
     },
     3: {
-        "owner": Mixture({"dp": 3}, {"dp": OWNER}, lanes=3, bucket_bytes=0),
-        "shard": Mixture({"dp": 3}, {"dp": SHARD}, lanes=1, bucket_bytes=2**20),
+        "owner": Mixture({"dp": 3}, {"dp": OWNER}, comm_streams=3, bucket_bytes=0),
+        "shard": Mixture({"dp": 3}, {"dp": SHARD}, comm_streams=1, bucket_bytes=2**20),
     },
     4: {
-        "owner": Mixture({"dp": 4}, {"dp": OWNER}, mean="dp", lanes=1),
+        "owner": Mixture({"dp": 4}, {"dp": OWNER}, mean="dp", comm_streams=1),
         "shard": Mixture({"dp": 4}, {"dp": SHARD}, mean="dp", bucket_bytes=2**20),
         "shard, replicate": Mixture({"dp": 2, "tp": 2}, {"dp": SHARD, "tp": REPLICATE}, mean="tp"),
-        "owner, shard": Mixture({"dp": 2, "tp": 2}, {"dp": OWNER, "tp": SHARD}, lanes=3),
+        "owner, shard": Mixture({"dp": 2, "tp": 2}, {"dp": OWNER, "tp": SHARD}, comm_streams=3),
         "owner, replicate": Mixture({"dp": 2, "tp": 2}, {"dp": REPLICATE, "tp": OWNER}, mean="dp"),
         "shard, shard": Mixture({"dp": 2, "tp": 2}, {"dp": SHARD, "tp": SHARD}, mean="dp"),
         "owner, owner": Mixture({"dp": 2, "tp": 2}, {"dp": OWNER, "tp": OWNER}, bucket_bytes=0),
@@ -135,9 +135,9 @@ def train(mixture: Mixture) -> Any:
     sync = GradientSync(
         modules,
         topology,
-        shared=[["tie"]] if topology.num_stages > 1 else (),
+        tied=[["tie"]] if topology.num_stages > 1 else (),
         handlers=handlers,
-        lanes=mixture.lanes,
+        comm_streams=mixture.comm_streams,
         bucket_bytes=mixture.bucket_bytes,
     )
     optimizer = torch.optim.SGD(sync.optimizer_parameters(options_of), lr=0.1, momentum=0.9)

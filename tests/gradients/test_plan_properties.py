@@ -38,7 +38,7 @@ class Case:
     handlers: Handlers
     bucket_bytes: int
     reduce_dtype: torch.dtype | None
-    lanes: int
+    comm_streams: int
     stage_ticks: tuple[int, ...] | None
 
     @cached_property
@@ -88,7 +88,7 @@ def random_case(seed: int) -> Case:
         handlers=handlers,
         bucket_bytes=rng.choice([0, 64, 100, 256, 2**20]),
         reduce_dtype=rng.choice([None, None, HALF, FLOAT]),
-        lanes=rng.randint(1, 3),
+        comm_streams=rng.randint(1, 3),
         stage_ticks=rng.choice([None, ticks]),
     )
 
@@ -172,7 +172,7 @@ def test_all_ranks_share_layout_groups_and_digest(seeds: Iterable[int]) -> None:
                     same = {b.index: b for b in found[hop.ranks[0]].buckets}[index].route
                     assert hop in same, seed
             for launch in plan.launches:
-                launching.add((buckets[launch.bucket].route[launch.hop].ranks, launch.lane))
+                launching.add((buckets[launch.bucket].route[launch.hop].ranks, launch.comm_stream))
             for pack in plan.packs:
                 launching.update((hop.ranks, 0) for hop in pack.route)
         assert all(len(layout) == 1 for layout in layouts.values()), seed
@@ -194,32 +194,32 @@ def test_launches_are_sorted_and_complete(seeds: Iterable[int]) -> None:
             assert order == sorted(order), seed
             ready = {bucket.index: bucket.ready for bucket in plan.buckets}
             assert all(x.ready == ready[x.bucket] + x.hop for x in plan.launches), seed
-            assert all(x.lane == x.bucket % case.lanes for x in plan.launches), seed
+            assert all(x.comm_stream == x.bucket % case.comm_streams for x in plan.launches), seed
 
 
 # --- no deadlock
 
 
-def stuck(found: Mapping[int, Plan], lanes: int) -> list[tuple[int, int]]:
-    """Runs all lanes of all ranks; returns those (rank, lane) that never end.
+def stuck(found: Mapping[int, Plan], comm_streams: int) -> list[tuple[int, int]]:
+    """Runs all comm streams of all ranks; returns those (rank, comm stream) that never end.
 
-    One thread a lane takes its launches in order; a collective ends once every member's thread of
-    that lane is at it: a rendezvous, the strictest that a backend can be.
+    One thread a comm stream takes its launches in order; a collective ends once every member's
+    thread of that comm stream is at it: a rendezvous, the strictest that a backend can be.
     """
     waiting = {
-        (rank, lane): [x for x in plan.launches if x.lane == lane]
+        (rank, comm_stream): [x for x in plan.launches if x.comm_stream == comm_stream]
         for rank, plan in found.items()
-        for lane in range(lanes)
+        for comm_stream in range(comm_streams)
     }
     routes = {rank: {b.index: b.route for b in plan.buckets} for rank, plan in found.items()}
     moved = True
     while moved:
         moved = False
-        for (rank, lane), queue in waiting.items():
+        for (rank, comm_stream), queue in waiting.items():
             if not queue:
                 continue
             head = (queue[0].bucket, queue[0].hop)
-            members = [(m, lane) for m in routes[rank][head[0]][head[1]].ranks]
+            members = [(m, comm_stream) for m in routes[rank][head[0]][head[1]].ranks]
             if all(
                 waiting[m] and (waiting[m][0].bucket, waiting[m][0].hop) == head for m in members
             ):
@@ -233,11 +233,11 @@ def stuck(found: Mapping[int, Plan], lanes: int) -> list[tuple[int, int]]:
 def test_no_order_of_any_model_deadlocks(seeds: Iterable[int]) -> None:
     for seed in seeds:
         case = random_case(seed)
-        assert stuck(case.plans, case.lanes) == [], seed
+        assert stuck(case.plans, case.comm_streams) == [], seed
 
 
 def test_the_simulation_finds_a_deadlock() -> None:
-    """Two ties that two ranks take in opposite order, in one lane; and a member that is missing."""
+    """Two ties in opposite order on two ranks, in one comm stream; and a missing member."""
     model = Manifest(
         ((entry("a", 4), entry("b", 4)), (entry("b", 4), entry("a", 4))),
         (((0, "a"), (1, "a")), ((0, "b"), (1, "b"))),

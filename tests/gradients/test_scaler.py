@@ -107,7 +107,7 @@ def placed() -> Any:
 def stored() -> Any:
     """fp16 parameters, stepped as fp32 copies: only the decisions are one process's."""
     module = stage(w=torch.zeros(12, dtype=torch.float16), v=torch.zeros(1, dtype=torch.float16))
-    sync = alone(module, By("dp", SHARD, "mean"), stored_dtype=torch.float32)
+    sync = alone(module, By("dp", SHARD, "mean"), master_dtype=torch.float32)
     return trained(sync, module, SGD, 0.0)[0]
 
 

@@ -40,8 +40,8 @@ two = replies(2, TWO)
 WAYS: dict[str, dict[str, Any]] = {
     "in .grad": {},
     "main_grad": {"accessor": MainGrad()},
-    "master copies": {"stored_dtype": torch.float64},
-    "both": {"accessor": MainGrad(), "stored_dtype": torch.float64},
+    "master copies": {"master_dtype": torch.float64},
+    "both": {"accessor": MainGrad(), "master_dtype": torch.float64},
 }
 
 
@@ -118,7 +118,7 @@ def reduced() -> Any:
     """What is reduced is refused, and named; what is beside it is not."""
     found: list[Any] = []
     half = {"accessor": MainGrad()}
-    for options in ({}, half, {"stored_dtype": torch.float64}):
+    for options in ({}, half, {"master_dtype": torch.float64}):
         module = stage(own=(2,), a=(2,))
         sync = tied(module, "a", **options)
         sync.optimizer_parameters()

@@ -110,7 +110,7 @@ def tensor_parallel() -> dict[str, float]:
         schedule="1f1b",
         num_microbatches=2,
         loss_fn=loss_of,
-        shared=[{0: "weight", 1: "weight"}],
+        tied=[{0: "weight", 1: "weight"}],
     )
     tokens, target = batch(5, 8)
     mine = [t.chunk(2)[topology.coordinate("dp")] for t in (tokens, target)]
@@ -146,7 +146,7 @@ def columns(how: Exchange) -> dict[str, Any]:
     module = Projection(nn.Parameter(distribute_tensor(start, mesh["tp"], [Shard(1)])))
     handlers = [{"name": "pipeline-shared", "exchange": how}]
     shared = [{0: "weight", 1: "weight"}]
-    sync = GradientSync({stage: module}, topology, shared=shared, handlers=handlers)
+    sync = GradientSync({stage: module}, topology, tied=shared, handlers=handlers)
     weight: Any = module.weight
     found = {"began": weight.detach().full_tensor().tolist()}
     sync.prepare()

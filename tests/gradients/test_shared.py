@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from pipegrad import PlanError, find_shared
+from pipegrad import PlanError, find_tied
 from pipegrad.model.describe import describe_rank
 from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.merge import starts_of
@@ -65,8 +65,8 @@ def llama() -> nn.Module:
 
 
 def test_find_shared_in_models_of_known_shape() -> None:
-    assert find_shared(Gpt2()) == [["wte.weight", "lm_head.weight"]]
-    assert find_shared(T5()) == [
+    assert find_tied(Gpt2()) == [["wte.weight", "lm_head.weight"]]
+    assert find_tied(T5()) == [
         [
             "shared.weight",
             "encoder.embed_tokens.weight",
@@ -75,27 +75,27 @@ def test_find_shared_in_models_of_known_shape() -> None:
         ],
         ["bias.0.weight", "bias.1.weight"],
     ]
-    assert find_shared(llama()) == []
-    assert find_shared(nn.Module()) == []
+    assert find_tied(llama()) == []
+    assert find_tied(nn.Module()) == []
 
 
 def test_equal_values_are_no_identity() -> None:
     """One parameter under two names is found by identity alone."""
-    assert find_shared(copy.deepcopy(Gpt2())) == [["wte.weight", "lm_head.weight"]]
+    assert find_tied(copy.deepcopy(Gpt2())) == [["wte.weight", "lm_head.weight"]]
     apart = Gpt2()
     apart.lm_head.weight = nn.Parameter(apart.wte.weight.detach().clone())
-    assert find_shared(apart) == []
+    assert find_tied(apart) == []
 
 
 def test_aliases_inside_one_module_and_under_one_parent() -> None:
     module = nn.Module()
     module.a = module.b = nn.Parameter(torch.zeros(2))
-    assert find_shared(module) == [["a", "b"]]
+    assert find_tied(module) == [["a", "b"]]
 
 
 def test_find_shared_works_on_the_meta_device() -> None:
     with torch.device("meta"):
-        assert find_shared(Gpt2()) == [["wte.weight", "lm_head.weight"]]
+        assert find_tied(Gpt2()) == [["wte.weight", "lm_head.weight"]]
 
 
 def test_names_come_without_what_wrappers_add() -> None:
@@ -104,7 +104,7 @@ def test_names_come_without_what_wrappers_add() -> None:
     compiled = cast("nn.Module", torch.compile(model, backend="eager"))
     names = [name for name, _ in compiled.named_parameters(remove_duplicate=False)]
     assert "_orig_mod.lm_head._checkpoint_wrapped_module.weight" in names
-    assert find_shared(compiled) == [["wte.weight", "lm_head.weight"]]
+    assert find_tied(compiled) == [["wte.weight", "lm_head.weight"]]
     assert plain_name("_orig_mod.a._fsdp_wrapped_module.b") == "a.b"
     assert plain_name("my_orig_mod.a") == "my_orig_mod.a"
 

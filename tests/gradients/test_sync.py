@@ -151,7 +151,7 @@ def divided() -> Any:
     sync = GradientSync(
         modules,
         topology,
-        shared=[{0: "w", 3: "w"}, {1: "w", 2: "w"}],
+        tied=[{0: "w", 3: "w"}, {1: "w", 2: "w"}],
         handlers=[SHARED],
     )
     sync.prepare(divisor=4.0)
@@ -246,7 +246,7 @@ def untied() -> Any:
     low, high = topology.local_stages
     modules = {low: stage(w=(1,)), high: stage(w=(1,))}
     ties = [{0: "w", 3: "w"}, {1: "w", 2: "w"}]
-    sync = GradientSync(modules, topology, shared=ties, handlers=[PipelineShared])
+    sync = GradientSync(modules, topology, tied=ties, handlers=[PipelineShared])
     modules[high].w = nn.Parameter(torch.zeros(1))
     said = outcome(sync.prepare)
     modules[high].w = modules[low].w
@@ -286,7 +286,7 @@ def test_one_process_needs_no_process_group() -> None:
     first, last = stage(w=(2,), b=(2,)), stage(w=(2,))
     topology = Topology.build(axes=(("pp", 1), ("dp", 1)), stage_to_rank=[0, 0])
     with closing(
-        GradientSync({0: first, 1: last}, topology, shared=[["w"]], handlers=[PipelineShared])
+        GradientSync({0: first, 1: last}, topology, tied=[["w"]], handlers=[PipelineShared])
     ) as sync:
         sync.check_replicas()
         sync.prepare(divisor=2.0)

@@ -1,4 +1,4 @@
-"""What fails on one rank is every rank's error, soon: in a lane, at the start, mid-step."""
+"""What fails on one rank is every rank's error, soon: in a comm stream, at the start, mid-step."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class FailsOnOne(PipelineShared):
 
 
 @on(TWO)
-def lane_failure() -> Any:
+def comm_stream_failure() -> Any:
     """Values arrive in the first step. In the second, rank 1 cannot send `b`."""
     module = stage(a=(1,), b=(1,))
-    sync = tied(module, "a", "b", handlers=[FailsOnOne], bucket_bytes=0, lanes=1)
+    sync = tied(module, "a", "b", handlers=[FailsOnOne], bucket_bytes=0, comm_streams=1)
     right = step(sync, module, a=1.0, b=2.0)
     module.zero_grad()
     if rank() == 0:  # a refusal that one rank alone meets does not part the ranks
@@ -89,9 +89,9 @@ def test_a_launch_that_returns_nothing_is_told(two: list[dict[str, Any]]) -> Non
         assert "launch() returned None, expected a Work, with a wait()" in told
 
 
-def test_a_failure_in_a_lane_is_every_ranks_error(two: list[dict[str, Any]]) -> None:
+def test_a_failure_in_a_comm_stream_is_every_ranks_error(two: list[dict[str, Any]]) -> None:
     for reply in two:
-        right, said, prepared, finished, seconds = reply["lane_failure"]
+        right, said, prepared, finished, seconds = reply["comm_stream_failure"]
         assert right == {"a": [2.0], "b": [4.0]}
         assert said.startswith("ReduceError: ")
         told = [
@@ -189,25 +189,25 @@ def disagree() -> Any:
         "options": {"handlers": [table(Optioned, size=here)]},
         "bucket_bytes": {"bucket_bytes": 100 + here},
         "reduce_dtype": {"reduce_dtype": torch.float32 if here else None},
-        "lanes": {"lanes": 1 + here},
+        "comm_streams": {"comm_streams": 1 + here},
         "allow_unsynced": {"allow_unsynced": ["x"] * here},
         "stage_ticks": {"stage_ticks": [1, here]},
-        "shared": {"shared": [["a"], {0: "b", 1: "b"}] if here else [["a"], ["b"]]},
+        "tied": {"tied": [["a"], {0: "b", 1: "b"}] if here else [["a"], ["b"]]},
         "missing file": {"handlers": [table(Optioned, path="groups.toml")]},
         "import": {"handlers": [f"no_module_{here}:Handler"] if here else [SHARED]},
         "no handler": {"handlers": ["pipeline-shred"]},
         "impure": {"handlers": [Impure]},
         "raises": {"handlers": [Raises]},
         "uncovered": {"handlers": [DATA]},
-        "arguments": {"lanes": 2 - 2 * here},
-        "not a list": {"shared": None if here else [["a"], ["b"]]},
+        "arguments": {"comm_streams": 2 - 2 * here},
+        "not a list": {"tied": None if here else [["a"], ["b"]]},
         "no patterns": {"allow_unsynced": None if here else ()},
-        "missing name": {"shared": [["z"]]},
+        "missing name": {"tied": [["z"]]},
     }
     found = {}
     for name, options in cases.items():
         began = time.monotonic()
-        given = {"shared": [["a"], ["b"]], "handlers": [Optioned], "agree_seconds": 5, **options}
+        given = {"tied": [["a"], ["b"]], "handlers": [Optioned], "agree_seconds": 5, **options}
         modules = {here: stage(a=(2,), b=(2,))}
         said = outcome(partial(GradientSync, modules, Topology.create(pipeline=2), **given))
         found[name] = (said, time.monotonic() - began)
@@ -232,10 +232,10 @@ def test_ranks_that_disagree_all_end_with_the_same_error(two: list[dict[str, Any
         "options": ["AgreementError: ranks disagree on handlers", "'size', '0'", "'size', '1'"],
         "bucket_bytes": ["ranks disagree on bucket_bytes", "ranks [0]: 100", "ranks [1]: 101"],
         "reduce_dtype": ["ranks disagree on reduce_dtype", "None", "torch.float32"],
-        "lanes": ["ranks disagree on lanes", "ranks [1]: 2"],
+        "comm_streams": ["ranks disagree on comm_streams", "ranks [1]: 2"],
         "allow_unsynced": ["ranks disagree on allow_unsynced"],
         "stage_ticks": ["ranks disagree on stage_ticks"],
-        "shared": ["ranks disagree on shared"],
+        "tied": ["ranks disagree on tied"],
         "missing file": [
             "AgreementError",
             "rank 1: PluginOptionError",
@@ -250,7 +250,7 @@ def test_ranks_that_disagree_all_end_with_the_same_error(two: list[dict[str, Any
             "KeyError('dp') (test_sync_failures.py:176)",
         ],
         "uncovered": ["PlanError: 'a' on stage 0 and 'a' on stage 1", "pipeline-shared"],
-        "arguments": ["AgreementError", "rank 1: PlanError", "lanes=0"],
+        "arguments": ["AgreementError", "rank 1: PlanError", "comm_streams=0"],
         "not a list": ["AgreementError", "rank 1: "],
         "no patterns": ["AgreementError", "rank 1: "],
         "missing name": ["PlanError", "no such parameter: ['z']"],

@@ -103,7 +103,7 @@ def gated(modules: Mapping[int, nn.Module], **options: Any) -> tuple[Gate, Gradi
 def order_of_stages() -> Any:
     """Stages become final 0, 2, 1; the plan says 2, 1, 0. Stage k's gradient is k + 1."""
     modules = {s: stage(w=(1,)) for s in range(3)}
-    gate, sync = gated(modules, lanes=1)
+    gate, sync = gated(modules, comm_streams=1)
     sync.prepare()
     for s in (0, 2, 1):
         give(modules[s], w=s + 1.0)
@@ -130,10 +130,10 @@ def test_launches_leave_before_finish_in_the_order_of_the_plan(two: list[dict[st
 
 
 @on(TWO)
-def lanes_run_beside_each_other() -> Any:
-    """The first launch is held back in its lane; the second leaves in the other."""
+def comm_streams_run_beside_each_other() -> Any:
+    """The first launch is held back in its comm stream; the second leaves in the other."""
     modules = {s: stage(w=(1,)) for s in range(2)}
-    gate, sync = gated(modules, lanes=2)
+    gate, sync = gated(modules, comm_streams=2)
     sync.prepare()
     for s in (1, 0):
         give(modules[s], w=s + 1.0)
@@ -144,16 +144,16 @@ def lanes_run_beside_each_other() -> Any:
     return begun, sorted(gate.events)
 
 
-def test_one_lane_does_not_hold_up_another(two: list[dict[str, Any]]) -> None:
+def test_one_comm_stream_does_not_hold_up_another(two: list[dict[str, Any]]) -> None:
     right = (True, ["launch 1", "launch 2"])
-    assert [reply["lanes_run_beside_each_other"] for reply in two] == [right] * 2
+    assert [reply["comm_streams_run_beside_each_other"] for reply in two] == [right] * 2
 
 
 @on(TWO)
 def early() -> Any:
     """A chain of three factors: from the second step on, the last leaves inside backward."""
     module = stage(p0=torch.tensor([2.0]), p1=torch.tensor([3.0]), p2=torch.tensor([5.0]))
-    gate, sync = gated({0: module}, lanes=1)
+    gate, sync = gated({0: module}, comm_streams=1)
     gate.allow(99)
     found: list[Any] = []
     for microbatches in (1, 2, 2):
@@ -237,13 +237,15 @@ def connected_lazily() -> Any:
         running.append(work)
         return Done()
 
-    names = ("u", "v", "w")[:: 1 - 2 * rank()]  # each rank is ready with another lane first
+    names = ("u", "v", "w")[:: 1 - 2 * rank()]  # each rank is ready with another comm stream first
     module = stage(**dict.fromkeys(names, (1,)))
     with (
         mock.patch.object(Groups, "block_host", return_value=False),
         mock.patch.object(dist, "all_reduce", lazily),
     ):
-        sync = tied(module, "u", "v", "w", bucket_bytes=0, lanes=3, handlers=[PipelineShared])
+        sync = tied(
+            module, "u", "v", "w", bucket_bytes=0, comm_streams=3, handlers=[PipelineShared]
+        )
         connected_first = len(connected)
         for _ in range(2):  # in the second step they leave as they come
             module.zero_grad()
@@ -257,7 +259,7 @@ def connected_lazily() -> Any:
     return connected_first, sync.statistics().early, grads(module)
 
 
-def test_communicators_are_connected_before_lanes_begin_in_different_orders(
+def test_communicators_are_connected_before_comm_streams_begin_in_different_orders(
     two: list[dict[str, Any]],
 ) -> None:
     right = (3, 3, {"u": [2.0], "v": [2.0], "w": [2.0]})
@@ -270,11 +272,12 @@ PLACED: dict[str, dict[str, Any]] = {
     "owner": {"handlers": [OWNED, DATA]},
     "shard": {"handlers": [SHARED, "sharded"]},
     "both": {"handlers": [OWNED, "sharded"]},
-    "both, small buckets": {"handlers": [OWNED, "sharded"], "bucket_bytes": 0, "lanes": 3},
+    "both, small buckets": {"handlers": [OWNED, "sharded"], "bucket_bytes": 0, "comm_streams": 3},
     "both, wire of its own": {"handlers": [OWNED, "sharded"], "reduce_dtype": torch.float64},
-    "both, master copies": {"handlers": [OWNED, "sharded"], "stored_dtype": torch.float64},
+    "both, master copies": {"handlers": [OWNED, "sharded"], "master_dtype": torch.float64},
 }
-# Lanes are streams, behind threads or with a host that runs ahead; or there are threads alone.
+# Comm streams are streams, behind threads or with a host that runs ahead; or there are threads
+# alone.
 MODES = ("streams", "inline", "threads")
 PRODUCERS = (1, 2, 3, 3)
 
@@ -321,7 +324,7 @@ def chain() -> Any:
 
     def owned(module: nn.Module) -> GradientSync:
         topology = Topology.create(pipeline=4)
-        return GradientSync({rank(): module}, topology, shared=[["w"]], handlers=[OWNED])
+        return GradientSync({rank(): module}, topology, tied=[["w"]], handlers=[OWNED])
 
     def given(step: int) -> dict[str, float]:
         return {"w": used(step)["w"]}
@@ -350,7 +353,7 @@ def first_uses() -> Any:
     """What moves back is held back; each stage is let go, then waits for its own parameters."""
     modules = {s: stage(w=torch.full((4,), 10.0 * s)) for s in range(2)}
     topology = Topology.create(pipeline=1, stage_to_rank=[0, 0])
-    sync = GradientSync(modules, topology, handlers=["sharded"], bucket_bytes=0, lanes=2)
+    sync = GradientSync(modules, topology, handlers=["sharded"], bucket_bytes=0, comm_streams=2)
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
     gates = [threading.Event(), threading.Event()]
 

@@ -89,7 +89,7 @@ def shapes() -> Any:
     )
     ties = list(dict(module.named_parameters()))
     found = []
-    for options in ({}, {"bucket_bytes": 0, "lanes": 3}, {"reduce_dtype": torch.float64}):
+    for options in ({}, {"bucket_bytes": 0, "comm_streams": 3}, {"reduce_dtype": torch.float64}):
         module.zero_grad()
         sync = tied(module, *ties, **options)
         sync.check_replicas()
@@ -313,7 +313,7 @@ def test_replicas_are_made_equal_and_a_single_bit_is_found(four: list[dict[str, 
 def grid_of_four() -> Any:
     """A tie of sums over stages of means over data; and any rank's plan, made anywhere."""
     module = stage(tie=(2,), own=(2,))
-    sync = tied(module, "tie", lanes=1)
+    sync = tied(module, "tie", comm_streams=1)
     found = step(sync, module, tie=float(10 ** rank()), own=float(rank()))
     handlers: list[tuple[str, GradientHandler]] = [
         (SHARED, PipelineShared()),

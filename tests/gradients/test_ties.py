@@ -17,7 +17,7 @@ from pipegrad import (
     PlanError,
     Topology,
     TopologyError,
-    find_shared,
+    find_tied,
     make_manifest,
 )
 from pipegrad.model.describe import describe_rank
@@ -110,13 +110,13 @@ def test_a_traced_model_whose_alias_was_dropped() -> None:
     model = Alias()
     pipe = pipeline(model, (torch.randn(2, 4),))
     stages = {i: pipe.get_stage_module(i) for i in range(2)}
-    shared = find_shared(model)
+    shared = find_tied(model)
     assert shared == [["p1", "p2"]]
     assert verdict(*stages.values()) == (1, 0)
     where = Topology.build(axes=(("pp", 2), ("dp", 1)))
     for index, module in stages.items():
         link_local({index: module}, declared(shared))
-    (tie,) = make_manifest(stages, where, shared=shared).ties
+    (tie,) = make_manifest(stages, where, tied=shared).ties
     assert [at for at, _ in tie] == [0, 1]
 
 
@@ -142,7 +142,7 @@ ONE = Topology.build(axes=(("pp", 1), ("dp", 1)), stage_to_rank=(0, 0))
 def test_names_that_a_slice_numbers_anew_tie_no_unrelated_layers() -> None:
     """Issue 16, point 10 (1.2). Layers 5 and 7 were overwritten by layer 1, without a word."""
     model = Layers(tied=(1, 3))
-    shared = find_shared(model)
+    shared = find_tied(model)
     stages = {0: model.cut(0, 4), 1: model.cut(4, 8)}
     before = copy.deepcopy(stages[1].state_dict())
     with pytest.raises(PlanError, match=r"'layers.1.weight' on stage 1 start with different bits"):
@@ -156,7 +156,7 @@ def test_names_that_a_slice_numbers_anew_tie_no_unrelated_layers() -> None:
 def test_a_tie_is_found_under_other_names(copied: bool) -> None:
     """Issue 16, point 12. Names differ after the cut: what a stage holds counts."""
     model = Layers(tied=(1, 5))
-    shared = find_shared(model)
+    shared = find_tied(model)
     stages = {0: model.cut(0, 4), 1: model.cut(4, 8)}
     if copied:
         stages = copy.deepcopy(stages)
@@ -164,7 +164,7 @@ def test_a_tie_is_found_under_other_names(copied: bool) -> None:
         layer.weight = nn.Parameter(layer.get_parameter("weight").detach().clone())
     two = Topology.build(axes=(("pp", 2), ("dp", 1)))
     tie = ((0, "layers.1.weight"), (1, "layers.1.weight"))
-    assert make_manifest(stages, two, shared=shared).ties == (tie,)
+    assert make_manifest(stages, two, tied=shared).ties == (tie,)
 
 
 def test_constants_that_several_stages_have_are_ambiguous() -> None:
@@ -172,31 +172,31 @@ def test_constants_that_several_stages_have_are_ambiguous() -> None:
     two = Topology.build(axes=(("pp", 2), ("dp", 1)))
     stages = {0: stage(a=(2,), b=(2,)), 1: stage(a=(2,))}
     with pytest.raises(PlanError, match=r"stages \[0, 1\] all have a parameter 'a'"):
-        make_manifest(stages, two, shared=[["a", "b"]])
+        make_manifest(stages, two, tied=[["a", "b"]])
 
 
 def test_a_missing_name_is_an_error_where_nothing_says_who_holds_it() -> None:
     """Issue 16, point 12. The error advises replicated_params."""
     two = Topology.build(axes=(("pp", 2), ("dp", 1)))
     with pytest.raises(PlanError, match=r"no such parameter: \['c'\].*replicated_params"):
-        make_manifest({0: stage(a=(2,)), 1: stage(b=(2,))}, two, shared=[["a", "c"]])
+        make_manifest({0: stage(a=(2,)), 1: stage(b=(2,))}, two, tied=[["a", "c"]])
 
 
 def test_parameters_that_share_memory() -> None:
     """Issue 16, point 10 (1.8). Equal views are a tie; a transpose or a chunk is an error."""
     model = nn.ModuleDict({"e": nn.Embedding(5, 3), "h": nn.Linear(3, 5, bias=False)})
     model["h"].weight = nn.Parameter(model.get_parameter("e.weight").data)
-    assert find_shared(model) == [["e.weight", "h.weight"]]
+    assert find_tied(model) == [["e.weight", "h.weight"]]
     link_local({0: model["e"], 1: model["h"]}, ())
     assert model["h"].weight is model["e"].weight
     big = torch.randn(6, 4)
     apart = stage(a=big[:3], b=big[3:], c=torch.randn(2))
-    assert find_shared(apart) == []
+    assert find_tied(apart) == []
     columns = stage(a=big[:, :2], b=big[:, 2:])
-    assert find_shared(columns) == []
+    assert find_tied(columns) == []
     for view in (big.t(), big[2:]):
         with pytest.raises(PlanError, match=r"'a' \(6, 4\) and 'b' .* different views"):
-            find_shared(stage(a=big, b=view))
+            find_tied(stage(a=big, b=view))
         with pytest.raises(PlanError, match=r"different views of the same memory"):
             link_local({0: stage(a=big), 1: stage(b=view)}, ())
 
@@ -208,7 +208,7 @@ def test_the_cost_of_ties_is_linear() -> None:
         stages = {s: stage(**{f"{s}p{i}": (1,) for i in range(num_ties)}) for s in range(2)}
         shared = [{0: f"0p{i}", 1: f"1p{i}"} for i in range(num_ties)]
         began = time.process_time()
-        make_manifest(stages, Topology.build(axes=(("pp", 2), ("dp", 1))), shared=shared)
+        make_manifest(stages, Topology.build(axes=(("pp", 2), ("dp", 1))), tied=shared)
         link_local(stages, declared(shared))
         return time.process_time() - began
 
@@ -267,13 +267,13 @@ def own(*shape: int) -> torch.Tensor:
 
 @on(WORLD)
 def different_bits() -> str:
-    return outcome(lambda: pipelined(stage(w=own(3, 2)), shared=[{0: "w", 1: "w"}]))
+    return outcome(lambda: pipelined(stage(w=own(3, 2)), tied=[{0: "w", 1: "w"}]))
 
 
 @on(WORLD)
 def zeros_take_the_first() -> list[float]:
     module = stage(w=torch.tensor([1.0, 2.0]) * (1 - rank()))
-    pipelined(module, shared=[{0: "w", 1: "w"}]).close()
+    pipelined(module, tied=[{0: "w", 1: "w"}]).close()
     values: list[float] = module.get_parameter("w").tolist()
     return values
 
@@ -282,9 +282,9 @@ def zeros_take_the_first() -> list[float]:
 def models_of_different_seeds() -> list[float]:
     torch.manual_seed(rank())
     model = Layers(tied=(0, 7))
-    shared = find_shared(model)
+    shared = find_tied(model)
     part = nn.ModuleDict({"0": model.layers[0]} if rank() == 0 else {"7": model.layers[7]})
-    pipelined(nn.ModuleDict({"layers": part}), shared=shared).close()
+    pipelined(nn.ModuleDict({"layers": part}), tied=shared).close()
     return next(part.parameters()).flatten().tolist()
 
 
@@ -356,7 +356,7 @@ def test_declared_copies_of_different_bits_are_refused(replied: Replies) -> None
 
 
 def test_an_uncut_model_on_every_rank_needs_no_common_seed(replied: Replies) -> None:
-    """Issue 16, point 10 (1.2). find_shared has seen that both are the tied parameter."""
+    """Issue 16, point 10 (1.2). find_tied has seen that both are the tied parameter."""
     first, second = (reply["models_of_different_seeds"] for reply in replied)
     assert first == second
 

@@ -104,7 +104,7 @@ def test_a_rank_that_skips_is_told_in_its_next_step(two: list[dict[str, Any]]) -
 def of_module() -> Any:
     """Somebody has asked for what to step, to count it, and steps the module's parameters."""
     found = {}
-    for name, options in {"rows": {}, "copies": {"stored_dtype": torch.float64}}.items():
+    for name, options in {"rows": {}, "copies": {"master_dtype": torch.float64}}.items():
         module = stage(w=(4,))
         by = (
             By("dp", SHARD) if name == "rows" else pipegrad.handlers.resolve("data-parallel").plugin

@@ -46,13 +46,13 @@ def test_it_plans_what_the_real_handlers_reduce() -> None:
 
 
 def step() -> Mapping[str, object]:
-    """A broken wire: collectives in the lanes raise, gradients come through all the same."""
+    """A broken wire: collectives in the comm streams raise, gradients come through all the same."""
     module = nn.Module()
     module.emb, module.own = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     topology = Topology.create(pipeline=2)
     rank = dist.get_rank()
     stage = topology.local_stages[0]
-    sync = GradientSync({stage: module}, topology, shared=[["emb"]], handlers=["noop"])
+    sync = GradientSync({stage: module}, topology, tied=[["emb"]], handlers=["noop"])
     wire, dist.all_reduce = dist.all_reduce, None  # type: ignore[assignment]
     try:
         for _ in range(2):

@@ -16,7 +16,7 @@ from pipegrad import (
     PluginOptionError,
     Reduction,
     Topology,
-    find_shared,
+    find_tied,
     handlers,
 )
 from pipegrad.testing import HandlerContract, run_ranks
@@ -146,7 +146,7 @@ def backward_on_three_ranks(placement: str) -> tuple[int, nn.Module, GradientSyn
     sync = GradientSync(
         {here: mine},
         topology,
-        shared=find_shared(whole),
+        tied=find_tied(whole),
         handlers=[{"name": "pipeline-shared", "placement": placement}],
     )
     sync.prepare()
@@ -189,7 +189,7 @@ def _untied(tied: Model) -> Model:
 
 def test_every_holder_has_the_gradient_of_one_process() -> None:
     whole, tokens = model()
-    assert find_shared(whole) == [["emb.weight", "head.weight"], ["one.bias", "two.bias"]]
+    assert find_tied(whole) == [["emb.weight", "head.weight"], ["one.bias", "two.bias"]]
     whole(tokens).backward()
     expected = {n: p.grad for n, p in whole.named_parameters(remove_duplicate=False)}
     replies = run_ranks(step_on_three_ranks, 3)

@@ -106,7 +106,7 @@ def make(
         settings = {"hop_seconds": [0.2] * (pipeline - 1), "compute_seconds": 1.0}
     topology = Topology.create(pipeline=pipeline)
     built = schedules.build(name, num_ranks=pipeline, num_microbatches=microbatches, **settings)
-    tied = {name for tie in options.get("shared", ()) for name in tie.values()}
+    tied = {name for tie in options.get("tied", ()) for name in tie.values()}
 
     def start(number: int) -> Stage:
         """Copies of a tie start with the same bits."""

@@ -44,7 +44,7 @@ class Case:
     num_microbatches: int = 4
     steps: int = 20
     cut: str = "manual"  # "apart": local ties are copied apart; "split-point", "pipe-split": traced
-    shared: str = "names"  # "places": stage -> name; "pipe": pipe.replicated_params
+    tied: str = "names"  # "places": stage -> name; "pipe": pipe.replicated_params
     attached: bool = True
     accumulate: int = 1
     clip: tuple[float, float] | None = None  # maximum and type of the norm
@@ -101,10 +101,10 @@ class Cut:
         self.placed = topology.with_stages(stage_to_rank(case.schedule, topology))
         model = build(case.model)
         self._layers = LAYERS // self.placed.num_stages
-        self.ties = pipegrad.find_shared(model)
-        self.shared: Any = self.ties
-        if case.shared == "places":
-            self.shared = [{self.stage_of(name): name for name in tie} for tie in self.ties]
+        self.ties = pipegrad.find_tied(model)
+        self.tied: Any = self.ties
+        if case.tied == "places":
+            self.tied = [{self.stage_of(name): name for name in tie} for tie in self.ties]
         if case.traced:
             self.stages = self._traced(model)
         else:
@@ -205,8 +205,8 @@ class Cut:
             pipe = pipeline(model, mb_args=example, split_spec=spec)
         else:
             pipe = pipeline(Splitting(model, set(starts)), mb_args=example)
-        if self.case.shared == "pipe":
-            self.shared = pipe.replicated_params
+        if self.case.tied == "pipe":
+            self.tied = pipe.replicated_params
         group = self.placed.group_along("pp")
         return [pipe.build_stage(stage, CPU, group) for stage in self.placed.local_stages]
 

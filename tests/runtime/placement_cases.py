@@ -38,8 +38,8 @@ SCHEDULES: dict[str, Any] = {
 PRECISIONS: dict[str, dict[str, Any]] = {  # of parameters, and on the wire if that differs
     "fp32": {},
     "fp32-bf16": {"reduce_dtype": torch.bfloat16},
-    "bf16": {"stored_dtype": torch.float32},
-    "bf16-fp32": {"stored_dtype": torch.float32, "reduce_dtype": torch.float32},
+    "bf16": {"master_dtype": torch.float32},
+    "bf16-fp32": {"master_dtype": torch.float32, "reduce_dtype": torch.float32},
 }
 FACTORS: dict[str, tuple[str, ...]] = {
     "handlers": (

@@ -183,7 +183,7 @@ class Run:
             self.at,
             schedule=case.made,
             loss_fn=loss_of,
-            shared=cut.shared,
+            tied=cut.tied,
             handlers=make_handlers(case.handlers),
             bucket_bytes=600 if case.buckets == "small" else 2**20,
             **PRECISIONS[case.precision],

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # its ranks import it by this name too
 import torch
 from torch import Tensor, nn
 
-from pipegrad import find_shared
+from pipegrad import find_tied
 from pipegrad.testing import run_ranks
 from tests.rounding import ADAM_EPS
 from tests.runtime.placement_cases import (
@@ -71,7 +71,7 @@ class Comparison:
         model = build(case)
         self.named = dict(model.named_parameters(remove_duplicate=False))
         self.ties = {name: [name] for name in self.named}
-        self.ties |= {name: list(tie) for tie in find_shared(model) for name in tie}
+        self.ties |= {name: list(tie) for tie in find_tied(model) for name in tie}
         self.roots = {name: tie[0] for name, tie in self.ties.items()}
         self.trained = [
             name for name, p in self.named.items() if p.requires_grad and self.roots[name] == name

@@ -63,7 +63,7 @@ class Training:
         self.topology = topology
         self.stage = topology.coordinate("pp")
         self.module = Scale(self.stage)
-        if "shared" in options:  # copies of a tie start with the same bits
+        if "tied" in options:  # copies of a tie start with the same bits
             nn.init.ones_(self.module.weight)
         self.loss_trick: Callable[[Tensor], object] = torch.sum
         options = {"schedule": "1f1b", "handlers": ["noop"], "loss_fn": self.loss, **options}

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 import pipegrad
-from pipegrad import Exchange, GradientSync, Scheduler, Stage, Topology, find_shared
+from pipegrad import Exchange, GradientSync, Scheduler, Stage, Topology, find_tied
 from pipegrad.model.dtensor import local
 from pipegrad.testing import OrderChecker
 from tests.rounding import ADAM_EPS
@@ -136,7 +136,7 @@ class Run:
         model = build()
         self.true = copy.deepcopy(model)
         self.modules = {s: self.stage(model, s) for s in self.topology.local_stages}
-        self.shared = find_shared(model)
+        self.shared = find_tied(model)
         self.found = Found()
         self.scheduler: Scheduler | None = None
         self.step, self.sync = self.attached() if case.attached else self.scheduled()
@@ -175,7 +175,7 @@ class Run:
         sync = pipegrad.attach(
             schedule,
             topology=self.topology,
-            shared=self.shared,
+            tied=self.shared,
             handlers=[{"name": "pipeline-shared", "exchange": self.case.exchange}],
         )
 
@@ -199,7 +199,7 @@ class Run:
             schedule=self.case.schedule,
             num_microbatches=self.case.num_microbatches,
             loss_fn=loss_of,
-            shared=self.shared,
+            tied=self.shared,
             handlers=[{"name": "pipeline-shared", "exchange": self.case.exchange}],
         )
 

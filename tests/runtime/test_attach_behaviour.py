@@ -25,7 +25,7 @@ def forward_only(topology: Topology) -> dict[str, bool]:
     for kind in (_ScheduleForwardOnly, ScheduleGPipe):
         cut = Cut(Case("GPipe"), topology)
         schedule = kind(cut.stages[0], 4)
-        sync = attach(schedule, topology=topology, shared=cut.shared, handlers=HANDLERS)
+        sync = attach(schedule, topology=topology, tied=cut.tied, handlers=HANDLERS)
         before, statistics = len(launches), sync.statistics()
         for gradient in (None, 0.5):
             for parameter in cut.parameters():
@@ -67,7 +67,7 @@ def differences(topology: Topology, *, fp32_gradients: bool) -> dict[str, Any]:
     cut = Cut(Case("1F1B", model="half-precision"), topology)
     schedule = cut.schedule()
     chosen = {"accessor": Float32Grad()} if fp32_gradients else {"reduce_dtype": torch.float32}
-    sync = attach(schedule, topology=topology, shared=cut.shared, handlers=HANDLERS, **chosen)
+    sync = attach(schedule, topology=topology, tied=cut.tied, handlers=HANDLERS, **chosen)
     gradients = step(schedule, cut)
     wrong, num_rounded = [], 0
     for name, gradient in gradients.items():

@@ -22,7 +22,7 @@ BOTH = ("pipeline-shared", "data-parallel")
 
 
 def attach(cut: Cut, schedule: Any = None, **options: Any) -> pipegrad.GradientSync:
-    options = {"shared": cut.shared, "topology": cut.placed, "handlers": BOTH, **options}
+    options = {"tied": cut.tied, "topology": cut.placed, "handlers": BOTH, **options}
     return pipegrad.attach(schedule or cut.schedule(), **options)
 
 
@@ -81,7 +81,7 @@ def split_backward_of_old(topology: Topology) -> None:
 
 
 def undeclared_tie(topology: Topology) -> None:
-    attach(one_stage_each(topology), shared=())
+    attach(one_stage_each(topology), tied=())
 
 
 def uncovered_tie(topology: Topology) -> None:
@@ -89,7 +89,7 @@ def uncovered_tie(topology: Topology) -> None:
 
 
 def misnamed_tie(topology: Topology) -> None:
-    attach(one_stage_each(topology), shared=[["0.weight", "8.weight"]])
+    attach(one_stage_each(topology), tied=[["0.weight", "8.weight"]])
 
 
 def another_handler_on_one_rank(topology: Topology) -> None:

@@ -46,7 +46,7 @@ class Attached:
 
     def attach(self, **options: Any) -> GradientSync:
         shared = [["weight"]]
-        return attach(self.schedule, topology=self.topology, shared=shared, **options)
+        return attach(self.schedule, topology=self.topology, tied=shared, **options)
 
     def step(self) -> list[list[float]]:
         self.layer.zero_grad()
@@ -87,7 +87,7 @@ def scheduler(topology: Topology, layer: nn.Module, **options: Any) -> Scheduler
         schedule="1f1b",
         num_microbatches=MICROBATCHES,
         loss_fn=loss_of,
-        shared=[["weight"]],
+        tied=[["weight"]],
         **options,
     )
 

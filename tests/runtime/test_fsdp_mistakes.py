@@ -25,7 +25,7 @@ from pipegrad import (
     Scheduler,
     Stage,
     Topology,
-    find_shared,
+    find_tied,
 )
 from pipegrad.testing import run_ranks
 from tests.runtime.pipelines import CPU, loss_of
@@ -81,7 +81,7 @@ def stored_in_fp32(mesh: DeviceMesh) -> None:
     modules = stages(mesh)
     for module in modules.values():
         module.bfloat16()
-    synced(mesh, modules, stored_dtype=torch.float32)
+    synced(mesh, modules, master_dtype=torch.float32)
 
 
 def float32_grad(mesh: DeviceMesh) -> None:
@@ -116,7 +116,7 @@ def numbered_the_other_way_on_one_stage(mesh: DeviceMesh) -> None:
 
 
 def undeclared(mesh: DeviceMesh) -> None:
-    synced(mesh, shared=())
+    synced(mesh, tied=())
 
 
 def uncovered(mesh: DeviceMesh) -> None:
@@ -138,7 +138,7 @@ def scheduled(mesh: DeviceMesh, schedule: str, places: Sequence[int]) -> None:
         schedule=schedule,
         num_microbatches=4,
         loss_fn=loss_of,
-        shared=find_shared(build()),
+        tied=find_tied(build()),
         handlers=["pipeline-shared"],
     ).close()
 
@@ -159,8 +159,8 @@ def attached(mesh: DeviceMesh, schedule: str, places: Sequence[int], **options: 
         for stage, module in stages(mesh, places, **options).items()
     ]
     wanted = get_schedule_class(schedule)(made, 4, loss_fn=loss_of)
-    shared = find_shared(build())
-    pipegrad.attach(wanted, topology=topology, shared=shared, handlers=["pipeline-shared"])
+    shared = find_tied(build())
+    pipegrad.attach(wanted, topology=topology, tied=shared, handlers=["pipeline-shared"])
 
 
 def torchs_split(mesh: DeviceMesh) -> None:
@@ -177,7 +177,7 @@ REFUSALS: dict[Callable[[DeviceMesh], None], tuple[str, ...]] = {
     sharded_handler: ("'sharded' reduces '0.0.weight'", LAYOUT, "take REPLICATE"),
     owner: ("'pipeline-shared' reduces '0.0.weight' by owner-sum", LAYOUT, "take REPLICATE"),
     stored_in_fp32: (
-        "stored_dtype=torch.float32",
+        "master_dtype=torch.float32",
         "by Shard(dim=0) over dp of 2",
         "FSDP2 has MixedPrecisionPolicy",
     ),

@@ -66,7 +66,7 @@ def tied(kind: str, schedule: str) -> dict[str, Any]:
     shared: list[dict[int, str]] = [{0: "weight", 1 + 2 * (schedule in TWO_EACH): "weight"}]
     if schedule.startswith("zbv"):
         shared += [{0: "last", 2: "last"}]
-    return {"shared": shared, "handlers": handlers, "bucket_bytes": 4 * WIDTH}
+    return {"tied": shared, "handlers": handlers, "bucket_bytes": 4 * WIDTH}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def check(kind: str, schedule: str, *, virtual_streams: bool, mutant: str | None
     return Seen(
         list(map(str, checker.violations)),
         sum(strand.startswith("transfer") for strand in strands),
-        sum(strand.startswith("collectives of pipegrad lane") for strand in strands),
+        sum(strand.startswith("collectives of pipegrad comm stream") for strand in strands),
         sum(strand.startswith("message") for strand in strands),
     )
 
@@ -125,7 +125,7 @@ def checks_of_four() -> Any:
 UNCHECKED = {  # what nobody waits for would be no harm to a checker that did not see it -> where
     "transfer.sending": "plain",
     "mirror.stepped": "placed",
-    "lane.result in Reducer.wait_for": "placed",
+    "comm-stream.result in Reducer.wait_for": "placed",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from pipegrad import Schedule, Scheduler, find_shared, schedules
+from pipegrad import Schedule, Scheduler, find_tied, schedules
 from tests.runtime.models import build
 from tests.runtime.pipelines import loss_of
 from tests.runtime.schedulers import (
@@ -132,7 +132,7 @@ def run_case(case: Case) -> Report:
         schedule=case.spec,
         num_microbatches=case.num_microbatches,
         loss_fn=loss_of,
-        shared=find_shared(model),
+        tied=find_tied(model),
         handlers=case.handlers,
     )
     for step in range(2):

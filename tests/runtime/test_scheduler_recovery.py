@@ -72,7 +72,7 @@ class Training:
             self.at,
             num_microbatches=MICROBATCHES,
             loss_fn=self.loss,
-            shared=TIE,
+            tied=TIE,
             handlers=HANDLERS[how],
             **{"schedule": "1f1b", **options},
         )
@@ -344,7 +344,7 @@ def rows() -> Any:
         schedule="gpipe",
         num_microbatches=2,
         loss_fn=lambda out, y: (out * y).mean(),
-        shared=(),
+        tied=(),
         handlers=["data-parallel"],
         allow_unsynced=["*"],
     )

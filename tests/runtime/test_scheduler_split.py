@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import GradientSync, Schedule, Scheduler, Stage, find_shared
-from pipegrad.comm.comm_stream import Lane
+from pipegrad import GradientSync, Schedule, Scheduler, Stage, find_tied
+from pipegrad.comm.comm_stream import CommStream
 from pipegrad.pipeline.split_backward import products
 from pipegrad.schedules import Action, Kind
 from tests.gradients.cases import DATA, SHARED, Case, Replies, on, replies
@@ -49,7 +49,7 @@ Event = tuple[str, Any]
 @contextmanager
 def noted(events: list[Event]) -> Iterator[None]:
     """Notes computes, products that waited, what is said to be final, and buckets that leave."""
-    final, submit = GradientSync.parameters_final, Lane.submit
+    final, submit = GradientSync.parameters_final, CommStream.submit
     accumulate = products.accumulate
 
     def say_final(self: GradientSync, stage: int, parameters: Any) -> None:
@@ -60,7 +60,7 @@ def noted(events: list[Event]) -> Iterator[None]:
         accumulate(found)
         events.append(("products", {id(product.parameter) for product in found}))
 
-    def say_leaves(self: Lane, task: Any, after: Any) -> Any:
+    def say_leaves(self: CommStream, task: Any, after: Any) -> Any:
         if isinstance(task, partial):  # and no meeting of all ranks
             events.append(("leaves", task.args[0].bucket))
         return submit(self, task, after)
@@ -68,7 +68,7 @@ def noted(events: list[Event]) -> Iterator[None]:
     with (
         mock.patch.object(GradientSync, "parameters_final", say_final),
         mock.patch("pipegrad.pipeline.split_backward.weights.accumulate", say_products),
-        mock.patch.object(Lane, "submit", say_leaves),
+        mock.patch.object(CommStream, "submit", say_leaves),
         watched(lambda when, action: events.append((when, action))),
     ):
         yield
@@ -85,7 +85,7 @@ def events_of(schedule: str, pipeline: int, handlers: Sequence[str]) -> tuple[li
             schedule={"name": name, **dict.fromkeys(flags, True)},
             num_microbatches=MICROBATCHES,
             loss_fn=loss_of,
-            shared=find_shared(model),
+            tied=find_tied(model),
             handlers=handlers,
         )
         for step in range(2):
@@ -185,7 +185,7 @@ def ties_of_a_vee() -> Any:
 
     found = []
     for schedule in ("zbv", "zbv head_w_first"):
-        scheduler = make_chain(4, schedule, stage, shared=[{0: "weight", 7: "weight"}])
+        scheduler = make_chain(4, schedule, stage, tied=[{0: "weight", 7: "weight"}])
         found.append(len(scheduler.sync.plan.launches))
         scheduler.close()
     return found

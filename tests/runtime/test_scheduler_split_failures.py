@@ -133,7 +133,7 @@ def test_an_operand_that_is_changed_before_its_product_is_refused(four: Replies)
 @on(FOUR)
 def shared_weights_fail() -> Any:
     """The tied head's products are computed ahead of their turn."""
-    shared = {"shared": [{0: "weight", 3: "weight"}], "handlers": [SHARED]}
+    shared = {"tied": [{0: "weight", 3: "weight"}], "handlers": [SHARED]}
     training = chain(schedule={"name": "zb-h1", "head_w_first": True}, **shared)
     return training.fails(3, 3, scales.fails_in_backward, on_weight=True)
 

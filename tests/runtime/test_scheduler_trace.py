@@ -76,7 +76,7 @@ def test_a_trace_has_each_action_once_in_the_schedules_order(schedule: str, four
 def test_a_trace_of_all_threads_has_the_actions_and_each_bucket_once(
     schedule: str, four: Replies
 ) -> None:
-    """Lanes are threads with gloo, which a profiler leaves out unless told."""
+    """Comm streams are threads with gloo, which a profiler leaves out unless told."""
     for reply in four:
         actions, _, (computes, buckets), planned = reply["ranges"][schedule]
         assert [b[: len(p)] for b, p in zip(buckets, planned, strict=True)] == planned
@@ -174,7 +174,7 @@ def copies() -> Any:
 
 @on(FOUR)
 def tie() -> Any:
-    options: dict[str, Any] = {"shared": [{0: "weight", 3: "weight"}], "handlers": [NotedTie]}
+    options: dict[str, Any] = {"tied": [{0: "weight", 3: "weight"}], "handlers": [NotedTie]}
     return {s: moments(make(4, s, slowly, **options)) for s in TIMED}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import TopologyError, find_shared, split
+from pipegrad import TopologyError, find_tied, split
 
 
 class Scaled(nn.Sequential):
@@ -53,7 +53,7 @@ def test_stages_hold_the_models_own_layers_under_their_own_names() -> None:
     names = [name for stage in cut.modules.values() for name, _ in stage.named_parameters()]
     assert names == ["0.weight", "1.weight", "1.bias", "3.weight"]
     assert cut.modules[1][0] is model[1]  # type: ignore[index]
-    assert cut.shared == find_shared(model) == [["0.weight", "3.weight"]]
+    assert cut.tied == find_tied(model) == [["0.weight", "3.weight"]]
     tokens = torch.arange(5)
     torch.testing.assert_close(cut.modules[1](cut.modules[0](tokens)), model(tokens))
 
@@ -70,7 +70,7 @@ def test_a_layer_that_is_there_twice_is_in_both_stages() -> None:
     model = nn.Sequential(twice, nn.GELU(), twice)
     cut = split(model, 3)
     assert cut.modules[0][0] is cut.modules[2][0] is twice  # type: ignore[index]
-    assert cut.shared == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
+    assert cut.tied == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
 
 
 def test_modes_are_kept() -> None:

@@ -39,7 +39,7 @@ PIPELINE_4 = [
     Short("Interleaved1F1B", model="half-used"),
     Short("ZBVZeroBubble", model="half-used", accumulate=2),
     Short("1F1B", model="half-used", set_to_none=False),
-    Short("1F1B", model="three-way", cut="split-point", shared="pipe"),
+    Short("1F1B", model="three-way", cut="split-point", tied="pipe"),
     Short("1F1B", model="reentrant"),
     Short("1F1B", model="non-reentrant"),
     Short("1F1B", clip=(0.1, 2.0)),
@@ -55,17 +55,17 @@ PIPELINE_2_DATA_2 = [
 # The tracer copies ties apart: also those within a rank or a stage.
 TRACED = [
     Short("1F1B", cut="split-point"),
-    Short("1F1B", cut="split-point", shared="pipe"),
-    Short("1F1B", cut="pipe-split", shared="pipe"),
-    Short("1F1B", model="three-way", cut="split-point", shared="pipe"),
+    Short("1F1B", cut="split-point", tied="pipe"),
+    Short("1F1B", cut="pipe-split", tied="pipe"),
+    Short("1F1B", model="three-way", cut="split-point", tied="pipe"),
     Short("1F1B", model="three-way", cut="split-point"),
-    Short("1F1B", model="within", cut="split-point", shared="pipe"),
+    Short("1F1B", model="within", cut="split-point", tied="pipe"),
     Short("ZBVZeroBubble", cut="split-point"),
-    Short("ZBVZeroBubble", cut="split-point", shared="pipe"),
-    Short("DualPipeV", cut="pipe-split", shared="pipe", optimizer_first=True),
+    Short("ZBVZeroBubble", cut="split-point", tied="pipe"),
+    Short("DualPipeV", cut="pipe-split", tied="pipe", optimizer_first=True),
     Short("ZBVZeroBubble", cut="apart", optimizer_first=True),
-    Short("ZBVZeroBubble", model="crossed", cut="apart", shared="places"),
-    Short("1F1B", model="crossed", shared="places"),
+    Short("ZBVZeroBubble", model="crossed", cut="apart", tied="places"),
+    Short("1F1B", model="crossed", tied="places"),
 ]
 
 BEHAVIOUR = [
@@ -106,10 +106,10 @@ PIPELINE_2_DATA_3 = [
         for schedule in SCHEDULES
         for name in OPTIMIZERS
     ),
-    Buckets(options=(("bucket_bytes", 0), ("lanes", 1))),
-    Buckets(options=(("bucket_bytes", 0), ("lanes", 3))),
-    Buckets(options=(("bucket_bytes", 1024), ("lanes", 2))),
-    Buckets(options=(("bucket_bytes", 1024), ("lanes", 3))),
+    Buckets(options=(("bucket_bytes", 0), ("comm_streams", 1))),
+    Buckets(options=(("bucket_bytes", 0), ("comm_streams", 3))),
+    Buckets(options=(("bucket_bytes", 1024), ("comm_streams", 2))),
+    Buckets(options=(("bucket_bytes", 1024), ("comm_streams", 3))),
 ]
 
 WORLDS = {

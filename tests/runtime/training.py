@@ -61,7 +61,7 @@ def alone(case: Case) -> Case:
         case,
         schedule="",
         cut="",
-        shared="",
+        tied="",
         attached=True,
         evaluate=False,
         wrapper="",
@@ -244,4 +244,4 @@ class Run:
 
 def attached(schedule: Any, cut: Cut, topology: Topology, options: dict[str, Any]) -> GradientSync:
     options.setdefault("handlers", (CountingShared, CountingData))
-    return pipegrad.attach(schedule, topology=topology, shared=cut.shared, **options)
+    return pipegrad.attach(schedule, topology=topology, tied=cut.tied, **options)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Schedule, Scheduler, find_shared
+from pipegrad import Schedule, Scheduler, find_tied
 from tests.runtime.models import build
 from tests.runtime.pipelines import loss_of
 from tests.runtime.schedulers import batch, compare, cut, error, named, topology
@@ -42,7 +42,7 @@ class Twins:
             schedule=schedule,
             num_microbatches=num_microbatches if isinstance(schedule, str) else None,
             loss_fn=loss_fn,
-            shared=find_shared(model),
+            tied=find_tied(model),
         )
         self.errors = dict[str, float]()
 

@@ -138,7 +138,7 @@ class Run:
     """Plays a Program with numbers for values: transfers and computes take random times.
 
     A transfer begins when it is sent and its receive is posted, whichever is later, behind those
-    before it of its edge; a collective when all its ranks have it at the head of its lane.
+    before it of its edge; a collective when all its ranks have it at the head of its comm stream.
 
     Attributes:
         values: What each forward made, by stage and microbatch.
@@ -164,7 +164,7 @@ class Run:
         self._asleep = defaultdict[Key, list[_Worker]](list)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._now, self._num_events = 0.0, 0
-        self._lanes = defaultdict[tuple[int, int], list[int]](list)
+        self._comm_streams = defaultdict[tuple[int, int], list[int]](list)
         self._began = set[int]()
         workers = [_Worker(self, program, rank) for rank in range(len(program.items))]
         for worker in workers:
@@ -172,7 +172,7 @@ class Run:
         while self._events:
             self._now, _, event = heapq.heappop(self._events)
             event()
-        if any(w.place < len(w.items) for w in workers) or any(self._lanes.values()):
+        if any(w.place < len(w.items) for w in workers) or any(self._comm_streams.values()):
             raise DeadlockError(str([w.place for w in workers]))
         for worker in workers:
             self.live.append(worker.most["live"])
@@ -205,8 +205,8 @@ class Run:
         return self._arrived.get(key)
 
     def launch(self, number: int, rank: int) -> None:
-        """Puts a collective at the end of its lane."""
-        self._lanes[rank, self._program.collectives[number].lane].append(number)
+        """Puts a collective at the end of its comm stream."""
+        self._comm_streams[rank, self._program.collectives[number].comm_stream].append(number)
         self._reduce()
 
     def _edge(self, key: Key) -> _Edge:
@@ -231,14 +231,18 @@ class Run:
 
     def _reduce(self) -> None:
         for number, collective in enumerate(self._program.collectives):
-            lanes = [self._lanes[rank, collective.lane] for rank in collective.ranks]
-            if number not in self._began and all(lane[:1] == [number] for lane in lanes):
+            comm_streams = [
+                self._comm_streams[rank, collective.comm_stream] for rank in collective.ranks
+            ]
+            if number not in self._began and all(
+                comm_stream[:1] == [number] for comm_stream in comm_streams
+            ):
                 self._began.add(number)
-                self.later(partial(self._end, lanes))
+                self.later(partial(self._end, comm_streams))
 
-    def _end(self, lanes: Sequence[list[int]]) -> None:
-        for lane in lanes:
-            del lane[0]
+    def _end(self, comm_streams: Sequence[list[int]]) -> None:
+        for comm_stream in comm_streams:
+            del comm_stream[0]
         self._reduce()
 
 

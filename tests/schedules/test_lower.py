@@ -239,8 +239,8 @@ def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
     schedule = build(name, 4, 8)
     stages = tuple(s for s, place in enumerate(schedule.stage_to_rank) if place in (0, 3))
     tied = [
-        Collective("tied", (0, 3), stages, lane=0, readers=stages[-1:]),
-        Collective("mean", (0, 3), stages, lane=0),
+        Collective("tied", (0, 3), stages, comm_stream=0, readers=stages[-1:]),
+        Collective("mean", (0, 3), stages, comm_stream=0),
     ]
     program = lower(schedule, depth=0, collectives=tied, forward_only=True)
     assert program.forward_only
@@ -261,7 +261,7 @@ def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
 
 @quick
 @given(program=programs())
-def test_collectives_leave_behind_their_stages_and_in_order_of_their_lanes(
+def test_collectives_leave_behind_their_stages_and_in_order_of_their_comm_streams(
     program: Program,
 ) -> None:
     for rank in ranks_of(program):
@@ -276,12 +276,16 @@ def test_collectives_leave_behind_their_stages_and_in_order_of_their_lanes(
             assert all(
                 finals[s] < place for s in program.collectives[item.which].stages if s in last
             )
-        for lane in {collective.lane for collective in program.collectives}:
+        for comm_stream in {collective.comm_stream for collective in program.collectives}:
             due = [
-                n for n, c in enumerate(program.collectives) if rank in c.ranks and c.lane == lane
+                n
+                for n, c in enumerate(program.collectives)
+                if rank in c.ranks and c.comm_stream == comm_stream
             ]
             assert [
-                i.which for _, i in launched if program.collectives[i.which].lane == lane
+                i.which
+                for _, i in launched
+                if program.collectives[i.which].comm_stream == comm_stream
             ] == due
 
 
@@ -309,8 +313,8 @@ def leaving(program: Program, rank: int, final: set[int]) -> set[int]:
     for number, collective in enumerate(program.collectives):
         if rank in collective.ranks:
             if {stage for stage in collective.stages if places[stage] == rank} - final:
-                closed.add(collective.lane)
-            if collective.lane not in closed:
+                closed.add(collective.comm_stream)
+            if collective.comm_stream not in closed:
                 found.add(number)
     return found
 
@@ -339,7 +343,7 @@ def test_all_but_stage_0_reduce_before_the_step_ends(name: str, num_ranks: int) 
         schedule = build(name, num_ranks, num_microbatches)
         ticks, ends, places = schedule.ticks, schedule.stage_ticks, schedule.stage_to_rank
         by_end = sorted(range(len(places)), key=lambda stage: (ends[stage], stage))
-        collectives = [Collective(f"data{s}", (places[s],), (s,), lane=0) for s in by_end]
+        collectives = [Collective(f"data{s}", (places[s],), (s,), comm_stream=0) for s in by_end]
         program = lower(schedule, collectives=collectives)
         verify(program)
         launched = dict[int, int]()  # stage -> tick after which its launch comes

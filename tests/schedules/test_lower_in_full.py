@@ -55,7 +55,7 @@ rank 1
 def test_a_skip_and_a_value_with_two_consumers_in_full() -> None:
     """h goes to ranks 1 and 2, and its gradients are summed; skip goes to rank 2 alone."""
     links = [Link("h", 0, (1, 2)), Link("skip", 0, (2,)), Link("x", 1, (2,))]
-    tied = Collective("tied", (0, 2), (0, 2), lane=0, readers=(0, 2))
+    tied = Collective("tied", (0, 2), (0, 2), comm_stream=0, readers=(0, 2))
     schedule = rows("0F0 0B0", "1F0 1I0 1W0", "2F0 2B0", stages=(0, 1, 2))
     program = lower(schedule, links=links, depth=0, collectives=[tied])
     assert (
@@ -122,8 +122,8 @@ rank 2
 def test_split_backward_in_full_tied_weights_first() -> None:
     """Every weights' gradient that others wait for comes before those that nobody waits for."""
     schedule = schedules.build("zb-h1", num_ranks=2, num_microbatches=2, head_w_first=True)
-    tied = Collective("tied", (0, 1), (0, 1), lane=0)
-    alone = Collective("alone", (1,), (1,), lane=1)
+    tied = Collective("tied", (0, 1), (0, 1), comm_stream=0)
+    alone = Collective("alone", (1,), (1,), comm_stream=1)
     assert (
         lower(schedule, depth=2, collectives=[tied, alone]).listing(1)
         == """\

@@ -120,16 +120,16 @@ def test_crossed_sends_are_refused_with_both() -> None:
     )
 
 
-def test_lanes_that_wait_for_each_other_are_refused_whole() -> None:
-    pair = [Collective(name, (0, 1), (0, 1), lane=0) for name in ("left", "right")]
+def test_comm_streams_that_wait_for_each_other_are_refused_whole() -> None:
+    pair = [Collective(name, (0, 1), (0, 1), comm_stream=0) for name in ("left", "right")]
     program = lower(rows("0F0 0B0", "1F0 1B0"), collectives=pair)
     (left, _), (right, _) = places_of(program, 1, Op.LAUNCH)
     assert refused(swap(program, 1, left, right)) == (
         "collectives wait for each other, in the orders they launch:\n"
-        "  rank 0, lane 0: left, over ranks [0, 1]\n"
-        "  rank 1, lane 0: right, over ranks [0, 1]"
+        "  rank 0, comm stream 0: left, over ranks [0, 1]\n"
+        "  rank 1, comm stream 0: right, over ranks [0, 1]"
     )
-    apart = [pair[0]._replace(lane=1), pair[1]]
+    apart = [pair[0]._replace(comm_stream=1), pair[1]]
     program = lower(rows("0F0 0B0", "1F0 1B0"), collectives=apart)
     verify(swap(program, 1, *(place for place, _ in places_of(program, 1, Op.LAUNCH))))
 
@@ -140,7 +140,7 @@ def test_lanes_that_wait_for_each_other_are_refused_whole() -> None:
 def joining() -> Program:
     """Returns a Program whose rank 0 has one item of each kind, at least."""
     schedule = rows("0F0 0B0", "1F0 1B0", "2F0 2B0", stages=(0, 1, 2))
-    tied = Collective("tied", (0, 1), (0, 1), lane=0, readers=(0, 1))
+    tied = Collective("tied", (0, 1), (0, 1), comm_stream=0, readers=(0, 1))
     links = [Link("x", 0, (1, 2)), Link("y", 1, (2,))]
     return lower(schedule, links=links, collectives=[tied])
 
@@ -149,7 +149,7 @@ def splitting() -> Program:
     """Returns a Program whose rank 0 splits backward, and computes first what is tied."""
     order = "0F0 0F1 0I0 0I1 0W0 0W1"
     schedule = rows(order, order.replace(" 0", " 1").replace("0F0", "1F0", 1), num_microbatches=2)
-    tied = Collective("tied", (0, 1), (0, 1), lane=0)
+    tied = Collective("tied", (0, 1), (0, 1), comm_stream=0)
     return lower(replace(schedule, head_w_first=True), collectives=[tied])
 
 

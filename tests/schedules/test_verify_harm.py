@@ -110,7 +110,7 @@ def test_swapped_collectives_are_refused_with_their_ranks(program: Program, seed
     places = program.schedule.stage_to_rank
     ranks = tuple(sorted(chance.sample(range(max(places) + 1), 2)))
     stages = tuple(sorted(places.index(rank) for rank in ranks))
-    pair = [Collective(name, ranks, stages, lane=7) for name in ("left", "right")]
+    pair = [Collective(name, ranks, stages, comm_stream=7) for name in ("left", "right")]
     both = lower(program.schedule, links=program.links, collectives=(*program.collectives, *pair))
     verify(both)
     rank = chance.choice(ranks)
@@ -119,8 +119,8 @@ def test_swapped_collectives_are_refused_with_their_ranks(program: Program, seed
     other = ranks[rank == ranks[0]]
     text = refused(swap(both, rank, left, right))
     assert text.startswith("collectives wait for each other, in the orders they launch:\n  rank ")
-    assert f"\n  rank {rank}, lane 7: right, over ranks {list(ranks)}" in text
-    assert f"\n  rank {other}, lane 7: left, over ranks {list(ranks)}" in text
+    assert f"\n  rank {rank}, comm stream 7: right, over ranks {list(ranks)}" in text
+    assert f"\n  rank {other}, comm stream 7: left, over ranks {list(ranks)}" in text
     with pytest.raises(DeadlockError):
         Run(swap(both, rank, left, right), seed)
 

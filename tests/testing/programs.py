@@ -21,7 +21,7 @@ from torch import nn
 
 from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology, measure_hops
 from pipegrad.comm import collectives
-from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
 from pipegrad.plugins.handler import HandlerSpec
@@ -162,17 +162,17 @@ NUMBERS = (1, 2, 3, 3)
 
 @program([means(step) for step in range(4)])
 def viewed(checker: OrderChecker) -> Any:
-    """Autograd writes into the buckets, on several streams; lanes are threads, as with gloo."""
+    """Autograd writes into buckets, on several streams; comm streams are threads, as with gloo."""
     module = model()
-    return steps(checker, replicated(module, bucket_bytes=256, lanes=2), module, NUMBERS)
+    return steps(checker, replicated(module, bucket_bytes=256, comm_streams=2), module, NUMBERS)
 
 
 @program([means(step) for step in range(4)])
 def inline(checker: OrderChecker) -> Any:
-    """The host runs ahead of its lanes, as with NCCL."""
+    """The host runs ahead of its comm streams, as with NCCL."""
     module = model()
     with mock.patch.object(Groups, "block_host", return_value=False):
-        sync = replicated(module, bucket_bytes=256, lanes=2)
+        sync = replicated(module, bucket_bytes=256, comm_streams=2)
     return steps(checker, sync, module, NUMBERS)
 
 
@@ -188,7 +188,7 @@ def copied(checker: OrderChecker) -> Any:
 def threads(checker: OrderChecker) -> Any:
     """No streams at all: what orders a gloo job on CPU."""
     module = model()
-    return steps(checker, replicated(module, bucket_bytes=256, lanes=2), module, (1,) * 4)
+    return steps(checker, replicated(module, bucket_bytes=256, comm_streams=2), module, (1,) * 4)
 
 
 @program([{"a": [3.0 + step] * 3, "b": [9.0 + 3 * step] * 2} for step in range(3)])
@@ -237,7 +237,7 @@ def divided(checker: OrderChecker) -> Any:
 
 @program([{"w": [3.0] * 4, "v": [3.0] * 4}] * 2)
 def tie(checker: OrderChecker) -> Any:
-    """Tied gradients: a sum, with nothing behind the collective in its lane."""
+    """Tied gradients: a sum, with nothing behind the collective in its comm stream."""
     module = stage(w=(4,), v=(4,))
     sync = tied(module, "w", "v", bucket_bytes=0)
     producers = Producers(checker, list(module.parameters()), 2)
@@ -311,7 +311,7 @@ def trained(
 
 
 def sharded(checker: OrderChecker, module: nn.Module, numbers: Sequence[int]) -> Any:
-    sync = replicated(module, bucket_bytes=256, lanes=2, handlers=["sharded"])
+    sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=["sharded"])
     return trained(checker, sync, module, used, numbers)
 
 
@@ -337,13 +337,13 @@ PASSED = updated([{"w": 3.0, "v": 3.0 + 2 * step} for step in range(4)])
 
 @program(ROWS)
 def rows(checker: OrderChecker) -> Any:
-    """Each rank steps rows; lanes are threads, as with gloo."""
+    """Each rank steps rows; comm streams are threads, as with gloo."""
     return sharded(checker, model(), NUMBERS)
 
 
 @program(ROWS)
 def rows_inline(checker: OrderChecker) -> Any:
-    """The host runs ahead of its lanes, as with NCCL; messages are those of gloo."""
+    """The host runs ahead of its comm streams, as with NCCL; messages are those of gloo."""
     with mock.patch.object(Groups, "block_host", return_value=False):
         return sharded(checker, model(), NUMBERS)
 
@@ -392,12 +392,12 @@ def given_up(checker: OrderChecker) -> Any:
     """A step fails, nobody waits for what was launched, and the buffers are freed."""
     del checker
     buffer = FlatBuffer(torch.zeros(4))
-    lane = Lane("given up", CPU, threaded=False)
+    comm_stream = CommStream("given up", CPU, threaded=False)
     event = buffer.written(WRITTEN)
     assert event is not None
-    lane.submit(lambda tensor=buffer.buffer: tensor.mul_(2), [event])  # type: ignore[misc]
-    lane.close()
-    del buffer, lane
+    comm_stream.submit(lambda tensor=buffer.buffer: tensor.mul_(2), [event])  # type: ignore[misc]
+    comm_stream.close()
+    del buffer, comm_stream
     torch.zeros(4)  # in the same memory, perhaps
 
 

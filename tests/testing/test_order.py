@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.cuda import _gpu_trace
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.comm_stream import CommStream
 from pipegrad.errors import OrderError
 from pipegrad.reduce.bucket_buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker, run_ranks
@@ -50,11 +50,11 @@ def halve(tensor: torch.Tensor) -> None:
 
 
 class Bucket:
-    """A bucket of two slots, reduced in a lane; the host runs ahead of it."""
+    """A bucket of two slots, reduced in a comm stream; the host runs ahead of it."""
 
     def __init__(self, checker: OrderChecker) -> None:
         self.flat = FlatBuffer(torch.zeros(8))
-        self.lane = Lane("reduction", CPU, threaded=False)
+        self.comm_stream = CommStream("reduction", CPU, threaded=False)
         self.sum = torch.zeros(8)
         self._checker = checker
 
@@ -69,10 +69,10 @@ class Bucket:
         return event
 
     def reduce(self, after: list[torch.Event]) -> None:
-        self.lane.submit(lambda: halve(self.flat.buffer), after)
+        self.comm_stream.submit(lambda: halve(self.flat.buffer), after)
 
     def finish(self) -> None:
-        self.lane.wait(1)
+        self.comm_stream.wait(1)
         self.sum.add_(self.flat.buffer)
         self.flat.release(RELEASED)
 
@@ -93,7 +93,7 @@ def refilled(checker: OrderChecker, right: bool) -> None:
     bucket = Bucket(checker)
     bucket.reduce([bucket.write(0, "s1"), bucket.write(1, "s1")])
     with checker.on("s1"):
-        bucket.lane.wait(1)
+        bucket.comm_stream.wait(1)
         bucket.flat.release(RELEASED)
     bucket.reduce([bucket.write(0, "s1"), bucket.write(1, "s2", wait=right)])
     bucket.finish()
@@ -110,8 +110,8 @@ def extra_large(checker: OrderChecker, right: bool) -> None:
         event = checker.record(CPU)
     with checker.on("s1"):  # a later hook flushes
         after = [*written, event] if right else written
-        bucket.lane.submit(lambda: halve(large), after)  # type: ignore[arg-type]
-    bucket.lane.wait(1)
+        bucket.comm_stream.submit(lambda: halve(large), after)  # type: ignore[arg-type]
+    bucket.comm_stream.wait(1)
     bucket.sum.add_(large[:8])
 
 
@@ -124,9 +124,9 @@ def dropped(checker: OrderChecker, right: bool) -> None:
     def reduce() -> None:
         gradients[0].div_(2)
         if not right:
-            gradients.clear()  # on the host: the lane may be still at it
+            gradients.clear()  # on the host: the comm stream may be still at it
 
-    ticket = bucket.lane.submit(reduce, [event])  # type: ignore[list-item]
+    ticket = bucket.comm_stream.submit(reduce, [event])  # type: ignore[list-item]
     torch.ones(16)  # the next gradient, perhaps in the same memory
     ticket.wait(1)
     gradients.clear()
@@ -151,7 +151,7 @@ def not_waited_for(checker: OrderChecker, right: bool) -> None:
     bucket = Bucket(checker)
     bucket.reduce([bucket.write(0, "s1"), bucket.write(1, "s2")])
     if right:
-        bucket.lane.wait(1)
+        bucket.comm_stream.wait(1)
     bucket.sum.add_(bucket.flat.buffer)
 
 
@@ -265,20 +265,21 @@ def test_what_is_freed_may_be_in_use_until_somebody_gets_it() -> None:
     """A caching allocator gives it to the stream that had it, which may have waited meanwhile."""
     for waits in (True, False):
         with OrderChecker() as checker:
-            lane = Lane("lane", CPU, threaded=False)
+            comm_stream = CommStream("comm_stream", CPU, threaded=False)
             tensor = torch.ones(4)
             event = checker.record(CPU)
-            lane.submit(partial(halve, tensor), [event])  # type: ignore[list-item]
+            comm_stream.submit(partial(halve, tensor), [event])  # type: ignore[list-item]
             del tensor
             if waits:
-                lane.wait(1)
+                comm_stream.wait(1)
             assert checker.violations == []
             torch.ones(4)
-            lane.close()
+            comm_stream.close()
         assert len(checker.violations) == (not waits)
 
 
-# Of two collectives in a lane, of 4 and 5 elements: which are waited for -> which are left to luck.
+# Of two collectives in a comm stream, of 4 and 5 elements: which are waited for -> which are left
+# to luck.
 WAITED: dict[tuple[str, tuple[int, ...]], list[int]] = {
     ("sum", (0, 1)): [],
     ("sum", (1,)): [],  # a group runs one behind the other
@@ -292,10 +293,10 @@ WAITED: dict[tuple[str, tuple[int, ...]], list[int]] = {
 
 
 def left_to_luck(kind: str, waited: Sequence[int]) -> list[int]:
-    """Waits in the lane, as a handler would, then writes on the compute stream."""
+    """Waits in the comm stream, as a handler would, then writes on the compute stream."""
     works: list[Any] = []
     with OrderChecker() as checker:
-        lane = Lane("lane", CPU, threaded=False)
+        comm_stream = CommStream("comm_stream", CPU, threaded=False)
         tensors = [torch.ones(4), torch.ones(5)]
         made = checker.record(CPU)
 
@@ -304,10 +305,10 @@ def left_to_luck(kind: str, waited: Sequence[int]) -> list[int]:
             for number in waited:
                 works[number].wait()
 
-        lane.submit(start, [made]).wait(10)  # type: ignore[list-item]
+        comm_stream.submit(start, [made]).wait(10)  # type: ignore[list-item]
         for tensor in tensors:
             tensor.mul_(2)
-        lane.close()
+        comm_stream.close()
     for number in {0, 1} - {*waited}:  # a message must be waited for once
         works[number].wait()
     return [violation.span[1] // 4 for violation in checker.violations]
@@ -386,8 +387,8 @@ RACE = """
 import threading, torch, pipegrad
 from pipegrad.comm.comm_stream import Lane
 bucket = torch.zeros(4)
-lane = Lane("lane", torch.device("cpu"), threaded=True)
-ticket = lane.submit(lambda: bucket.add_(1), [])
+comm stream = Lane("comm stream", torch.device("cpu"), threaded=True)
+ticket = comm stream.submit(lambda: bucket.add_(1), [])
 if {waits}:
     ticket.wait(10)
 else:
@@ -419,13 +420,13 @@ def test_live(live: str, waits: bool) -> None:
 
 def test_sites_say_why_they_are_there() -> None:
     assert all(site.reason and site.enabled for site in sync_points.sites.values())
-    with sync_points.sites["lane.result"].off():
-        assert not sync_points.sites["lane.result"].enabled
-    assert sync_points.sites["lane.result"].enabled
+    with sync_points.sites["comm-stream.result"].off():
+        assert not sync_points.sites["comm-stream.result"].enabled
+    assert sync_points.sites["comm-stream.result"].enabled
 
 
 def test_memory_that_another_storage_has_already_is_another_one() -> None:
-    """torch gives memory back before it says so: what a lane made there was a false alarm."""
+    """torch gives memory back before it says so: memory of a comm stream was a false alarm."""
     freed: list[str] = []
     memories, tensor = Memories(freed.append), torch.zeros(2)
     first = memories.name(tensor)

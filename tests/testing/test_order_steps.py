@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipegrad import HandlerSpec, Topology, attach, find_shared
+from pipegrad import HandlerSpec, Topology, attach, find_tied
 from pipegrad.testing import OrderChecker, run_ranks
 from pipegrad.testing.ordering.checker import Entry
 from tests.gradients.cases import replicated
@@ -23,10 +23,10 @@ from tests.testing.programs import NUMBERS, OWNED, model, steps
 
 SCHEDULES = ("GPipe", "1F1B", *LOOPS[:3], *VEES)
 FATES: dict[str, dict[str, Any]] = {
-    "bucketed": {"options": (("bucket_bytes", 2**20), ("lanes", 3))},
-    "oversized": {"options": (("bucket_bytes", 0), ("lanes", 2))},
+    "bucketed": {"options": (("bucket_bytes", 2**20), ("comm_streams", 3))},
+    "oversized": {"options": (("bucket_bytes", 0), ("comm_streams", 2))},
     "zero-filled": {"model": "half-used"},
-    "tied": {"model": "crossed", "options": (("bucket_bytes", 2048), ("lanes", 3))},
+    "tied": {"model": "crossed", "options": (("bucket_bytes", 2048), ("comm_streams", 3))},
     "mixed dtypes": {"model": "mixed-dtypes", "options": (("bucket_bytes", 4096),)},
 }
 PRODUCERS = (1, 2, 3)  # in each step; from the second one on, parameters leave one by one
@@ -42,13 +42,15 @@ class Watched:
     collectives: list[int] = field(default_factory=list)  # a step
     waiting_backwards: int = 0  # operations of a backward that are behind a reduction of its step
     backwards: int = 0
-    ordered_firsts: int = 0  # pairs of lanes of which one's first collective waits for the other's
+    ordered_firsts: int = (
+        0  # pairs of comm streams of which one's first collective waits for the other's
+    )
     firsts: int = 0
     bits: dict[str, set[str]] = field(default_factory=dict)
 
 
 def is_collective(entry: Entry) -> bool:
-    return entry.strand.startswith("collectives of pipegrad lane")
+    return entry.strand.startswith("collectives of pipegrad comm stream")
 
 
 def watch(cases: list[Case], virtual_streams: bool) -> list[Watched]:
@@ -133,17 +135,17 @@ def test_every_schedule(schedule: str, fate: str, matrix: dict[Case, list[Watche
         assert seen.waiting_backwards == 0
 
 
-def test_lanes_do_not_wait_for_each_other(matrix: dict[Case, list[Watched]]) -> None:
+def test_comm_streams_do_not_wait_for_each_other(matrix: dict[Case, list[Watched]]) -> None:
     for schedule in SCHEDULES:
         for seen in matrix[MATRIX[schedule, "tied"]]:
-            assert seen.firsts >= len(PRODUCERS)  # a pair of lanes or more, each step
+            assert seen.firsts >= len(PRODUCERS)  # a pair of comm streams or more, each step
             assert seen.ordered_firsts == 0
 
 
 OTHERS = [
-    case_of("1F1B", options=(("lanes", 1), ("bucket_bytes", 2048))),
-    case_of("1F1B", options=(("lanes", 2), ("bucket_bytes", 2048))),
-    case_of("1F1B", options=(("lanes", 3), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("comm_streams", 1), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("comm_streams", 2), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("comm_streams", 3), ("bucket_bytes", 2048))),
     case_of("1F1B", options=(("reduce_dtype", torch.float64),)),
     case_of("ZBVZeroBubble", options=(("reduce_dtype", torch.float64),)),
     case_of("1F1B", accumulate=2, clip=(0.5, 2.0)),
@@ -164,7 +166,7 @@ def test_copies_accumulation_clipping_compiled_stages_and_threads(
     assert all(min(seen.collectives[1::2]) > 0 for rank in others for seen in rank)
 
 
-def test_the_number_of_lanes_changes_no_bit(others: list[list[Watched]]) -> None:
+def test_the_number_of_comm_streams_changes_no_bit(others: list[list[Watched]]) -> None:
     for one, two, three, *_ in others:
         assert one.bits == two.bits == three.bits
         assert one.bits
@@ -179,8 +181,8 @@ def placed(streams: bool) -> list[str]:
         stage = PipelineStage(module, here, 2, torch.device("cpu"), group=group)
         schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
         handlers: list[HandlerSpec] = [OWNED, "sharded"]
-        shared = find_shared(whole)
-        sync = attach(schedule, topology=topology, shared=shared, handlers=handlers, lanes=2)
+        shared = find_tied(whole)
+        sync = attach(schedule, topology=topology, tied=shared, handlers=handlers, comm_streams=2)
         optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.05)
         for step in range(3):
             tokens = torch.arange(4 * TOKENS).reshape(4, TOKENS).add(step + share) % VOCAB
@@ -199,12 +201,12 @@ def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> N
 
 
 def sequences() -> list[tuple[str, int]]:
-    """Reduces the model that not all ranks use; returns lane and bytes of each collective."""
+    """Reduces the model that not all ranks use; returns stream and bytes of each collective."""
     with OrderChecker(log=True) as checker:
         module = model()
-        steps(checker, replicated(module, bucket_bytes=256, lanes=1), module, NUMBERS)
+        steps(checker, replicated(module, bucket_bytes=256, comm_streams=1), module, NUMBERS)
     found = [(e.strand.partition(" in group")[0], e) for e in checker.log if is_collective(e)]
-    return [(lane, access.spans[-1][1]) for lane, e in found for access in e.accesses]
+    return [(comm_stream, access.spans[-1][1]) for comm_stream, e in found for access in e.accesses]
 
 
 def test_a_rank_that_lacks_gradients_issues_the_same_collectives() -> None:

@@ -14,7 +14,13 @@ from tests.gradients.cases import rank, replicated, stage, tied
 from tests.testing.producers import Producers
 
 # Sites whose absence shows in the bits of a step; the others order steps, threads or frees.
-SHOWN = ("buffer.written", "lane.producers", "lane.task-done", "lane.result", "reduce.collective")
+SHOWN = (
+    "buffer.written",
+    "comm-stream.producers",
+    "comm-stream.task-done",
+    "comm-stream.result",
+    "reduce.collective",
+)
 
 
 def drained(mutant: str | None) -> dict[str, tuple[int, int]]:
@@ -37,7 +43,7 @@ def drain(name: str, mutant: str | None) -> tuple[int, int]:
 
 def program(recording: Recording, name: str) -> None:
     module = stage(a=(1,), b=(2,))
-    options: dict[str, Any] = {"bucket_bytes": 0 if name == "viewed" else 1024, "lanes": 2}
+    options: dict[str, Any] = {"bucket_bytes": 0 if name == "viewed" else 1024, "comm_streams": 2}
     if name == "tied":
         sync = tied(module, "a", "b", **options)
     else:

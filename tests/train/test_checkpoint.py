@@ -34,7 +34,7 @@ STEADY = ["model.dropout=0"]
 OWNED = "{name='pipeline-shared', placement='owner'}"
 SHARDED = [*STEADY, "gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
 OWNER = [*STEADY, f"gradient_handlers=[{OWNED}, 'sharded']"]
-STORED = [*SHARDED, "gradients.stored_dtype='bfloat16'"]  # coarser than what parameters are in
+STORED = [*SHARDED, "gradients.master_dtype='bfloat16'"]  # coarser than what parameters are in
 VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
 
 

@@ -51,7 +51,7 @@ CASES = {
     "pp 2 x ep 2": expert_case(2, ["pipeline-shared", "expert-parallel"]),
     "pp 2 x ep 2, in rows": expert_case(2, [OWNED, SHARDED_EXPERTS]),
     "dp 2 x ep 2": expert_case(1, ["expert-parallel"], options={"bucket_bytes": 0}),
-    "dp 2 x ep 2, in rows": expert_case(1, [SHARDED_EXPERTS], options={"lanes": 1}),
+    "dp 2 x ep 2, in rows": expert_case(1, [SHARDED_EXPERTS], options={"comm_streams": 1}),
     "ep 4": expert_case(1, ["expert-parallel"], inside={"ep": 4}),
     "pp 2 x ep 2, the other way round": expert_case(
         2, ["pipeline-shared", "expert-parallel"], data=("ep", "dp")
@@ -114,7 +114,7 @@ def stepped_once(case: Case) -> Seen:
         schedule="1f1b",
         num_microbatches=2,
         loss_fn=loss_of,
-        shared=cut.shared,
+        tied=cut.tied,
         handlers=case.handlers,
         **case.options,
     )

@@ -83,7 +83,7 @@ CUTS = {
         "zb-h1, recomputed": ["parallel.schedule=zb-h1", "train.recompute=true"],
         "zbv, 2 x 2": ["parallel.pipeline=2", "parallel.schedule=zbv"],
         "boundaries": ["parallel.pipeline=2", "parallel.boundaries=[1]", "parallel.microbatches=2"],
-        "other buckets": ["gradients.bucket_bytes=4096", "gradients.lanes=3"],
+        "other buckets": ["gradients.bucket_bytes=4096", "gradients.comm_streams=3"],
     },
 }
 
@@ -146,7 +146,7 @@ def result(settings: list[str]) -> Any:
         )
         return str(error), finite
     trainer.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("pipegrad lane")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("pipegrad comm stream")]
     return steps, buffers, modes
 
 

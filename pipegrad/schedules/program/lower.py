@@ -303,7 +303,7 @@ def _last(row: Sequence[Action], kinds: Sequence[Kind]) -> dict[int, int]:
 
 
 class _Launches:
-    """Which collectives of a rank leave when a stage is final: complete ones, in order, a lane."""
+    """Which collectives of a rank leave when a stage is final, in order, by comm stream."""
 
     def __init__(self, rank: int, local: set[int], collectives: Sequence[Collective]) -> None:
         self._queues = defaultdict[int, list[int]](list)
@@ -314,7 +314,7 @@ class _Launches:
         for number, collective in enumerate(collectives):
             if rank in collective.ranks:
                 stages = local.intersection(collective.stages)
-                self._queues[collective.lane].append(number)
+                self._queues[collective.comm_stream].append(number)
                 self._missing[number] = stages
                 if len(collective.ranks) > 1:
                     self._shared |= stages

@@ -30,7 +30,7 @@ class Op(IntEnum):
     SEND = 6  # start a transfer; does not wait
     RELEASE = 7  # the transfer has been received: let go of what was sent
     FINAL = 8  # the gradients of a stage are complete
-    LAUNCH = 9  # at the latest here a collective starts, in its lane; does not wait
+    LAUNCH = 9  # at the latest here a collective starts, in its comm stream; does not wait
     PUBLISH = 10  # send updated parameters
     INPUTS_FINAL = 11  # no gradients of a stage's inputs are left to compute, of weights there are
     SHARED_WEIGHTS = 12  # compute those of them that other ranks wait for
@@ -100,14 +100,14 @@ class Collective(NamedTuple):
         name: For messages.
         ranks: Pipeline ranks that take part.
         stages: It can leave when these are final, each on its rank.
-        lane: Where it runs, behind the others of its lane.
+        comm_stream: Where it runs, behind the others of its comm stream.
         readers: Stages whose parameters come back along it, under the next step's forwards.
     """
 
     name: str
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
-    lane: int
+    comm_stream: int
     readers: tuple[int, ...] = ()
 
 

@@ -12,7 +12,7 @@ from pipegrad.schedules.program.program import Op, Program, decode
 from pipegrad.schedules.program.simulate import PlayedRank, State, cell_of, refuse
 from pipegrad.schedules.schedule import Action
 
-Key = tuple[int, int]  # an edge, or a rank and its lane
+Key = tuple[int, int]  # an edge, or a rank and its comm stream
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def verify(program: Program) -> Proof:
     Proven, for all ranks at once: each action runs once, on its rank, behind what it needs; every
     edge is first in, first out; each value is posted, waited for, sent and released once; nobody
     waits for somebody who waits for it, where a send ends only once its receive is posted, and a
-    collective once all its ranks have launched it and all before it in their lanes; a collective
-    is launched once on each of its ranks, behind the finality of what it reduces.
+    collective once all its ranks have launched it and all before it in their comm streams; a
+    collective is launched once on each of its ranks, behind the finality of what it reduces.
 
     Nothing a rank does depends on time, so if one run ends, all do: one is played.
 
@@ -154,7 +154,7 @@ def _play(program: Program, ranks: Sequence[PlayedRank]) -> None:
 
 
 def _check_collectives(program: Program, ranks: Sequence[PlayedRank]) -> None:
-    """Refuses collectives that some rank never launches, or whose lanes wait for each other."""
+    """Refuses collectives that a rank never launches, or comm streams that wait in a circle."""
     queues: dict[Key, list[int]] = {}
     for rank in ranks:
         due = {n for n, c in enumerate(program.collectives) if rank.rank in c.ranks}
@@ -162,7 +162,9 @@ def _check_collectives(program: Program, ranks: Sequence[PlayedRank]) -> None:
             never = [program.collectives[n].name for n in sorted(due - set(rank.launched))]
             raise ScheduleError(f"rank {rank.rank} never launches {', '.join(never[:5])}")
         for number in rank.launched:
-            queues.setdefault((rank.rank, program.collectives[number].lane), []).append(number)
+            queues.setdefault((rank.rank, program.collectives[number].comm_stream), []).append(
+                number
+            )
     heads = dict.fromkeys(queues, 0)
     arrived = defaultdict[int, int](int)
     ready = list(queues)
@@ -175,14 +177,15 @@ def _check_collectives(program: Program, ranks: Sequence[PlayedRank]) -> None:
         arrived[number] += 1
         if arrived[number] == len(collective.ranks):
             for place in collective.ranks:
-                heads[place, collective.lane] += 1
-                ready.append((place, collective.lane))
+                heads[place, collective.comm_stream] += 1
+                ready.append((place, collective.comm_stream))
     stuck = {q: n[heads[q]] for q, n in queues.items() if heads[q] < len(n)}
     if stuck:
         told = "\n".join(
-            f"  rank {rank}, lane {lane}: {program.collectives[number].name}, over ranks "
+            f"  rank {rank}, comm stream {comm_stream}: {program.collectives[number].name}, over "
+            f"ranks "
             f"{list(program.collectives[number].ranks)}"
-            for (rank, lane), number in stuck.items()
+            for (rank, comm_stream), number in stuck.items()
         )
         raise ScheduleError(f"collectives wait for each other, in the orders they launch:\n{told}")
 

@@ -43,7 +43,7 @@ TOPOLOGIES: Final = {
     "pp 2, 4 stages": Topology.build(axes=(("pp", 2), ("dp", 1)), stage_to_rank=(0, 1, 0, 1)),
     "dp 3": Topology.build(axes=(("pp", 1), ("dp", 3))),
 }
-_OPTIONS: Final[dict[str, Any]] = {"bucket_bytes": 128, "lanes": 2, "allow_unsynced": ("*",)}
+_OPTIONS: Final[dict[str, Any]] = {"bucket_bytes": 128, "comm_streams": 2, "allow_unsynced": ("*",)}
 
 _PARAMETERS: Final = {
     "weight": ((5, 3), torch.float32),
@@ -183,7 +183,7 @@ def steps(specs: Specs) -> Seen:
         sync = GradientSync(
             {stage: module},
             topology,
-            shared=_shared(topology.num_stages),
+            tied=_shared(topology.num_stages),
             handlers=specs,
             **_OPTIONS,
         )
@@ -250,7 +250,7 @@ def _parameters(module: nn.Module) -> Parameters:
 def _manifest(topology: Topology) -> Manifest:
     number = topology.num_stages
     modules = {stage: _stage(stage, number) for stage in range(number)}
-    return make_manifest(modules, topology, shared=_shared(number))
+    return make_manifest(modules, topology, tied=_shared(number))
 
 
 def _stage(stage: int, num_stages: int) -> nn.Module:

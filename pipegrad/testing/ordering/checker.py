@@ -1,6 +1,6 @@
 """OrderChecker: is every access to a gradient's bytes ordered? Decided by clocks, not by luck.
 
-with OrderChecker() as checker:        # lanes made inside are streams, on CPU virtual ones
+with OrderChecker() as checker:        # comm streams made inside are streams, on CPU virtual ones
     ...                                # whole training steps
 assert not checker.violations
 """
@@ -66,14 +66,15 @@ class OrderChecker(sync_points.Backend):
     is decided from what was waited for, not from when things happened to run: one run in any order
     finds what could go wrong in all of them.
 
-    On CPU each lane is taken for a device's stream, with its events and waits, although operators
-    run at once; threads order nothing but what they hand over. On CUDA streams are the real ones.
+    On CPU each comm stream is taken for a device's stream, with its events and waits, although
+    operators run at once; threads order nothing but what they hand over. On CUDA streams are the
+    real ones.
 
-    Make what is to be checked inside, and end it there: lanes keep the streams they were made with.
-    It sees operators of torch, not code that bypasses its dispatcher (Triton kernels, replayed CUDA
-    graphs). Transfers and collectives that are neither in lanes nor started by pipegrad's pipeline
-    are taken to end where they are called, and those of communication hooks; the others where
-    somebody waits for the Work of each.
+    Make what is to be checked inside, and end it there: comm streams keep the streams they were
+    made with. It sees operators of torch, not code that bypasses its dispatcher (Triton kernels,
+    replayed CUDA graphs). Transfers and collectives that are neither in comm streams nor started by
+    pipegrad's pipeline are taken to end where they are called, and those of communication hooks;
+    the others where somebody waits for the Work of each.
 
     Args:
         virtual_streams: Whether CPU tensors live on virtual streams. If False the order on CPU is
@@ -206,11 +207,11 @@ class OrderChecker(sync_points.Backend):
     @contextlib.contextmanager
     def trusting(self) -> Iterator[None]:
         """Takes the collectives that are started inside to end where they are called."""
-        before, self._local.in_lane = getattr(self._local, "in_lane", False), False
+        before, self._local.in_comm_stream = getattr(self._local, "in_comm_stream", False), False
         try:
             yield
         finally:
-            self._local.in_lane = before
+            self._local.in_comm_stream = before
 
     def hand_over(self) -> object:
         """Returns the clock of this thread."""
@@ -224,8 +225,8 @@ class OrderChecker(sync_points.Backend):
 
     @contextlib.contextmanager
     def running(self, stream: object) -> Iterator[None]:
-        """Makes a lane's stream current, and watches its operators."""
-        before, self._local.in_lane = getattr(self._local, "in_lane", False), True
+        """Makes a comm stream's stream current, and watches its operators."""
+        before, self._local.in_comm_stream = getattr(self._local, "in_comm_stream", False), True
         current: contextlib.AbstractContextManager[object]
         if isinstance(stream, VirtualStream):
             current = self.on(stream.name)
@@ -235,7 +236,7 @@ class OrderChecker(sync_points.Backend):
             with self._watching(), current:
                 yield
         finally:
-            self._local.in_lane = before
+            self._local.in_comm_stream = before
 
     # What a device's own events tell. See `pipegrad.testing.ordering.cuda_trace`.
 
@@ -265,13 +266,13 @@ class OrderChecker(sync_points.Backend):
         with self._locked():
             home = self._home(operation)
             self._order.join(home, self._order.clock(self._thread))
-            in_lane = getattr(self._local, "in_lane", False)
+            in_comm_stream = getattr(self._local, "in_comm_stream", False)
             transfer, sent = getattr(self._local, "transfer", None) or (None, ())
-            strand = transfer or (self._in_lane(operation, home) if in_lane else home)
+            strand = transfer or (self._in_comm_stream(operation, home) if in_comm_stream else home)
             self._order.join(strand, self._order.clock(home))
             tick, where = self._order.tick(strand), call_site()
             accesses = [
-                # Outside of lanes torch itself holds what one stream hands to another.
+                # Outside of comm streams torch itself holds what one stream hands to another.
                 Access(
                     strand,
                     tick,
@@ -280,7 +281,7 @@ class OrderChecker(sync_points.Backend):
                     where,
                     memory,
                     covered,
-                    held=in_lane or transfer is not None,
+                    held=in_comm_stream or transfer is not None,
                 )
                 for kind, tensors in (
                     (Kind.READ, (*operation.reads, *sent)),
@@ -303,8 +304,8 @@ class OrderChecker(sync_points.Backend):
             self._report(found + [r for access in accesses for r in self._order.access(access)])
             return entry
 
-    def _in_lane(self, operation: Operation, home: str) -> str:
-        """Returns where an operator of a lane runs: its collectives beside it, in order.
+    def _in_comm_stream(self, operation: Operation, home: str) -> str:
+        """Returns where an operator of a comm stream runs: its collectives beside it, in order.
 
         Messages have no order: the end of one says nothing of those before it.
         """
@@ -385,7 +386,7 @@ class OrderChecker(sync_points.Backend):
 
 
 def watch_process() -> None:
-    """Checks everything from now on, in this thread and in lanes; raises at the first violation.
+    """Checks this thread and all comm streams from now on; raises at the first violation.
 
     What ``PIPEGRAD_CHECK_ORDER=1`` does when pipegrad is imported.
     """

@@ -113,7 +113,7 @@ class Recording(OrderChecker):
         return f"{self._thread}, {self.on_now}"
 
     def _keep_results(self, home: str) -> None:
-        """Keeps what the collectives of a lane made, or of all lanes where they are done."""
+        """Keeps the results of the collectives of a comm stream, or of all that are done."""
         for number, collective in self._collectives.items():
             if not collective.made and home in ("", collective.home):
                 collective.made = [t.clone() for t in self._operations[number][1].writes]
