@@ -1,12 +1,16 @@
-"""What README.md shows runs as it is written there."""
+"""What README.md and docs/ show runs as it is written there, and what they link to exists."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+import runpy
 import shlex
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +23,126 @@ from pipegrad.cli import main
 from pipegrad.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCS}
 COMMANDS = [
     line.partition("#")[0]
-    for line in README.splitlines()
-    if " JOB.toml" in line and "my_handlers" not in line  # which a later section writes
+    for page in PAGES.values()
+    for line in page.splitlines()
+    if " JOB.toml" in line
 ]
+
+
+def snippets() -> Iterator[tuple[str, str, str]]:
+    """Yields page, heading and code of every Python snippet."""
+    for name, page in PAGES.items():
+        heading, code = "", list[str]()
+        language = None  # of the block that a line is in
+        for line in page.splitlines():
+            if line.startswith("```"):
+                if language == "python":
+                    yield name, heading, "\n".join(code)
+                language, code = (line[3:] or "text") if language is None else None, []
+            elif language is not None:
+                code.append(line)
+            elif line.startswith("#"):
+                heading = line.lstrip("# ")
+
+
+SNIPPETS = list(snippets())
+SCRIPTS = [(page, code) for page, _, code in SNIPPETS if "init_process_group" in code]
+
+# What the snippets under a heading may take for granted: that of a page, behind what they all have.
+GIVEN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import pipegrad
+
+device, world_size, index = torch.device("cpu"), dist.get_world_size(), dist.get_rank()
+torch.manual_seed(0)
+"""
+GIVEN_UNDER = {
+    "The arguments": """
+model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+model[3].weight = model[0].weight
+module, loss_fn = model[index], nn.functional.mse_loss
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+first_batch, second_batch = torch.randn(8, 4), torch.randn(8, 4)
+
+def train_step(batch):
+    schedule.step(*([batch] if index == 0 else []), target=batch if index == 3 else None)
+""",
+    "Your own loop": """
+module, stage, tied = [nn.Linear(4, 4) for _ in range(4)][index], index, []
+microbatches = torch.randn(8, 4).chunk(4)
+
+def forward_and_backward(microbatch):
+    module(microbatch).sum().backward()
+""",
+    "Many small sums: `Bucketer`": """
+gradient, tensor, group, sums = torch.ones(8), torch.ones(3), topology.group_along("pp"), []
+use = sums.append
+""",
+    "Stages and names": """
+class Encoder(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+class Decoder(nn.Linear):
+    def forward(self, x, skip, attention_mask):
+        return super().forward((x + skip) * attention_mask)
+
+encoder, decoder, tied = Encoder(4, 4), Decoder(4, 4), []
+x, y, mask, loss_fn = torch.randn(32, 4), torch.randn(32, 4), torch.ones(32, 4), nn.MSELoss()
+""",
+    "fp16": """
+fp16_stage = topology.coordinate("pp")
+fp16_stage = pipegrad.Stage([nn.Linear(4, 4), nn.Linear(4, 4)][fp16_stage], fp16_stage)
+""",
+    "What the optimizer steps": """
+topology = pipegrad.Topology.create(pipeline=2)
+stage, module = topology.coordinate("pp"), nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+tied = [{0: "weight", 1: "weight"}]
+""",
+    "How parameters return": """
+loaded = {"weight": torch.ones(4, 4)}
+sync.prepare()
+module(torch.ones(1, 4).to(torch.bfloat16)).sum().backward()
+sync.stage_final(stage)
+sync.finish()
+optimizer.step()
+""",
+}
+CHECKED_AFTER = {
+    "Many small sums: `Bucketer`": "assert [float(s[0]) for s in sums] == [4.0, 4.0]",
+    "How parameters return": "assert bool((module.weight == 1).all())",
+    "Your own schedule": "assert same_schedule.actions == schedule.actions",
+    "Further dimensions": "assert topology.size('ep') == 2",
+}
+
+
+def run_snippets(found: list[tuple[str, str, str]]) -> list[str]:
+    """Runs those of each page in a namespace of its own; returns the headings."""
+    spaces: dict[str, dict[str, Any]] = {}
+    begun = set[tuple[str, str]]()
+    for page, heading, code in found:
+        if page not in spaces:
+            spaces[page] = {"__name__": page}
+            exec(GIVEN, spaces[page])
+        try:
+            if (page, heading) not in begun:
+                exec(GIVEN_UNDER.get(heading, ""), spaces[page])
+            begun.add((page, heading))
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(code, f"{page}, {heading}", "exec"), spaces[page])
+            exec(CHECKED_AFTER.get(heading, ""), spaces[page])
+        except Exception as error:
+            error.add_note(f"In a snippet of {page}, {heading!r}.")
+            raise
+    return [heading for _, heading, _ in found]
 
 
 def run_script(script: str) -> str:
@@ -37,7 +155,7 @@ def run_script(script: str) -> str:
 
 
 def one_process() -> list[float]:
-    """Returns the losses of the uncut model of the README's first script."""
+    """Returns the losses of the uncut model of the scripts."""
     torch.manual_seed(0)
     embedding, head = nn.Embedding(256, 64), nn.Linear(64, 256, bias=False)
     head.weight = embedding.weight
@@ -54,9 +172,9 @@ def one_process() -> list[float]:
     return losses
 
 
-def test_the_first_script_is_whole_and_has_the_losses_of_one_process() -> None:
+@pytest.mark.parametrize("script", [code for _, code in SCRIPTS], ids=[page for page, _ in SCRIPTS])
+def test_scripts_are_whole_and_have_the_losses_of_one_process(script: str) -> None:
     """Issue 16, point 18. The README's first snippet had five names that nothing defined."""
-    script = README.partition("```python\n")[2].partition("```")[0]
     *others, last = run_ranks(run_script, 4, script)
     assert others == [""] * 3
     printed = [float(loss) for loss in re.findall(r"loss (\S+)", last)]
@@ -64,16 +182,108 @@ def test_the_first_script_is_whole_and_has_the_losses_of_one_process() -> None:
     assert printed == pytest.approx(one_process(), rel=4 * 2**-23 * 256**0.5)
 
 
+def test_the_first_snippet_and_the_one_line_are_scripts() -> None:
+    assert [page for page, _ in SCRIPTS] == ["README.md", "docs/attach.md"]
+    assert SNIPPETS[0][2] == SCRIPTS[0][1]
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_every_snippet_compiles(number: int) -> None:
+    page, heading, code = SNIPPETS[number]
+    compile(code, f"{page}, {heading}", "exec")
+
+
+def test_every_snippet_runs() -> None:
+    whole = [code for _, code in SCRIPTS]
+    found = [snippet for snippet in SNIPPETS if snippet[2] not in whole]
+    headings = [heading for _, heading, _ in found]
+    assert run_ranks(run_snippets, 4, found) == [headings] * 4
+    assert set(GIVEN_UNDER) | set(CHECKED_AFTER) <= set(headings)
+
+
+def write_handler(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    """Writes my_handlers.py as docs/handlers.md has it; returns its test."""
+    handler, test = (code for page, _, code in SNIPPETS if page == "docs/handlers.md")
+    (folder / "my_handlers.py").write_text(handler)
+    patch.syspath_prepend(folder)
+    return test
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run_as_written(command: str) -> None:
+def test_commands_run_as_written(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Issue 16, point 18. One named a handler that is not installed, one a batch too small."""
+    write_handler(tmp_path, monkeypatch)
+    for example in ("tied_gpt.toml", "tied_gpt.py"):
+        shutil.copy(ROOT / "examples" / example, tmp_path)
     words = shlex.split(command)
     options = words[words.index("JOB.toml") + 1 :]
-    ranks = [] if "--ranks" in options else ["--ranks", words[words.index("--nproc-per-node") + 1]]
-    job = str(ROOT / "examples" / "tied_gpt.toml")
+    alone = "--nproc-per-node" not in words
+    ranks = ["--ranks", "1" if alone else words[words.index("--nproc-per-node") + 1]]
+    ranks = [] if "--ranks" in options else ranks
+    job = str(tmp_path / "tied_gpt.toml")
     found = CliRunner().invoke(main, ["plan", job, *ranks, *options])
     assert found.exit_code == 0, found.output
 
 
 def test_the_commands_are_found() -> None:
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 4
+
+
+def test_the_handler_of_the_page_keeps_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space: dict[str, Any] = {"__name__": "test_my_handlers"}
+    exec(write_handler(tmp_path, monkeypatch), space)
+    space["TestDataParallel"]().test_gradients_are_those_of_one_process()
+
+
+def test_the_picture_is_what_the_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "scripts" / "timeline.py"))["timeline"]()
+    assert (ROOT / "docs" / "timeline.svg").read_text(encoding="utf-8") == drawn
+
+
+def prose(page: str) -> str:
+    """Returns a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: str) -> set[str]:
+    """Returns the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
+        target, _, anchor = link.partition("#")
+        path = (ROOT / name).parent / target if target else ROOT / name
+        assert path.exists(), link
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), link
+
+
+def test_the_index_has_every_page() -> None:
+    pages = {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")}
+    listed = re.findall(r"^\| \[(\S+)\]", PAGES["docs/index.md"], re.MULTILINE)
+    assert set(listed) == pages - {"index.md"}
+
+
+def test_internals_name_every_file() -> None:
+    """Folder by folder, in the table at the end of the page."""
+    last = PAGES["docs/internals.md"].partition("## Where each file is")[2]
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", last, re.MULTILINE)
+    told = {folder: set(re.findall(r"(\w+\.py)`", files)) for folder, files in rows}
+    there = {
+        folder.name: {f.name for f in folder.rglob("*.py") if not f.name.startswith("__")}
+        for folder in (ROOT / "pipegrad").iterdir()
+        if folder.is_dir() and folder.name != "__pycache__"
+    }
+    there["schedules"] -= {f.name for f in (ROOT / "pipegrad/schedules/builtin").glob("*.py")}
+    assert told == there
+
+
+def test_the_readme_is_short() -> None:
+    assert len(prose(PAGES["README.md"]).split()) <= 700

@@ -203,7 +203,7 @@ def adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]], shape: Shape)
 
 
 def ours(model: Gpt, shape: Shape, *, handler: str) -> Way:
-    """Returns pipegrad's, as in the README."""
+    """Returns pipegrad's, as in docs/attach.md."""
     topology = pipegrad.Topology.create(pipeline=1)
     sync = pipegrad.GradientSync({0: model}, topology, handlers=[handler])
     sharded = handler == "sharded"
