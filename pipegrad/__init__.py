@@ -6,11 +6,11 @@ read first is ``pipegrad/gradients/sync.py``.
 
 import importlib
 import os
-from typing import TYPE_CHECKING
+import typing
 
 from pipegrad import _torch_version as _torch_version  # refuses an old torch first
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from pipegrad import schedules as schedules
     from pipegrad.comm.agreement import agree as agree
     from pipegrad.comm.work import Work as Work

@@ -105,7 +105,9 @@ def test_every_way_not_to_load(
 @pytest.mark.parametrize("value", ["acme:Outer", "acme:__name__", "acme"])
 def test_what_is_loaded_must_be_a_handler(install: Install, registry: Handlers, value: str) -> None:
     acme(install, wrong=value)
-    expected = rf"'wrong' \({value}, acme-handlers 2\.5\).*pipegrad\.handler:GradientHandler"
+    expected = (
+        rf"'wrong' \({value}, acme-handlers 2\.5\).*pipegrad\.plugins\.handler:GradientHandler"
+    )
     with pytest.raises(PluginContractError, match=expected):
         registry.resolve("wrong")
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.optim import optimizer as optimizers
 
 from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree
-from pipegrad.comm import agreement
+from pipegrad.comm import agreement, failures
 from pipegrad.comm.ending import cut
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
@@ -387,7 +387,10 @@ def store_that_goes() -> list[str]:
     notice.next_step()
     gone = dist.DistNetworkError("Broken pipe")
     broken = type("Broken", (), {"__getattr__": lambda self, name: _raises(gone)})()
-    with mock.patch.object(agreement, "_store", return_value=broken):
+    with (
+        mock.patch.object(agreement, "store", return_value=broken),
+        mock.patch.object(failures, "store", return_value=broken),
+    ):
         said = [notice.post("it failed"), str(notice.read())]
         return [*said, outcome(lambda: agree("something", lambda: 1))]
 

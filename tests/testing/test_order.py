@@ -385,10 +385,10 @@ def test_real_events_of_cuda_are_followed() -> None:
 
 RACE = """
 import threading, torch, pipegrad
-from pipegrad.comm.comm_stream import Lane
+from pipegrad.comm.comm_stream import CommStream
 bucket = torch.zeros(4)
-comm stream = Lane("comm stream", torch.device("cpu"), threaded=True)
-ticket = comm stream.submit(lambda: bucket.add_(1), [])
+stream = CommStream("comm stream", torch.device("cpu"), threaded=True)
+ticket = stream.submit(lambda: bucket.add_(1), [])
 if {waits}:
     ticket.wait(10)
 else:

@@ -22,7 +22,7 @@ from pipegrad.testing.handlers import scenario
 from pipegrad.testing.handlers.scenario import Specs
 
 _TIMEOUT_SECONDS = 300
-_ANSWER = "from pipegrad.testing import hash_seeds; hash_seeds.answer()"
+_ANSWER = "from pipegrad.testing.handlers import hash_seeds; hash_seeds.answer()"
 _started: dict[tuple[str, str], _Other] = {}
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from pipegrad.interop.private import activate_gpu_trace, gpu_trace
-    from pipegrad.testing.ordering.checker import OrderChecker
+from pipegrad.interop.private import activate_gpu_trace, gpu_trace
 from pipegrad.testing.ordering.clocks import Clock
+
+if TYPE_CHECKING:
+    from pipegrad.testing.ordering.checker import OrderChecker
 
 _following: list[tuple[OrderChecker, dict[int, Clock]]] = []  # who is told, and events by address
 
