@@ -10,9 +10,8 @@ import contextlib
 import hashlib
 import os
 import pickle
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -27,11 +26,10 @@ T = TypeVar("T")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest one, unless told otherwise
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
-# How often each set of ranks has met, per default process group: names the next meeting's keys.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-# Which default process group on this store that is, and the keys that this rank left last.
-_lives: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()
-_left: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
+# The meetings of each set of ranks, by default process group.
+_meetings: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Meetings]] = (
+    WeakKeyDictionary()
+)
 STORE_IS_GONE = (
     "the key-value store of the process group cannot be reached: the process that keeps it has "
     "ended (rank 0, unless torchrun keeps it); look at its output"
@@ -45,6 +43,21 @@ class _Failure:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}"
+
+
+@dataclass
+class _Meetings:
+    """The meetings of a set of ranks under one default process group.
+
+    Attributes:
+        life: The number of that process group on its store, which may have had others before.
+        number: How many meetings there were; with `life` it names the keys of the next one.
+        left: The keys that this rank left in the last meeting.
+    """
+
+    life: int
+    number: int = 0
+    left: list[str] = field(default_factory=list)
 
 
 def agree(
@@ -171,23 +184,26 @@ def _exchange(
 
 
 def _next_meeting(ranks: tuple[int, ...]) -> str:
+    members = _digest(repr(ranks).encode())
+    known = _known()
+    if ranks not in known:  # a store may outlive process groups, and still have their answers
+        life = store().add(f"pipegrad/lives/{members}/{dist.get_rank()}", 1)
+        known[ranks] = _Meetings(life)
+    meetings = known[ranks]
+    meetings.number += 1
+    return f"{members}/{meetings.life}/{meetings.number}"
+
+
+def _known() -> dict[tuple[int, ...], _Meetings]:
     world = dist.group.WORLD
     assert world is not None
-    meetings = _meetings.setdefault(world, Counter())
-    meetings[ranks] += 1
-    members = _digest(repr(ranks).encode())
-    if meetings[ranks] == 1:  # a store may outlive process groups, and has their answers still
-        life = store().add(f"pipegrad/lives/{members}/{dist.get_rank()}", 1)
-        _lives.setdefault(world, {})[ranks] = life
-    return f"{members}/{_lives[world][ranks]}/{meetings[ranks]}"
+    return _meetings.setdefault(world, {})
 
 
 def _forget_last(members: tuple[int, ...], keys: list[str]) -> None:
     """Deletes what this rank left in the meeting before: who has come to this one has read it."""
-    world = dist.group.WORLD
-    assert world is not None
-    left = _left.setdefault(world, {})
-    last, left[members] = left.get(members, []), keys
+    meetings = _known()[members]
+    last, meetings.left = meetings.left, keys
     with contextlib.suppress(RuntimeError):  # a store that deletes nothing
         for key in last:
             store().delete_key(key)

@@ -51,7 +51,13 @@ from pipegrad.optimizer.main_params import (
 from pipegrad.optimizer.param_sync import Mirror
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import is_counted
-from pipegrad.plugins.handler import HandlerSpec, ParameterRecord, Placement, keeps_state
+from pipegrad.plugins.handler import (
+    BUCKET_BYTES,
+    HandlerSpec,
+    ParameterRecord,
+    Placement,
+    keeps_state,
+)
 from pipegrad.reduce.bucket_buffer import RELEASED
 from pipegrad.reduce.ddp_hooks import load_kept
 from pipegrad.reduce.reducer import Reducer
@@ -146,7 +152,7 @@ class GradientSync:
         *,
         tied: Tied = (),
         handlers: Sequence[HandlerSpec],
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         reduce_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
         comm_streams: int = 2,

@@ -36,7 +36,7 @@ from pipegrad.interop.torch_schedule import (
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import is_fsdp2
 from pipegrad.plan.check_replicas import refuse_loss_parameters
-from pipegrad.plugins.handler import HandlerSpec
+from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def attach(
     *,
     topology: Topology,
     tied: Tied = (),
-    handlers: Sequence[HandlerSpec] = ("pipeline-shared", "data-parallel"),
+    handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
     **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
 ) -> GradientSync:
     """Makes ``schedule.step`` leave the gradients that one process would have computed.

@@ -48,7 +48,7 @@ from pipegrad.pipeline.wiring import (
     wired,
 )
 from pipegrad.plan.check_replicas import refuse_loss_parameters
-from pipegrad.plugins.handler import HandlerSpec
+from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.schedules.program.lower import DEPTH, lower
 from pipegrad.schedules.program.program import Link, Program
 from pipegrad.schedules.program.verify import Proof, verify
@@ -122,7 +122,7 @@ class Scheduler:
         loss_fn: Loss | None = None,
         whole: Sequence[str] = (),
         tied: Tied = (),
-        handlers: Sequence[HandlerSpec] = ("pipeline-shared", "data-parallel"),
+        handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
         depth: int = DEPTH,
         **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
     ) -> None:

@@ -19,6 +19,9 @@ from pipegrad.plugins.written import written
 if TYPE_CHECKING:
     from pipegrad.topology import Topology
 
+DEFAULT_HANDLERS = ("pipeline-shared", "data-parallel")
+BUCKET_BYTES = 25 * 2**20  # at which a bucket is closed, as DistributedDataParallel's
+
 Op = Literal["sum", "mean"]
 Exchange = Literal["all-reduce", "pairwise", "asymmetric"]
 

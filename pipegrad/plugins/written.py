@@ -25,6 +25,12 @@ def written(value: object) -> str:
     return _written(value, ())
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """Returns a SHA-256 of the bits of all elements, in hexadecimal digits."""
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(bits.data).hexdigest()
+
+
 def _written(value: object, inside: tuple[int, ...]) -> str:
     if id(value) in inside:
         return "..."
@@ -57,8 +63,7 @@ def _tuple(value: Collection[object], each: Each) -> str:
 
 
 def _tensor(value: torch.Tensor, _: Each) -> str:
-    bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"tensor({tuple(value.shape)}, {value.dtype}, {hashlib.sha256(bits).hexdigest()})"
+    return f"tensor({tuple(value.shape)}, {value.dtype}, {digest(value)})"
 
 
 def _partial(value: partial[object], each: Each) -> str:

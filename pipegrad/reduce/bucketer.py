@@ -17,6 +17,7 @@ from pipegrad.comm.comm_stream import CommStream, Ticket
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PlanError, ReduceError, StepError
+from pipegrad.plugins.handler import BUCKET_BYTES
 from pipegrad.reduce.bucket_buffer import FlatBuffer
 from pipegrad.reduce.staging import Callback, Calls, Key, Staging, check
 
@@ -85,7 +86,7 @@ class Bucketer:
         capacity_bytes: May be changed at any time, on all ranks alike; counts from the next call.
     """
 
-    def __init__(self, *, capacity_bytes: int = 25 * 2**20) -> None:
+    def __init__(self, *, capacity_bytes: int = BUCKET_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
         self._open: dict[Key, Staging] = {}
         self._in_flight: deque[_InFlight] = deque()

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pipegrad.errors import ConfigError
+from pipegrad.plugins.handler import BUCKET_BYTES, DEFAULT_HANDLERS
 from pipegrad.plugins.options import closest_first
 
 _SHOWN_CHARACTERS = 80
@@ -83,7 +84,7 @@ class Gradients(Table):
     """How gradients travel."""
 
     bucket_bytes: int = Field(
-        default=25 * 2**20, ge=0, description="wire bytes at which a bucket closes"
+        default=BUCKET_BYTES, ge=0, description="wire bytes at which a bucket closes"
     )
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
@@ -253,7 +254,7 @@ class Config(Table):
     """A whole configuration."""
 
     gradient_handlers: list[Choice] = Field(
-        default=[Named(name="pipeline-shared"), Named(name="data-parallel")],
+        default=[Named(name=name) for name in DEFAULT_HANDLERS],
         description="names that `pipegrad handlers` lists, or tables of name and options",
     )
     gradients: Gradients = Gradients()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from pipegrad.errors import in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.pipeline.partition import Cut
+from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 
@@ -42,12 +42,7 @@ def check_parameters(config: Config, cut: Cut) -> None:
 def digests_of(model: nn.Module) -> dict[str, str]:
     """Returns a digest of the bits of each parameter and buffer of a model, by name."""
     named = chain(model.named_parameters(), model.named_buffers())
-    return {name: _digest(found.detach()) for name, found in named if not found.is_meta}
-
-
-def _digest(tensor: Tensor) -> str:
-    content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(content.data).hexdigest()[:16]
+    return {name: digest(found) for name, found in named if not found.is_meta}
 
 
 def check_alike(config: Config, told: Mapping[int, tuple[object, Mapping[str, str]]]) -> None:

@@ -364,8 +364,7 @@ def lives() -> list[list[int]]:
     found = []
     for life in range(3):
         found.append(agree("the size", lambda: life))  # noqa: B023 - called at once
-        for known in (agreement._meetings, agreement._lives, agreement._left):
-            known.clear()  # by default process group: as a new one begins
+        agreement._meetings.clear()  # by default process group: as a new one begins
     module = stage(w=[4])
     sync = pair(module)
     step(sync, module, w=1.0)

@@ -11,7 +11,10 @@ from typing import Literal, NamedTuple
 from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-_OP_BITS, _MICROBATCH_BITS = 4, 28
+# An item is one integer, from its lowest bits: an Op, a microbatch, and which channel, link,
+# collective or stage is meant. A compute means a stage and its kind, an index into KINDS.
+OP_BITS, MICROBATCH_BITS, KIND_BITS = 4, 28, 2
+OP_MASK, MICROBATCH_MASK, KIND_MASK = 2**OP_BITS - 1, 2**MICROBATCH_BITS - 1, 2**KIND_BITS - 1
 
 
 class Op(IntEnum):
@@ -49,14 +52,13 @@ class Item(NamedTuple):
 
 def encode(op: int, which: int, microbatch: int = 0) -> int:
     """Returns an item as one integer."""
-    return (which << _MICROBATCH_BITS | microbatch) << _OP_BITS | op
+    return (which << MICROBATCH_BITS | microbatch) << OP_BITS | op
 
 
 def decode(code: int) -> Item:
     """Returns the item that an integer stands for."""
-    rest = code >> _OP_BITS
-    microbatch = rest & (1 << _MICROBATCH_BITS) - 1
-    return Item(Op(code & (1 << _OP_BITS) - 1), rest >> _MICROBATCH_BITS, microbatch)
+    rest = code >> OP_BITS
+    return Item(Op(code & OP_MASK), rest >> MICROBATCH_BITS, rest & MICROBATCH_MASK)
 
 
 def action_index(action: Action) -> int:

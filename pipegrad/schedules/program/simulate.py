@@ -9,7 +9,20 @@ from itertools import count
 from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.program.program import KINDS, Item, Op, Program, action_index, decode
+from pipegrad.schedules.program.program import (
+    KIND_BITS,
+    KIND_MASK,
+    KINDS,
+    MICROBATCH_BITS,
+    MICROBATCH_MASK,
+    OP_BITS,
+    OP_MASK,
+    Item,
+    Op,
+    Program,
+    action_index,
+    decode,
+)
 from pipegrad.schedules.schedule import Action
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
@@ -79,7 +92,7 @@ class PlayedRank:
         items, methods = self.items, self._methods
         while self.place < len(items):
             code = items[self.place]
-            op, transfer = code & 15, code >> 4
+            op, transfer = code & OP_MASK, code >> OP_BITS
             if op == Op.WAIT_RECEIVE:
                 if transfer not in state.sent:
                     self._check_posted(transfer)
@@ -95,7 +108,7 @@ class PlayedRank:
                 state.sent.add(transfer)
                 state.wake(("sent", transfer))
             else:
-                methods[op](transfer >> 28, transfer & (1 << 28) - 1)
+                methods[op](transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK)
                 if op == Op.POST_RECEIVE:
                     state.posted.add(transfer)
                     state.wake(("posted", transfer))
@@ -119,15 +132,15 @@ class PlayedRank:
         self.most_in_flight = max(self.most_in_flight, self._flying)
 
     def _check_posted(self, transfer: int) -> None:
-        if (transfer >> 28, transfer & (1 << 28) - 1) not in self._posted:
+        if (transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK) not in self._posted:
             self.refuse("waits for a receive that is not posted")
 
     def _check_sent(self, transfer: int) -> None:
-        if (transfer >> 28, transfer & (1 << 28) - 1) not in self._unreleased:
+        if (transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK) not in self._unreleased:
             self.refuse("releases what is not being sent")
 
     def _wait(self, transfer: int) -> None:
-        key = transfer >> 28, transfer & (1 << 28) - 1
+        key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
         self._check_posted(transfer)
         if key in self._waited:
             self.refuse("waits twice for one receive")
@@ -138,7 +151,7 @@ class PlayedRank:
             self._kept[link, key[1]] = self._readers[link]
 
     def _send(self, transfer: int) -> None:
-        channel, microbatch = key = transfer >> 28, transfer & (1 << 28) - 1
+        channel, microbatch = key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
         link, kind, _, _ = self._program.channels[channel]
         stages = (
             [self._program.links[link].producer]
@@ -158,12 +171,12 @@ class PlayedRank:
 
     def _release(self, transfer: int) -> None:
         self._check_sent(transfer)
-        self._unreleased.discard((transfer >> 28, transfer & (1 << 28) - 1))
+        self._unreleased.discard((transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK))
 
     # Compute.
 
     def _compute(self, index: int, microbatch: int) -> None:
-        stage, kind = index >> 2, index & 3
+        stage, kind = index >> KIND_BITS, index & KIND_MASK
         if (index, microbatch) not in self._due:
             self.refuse("computed twice, or not in the schedule of this rank")
         self._due.remove((index, microbatch))
@@ -293,7 +306,7 @@ class PlayedRank:
         if self._unreleased or self._flying:
             self.refuse("transfers are under way at the end of the step")
         if self._due:
-            left = sorted(Action(i >> 2, KINDS[i & 3], m) for i, m in self._due)
+            left = sorted(Action(i >> KIND_BITS, KINDS[i & KIND_MASK], m) for i, m in self._due)
             said = ", ".join(map(str, left[:5]))
             raise ScheduleError(f"never computed: {said}\n{program.schedule.marked(left)}")
         mirrored = {n for n in self.launched if program.collectives[n].readers}
@@ -344,11 +357,11 @@ def refuse(program: Program, rank: int, place: int, why: str) -> NoReturn:
 def cell_of(program: Program, rank: int, place: int) -> Action:
     """Returns the action that an item belongs to: its own, the one it is for, or the one before."""
     items = program.items[rank]
-    steps = count(place, -1) if items[place] & 15 in _BEHIND else count(place)
+    steps = count(place, -1) if items[place] & OP_MASK in _BEHIND else count(place)
     for at in steps:
         if not 0 <= at < len(items):
             break
-        if items[at] & 15 == Op.COMPUTE:
+        if items[at] & OP_MASK == Op.COMPUTE:
             return program.action(decode(items[at]))
     row = program.schedule.actions[rank]
     return row[-1] if row else Action(0, "F", 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.program.program import Op, Program, decode
+from pipegrad.schedules.program.program import OP_BITS, OP_MASK, Op, Program, decode
 from pipegrad.schedules.program.simulate import PlayedRank, State, cell_of, refuse
 from pipegrad.schedules.schedule import Action
 
@@ -103,18 +103,20 @@ def _check_edges(program: Program) -> None:
     kinds = {int(Op.SEND): sent, int(Op.POST_RECEIVE): posted}
     for rank, items in enumerate(program.items):
         for place, code in enumerate(items):
-            table = kinds.get(code & 15)
+            table = kinds.get(code & OP_MASK)
             if table is not None:
                 channel = program.channels[decode(code).which]
                 if rank != (channel.source if table is sent else channel.target):
                     refuse(program, rank, place, f"a transfer of another rank: {channel}")
-                table[channel.source, channel.target].append((code >> 4, place))
+                table[channel.source, channel.target].append((code >> OP_BITS, place))
     for edge in sorted({*sent, *posted}):
         for (left, at), (right, there) in _pairs(sent[edge], posted[edge]):
             if left != right:
                 source, target = edge
                 crossed = (
-                    "nothing" if right < 0 else program.words(decode(right << 4 | Op.POST_RECEIVE))
+                    "nothing"
+                    if right < 0
+                    else program.words(decode(right << OP_BITS | Op.POST_RECEIVE))
                 )
                 if left < 0:
                     refuse(program, target, there, f"rank {source} never sends this")
