@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
+_PLAIN = (torch.Tensor, nn.Parameter, type(None))
+
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Whether a tensor is a DTensor. Where nobody has imported DTensor, which is slow, none is."""
+    if type(tensor) in _PLAIN:  # asked some times for each gradient and step
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # missing while it is being imported
     return kind is not None and isinstance(tensor, kind)
