@@ -229,6 +229,7 @@ ENDS: dict[str, int] = {
 
 def script(kind: str, end: str) -> None:
     """Trains a little and ends; at the top level of a process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     dist.init_process_group("gloo")
     step, close = KINDS[kind]()
     for _ in range(STEPS):

@@ -66,12 +66,12 @@ def test_a_plan_as_a_whole() -> None:
 def test_a_plan_prints_what_matters() -> None:
     assert str(plans(TIED, grid(3, 2), comm_streams=2)[5]) == (
         "rank 5: 2 buckets, 3 collectives, 0.00 MiB a step; the optimizer steps 18 of 18 elements\n"
-        "launch  bucket  comm stream  ready  MiB        reduction\n"
-        "0       0       0     0      0.000      replicate-mean(dp) over ranks [4, 5]: "
+        "launch  bucket  stream  ready  MiB        reduction\n"
+        "0       0       0       0      0.000      replicate-mean(dp) over ranks [4, 5]: "
         "2.ln\n"
-        "1       3       1     2      0.000      replicate-mean(dp) over ranks [4, 5]: "
+        "1       3       1       2      0.000      replicate-mean(dp) over ranks [4, 5]: "
         "0.emb\n"
-        "2       3       1     3      0.000      replicate-sum(pp[0,2]) over ranks [1, 5]: "
+        "2       3       1       3      0.000      replicate-sum(pp[0,2]) over ranks [1, 5]: "
         "0.emb"
     )
 

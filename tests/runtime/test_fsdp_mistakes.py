@@ -61,7 +61,7 @@ def stages(
 
 
 def synced(mesh: DeviceMesh, modules: dict[int, Any] | None = None, **options: Any) -> None:
-    given = {"shared": TIE, "handlers": ["pipeline-shared"], **options}
+    given = {"tied": TIE, "handlers": ["pipeline-shared"], **options}
     GradientSync(modules or stages(mesh), Topology.from_mesh(mesh), **given).close()
 
 
