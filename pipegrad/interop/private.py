@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
 )
+
+from pipegrad.model.wrappers import is_imported_kind
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -35,9 +36,8 @@ def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its s
 
 def is_arriving(tensor: torch.Tensor) -> bool:
     """Returns whether a collective of torch, of tensor parallelism say, still writes a tensor."""
-    module = sys.modules.get("torch.distributed._functional_collectives")
-    kind = getattr(module, "AsyncCollectiveTensor", None)  # slow to import: else there is none
-    return kind is not None and isinstance(tensor, kind)
+    module = "torch.distributed._functional_collectives"
+    return is_imported_kind(tensor, module, "AsyncCollectiveTensor")
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

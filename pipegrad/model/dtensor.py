@@ -7,13 +7,14 @@ the same part. So everything here is about parts, and nothing communicates.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from pipegrad.model.wrappers import is_imported_kind
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -26,9 +27,7 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Whether a tensor is a DTensor. Where nobody has imported DTensor, which is slow, none is."""
     if type(tensor) in _PLAIN:  # asked some times for each gradient and step
         return False
-    module = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(module, "DTensor", None)  # missing while it is being imported
-    return kind is not None and isinstance(tensor, kind)
+    return is_imported_kind(tensor, "torch.distributed.tensor", "DTensor")
 
 
 @dataclass(frozen=True)

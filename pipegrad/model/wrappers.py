@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DDP = "DistributedDataParallel"
 FSDP1 = "FullyShardedDataParallel"
 FSDP2 = "FSDPModule"
+_FSDP = "torch.distributed.fsdp"
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -28,7 +29,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def is_fsdp2(module: object) -> TypeIs[FSDPModule]:
     """Whether FSDP2 (``fully_shard``) has wrapped a module."""
-    return _is_of(module, FSDP2)
+    return is_imported_kind(module, _FSDP, FSDP2)
 
 
 def wrapper_of(stage: nn.Module) -> str:
@@ -37,7 +38,7 @@ def wrapper_of(stage: nn.Module) -> str:
         if isinstance(module, DistributedDataParallel):
             return DDP
         for name in (FSDP1, FSDP2):
-            if _is_of(module, name):
+            if is_imported_kind(module, _FSDP, name):
                 return name
     return ""
 
@@ -56,6 +57,13 @@ def reshard(parts: Iterable[FSDPModule]) -> None:
         part.reshard()
 
 
-def _is_of(module: object, name: str) -> bool:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
-    return kind is not None and isinstance(module, kind)
+def is_imported_kind(value: object, module: str, name: str) -> bool:
+    """Whether a value is of a class of a module that is slow to import: not before somebody has.
+
+    Args:
+        value: Anything.
+        module: Full name of the module that has the class.
+        name: Of the class; missing while the module is being imported.
+    """
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
