@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipegrad.errors import DriftError, PipegradError, ReduceError, in_words
-from pipegrad.plugins.registry import Plugin, Registry
+from pipegrad.plugins.registry import HANDLERS, Plugin, Registry
 
 # torch takes seconds to import: a command imports what it needs when it runs.
 if TYPE_CHECKING:
@@ -190,14 +190,16 @@ def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
 @_JSON
 def list_handlers(as_json: bool) -> None:
     """List the installed gradient handlers; none is imported."""
-    _list(Registry("pipegrad.handlers", object), as_json)
+    _list(Registry(HANDLERS, object), as_json)
 
 
 @main.command("schedules")
 @_JSON
 def list_schedules(as_json: bool) -> None:
     """List the installed schedules; none is imported."""
-    _list(Registry("pipegrad.schedules", object), as_json)
+    from pipegrad.schedules import registry
+
+    _list(registry, as_json)
 
 
 def _list(plugins: Iterable[Plugin], as_json: bool) -> None:

@@ -7,17 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.comm.work import Work
-from pipegrad.plugins.registry import Registry
+from pipegrad.plugins.registry import HANDLERS, Registry
 from pipegrad.plugins.written import written
-
-if TYPE_CHECKING:
-    from pipegrad.topology import Topology
+from pipegrad.topology import Topology
 
 DEFAULT_HANDLERS = ("pipeline-shared", "data-parallel")
 BUCKET_BYTES = 25 * 2**20  # at which a bucket is closed, as DistributedDataParallel's
@@ -266,4 +264,4 @@ HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, objec
 """How a handler is chosen: an instance, a class, a name, or a table of name and options."""
 
 # mypy takes type[T] for something to be called (python/mypy#4717); a base is only compared with.
-handlers = Registry("pipegrad.handlers", GradientHandler)  # type: ignore[type-abstract]
+handlers = Registry(HANDLERS, GradientHandler)  # type: ignore[type-abstract]

@@ -27,6 +27,7 @@ from pipegrad.errors import (
 )
 from pipegrad.plugins.options import closest_first, complaints_of
 
+HANDLERS = "pipegrad.handlers"  # the group of handlers, which can be listed without torch
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 
 T = TypeVar("T")
