@@ -14,7 +14,7 @@ import torch
 from pipegrad.comm import sync_points
 
 Task = Callable[[], None]
-Done = tuple[torch.Event | None, object]
+Outcome = tuple[torch.Event | None, object]  # the task's event, and what its thread knew
 
 PRODUCERS = sync_points.Wait(
     "comm-stream.producers", "a task reads what other streams have just written"
@@ -40,7 +40,7 @@ class Ticket:
     """A task on its way."""
 
     def __init__(self, device: torch.device) -> None:
-        self.done: Future[Done] = Future()
+        self.done: Future[Outcome] = Future()
         self._device = device
 
     def wait(self, timeout_seconds: float) -> bool:

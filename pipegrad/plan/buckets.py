@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from pipegrad.model.manifest import Manifest
 from pipegrad.plan.routes import Route, signature
 from pipegrad.plugins.handler import ParameterRecord, Placement
-
-if TYPE_CHECKING:
-    from pipegrad.model.manifest import Manifest
 
 _ALIGN_BYTES = 64
 

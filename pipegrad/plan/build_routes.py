@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from pipegrad.errors import PlanError, in_words
+from pipegrad.model.manifest import Manifest
 from pipegrad.plan.check_routes import check_routes
 from pipegrad.plan.routes import Divisors, Route, RouteHop, Routes
 from pipegrad.plugins.handler import (
@@ -17,10 +18,7 @@ from pipegrad.plugins.handler import (
     Placement,
     Reduction,
 )
-
-if TYPE_CHECKING:
-    from pipegrad.model.manifest import Manifest
-    from pipegrad.topology import Topology
+from pipegrad.topology import Topology
 
 _ORDER = (Placement.OWNER, Placement.SHARD, Placement.REPLICATE)
 

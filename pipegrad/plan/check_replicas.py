@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from pipegrad.errors import PlanError
+from pipegrad.model.manifest import Manifest
 from pipegrad.model.suspects import Place
 from pipegrad.model.ties import matches_any
 from pipegrad.plan.routes import Route
 from pipegrad.plugins.handler import ParameterRecord
-
-if TYPE_CHECKING:
-    from pipegrad.model.manifest import Manifest
-    from pipegrad.topology import Topology
+from pipegrad.topology import Topology
 
 Starts = Mapping[ParameterRecord, Sequence[str | None]]
 """A digest a rank along some dimension; None where all bits are alike, as those of zeros."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from pipegrad.errors import PlanError
+from pipegrad.model.manifest import Manifest
 from pipegrad.model.ties import matches_any
 from pipegrad.model.wrappers import FSDP2
 from pipegrad.plan.routes import Route, Routes, hops_taken, shared_routes, signature
 from pipegrad.plugins.handler import (
     Placement,
 )
-
-if TYPE_CHECKING:
-    from pipegrad.model.manifest import Manifest
-    from pipegrad.topology import Topology
+from pipegrad.topology import Topology
 
 
 def check_routes(

@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import (
     Bucket,
     Kind,
@@ -28,10 +29,7 @@ from pipegrad.plan.routes import (
     shared_routes,
 )
 from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement
-
-if TYPE_CHECKING:
-    from pipegrad.model.manifest import Manifest
-    from pipegrad.topology import Topology
+from pipegrad.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipegrad.plugins.handler import (
     Exchange,
     Op,
     Placement,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ class Reducer:
             self.wait_for(ticket)
 
     def submit(self, comm_stream: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
-        """Has a comm stream do something, behind all that it has to do; as `Lane.submit`."""
+        """Has a comm stream do something, behind all that it has to do; as `CommStream.submit`."""
         return self._comm_streams[comm_stream].submit(task, after)
 
     def wait_for(self, ticket: Ticket) -> None:
