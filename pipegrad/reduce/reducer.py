@@ -45,6 +45,9 @@ class Reducer:
         handlers: Handler by name.
         notice: Where a failure is told to the other ranks, and theirs are read.
         device: Where gradients live.
+
+    Attributes:
+        comm_streams: Where collectives run.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Reducer:
             for comm_stream in range(comm_streams)
         ]
         threaded = groups.block_host(device)
-        self._comm_streams = [
+        self.comm_streams = [
             CommStream(f"pipegrad comm stream {comm_stream}", device, threaded=threaded)
             for comm_stream in range(comm_streams)
         ]
@@ -97,7 +100,7 @@ class Reducer:
             ReduceError: If a comm stream has failed since the last one; other ranks are told.
         """
         self.reset()
-        for comm_stream in self._comm_streams:
+        for comm_stream in self.comm_streams:
             if comm_stream.error is not None:
                 raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
 
@@ -105,7 +108,7 @@ class Reducer:
         """Says that nothing is complete, nothing launched."""
         self._ending.clear()
         self._complete.clear()
-        self._next = [0] * len(self._comm_streams)
+        self._next = [0] * len(self.comm_streams)
         self.num_launched = 0
         self._given_up = False
         self._refusal = None
@@ -115,7 +118,7 @@ class Reducer:
         """Whether a collective failed here, or was never launched: others may wait for it."""
         with self._lock:  # autograd's threads may be announcing
             return self._is_in_doubt or any(
-                comm_stream.error is not None for comm_stream in self._comm_streams
+                comm_stream.error is not None for comm_stream in self.comm_streams
             )
 
     def give_up(self) -> None:
@@ -128,13 +131,13 @@ class Reducer:
             for key in buffer.missing:
                 self.announce(key, None, contributed=False)
         # Other ranks wait for it in their `finish`, while this one may never wait again.
-        for comm_stream in self._comm_streams:
+        for comm_stream in self.comm_streams:
             comm_stream.submit(comm_stream.run_late, ())
 
     def expect(self) -> None:
         """Posts the receives of what comes from behind in this step."""
         for launch in self._expecting:
-            self._comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
+            self.comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
 
     def announce(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> None:
         """Takes a final gradient, and launches whatever is due because of it.
@@ -148,7 +151,7 @@ class Reducer:
             try:
                 if buffer.fill(key, gradient, contributed=contributed):
                     self._complete.add(buffer.bucket.index)
-                    for comm_stream in range(len(self._comm_streams)):
+                    for comm_stream in range(len(self.comm_streams)):
                         self._launch_due(comm_stream)
             except Exception:
                 self._is_in_doubt = False
@@ -167,9 +170,7 @@ class Reducer:
             buffer = self.buffers[launch.bucket]
             self._next[comm_stream] += 1
             self.num_launched += 1
-            self._comm_streams[comm_stream].submit(
-                partial(self._reduce, launch), buffer.producers()
-            )
+            self.comm_streams[comm_stream].submit(partial(self._reduce, launch), buffer.producers())
 
     def _is_behind(self, launch: Launch) -> bool:
         """Whether another rank passes its part of a sum to this one."""
@@ -206,7 +207,7 @@ class Reducer:
 
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective, or puts it off behind what it goes on from. On a comm stream."""
-        comm_stream = self._comm_streams[launch.comm_stream]
+        comm_stream = self.comm_streams[launch.comm_stream]
         if launch.bucket in self._ending:
             comm_stream.put_off(partial(self._reduce, launch))
             return
@@ -259,14 +260,9 @@ class Reducer:
                 told = f"a step failed on another rank: {first}"
             raise ReduceError(told) from error
 
-    @property
-    def comm_streams(self) -> Sequence[CommStream]:
-        """Where collectives run."""
-        return self._comm_streams
-
     def close(self) -> None:
         """Ends the comm streams' threads."""
-        for comm_stream in self._comm_streams:
+        for comm_stream in self.comm_streams:
             comm_stream.close()
 
     def wait(self) -> float:
@@ -279,7 +275,7 @@ class Reducer:
         """
         start = time.perf_counter()
         self._wait_for_comm_streams()
-        late = [comm_stream for comm_stream in self._comm_streams if comm_stream.has_late]
+        late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:
             comm_stream.submit(comm_stream.run_late, ())
         if late:
@@ -287,7 +283,7 @@ class Reducer:
         return time.perf_counter() - start
 
     def _wait_for_comm_streams(self) -> None:
-        for comm_stream in self._comm_streams:
+        for comm_stream in self.comm_streams:
             while not comm_stream.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
 
@@ -310,7 +306,7 @@ class Reducer:
 
     def submit(self, comm_stream: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
         """Has a comm stream do something, behind all that it has to do; as `CommStream.submit`."""
-        return self._comm_streams[comm_stream].submit(task, after)
+        return self.comm_streams[comm_stream].submit(task, after)
 
     def wait_for(self, ticket: Ticket) -> None:
         """Waits for one thing that was submitted.
