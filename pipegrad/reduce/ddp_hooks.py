@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree, same
-from pipegrad.comm.work import Work
+from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import (
     AgreementError,
     PlanError,
@@ -128,7 +128,8 @@ class CommunicationHook:
         bucket.is_mean = True
         flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
         if kept.sums_flags_first:
-            return _FlagsFirst(flags, given, kept)
+            # The host reads the flags, so it waits: late, unless in a thread.
+            return LateWork(_FlagsFirst(flags, given, kept).wait, in_threads=False)
         return _Hooked(flags, _started(kept, given), given, kept)
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,7 +261,6 @@ class _FlagsFirst:
     flags: Work
     bucket: TorchBucket
     kept: Kept
-    blocks_host = True  # to read them
 
     def wait(self) -> None:
         self.flags.wait()

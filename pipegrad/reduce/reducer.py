@@ -16,7 +16,7 @@ from pipegrad.comm import collectives, sync_points
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.process_groups import Groups
-from pipegrad.comm.work import Work
+from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
 from pipegrad.plan.plan import Launch, Plan, way_back
 from pipegrad.plugins.handler import GradientHandler
@@ -225,8 +225,7 @@ class Reducer:
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
         end = partial(self._end, launch, work, what)
-        blocks_host = getattr(work, "blocks_host", False) and not comm_stream.is_threaded
-        if blocks_host or getattr(work, "ends_late", False):
+        if isinstance(work, LateWork) and (work.in_threads or not comm_stream.is_threaded):
             self._ending.add(launch.bucket)
             comm_stream.put_off(end)
         else:
