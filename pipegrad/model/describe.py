@@ -20,16 +20,13 @@ from pipegrad.model.wrappers import FSDP1, unwrapped, wrapper_of
 from pipegrad.topology import Topology
 
 
-def check_arguments(
-    modules: Mapping[int, nn.Module],
-    topology: Topology,
-    *,
-    bucket_bytes: int,
-    comm_streams: int,
-    stage_ticks: Sequence[int] | None = None,
-    shared_ticks: Sequence[int] | None = None,
-) -> None:
-    """Refuses what this rank alone can see to be wrong."""
+def check_stages(modules: Mapping[int, nn.Module], topology: Topology) -> None:
+    """Refuses stages that do not fit the topology, or have no values yet.
+
+    Raises:
+        TopologyError: If other stages were given, or the topology has not all ranks.
+        PlanError: If a parameter is on the meta device.
+    """
     if sorted(modules) != list(topology.local_stages):
         raise TopologyError(
             f"rank {topology.rank} was given modules for stages {sorted(modules)}, but the "
@@ -46,14 +43,6 @@ def check_arguments(
             raise PlanError(
                 f"parameter {name!r} of stage {stage} is on the meta device: materialise the stage"
             )
-    if bucket_bytes < 0 or comm_streams < 1:
-        raise PlanError(
-            f"bucket_bytes={bucket_bytes} must be at least 0 and comm_streams={comm_streams} at "
-            f"least 1"
-        )
-    for name, ticks in (("stage_ticks", stage_ticks), ("shared_ticks", shared_ticks)):
-        if ticks is not None and len(ticks) != topology.num_stages:
-            raise PlanError(f"{name} has {len(ticks)} entries for {topology.num_stages} stages")
 
 
 def describe_rank(

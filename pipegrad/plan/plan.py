@@ -6,9 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import (
@@ -20,7 +17,9 @@ from pipegrad.plan.buckets import (
     num_rows,
 )
 from pipegrad.plan.build_routes import make_routes
+from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
 from pipegrad.plan.routes import (
+    Divisors,
     Route,
     RouteHop,
     Routes,
@@ -129,6 +128,12 @@ class Plan:
         return frozenset(hop.ranks for hop in hops if hop.handed_down)
 
     @property
+    def launching(self) -> frozenset[str]:
+        """Names of the handlers that launch a collective on this rank."""
+        routes = {bucket.index: bucket.route for bucket in self.buckets}
+        return frozenset(routes[x.bucket][x.hop].handler for x in self.launches)
+
+    @property
     def stepped_numel(self) -> int:
         """Elements that this rank's optimizer steps, and keeps state of."""
         return sum(share.end - share.begin for share in self.shares)
@@ -171,26 +176,21 @@ def make_plan(
     manifest: Manifest,
     topology: Topology,
     handlers: Sequence[tuple[str, GradientHandler]],
-    **options: Any,  # noqa: ANN401 - those of make_plans, checked there
+    options: GradientOptions = DEFAULT_OPTIONS,
 ) -> Plan:
     """Returns the plan of ``topology.rank``. Pure: any rank's plan can be made on any machine.
 
     Takes what `make_plans` takes, and raises what it raises.
     """
-    return make_plans(manifest, topology, handlers, ranks=[topology.rank], **options)[topology.rank]
+    return make_plans(manifest, topology, handlers, options, ranks=[topology.rank])[topology.rank]
 
 
 def make_plans(
     manifest: Manifest,
     topology: Topology,
     handlers: Sequence[tuple[str, GradientHandler]],
+    options: GradientOptions = DEFAULT_OPTIONS,
     *,
-    bucket_bytes: int,
-    reduce_dtype: torch.dtype | None = None,
-    comm_streams: int = 1,
-    stage_ticks: Sequence[int] | None = None,
-    shared_ticks: Sequence[int] | None = None,
-    allow_unsynced: Sequence[str] = (),
     ranks: Sequence[int] | None = None,
 ) -> dict[int, Plan]:
     """Returns the plans of several ranks. Pure.
@@ -199,57 +199,87 @@ def make_plans(
         manifest: The agreed model.
         topology: Ranks and stages, from any rank's point of view.
         handlers: Name and instance, in the order of the configuration (which changes nothing).
-        bucket_bytes: Wire bytes at which a bucket is closed; a larger gradient travels alone.
-        reduce_dtype: dtype on the wire; the gradient's own if None.
-        comm_streams: Number of comm streams; a bucket stays in comm stream ``index % comm
-            streams``.
-        stage_ticks: For each stage when its gradients are final, in any unit. By default stages
-            become final from the last to the first, as in every 1F1B-like schedule.
-        shared_ticks: The same for gradients that stages on several ranks hold; by default
-            `stage_ticks`.
-        allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
+        options: Of the gradient layer.
         ranks: Whose plans; all by default.
 
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
-    routes, divisors = make_routes(manifest, topology, handlers, allow_unsynced)
-    alone = stage_ticks or range(topology.num_stages - 1, -1, -1)
-    shared = shared_ticks or alone
+    shared = _plan_shared(manifest, topology, handlers, options)
+    chosen = topology.ranks if ranks is None else ranks
+    return {rank: _plan_of(topology.at(rank), manifest, shared, options) for rank in chosen}
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The part of a plan that is the same on all ranks."""
+
+    routes: Routes
+    divisors: Divisors
+    buckets: tuple[Bucket, ...]
+    packs: tuple[Bucket, ...]
+    groups: tuple[tuple[tuple[int, ...], int], ...]
+    digest: str
+
+
+def _plan_shared(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    options: GradientOptions,
+) -> _Shared:
+    """Makes the routes and buckets of all ranks."""
+    routes, divisors = make_routes(manifest, topology, handlers, options.allow_unsynced)
+    alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
+    several = options.shared_ticks or alone
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
     agreed = [(records[key], route) for key, route in shared_routes(routes).items()]
     gradients = [
-        Kind(r, route, shared if topology.crosses(r.holders) else alone, reduce_dtype, manifest)
-        for r, route in agreed
-        if r.requires_grad
-    ]
-    buckets = make_buckets(manifest, gradients, bucket_bytes)
-    packs = make_buckets(manifest, [Kind(*pair, alone) for pair in agreed], bucket_bytes)
-    groups = _groups(routes, buckets, comm_streams)
-    digest = hashlib.sha256(repr((routes, buckets, packs, divisors)).encode()).hexdigest()
-    plans: dict[int, Plan] = {}
-    for rank in topology.ranks if ranks is None else ranks:
-        view = topology.at(rank)
-        held = manifest.records(view)
-        shards = {r.key: manifest.shard(rank, r.key) for r in held}
-        shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
-        mine = localised(buckets, routes[rank], shapes)
-        trained = [r for r in held if r.requires_grad]
-        plans[rank] = Plan(
-            rank=rank,
-            buckets=mine,
-            launches=_launches(mine, rank, comm_streams),
-            publishes=_publishes(mine, view, routes, comm_streams),
-            shares=tuple(_shares(trained, mine, routes[rank], rank)),
-            trained_numel=sum(r.numel for r in trained),
-            moves=any(bucket.mirrored for bucket in buckets),
-            routes=tuple(routes[rank].items()),
-            packs=localised(packs, routes[rank], shapes),
-            groups=groups,
-            digest=digest,
-            divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),
+        Kind(
+            record,
+            route,
+            several if topology.crosses(record.holders) else alone,
+            options.reduce_dtype,
+            manifest,
         )
-    return plans
+        for record, route in agreed
+        if record.requires_grad
+    ]
+    buckets = tuple(make_buckets(manifest, gradients, options.bucket_bytes))
+    kinds = [Kind(*pair, alone) for pair in agreed]
+    packs = tuple(make_buckets(manifest, kinds, options.bucket_bytes))
+    return _Shared(
+        routes=routes,
+        divisors=divisors,
+        buckets=buckets,
+        packs=packs,
+        groups=_groups(routes, buckets, options.comm_streams),
+        digest=hashlib.sha256(repr((routes, buckets, packs, divisors)).encode()).hexdigest(),
+    )
+
+
+def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: GradientOptions) -> Plan:
+    """Makes the plan of ``view.rank``."""
+    rank, route_of = view.rank, shared.routes[view.rank]
+    held = manifest.records(view)
+    trained = [record for record in held if record.requires_grad]
+    shards = {record.key: manifest.shard(rank, record.key) for record in held}
+    shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
+    buckets = localised(shared.buckets, route_of, shapes)
+    return Plan(
+        rank=rank,
+        buckets=buckets,
+        launches=_launches(buckets, rank, options.comm_streams),
+        publishes=_publishes(buckets, view, shared.routes, options.comm_streams),
+        shares=tuple(_shares(trained, buckets, route_of, rank)),
+        trained_numel=sum(record.numel for record in trained),
+        moves=any(bucket.mirrored for bucket in shared.buckets),
+        routes=tuple(route_of.items()),
+        packs=localised(shared.packs, route_of, shapes),
+        groups=shared.groups,
+        digest=shared.digest,
+        divisors=tuple((r.key, shared.divisors[r.key]) for r in held if r.key in shared.divisors),
+    )
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:

@@ -260,7 +260,6 @@ class Trainer:
             loss_fn=_cross_entropy,
             tied=self._cut.tied,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
-            master_dtype=job.master_dtype,
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync

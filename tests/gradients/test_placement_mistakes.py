@@ -18,7 +18,7 @@ from pipegrad import FlatBucket, GradientSync, Hop, ReduceError, Work
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.model.manifest import Manifest
-from pipegrad.optimizer.param_sync import Mirror
+from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.reduce.reducer import Reducer
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.sharded import Sharded
@@ -516,12 +516,21 @@ def test_a_first_use_that_fails_keeps_its_tickets() -> None:
     """They were taken off before they were waited for: who tried again read what had not come."""
     plan = plans(Manifest(((entry("w", 4),),), ()), grid(1, 2), [("s", By("dp", SHARD))])[0]
     never, cpu = Never(), torch.device("cpu")
-    mirror = Mirror(plan, reducer=never, groups=cast("Groups", None), device=cpu)
+    parameter_sync = ParameterSync(
+        plan,
+        buffers={},
+        reducer=never,
+        groups=cast("Groups", None),
+        stand_ins=[],
+        stepped=dict,
+        moves=True,
+        device=cpu,
+    )
     ticket = Ticket(cpu)
-    mirror.coming[0] = [ticket]
+    parameter_sync.coming[0] = [ticket]
     for _ in range(2):
         with pytest.raises(ReduceError):
-            mirror.first_use(0)
-    mirror.first_use(0)
-    mirror.first_use(0)
+            parameter_sync.first_use(0)
+    parameter_sync.first_use(0)
+    parameter_sync.first_use(0)
     assert never.asked == [ticket] * 3

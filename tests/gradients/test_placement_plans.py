@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pipegrad import ParameterRecord, Placement, Plan, PlanError, Topology, make_plan, make_plans
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Share
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.placements import OWNER, REPLICATE, SHARD, By, members
@@ -45,7 +46,9 @@ class Case:
 
     @cached_property
     def plans(self) -> dict[int, Plan]:
-        return make_plans(self.manifest, self.topology, self.handlers, **self.options)
+        return make_plans(
+            self.manifest, self.topology, self.handlers, GradientOptions(**self.options)
+        )
 
     @property
     def comm_streams(self) -> int:
@@ -243,7 +246,7 @@ def test_bytes_of_one_bucket_by_hand() -> None:
     topology = Topology.build(axes=(("pp", 1), ("dp", 2), ("tp", 2)))
     handlers = [("a", By("dp", SHARD)), ("b", By("tp", REPLICATE))]
     model = Manifest(((entry("w", 70),),), ())
-    for plan in make_plans(model, topology, handlers, bucket_bytes=0).values():
+    for plan in make_plans(model, topology, handlers, GradientOptions(bucket_bytes=0)).values():
         (bucket,) = plan.buckets
         assert (bucket.payload_numel, bucket.numel) == (96, 97)
         assert [bucket.nbytes(hop) for hop in (0, 1)] == [4 * 97, 4 * 49]
@@ -388,7 +391,10 @@ def test_any_rank_plans_the_same_whatever_the_order_of_handlers(
     ranks = case.topology.ranks
     for rank in {ranks[0], ranks[-1]}:
         view = case.topology.at(rank)
-        assert make_plan(case.manifest, view, handlers, **case.options) == case.plans[rank]
+        assert (
+            make_plan(case.manifest, view, handlers, GradientOptions(**case.options))
+            == case.plans[rank]
+        )
 
 
 @quick
@@ -421,16 +427,16 @@ def test_a_permuted_mesh_whose_parts_do_not_fit_is_refused(handlers: Handlers) -
     """Ranks 3 and 1 are last and first of their rows: they would sum other parts of `w`."""
     permuted = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 2, 1))
     with pytest.raises(PlanError, match=r"'0\.w': before .* ascend along every dimension"):
-        make_plans(TIE, permuted, handlers, bucket_bytes=0)
+        make_plans(TIE, permuted, handlers, GradientOptions(bucket_bytes=0))
     straight = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 5, 9))
-    assert len(make_plans(TIE, straight, handlers, bucket_bytes=0)) == 4
+    assert len(make_plans(TIE, straight, handlers, GradientOptions(bucket_bytes=0))) == 4
 
 
 @pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
 def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int]) -> None:
     """By first use alone an owner that holds the later stage passed on stale rows of the other."""
     handlers = [("tie", By("pp", OWNER)), ("data", By("dp", SHARD))]
-    found = make_plans(TIE, grid(2, 2, stages), handlers, bucket_bytes=0)
+    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
     own, other = stages  # on ranks 0 and 1, and on those behind
     back = {rank: [(x.hop, x.readers) for x in plan.publishes] for rank, plan in found.items()}
     owners, others = [(1, (own,)), (0, ())], [(0, (other,))]
@@ -443,7 +449,7 @@ def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int])
 @pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
 def test_owners_pass_on_what_they_are_given(stages: tuple[int, int]) -> None:
     handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
-    found = make_plans(TIE, grid(2, 2, stages), handlers, bucket_bytes=0)
+    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
     back = {rank: [x.hop for x in plan.publishes] for rank, plan in found.items()}
     assert back == {0: [1, 0], 1: [0], 2: [1, 0], 3: [0]}
     world = World(found, 1)
@@ -459,12 +465,23 @@ def turned(found: Mapping[int, Plan], rank: int) -> dict[int, Plan]:
 
 def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_other() -> None:
     handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
-    world = World(turned(make_plans(TIE, grid(2, 2), handlers, bucket_bytes=0), 2), 1)
+    world = World(
+        turned(
+            make_plans(TIE, grid(2, 2), handlers, GradientOptions(bucket_bytes=0, comm_streams=1)),
+            2,
+        ),
+        1,
+    )
     world.run(0)
     assert (world.stuck, world.stale) == ([], [(3, "0.w")])
     two = Manifest(((entry("a", 4), entry("b", 4)),), ())
     rows = [("data", By("dp", SHARD))]
-    world = World(turned(make_plans(two, grid(1, 2), rows, bucket_bytes=0), 1), 1)
+    world = World(
+        turned(
+            make_plans(two, grid(1, 2), rows, GradientOptions(bucket_bytes=0, comm_streams=1)), 1
+        ),
+        1,
+    )
     world.run(0)
     assert world.stuck == [(0, 0), (1, 0)]
 
@@ -472,7 +489,9 @@ def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_othe
 def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:
     """One parameter of 3 elements beside 40 empty ones: 41 flags did not fit into 16 elements."""
     model = Manifest(((entry("w", 3), *(entry(f"e{i}", 0) for i in range(40))),), ())
-    for plan in make_plans(model, grid(1, 2), [("s", By("dp", SHARD))], bucket_bytes=64).values():
+    for plan in make_plans(
+        model, grid(1, 2), [("s", By("dp", SHARD))], GradientOptions(bucket_bytes=64)
+    ).values():
         (bucket,) = plan.buckets
         assert (len(bucket.slots), bucket.payload_numel) == (41, 2 * 48)
         assert len(bucket.region(plan.rank, 1)) == 48

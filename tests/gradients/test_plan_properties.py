@@ -242,7 +242,7 @@ def test_the_simulation_finds_a_deadlock() -> None:
         ((entry("a", 4), entry("b", 4)), (entry("b", 4), entry("a", 4))),
         (((0, "a"), (1, "a")), ((0, "b"), (1, "b"))),
     )
-    found = plans(model, grid(2), bucket_bytes=0)
+    found = plans(model, grid(2), bucket_bytes=0, comm_streams=1)
     assert stuck(found, 1) == []
     crossed = {0: found[0], 1: dataclasses.replace(found[1], launches=found[1].launches[::-1])}
     assert stuck(crossed, 1) == [(0, 0), (1, 0)]

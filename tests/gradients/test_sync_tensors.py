@@ -15,6 +15,7 @@ from pipegrad import (
     make_plan,
 )
 from pipegrad.gradients.norm import global_norm
+from pipegrad.plan.options import GradientOptions
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.gradients.cases import (
@@ -320,7 +321,7 @@ def grid_of_four() -> Any:
         ("pipegrad_handlers.data_parallel:DataParallel", DataParallel()),
     ]
     plans = [
-        make_plan(sync.manifest, sync.topology.at(r), handlers, bucket_bytes=25 * 2**20)
+        make_plan(sync.manifest, sync.topology.at(r), handlers, GradientOptions(comm_streams=1))
         for r in range(4)
     ]
     return found, sync.plan, plans

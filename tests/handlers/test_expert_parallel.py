@@ -19,6 +19,7 @@ from pipegrad import (
     Topology,
     handlers,
 )
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.expert_parallel import ExpertParallel
@@ -91,12 +92,14 @@ def test_a_model_without_what_is_named_as_experts_is_refused() -> None:
     options: dict[str, Any] = {"bucket_bytes": 64}
     for size in (1, 2):
         mesh = Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", size)), data=("dp", "ep"))
-        assert make_plans(moe, mesh, [("ep", ExpertParallel(experts=["moe.*"]))], **options)
+        assert make_plans(
+            moe, mesh, [("ep", ExpertParallel(experts=["moe.*"]))], GradientOptions(**options)
+        )
         if size == 1:
-            assert make_plans(moe, mesh, [("ep", ExpertParallel())], **options)
+            assert make_plans(moe, mesh, [("ep", ExpertParallel())], GradientOptions(**options))
             continue
         with pytest.raises(PlanError, match=r"handler 'ep': check.*experts is .* matches none"):
-            make_plans(moe, mesh, [("ep", ExpertParallel())], **options)
+            make_plans(moe, mesh, [("ep", ExpertParallel())], GradientOptions(**options))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from pipegrad import (
     make_manifest,
     make_plan,
 )
+from pipegrad.plan.options import GradientOptions
 from pipegrad.testing.ordering.checker import OrderChecker
 
 Specs = Sequence[str | Mapping[str, object]]
@@ -133,7 +134,7 @@ def plans_as_text(specs: Specs) -> str:
 
 def plan(topology: Topology, chosen: Sequence[tuple[str, Any]]) -> Plan:
     """Returns the plan of ``topology.rank``, made offline."""
-    return make_plan(_manifest(topology), topology, chosen, **_OPTIONS)
+    return make_plan(_manifest(topology), topology, chosen, GradientOptions(**_OPTIONS))
 
 
 def records(topology: Topology) -> tuple[ParameterRecord, ...]:
