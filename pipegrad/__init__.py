@@ -30,8 +30,8 @@ if typing.TYPE_CHECKING:
     from pipegrad.errors import StepError as StepError
     from pipegrad.errors import TopologyError as TopologyError
     from pipegrad.gradients.grad_scaler import GradScaler as GradScaler
+    from pipegrad.gradients.state import Statistics as Statistics
     from pipegrad.gradients.sync import GradientSync as GradientSync
-    from pipegrad.gradients.sync import Statistics as Statistics
     from pipegrad.interop.torch_pipelining import attach as attach
     from pipegrad.model.gradient_storage import Float32Grad as Float32Grad
     from pipegrad.model.gradient_storage import GradAttribute as GradAttribute
@@ -79,7 +79,8 @@ _HOMES = {
         "PluginOptionError ReduceError ScheduleError StepError TopologyError"
     ),
     "gradients.grad_scaler": "GradScaler",
-    "gradients.sync": "GradientSync Statistics",
+    "gradients.state": "Statistics",
+    "gradients.sync": "GradientSync",
     "interop.torch_pipelining": "attach",
     "model.gradient_storage": "Float32Grad GradAttribute GradientAccessor MainGrad",
     "model.manifest": "Manifest",

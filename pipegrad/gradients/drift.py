@@ -53,10 +53,11 @@ class DriftCheck:
         self._num_steps = 0
         self._last_step = 0
 
-    def is_due(self, step: int) -> bool:
-        """Counts a step that reduces; returns whether it is the 2nd, 4th, 8th and so on of them.
+    def count(self, step: int) -> bool:
+        """Counts a step that reduces; returns whether all ranks compare copies in it.
 
-        All ranks count alike, also steps that failed. The second call for a step returns False.
+        They do in the 2nd, 4th, 8th and so on of these steps. All ranks count alike, also steps
+        that failed. The second call for a step counts nothing and returns False.
 
         Args:
             step: Its number; different for each step.

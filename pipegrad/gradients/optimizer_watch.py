@@ -6,9 +6,11 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from pipegrad.errors import PipegradError, PlanError, StepError
 from pipegrad.gradients.parameter import LiveParameter
@@ -39,16 +41,11 @@ class OptimizerWatch:
     ) -> None:
         self._alike = alike
         self._on_refusal = weakref.WeakMethod(on_refusal)
-        self._stand_ins = {id(p.stand_in.tensor): p for p in parameters if p.stand_in}
-        self._has_replaced = any(p.is_replaced for p in parameters)
+        self._placed = [p.placed for p in parameters if p.placed.stand_in]
+        self._has_replaced = any(p.placed.is_replaced for p in parameters)
         self.follow({id(p.live): p for p in parameters})
-        check = weakref.WeakMethod(self._check)  # torch's list of hooks must keep nobody alive
-
-        def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (method := check()) is not None:
-                method(optimizer)
-
-        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+        _watches[id(self)] = self
+        _start_looking()
 
     def follow(self, live: Mapping[int, LiveParameter]) -> None:
         """Looks for these parameters from now on, by their tensors' ids."""
@@ -56,9 +53,11 @@ class OptimizerWatch:
 
     def remove(self) -> None:
         """Ends it."""
-        self._end()
+        _watches.pop(id(self), None)
+        if not _watches:
+            _stop_looking()
 
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses an optimizer of these parameters that would make another model of them.
 
         Raises:
@@ -69,9 +68,10 @@ class OptimizerWatch:
             return
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         parameters = [p for t in tensors if (p := self._live.get(id(t)))]
-        stand_ins = [p.stand_in for t in tensors if (p := self._stand_ins.get(id(t)))]
+        stand_in_of = {id(p.stand_in.tensor): p.stand_in for p in self._placed if p.stand_in}
+        stand_ins = [stand_in_of[id(t)] for t in tensors if id(t) in stand_in_of]
         try:
-            if any(stand_in.share.sharded for stand_in in stand_ins if stand_in):
+            if any(stand_in.share.sharded for stand_in in stand_ins):
                 refuse_unless_elementwise(optimizer)
             for parameter in parameters:
                 _refuse_replaced(parameter)
@@ -83,8 +83,29 @@ class OptimizerWatch:
             raise
 
 
+# One hook of the process serves all watches. A watch that nobody holds any more leaves this table
+# at any time, also while torch runs its hooks. Then torch's own table of hooks may not change.
+_watches: WeakValueDictionary[int, OptimizerWatch] = WeakValueDictionary()
+_hooks: list[RemovableHandle] = []
+
+
+def _start_looking() -> None:
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_look))
+
+
+def _stop_looking() -> None:
+    while _hooks:
+        _hooks.pop().remove()
+
+
+def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for watch in list(_watches.values()):
+        watch.check(optimizer)
+
+
 def _refuse_replaced(parameter: LiveParameter) -> None:
-    if parameter.is_replaced:
+    if parameter.placed.is_replaced:
         raise StepError(
             f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a row or "
             f"in a copy of it, so nothing would move: give the optimizer "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.plan.plan import Share
 from pipegrad.plugins.handler import ParameterRecord
 
@@ -28,6 +29,19 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+
+
+def master_dtype_of(record: ParameterRecord, master_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns in which dtype a parameter is stepped."""
+    return master_dtype if master_dtype and record.dtype.is_floating_point else record.dtype
+
+
+def has_stand_in(
+    record: ParameterRecord, accessor: GradientAccessor, master_dtype: torch.dtype | None
+) -> bool:
+    """Whether the optimizer steps something else: in another dtype, or with its gradient there."""
+    elsewhere = not isinstance(accessor, GradAttribute)
+    return elsewhere or master_dtype_of(record, master_dtype) != record.dtype
 
 
 class StandIn:

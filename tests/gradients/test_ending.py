@@ -344,7 +344,7 @@ def timeouts() -> Any:
     module = stage(w=[4])
     sync = pair(module)
     groups = [
-        *sync._groups.made,
+        *sync._parts.groups.made,
         Topology.create(pipeline=2).group_along("pp"),
         Topology.create(pipeline=2).group_along("dp"),
     ]

@@ -44,7 +44,7 @@ def hooked(change: Callable[[Tensor], object], *, inside: bool) -> Any:
 
     def register() -> None:
         def hook(parameter: Tensor) -> None:
-            launched.append(sync._reducer.num_launched)
+            launched.append(sync._parts.reducer.num_launched)
             assert parameter.grad is not None
             change(parameter.grad)
 

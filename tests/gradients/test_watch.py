@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pipegrad
-from pipegrad import GradientSync
+from pipegrad import GradientSync, Topology
 from tests.gradients.cases import Case, give, on, outcome, rank, replicated, replies, stage, tied
 from tests.gradients.placements import OWNER, SHARD, By, alone, compute
 
@@ -172,3 +173,18 @@ def test_an_optimizer_that_looks_at_the_whole_model_is_refused_on_stages(
         refused, taken = reply["lbfgs"]
         assert refused.startswith("PlanError: LBFGS computes one step from all gradients")
         assert taken == "1.0"
+
+
+def test_a_sync_may_go_while_torch_runs_its_hooks() -> None:
+    """Its hook left torch's table in the middle of a loop: "OrderedDict mutated"."""
+    other, topology = nn.Linear(2, 2), Topology.build(axes=(("pp", 1), ("dp", 1)))
+    syncs = [GradientSync({0: stage(w=(4,))}, topology, handlers=[])]
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    hook = register_optimizer_step_pre_hook(lambda *_: syncs.clear())
+    behind = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+        behind.remove()
+    assert syncs == []
