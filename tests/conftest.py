@@ -11,8 +11,8 @@ import pytest
 
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
-from tests.distributions import write_distribution
-from tests.plugins import GROUP, Handlers, Install
+from tests.support.distributions import write_distribution
+from tests.support.plugins import GROUP, Handlers, Install
 
 
 @pytest.fixture
