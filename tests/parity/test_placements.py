@@ -7,7 +7,6 @@ what ``python tests/support/pipeline/placements.py`` runs.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 from tests.support.pipeline.placement_cases import FACTORS, MAX_NORM, Case
 from tests.support.pipeline.placement_runs import truth
 from tests.support.pipeline.placements import Comparison, Distances, compared
+from tests.support.worlds import World, smoked
 
 PAIRS = """
 replicate     gpipe       1x3 bf16-fp32 again AdamW free 2 4 small publish      close none
@@ -114,28 +114,22 @@ CASES = [*cases_of(PAIRS), *cases_of(LONG, 50), *cases_of(CHAINS)]
 UNSYNCED = replace(cases_of(CHAINS)[0], handlers="noop")
 
 
-@functools.cache
-def comparisons(num_ranks: int) -> dict[Case, Comparison] | Exception:
-    """Returns also a failure, which then is not run again for every case."""
-    cases = [case for case in (*CASES, UNSYNCED) if case.num_ranks == num_ranks]
-    try:
-        return {found.case: found for found in compared(cases)}
-    except Exception as error:  # noqa: BLE001 - raised by compare
-        return error
+WORLDS = {
+    number: World([case for case in (*CASES, UNSYNCED) if case.num_ranks == number], compared)
+    for number in {case.num_ranks for case in CASES}
+}
 
 
 def compare(case: Case) -> Comparison:
-    found = comparisons(case.num_ranks)
-    if isinstance(found, Exception):
-        raise found
-    return found[case]
+    return WORLDS[case.num_ranks][case]
 
 
 def misses(distances: Distances) -> Distances:
     return {name: distance for name, distance in distances.items() if distance.is_miss}
 
 
-every = pytest.mark.parametrize("case", CASES, ids=str)
+SMOKE = "owner+sharded 1f1b        2x2 bf16      again AdamW clip 2 2 small eval         close none"
+every = pytest.mark.parametrize("case", smoked(CASES, *cases_of(SMOKE)))
 
 
 @every

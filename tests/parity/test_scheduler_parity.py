@@ -1,6 +1,6 @@
 """Scheduler against one process: losses and gradients of the uncut model, under every schedule.
 
-All cases of one number of ranks run in one spawn, and are asserted one by one.
+The selected cases of one number of ranks run in one spawn, and are asserted one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.pipeline.schedulers import (
     cut,
     digest,
     error,
-    found_by,
+    finder,
     greedy,
     most_buffers,
     named,
@@ -33,6 +33,7 @@ from tests.support.pipeline.schedulers import (
     topology,
     wrong,
 )
+from tests.support.worlds import smoked
 
 SCHEDULES = (
     "gpipe",
@@ -107,7 +108,6 @@ def cases(pipeline: int) -> Iterator[Case]:
                 yield Case(schedule, pipeline, number)
 
 
-WORLDS = {number: list(cases(number)) for number in (1, 2, 4)}
 REPLICATED = [
     *(
         Case(schedule, 2, 4, data=2)
@@ -117,8 +117,7 @@ REPLICATED = [
     Case("1f1b", 1, 2, data=4),
 ]
 UNSYNCED = Case("1f1b", 4, 4, handlers=("noop",))
-WORLDS[4] += [*REPLICATED, UNSYNCED]
-CASES = [case for world in WORLDS.values() for case in world if case is not UNSYNCED]
+CASES = [*cases(1), *cases(2), *cases(4), *REPLICATED]
 
 
 def run_case(case: Case) -> Report:
@@ -151,16 +150,18 @@ def run_case(case: Case) -> Report:
     return report
 
 
-def run_cases(num_ranks: int) -> dict[str, Report]:
-    return run_each(run_case, WORLDS[num_ranks])
+def run_cases(names: list[str]) -> list[Report]:
+    return run_each(run_case, [*CASES, UNSYNCED], names)
 
 
-every = pytest.mark.parametrize("case", CASES, ids=str)
+found = finder([*CASES, UNSYNCED], run_cases)
+SMOKE = Case("1f1b", 2, 4, data=2)
+every = pytest.mark.parametrize("case", smoked(CASES, SMOKE))
 
 
 @every
 def test_every_gradient_and_the_loss_are_those_of_one_process(case: Case) -> None:
-    reports = found_by(run_cases, case)
+    reports = found(case)
 
     parameters = dict(build("tied").named_parameters(remove_duplicate=False))
     names = {f"step {step} {name}" for step in range(2) for name in (*parameters, "loss")}
@@ -171,7 +172,7 @@ def test_every_gradient_and_the_loss_are_those_of_one_process(case: Case) -> Non
 
 @every
 def test_the_loss_is_the_same_on_all_ranks(case: Case) -> None:
-    losses = {tuple(report.losses) for report in found_by(run_cases, case)}
+    losses = {tuple(report.losses) for report in found(case)}
 
     assert len(losses) == 1, case
     first, second = losses.pop()
@@ -180,7 +181,7 @@ def test_the_loss_is_the_same_on_all_ranks(case: Case) -> None:
 
 @every
 def test_tied_gradients_have_the_same_bits_wherever_they_are(case: Case) -> None:
-    reports = found_by(run_cases, case)
+    reports = found(case)
 
     same = (
         case.schedule in ("vee", "zbv") or case.pipeline == 1
@@ -195,7 +196,7 @@ def test_tied_gradients_have_the_same_bits_wherever_they_are(case: Case) -> None
 
 @every
 def test_no_more_buffers_are_made_than_proven(case: Case) -> None:
-    for at, report in enumerate(found_by(run_cases, case)):
+    for at, report in enumerate(found(case)):
         assert report.buffers[-1] <= report.most_buffers, f"{case}, rank {at}"
         if case.pipeline > 1:
             assert report.buffers[-1] > 0
@@ -203,10 +204,10 @@ def test_no_more_buffers_are_made_than_proven(case: Case) -> None:
 
 def test_without_a_handler_ties_are_wrong() -> None:
     """A control: these comparisons can fail."""
-    reports = found_by(run_cases, UNSYNCED)
+    reports = found(UNSYNCED)
 
-    found = {name for report in reports for name in wrong(report.errors, 0.01)}
-    assert found == {
+    mistaken = {name for report in reports for name in wrong(report.errors, 0.01)}
+    assert mistaken == {
         f"step {step} {name}" for step in range(2) for name in ("0.weight", "7.weight")
     }
     assert len(set().union(*(report.bits[1] for report in reports))) == 2

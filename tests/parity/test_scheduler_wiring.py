@@ -21,7 +21,7 @@ from tests.support.pipeline.schedulers import (
     Sent,
     compare,
     error,
-    found_by,
+    finder,
     greedy,
     named,
     run_each,
@@ -160,16 +160,18 @@ WIRINGS = [
 ]
 
 
-def run_wirings(num_ranks: int) -> dict[str, Report]:
-    return run_each(run_wiring, [w for w in WIRINGS if w.num_ranks == num_ranks])
+def run_wirings(names: list[str]) -> list[Report]:
+    return run_each(run_wiring, WIRINGS, names)
 
+
+found = finder(WIRINGS, run_wirings)
 
 every_wiring = pytest.mark.parametrize("wiring", WIRINGS, ids=str)
 
 
 @every_wiring
 def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
-    reports = found_by(run_wirings, wiring)
+    reports = found(wiring)
 
     for at, report in enumerate(reports):
         assert wrong(report.errors, MOST) == {}, f"{wiring}, rank {at}"
@@ -185,14 +187,14 @@ def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
 
 @every_wiring
 def test_a_wiring_makes_no_more_buffers_in_later_steps(wiring: Wiring) -> None:
-    for at, report in enumerate(found_by(run_wirings, wiring)):
+    for at, report in enumerate(found(wiring)):
         learning, second, third = report.buffers
         assert learning <= second == third, f"{wiring}, rank {at}"
 
 
 def crossing(name: str, places: Sequence[int]) -> set[Any]:
     (wiring,) = (w for w in wirings if (w.name, w.places) == (name, tuple(places)))
-    (sent,) = {tuple(report.sent) for report in found_by(run_wirings, wiring)}
+    (sent,) = {tuple(report.sent) for report in found(wiring)}
     assert len(set(sent)) == len(sent)
     return set(sent)
 

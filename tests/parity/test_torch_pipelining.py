@@ -1,13 +1,13 @@
 """A pipeline of torch with `attach` trains as one process does on the uncut model.
 
-Each world is spawned once and runs its cases one after the other.
+Each world is spawned once and runs the selected cases one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.support.pipeline.pipelines import Case
 from tests.support.pipeline.training import Measured, merged, run_cases
 from tests.support.rounding import rounding
 from tests.support.versions import marks_of, needs_2_13, runnable
+from tests.support.worlds import World
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 OTHER_SCHEDULES = ("LoopedBFS", "InterleavedZeroBubble", "CSV runtime", "CSV multi")
@@ -121,26 +122,25 @@ WORLDS = {
 }
 
 
-def world(name: str) -> dict[Case, Measured]:
-    outcome = spawned(name)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+def spawn(num_ranks: int, pipeline: int, cases: Sequence[Case]) -> list[Measured]:
+    measured = merged(run_ranks(run_cases, num_ranks, pipeline, cases))
+    return [measured[case] for case in cases]
 
 
-@cache
-def spawned(name: str) -> dict[Case, Measured] | Exception:
-    """Returns also a failure, which then is not run again for every case."""
-    num_ranks, pipeline, cases = WORLDS[name]
-    try:
-        return merged(run_ranks(run_cases, num_ranks, pipeline, runnable(cases)))
-    except Exception as error:  # noqa: BLE001 - raised by world
-        return error
+worlds = {
+    name: World(runnable(cases), partial(spawn, num_ranks, pipeline))
+    for name, (num_ranks, pipeline, cases) in WORLDS.items()
+}
 
 
 def cases(chosen: Iterable[tuple[str, Case]]) -> pytest.MarkDecorator:
     table = [
-        pytest.param(name, case, id=f"{name}: {case}", marks=marks_of(case))
+        pytest.param(
+            name,
+            case,
+            id=f"{name}: {case}",
+            marks=(*marks_of(case), *([pytest.mark.smoke] if (name, case) == SMOKE else ())),
+        )
         for name, case in chosen
     ]
     return pytest.mark.parametrize(("name", "case"), table)
@@ -153,12 +153,13 @@ def most(name: str, case: Case, *, steps: int = 1) -> float:
     return rounding(rows * TOKENS * case.accumulate * steps)
 
 
+SMOKE = ("behaviour", Short("1F1B", accumulate=2))
 EVERY = [(name, case) for name, (_, _, told) in WORLDS.items() for case in told]
 
 
 @cases(EVERY)
 def test_trains_as_one_process_does(name: str, case: Case) -> None:
-    measured = world(name)[case]
+    measured = worlds[name][case]
 
     learned = measured.true_losses[-1] < 0.9 * measured.true_losses[0]
     assert learned != (case.optimizer == "standstill"), "the case shows nothing"
@@ -170,12 +171,12 @@ def test_trains_as_one_process_does(name: str, case: Case) -> None:
 
 @cases((name, case) for name, case in EVERY if case.evaluate)
 def test_evaluation_leaves_every_bit_and_launches_nothing(name: str, case: Case) -> None:
-    assert world(name)[case].inert
+    assert worlds[name][case].inert
 
 
 @cases((name, case) for name, case in EVERY if case.clip)
 def test_clips_as_torch_does_with_the_same_bits_on_all_ranks(name: str, case: Case) -> None:
-    measured = world(name)[case]
+    measured = worlds[name][case]
 
     assert case.clip is not None
     assert min(measured.true_norms) > case.clip[0], "nothing is clipped"
@@ -185,7 +186,7 @@ def test_clips_as_torch_does_with_the_same_bits_on_all_ranks(name: str, case: Ca
 
 def test_full_backward_sends_gradients_one_by_one_before_the_stage_ends() -> None:
     finest = PIPELINE_2_DATA_3[-4]
-    measured = world("pipeline 2, data 3")[finest]
+    measured = worlds["pipeline 2, data 3"][finest]
 
     assert dict(finest.options)["bucket_bytes"] == 0
     assert measured.num_buckets == measured.early == 6 * 14  # on six ranks fourteen parameters
@@ -200,7 +201,7 @@ CONTROLS = [
 
 @pytest.fixture(scope="module")
 def unattached() -> list[Measured]:
-    return list(merged(run_ranks(run_cases, 4, 4, CONTROLS)).values())
+    return spawn(4, 4, CONTROLS)
 
 
 def test_without_attach_ties_across_ranks_are_wrong(unattached: list[Measured]) -> None:

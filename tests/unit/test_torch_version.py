@@ -15,6 +15,7 @@ from pipegrad._torch_version import OLDEST, refuse_old
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_importing_pipegrad_beside_an_old_torch_says_what_is_needed(tmp_path: Path) -> None:
     """Issue 16, point 17. The import ended in an ImportError of some name inside of torch."""
     (tmp_path / "torch").mkdir()

@@ -70,6 +70,7 @@ def rounds() -> dict[str, object]:
     return said
 
 
+@pytest.mark.smoke
 def test_agreement() -> None:
     replies = run_ranks(rounds, 3)
     assert all(reply.pop("quick") for reply in replies)

@@ -48,6 +48,7 @@ def crossed() -> Any:
     return step(sync, module, a=here, b=100 * here), len(sync.plan.launches)
 
 
+@pytest.mark.smoke
 def test_ties_registered_in_another_order_get_their_own_sums(two: list[dict[str, Any]]) -> None:
     """By local order both a and b would be 101 (or 1001) on one of the ranks."""
     gradients, launches = two[0]["crossed"]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -89,6 +90,7 @@ def test_a_launch_that_returns_nothing_is_told(two: list[dict[str, Any]]) -> Non
         assert "launch() returned None, expected a Work, with a wait()" in told
 
 
+@pytest.mark.smoke
 def test_a_failure_in_a_comm_stream_is_every_ranks_error(two: list[dict[str, Any]]) -> None:
     for reply in two:
         right, said, prepared, finished, seconds = reply["comm_stream_failure"]

@@ -25,6 +25,7 @@ from tests.support.pipeline.schedulers import error
 from tests.support.rounding import rounding
 
 
+@pytest.mark.smoke
 class TestPipelineShared(HandlerContract):
     handler = "pipeline-shared"
     beside = ("data-parallel",)

@@ -67,6 +67,7 @@ def said(folder: Path) -> list[str]:
     return first
 
 
+@pytest.mark.smoke
 def test_a_run_prints_lines_and_a_summary(said: list[str]) -> None:
     lines = [line.split() for line in said[0].splitlines()]
     steps = [words for words in lines if words[:1] == ["step"] and words[1].isdigit()]

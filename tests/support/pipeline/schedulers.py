@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from pipegrad.testing import run_ranks
 from tests.support.pipeline.models import TOKENS, VOCAB
 from tests.support.pipeline.pipelines import stage_module
 from tests.support.rounding import rounding
+from tests.support.worlds import World
 
 ROWS = 2  # of a microbatch
 MOST = rounding(17 * ROWS * TOKENS)  # of the largest batch
@@ -202,6 +203,9 @@ class Task(Protocol):
     def num_ranks(self) -> int: ...
 
 
+T = TypeVar("T", bound=Task)
+
+
 @dataclass
 class Report:
     """What one rank found in a task.
@@ -223,37 +227,36 @@ class Report:
     sent: list[Sent] = field(default_factory=list)
 
 
-def run_each(run: Callable[[Any], Report], tasks: Sequence[Any]) -> dict[str, Report]:
-    """Runs one after the other; an error says where it was."""
-    found = dict[str, Report]()
-    for task in tasks:
+def run_each(
+    run: Callable[[Any], Report], tasks: Sequence[Any], names: Sequence[str]
+) -> list[Report]:
+    """Runs those of these names one after the other; an error says where it was."""
+    named_tasks, found = {str(task): task for task in tasks}, list[Report]()
+    for name in names:
         try:
-            found[str(task)] = run(task)
+            found.append(run(named_tasks[name]))
         except Exception as error:
-            error.add_note(f"in the case: {task}")
+            error.add_note(f"in the case: {name}")
             raise
     return found
 
 
-@functools.cache
-def _spawned(
-    run: Callable[[int], dict[str, Report]], num_ranks: int
-) -> list[dict[str, Report]] | Exception:
-    """Returns also a failure, which then is not run again for every task."""
-    try:
-        return run_ranks(run, num_ranks, num_ranks)
-    except Exception as error:  # noqa: BLE001 - raised by found_by
-        return error
-
-
-def found_by(run: Callable[[int], dict[str, Report]], task: Task) -> list[Report]:
-    """Returns what each rank found.
+def finder(
+    tasks: Sequence[T], run: Callable[[list[str]], list[Report]]
+) -> Callable[[T], list[Report]]:
+    """Returns a function that returns what each rank found in a task.
 
     Args:
-        run: Runs all tasks of a number of ranks; in one spawn, for all that ask.
-        task: One of them.
+        tasks: Those of one number of ranks share a spawn.
+        run: Runs tasks by their names, on every rank.
     """
-    found = _spawned(run, task.num_ranks)
-    if isinstance(found, Exception):
-        raise found
-    return [reports[str(task)] for reports in found]
+
+    def spawn(num_ranks: int, chosen: Sequence[T]) -> list[list[Report]]:
+        ranks = run_ranks(run, num_ranks, [str(task) for task in chosen])
+        return [list(reports) for reports in zip(*ranks, strict=True)]
+
+    worlds = {
+        number: World([t for t in tasks if t.num_ranks == number], functools.partial(spawn, number))
+        for number in {task.num_ranks for task in tasks}
+    }
+    return lambda task: worlds[task.num_ranks][task]

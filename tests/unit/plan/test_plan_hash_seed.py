@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from pipegrad import Topology, find_tied, make_manifest, make_plan
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
@@ -28,6 +30,7 @@ def plans() -> str:
     return "\n".join([made[0].digest, *map(str, made)])
 
 
+@pytest.mark.slow
 def test_plans_and_digests_are_the_same_under_any_hash_seed() -> None:
     running = [
         subprocess.Popen(

@@ -100,6 +100,7 @@ def test_listing_imports_nothing(install: Install, registry: Handlers) -> None:
     assert "rusty" not in sys.modules
 
 
+@pytest.mark.slow
 def test_listing_is_the_same_for_every_hash_seed_and_path_order(tmp_path: Path) -> None:
     names = ["delta", "alpha", "gamma", "beta"]
     sites = [

@@ -242,6 +242,7 @@ def large() -> Program:
     return lower(schedule)
 
 
+@pytest.mark.slow
 def test_a_million_items_are_proven_in_seconds(large: Program) -> None:
     assert large.num_items >= 1_000_000
     began = time.process_time()  # other processes may have the machine meanwhile
