@@ -1,4 +1,8 @@
-"""Fixtures of the tests of the registry; prints the mutation score last."""
+"""Chooses the tests that run, has fixtures of the registry's tests, prints the mutation score last.
+
+Every test but a mutation is `full`. Unit tests that are not `slow`, and all `smoke` tests, are
+`quick`. ``pytest`` alone runs what is quick; with a path or ``-k`` it runs all that they name.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,27 @@ import pytest
 
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
-from tests.distributions import write_distribution
-from tests.plugins import GROUP, Handlers, Install
+from tests.support.distributions import write_distribution
+from tests.support.plugins import GROUP, Handlers, Install
+from tests.support.worlds import note_selected
+
+TESTS = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "mutation" not in marks:
+            item.add_marker("full")
+        if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
+            item.add_marker("quick")
+    is_named = config.args_source is config.ArgsSource.ARGS or config.option.keyword
+    config.option.markexpr = config.option.markexpr or ("full" if is_named else "quick")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    note_selected(session.items)
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.sync_points import sites
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
-from tests.gpu.card import GPU, Card, sleep
-from tests.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped
+from tests.support.gpu.card import GPU, Card, sleep
+from tests.support.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped
 
 pytestmark = GPU
 CUDA = torch.device("cuda")

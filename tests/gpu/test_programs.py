@@ -8,7 +8,7 @@ import pytest
 
 from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker
-from tests.gpu.programs import EXPECTED, HERE, TWINS, Program, Virtual, dropped
+from tests.support.gpu.programs import EXPECTED, HERE, TWINS, Program, Virtual, dropped
 
 
 def run(program: Program) -> tuple[Any, int]:

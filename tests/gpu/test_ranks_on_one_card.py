@@ -27,10 +27,10 @@ import pipegrad
 from pipegrad import Bucketer, GradientSync, Topology
 from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker, run_ranks
-from tests.gpu.card import GPU, sleep
-from tests.gradients.cases import grads, rank, replicated, stage, tied
-from tests.runtime.models import TOKENS, VOCAB, build
-from tests.runtime.pipelines import loss_of, stage_module
+from tests.support.gpu.card import GPU, sleep
+from tests.support.gradients.cases import grads, rank, replicated, stage, tied
+from tests.support.pipeline.models import TOKENS, VOCAB, build
+from tests.support.pipeline.pipelines import loss_of, stage_module
 
 TIMEOUT_SECONDS = 100.0
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_SECONDS + 40)

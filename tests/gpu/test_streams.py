@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipegrad.comm.sync_points import sites
-from tests.gpu.card import GPU, SLEEP_MS, Card, cycles_per_ms, milliseconds
-from tests.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped, held
+from tests.support.gpu.card import GPU, SLEEP_MS, Card, cycles_per_ms, milliseconds
+from tests.support.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped, held
 
 pytestmark = GPU
 

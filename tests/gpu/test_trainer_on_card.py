@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipegrad.cli import main
-from tests.gpu.card import GPU
+from tests.support.gpu.card import GPU
 
 TIED_GPT = Path(__file__).parents[2] / "examples" / "tied_gpt.toml"
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]

@@ -1,0 +1,249 @@
+"""Divisors: what gradients are divided by besides their means, alike on all copies."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrad import (
+    GradientHandler,
+    GradientSync,
+    ParameterRecord,
+    PlanError,
+    Reduction,
+    Topology,
+)
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import make_plans
+from pipegrad.testing import run_ranks
+from pipegrad_handlers.expert_parallel import ExpertParallel
+from pipegrad_handlers.pipeline_shared import PipelineShared
+from pipegrad_handlers.sequence_parallel import SequenceParallel
+from pipegrad_handlers.sharded import Sharded
+from tests.support.plan.manifests import Reductions, manifest, say
+
+PIPELINE = Topology.build(axes=(("pp", 2), ("dp", 2)))  # ranks 0, 1 hold stage 0; 2, 3 stage 1
+MODEL = manifest(["emb", "a"], ["head", "b"])
+SHARED = ("pipeline-shared", PipelineShared())
+OPTIONS: dict[str, Any] = {"bucket_bytes": 64, "comm_streams": 1}
+
+
+def over(axis: str, divisor: float, *names: str) -> Reductions:
+    """Sums what has one of the names, with a divisor."""
+    return lambda ps, t: [
+        Reduction(p, t.ranks_along(axis), divisor=divisor) for p in ps if p.name in names
+    ]
+
+
+def alone(ps: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
+    return [Reduction(p, (t.rank,), divisor=3) for p in ps if p.name == "b"]
+
+
+def test_a_plan_lists_those_that_are_not_one_and_drops_the_free_hop_only() -> None:
+    handlers = [say(over("dp", 2.5, "a")), ("other", say(alone)[1]), SHARED]
+    plans = make_plans(MODEL, PIPELINE, handlers, GradientOptions(**OPTIONS))
+    assert plans[0].divisors == plans[1].divisors == (("0.a", 2.5),)
+    assert plans[2].divisors == plans[3].divisors == (("1.b", 3.0),)
+    assert "1.b" not in dict(plans[2].routes)
+    assert str(plans[0]).splitlines()[1] == "divided by 2.5 before they leave: 0.a"
+    without = make_plans(
+        MODEL, PIPELINE, [say(over("dp", 1, "a")), SHARED], GradientOptions(**OPTIONS)
+    )
+    assert without[0].divisors == ()
+    assert "divided" not in str(without[0])
+    assert without[0].digest != plans[0].digest
+
+
+def test_several_divisors_of_one_gradient_are_multiplied() -> None:
+    handlers = [say(over("dp", 2, "emb", "head")), ("x", say(over("pp", 3, "emb", "head"))[1])]
+    plans = make_plans(MODEL, PIPELINE, handlers, GradientOptions(**OPTIONS))
+    assert all(plan.divisors == (("0.emb", 6.0),) for plan in plans.values())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "fragments"),
+    {
+        "ranks of one reduction": (
+            lambda ps, t: [
+                Reduction(p, t.ranks_along("dp"), divisor=1 + t.coordinate("dp")) for p in ps
+            ],
+            ["'0.emb' is divided by 2 on rank 1, but by 1 on rank 0: handlers ['mine'] must"],
+        ),
+        "copies on other stages": (
+            lambda ps, t: [
+                Reduction(p, t.ranks_along("dp"), divisor=1 + t.coordinate("pp")) for p in ps
+            ],
+            ["'0.emb' is divided by 2 on rank 2, but by 1 on rank 0"],
+        ),
+        "copies that are not reduced": (
+            lambda ps, t: [Reduction(p, (t.rank,), divisor=1 + t.rank) for p in ps],
+            ["'0.emb' is divided by 2 on rank 1, but by 1 on rank 0"],
+        ),
+        "nothing": (over("dp", 0, "a"), ["'0.a'", "divisor 0: expected a positive number"]),
+        "less": (over("dp", -1, "a"), ["divisor -1: expected a positive number"]),
+        "no number": (over("dp", math.nan, "a"), ["divisor nan: expected a positive number"]),
+        "too much": (over("dp", math.inf, "a"), ["divisor inf: expected a positive number"]),
+    }.values(),
+)
+def test_divisors_that_are_none_are_refused(mistake: Reductions, fragments: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        make_plans(
+            MODEL, PIPELINE, [say(mistake)], GradientOptions(allow_unsynced=["*"], **OPTIONS)
+        )
+    assert all(fragment in str(caught.value) for fragment in ["handler", *fragments])
+
+
+def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
+    """pp 2 x dp 2 x ep 2 x tp 2: what is cut, what is whole, experts, and a tie that is whole."""
+    axes = (("pp", 2), ("dp", 2), ("ep", 2), ("tp", 2))
+    mesh = Topology.build(axes=axes, data=("dp", "ep"))
+    model = manifest(["emb", "cut", "experts"], ["head", "whole", "experts.whole"])
+    handlers = [
+        ("tp", SequenceParallel(parameters=["emb", "*whole"])),
+        ("ep", ExpertParallel(placement="shard")),
+        ("pipeline-shared", PipelineShared(placement="owner")),
+    ]
+    plans = make_plans(model, mesh, handlers, GradientOptions(**OPTIONS))
+    assert len({plan.digest for plan in plans.values()}) == 1
+    routes = {key: list(map(str, route)) for plan in plans.values() for key, route in plan.routes}
+    assert routes == {
+        "0.emb": ["owner-sum(pp)", "shard-mean(dp+ep)", "replicate-sum(tp)"],
+        "0.cut": ["shard-mean(dp+ep)"],
+        "0.experts": ["shard-mean(dp)"],
+        "1.whole": ["shard-mean(dp+ep)", "replicate-sum(tp)"],
+        "1.experts.whole": ["shard-mean(dp)", "replicate-sum(tp)"],
+    }
+    assert plans[5].divisors == (("0.experts", 2.0),)
+    assert plans[15].divisors == (("1.experts.whole", 2.0),)
+    dense = make_plans(
+        model, mesh, [handlers[0], ("dp", Sharded()), handlers[2]], GradientOptions(**OPTIONS)
+    )
+    assert [str(h) for h in dict(dense[3].routes)["0.experts"]] == ["shard-mean(dp+ep)"]
+
+
+class Halves(GradientHandler):
+    """Sums ``a``, leaves the rest where it is; all are divided by two."""
+
+    def reductions(
+        self, parameters: Sequence[ParameterRecord], topology: Topology
+    ) -> Iterable[Reduction]:
+        for p in parameters:
+            ranks = topology.ranks_along("dp") if p.name == "a" else (topology.rank,)
+            yield Reduction(p, ranks, "sum", divisor=2)
+
+
+def divided() -> list[list[float]]:
+    """On 2 ranks: gradients after a step of 4 microbatches, as they are and as they accumulate."""
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("a", "b", "c")})
+    sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=[Halves])
+    found = []
+    for num_accumulated in (0, 1):
+        with sync.accumulate():
+            for _ in range(num_accumulated):
+                _step(sync, module)
+        _step(sync, module)
+        found.append([float(p.grad[0]) for p in module.values() if p.grad is not None])
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+def _step(sync: GradientSync, module: nn.ParameterDict) -> None:
+    sync.prepare(divisor=4)
+    ((module["a"].sum() + module["b"].sum()) * (sync.topology.rank + 1)).backward()
+    sync.stage_final(0)
+    sync.finish()
+
+
+def test_a_gradient_is_divided_once_by_all_that_divides_it() -> None:
+    """Also where no reduction is left; and nothing is made of a gradient that nobody has."""
+    first, second = run_ranks(divided, 2)
+    assert first == [[3 / 8, 1 / 8], [2 * 3 / 8, 2 * 1 / 8]]
+    assert second == [[3 / 8, 2 / 8], [2 * 3 / 8, 2 * 2 / 8]]
+
+
+WHOLE = {"name": "sequence-parallel", "parameters": ["*"]}
+NORM = {"name": "sequence-parallel", "parameters": ["1.*"]}
+COPIES, SHARDS = (0, 0), (0, 1)
+
+# Seeds of two ranks, the dimension they lie along, handlers, and what may stay as it is.
+STARTS: dict[str, tuple[tuple[int, int], str, list[Any], tuple[str, ...]]] = {
+    "copies alone": (COPIES, "tp", ["data-parallel", NORM], ()),
+    "copies allowed": (COPIES, "tp", ["data-parallel", NORM], ("0.weight",)),
+    "copies": (COPIES, "tp", [{**WHOLE, "op": "mean"}], ()),
+    "shards": (SHARDS, "tp", ["data-parallel", NORM], ()),
+    "shards reduced": (SHARDS, "tp", ["data-parallel", WHOLE], ()),
+    "replicas": (SHARDS, "dp", ["data-parallel"], ()),
+    "constants alone": (SHARDS, "tp", ["data-parallel"], ()),
+    "constants allowed": (SHARDS, "tp", ["data-parallel"], ("1.*",)),
+}
+
+
+def starts() -> dict[str, tuple[str, list[str]]]:
+    """On 2 ranks: what is said and warned of a layer and its norm, and of what they start with."""
+    found = {}
+    for name, (seeds, axis, handlers, allowed) in STARTS.items():
+        dimensions = {"tp": 2} if axis == "tp" else {}
+        topology = Topology.create(pipeline=1, dimensions=dimensions)
+        torch.manual_seed(seeds[topology.rank])
+        layer = nn.Linear(3, 3, bias=False)
+        module, before, said = nn.Sequential(layer, nn.LayerNorm(3)), layer.weight.clone(), "fine"
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                GradientSync(
+                    {0: module}, topology, handlers=handlers, allow_unsynced=allowed
+                ).close()
+            except PlanError as error:
+                said = str(error)
+        assert axis == "dp" or torch.equal(before, layer.weight)
+        found[name] = said, [str(w.message) for w in warned]
+    return found
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, tuple[str, list[str]]]:
+    first, second = run_ranks(starts, 2)
+    assert first == second
+    return first
+
+
+def test_copies_that_nobody_reduces_along_a_dimension_of_the_same_data_are_refused(
+    told: dict[str, tuple[str, list[str]]],
+) -> None:
+    said, _ = told["copies alone"]
+    assert "'0.0.weight' and 0 more start with the same bits on ranks [0, 1], along 'tp'" in said
+    assert "Add 'sequence-parallel' to the handlers and them to its parameters" in said
+    for name in ("copies allowed", "copies", "shards", "replicas"):
+        assert told[name] == ("fine", []), name
+
+
+def test_shards_that_a_handler_reduces_along_their_dimension_are_refused(
+    told: dict[str, tuple[str, list[str]]],
+) -> None:
+    """It would have given all ranks the first one's shard, before the first step."""
+    said, warned = told["shards reduced"]
+    assert "handler 'sequence-parallel' reduces '0.0.weight' by replicate-sum(tp)" in said
+    assert "it starts with different bits on ranks [0, 1], along 'tp'" in said
+    assert "leave it out of the handler's parameters" in said
+    assert warned == []
+
+
+def test_constants_that_nobody_reduces_may_be_copies_and_are_warned_of(
+    told: dict[str, tuple[str, list[str]]],
+) -> None:
+    """Norms and biases start alike on all ranks whether they are copies or each has a part."""
+    said, [warned] = told["constants alone"]
+    assert said == "fine"
+    assert warned == (
+        "'0.1.weight', '0.1.bias' start constant on ranks [0, 1], along 'tp', and no handler "
+        "reduces them there: list copies in the parameters of 'sequence-parallel', and in "
+        "allow_unsynced what each rank has a part of its own of"
+    )
+    assert told["constants allowed"] == ("fine", [])

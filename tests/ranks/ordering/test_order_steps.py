@@ -1,0 +1,215 @@
+"""Whole training steps on every schedule of torch: nothing about a gradient is left to luck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from pipegrad import HandlerSpec, Topology, attach, find_tied
+from pipegrad.testing import OrderChecker, run_ranks
+from pipegrad.testing.ordering.checker import Entry
+from tests.support.gradients.cases import replicated
+from tests.support.ordering.producers import Producers
+from tests.support.ordering.programs import NUMBERS, OWNED, model, steps
+from tests.support.pipeline.models import TOKENS, VOCAB, build
+from tests.support.pipeline.pipelines import LOOPS, VEES, Case, loss_of, stage_module
+from tests.support.pipeline.training import Run, alone, truth
+
+SCHEDULES = ("GPipe", "1F1B", *LOOPS[:3], *VEES)
+FATES: dict[str, dict[str, Any]] = {
+    "bucketed": {"options": (("bucket_bytes", 2**20), ("comm_streams", 3))},
+    "oversized": {"options": (("bucket_bytes", 0), ("comm_streams", 2))},
+    "zero-filled": {"model": "half-used"},
+    "tied": {"model": "crossed", "options": (("bucket_bytes", 2048), ("comm_streams", 3))},
+    "mixed dtypes": {"model": "mixed-dtypes", "options": (("bucket_bytes", 4096),)},
+}
+PRODUCERS = (1, 2, 3)  # in each step; from the second one on, parameters leave one by one
+
+
+@dataclass
+class Watched:
+    """What one rank saw of one case."""
+
+    violations: list[str] = field(default_factory=list)
+    producers: set[str] = field(default_factory=set)
+    early: int = 0
+    collectives: list[int] = field(default_factory=list)  # a step
+    waiting_backwards: int = 0  # operations of a backward that are behind a reduction of its step
+    backwards: int = 0
+    ordered_firsts: int = (
+        0  # pairs of comm streams of which one's first collective waits for the other's
+    )
+    firsts: int = 0
+    bits: dict[str, set[str]] = field(default_factory=dict)
+
+
+def is_collective(entry: Entry) -> bool:
+    return entry.strand.startswith("collectives of pipegrad comm stream")
+
+
+def watch(cases: list[Case], virtual_streams: bool) -> list[Watched]:
+    """Trains each case under a checker. Runs on every rank."""
+    return [watch_case(case, virtual_streams) for case in cases]
+
+
+def watch_case(case: Case, virtual_streams: bool) -> Watched:
+    topology = Topology.create(pipeline=2)
+    truth(alone(case), topology.size("dp"))  # computed once, unwatched
+    starts: list[int] = []
+    with OrderChecker(virtual_streams=virtual_streams, log=True) as checker:
+        run = Run(case, topology)
+        producers = Producers(checker, run.cut.parameters())
+        for stage in run.cut.stages:
+            around = producers.around(stage.backward_one_chunk)
+            stage.backward_one_chunk = around  # type: ignore[method-assign]
+            elsewhere = producers.elsewhere(stage.backward_weight_one_chunk)
+            stage.backward_weight_one_chunk = elsewhere  # type: ignore[method-assign]
+        run.schedule.step = counting(run.schedule.step, producers, checker, starts)  # type: ignore[method-assign]
+        measured = run.train()
+    seen = Watched(list(map(str, checker.violations)), early=measured.early, bits=measured.bits)
+    seen.producers = {e.strand for e in checker.log if e.strand.startswith("producer")}
+    for start, end in zip(starts, [*starts[1:], len(checker.log)], strict=True):
+        look_at_step(seen, checker.log[start:end])
+    return seen
+
+
+def counting(
+    step: Callable[..., Any], producers: Producers, checker: OrderChecker, starts: list[int]
+) -> Callable[..., Any]:
+    """Returns `step`, with its own number of producers, and a mark where it starts."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        producers.number = PRODUCERS[len(starts) % len(PRODUCERS)]
+        starts.append(len(checker.log))
+        return step(*args, **kwargs)
+
+    return counted
+
+
+def look_at_step(seen: Watched, log: list[Entry]) -> None:
+    collectives = [entry for entry in log if is_collective(entry)]
+    backwards = [entry for entry in log if "in watched_backward" in entry.where]
+    firsts: dict[str, Entry] = {}
+    for entry in collectives:
+        firsts.setdefault(entry.strand.partition(" in group")[0], entry)
+    pairs = list(combinations(firsts.values(), 2))
+    seen.collectives.append(len(collectives))
+    seen.backwards += len(backwards)
+    seen.waiting_backwards += sum(any(b.behind(c) for c in collectives) for b in backwards)
+    seen.firsts += len(pairs)
+    seen.ordered_firsts += sum(a.behind(b) or b.behind(a) for a, b in pairs)
+
+
+def case_of(schedule: str, **changes: Any) -> Case:
+    return Case(schedule, **{"steps": len(PRODUCERS), **changes})
+
+
+MATRIX = {(s, f): case_of(s, **FATES[f]) for s in SCHEDULES for f in FATES}
+
+
+@pytest.fixture(scope="module")
+def matrix() -> dict[Case, list[Watched]]:
+    cases = list(MATRIX.values())
+    ranks = run_ranks(watch, 4, cases, True)
+    return {case: list(seen) for case, *seen in zip(cases, *ranks, strict=True)}
+
+
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str, fate: str, matrix: dict[Case, list[Watched]]) -> None:
+    """2 stages or 4, 2 replicas; 1, 2 and 3 producers of gradients."""
+    for seen in matrix[MATRIX[schedule, fate]]:
+        assert seen.violations == []
+        # It could have gone wrong: several streams wrote, and every step reduced.
+        assert seen.producers == {"producer 0", "producer 1", "producer 2"}
+        assert len(seen.collectives) == len(PRODUCERS)
+        assert min(seen.collectives) > 0
+        # No backward waits for a reduction of its step: between steps it does, by the buffers.
+        assert seen.backwards > 0
+        assert seen.waiting_backwards == 0
+
+
+def test_comm_streams_do_not_wait_for_each_other(matrix: dict[Case, list[Watched]]) -> None:
+    for schedule in SCHEDULES:
+        for seen in matrix[MATRIX[schedule, "tied"]]:
+            assert seen.firsts >= len(PRODUCERS)  # a pair of comm streams or more, each step
+            assert seen.ordered_firsts == 0
+
+
+OTHERS = [
+    case_of("1F1B", options=(("comm_streams", 1), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("comm_streams", 2), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("comm_streams", 3), ("bucket_bytes", 2048))),
+    case_of("1F1B", options=(("reduce_dtype", torch.float64),)),
+    case_of("ZBVZeroBubble", options=(("reduce_dtype", torch.float64),)),
+    case_of("1F1B", accumulate=2, clip=(0.5, 2.0)),
+    case_of("1F1B", wrapper="compile"),
+    *(case_of(schedule) for schedule in LOOPS[3:]),
+]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["streams", "threads"])
+def others(request: pytest.FixtureRequest) -> list[list[Watched]]:
+    return run_ranks(watch, 4, OTHERS, request.param)
+
+
+def test_copies_accumulation_clipping_compiled_stages_and_threads(
+    others: list[list[Watched]],
+) -> None:
+    assert [seen.violations for rank in others for seen in rank] == [[]] * (4 * len(OTHERS))
+    assert all(min(seen.collectives[1::2]) > 0 for rank in others for seen in rank)
+
+
+def test_the_number_of_comm_streams_changes_no_bit(others: list[list[Watched]]) -> None:
+    for one, two, three, *_ in others:
+        assert one.bits == two.bits == three.bits
+        assert one.bits
+
+
+def placed(streams: bool) -> list[str]:
+    """Trains a schedule of torch whose ties have an owner, and whose rows are stepped."""
+    with OrderChecker(virtual_streams=streams) as checker:
+        topology, whole = Topology.create(pipeline=2), build("tied")
+        here, share = topology.coordinate("pp"), topology.coordinate("dp")
+        module, group = stage_module(whole, here, 2), topology.group_along("pp")
+        stage = PipelineStage(module, here, 2, torch.device("cpu"), group=group)
+        schedule = Schedule1F1B(stage, 4, loss_fn=loss_of)
+        handlers: list[HandlerSpec] = [OWNED, "sharded"]
+        shared = find_tied(whole)
+        sync = attach(schedule, topology=topology, tied=shared, handlers=handlers, comm_streams=2)
+        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.05)
+        for step in range(3):
+            tokens = torch.arange(4 * TOKENS).reshape(4, TOKENS).add(step + share) % VOCAB
+            schedule.step(*([tokens] if here == 0 else []), target=tokens if here else None)
+            optimizer.step()
+            sync.publish()
+            optimizer.zero_grad()
+        sync.check_replicas()
+        sync.close()
+    return list(map(str, checker.violations))
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
+def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> None:
+    assert run_ranks(placed, 4, streams) == [[]] * 4
+
+
+def sequences() -> list[tuple[str, int]]:
+    """Reduces the model that not all ranks use; returns stream and bytes of each collective."""
+    with OrderChecker(log=True) as checker:
+        module = model()
+        steps(checker, replicated(module, bucket_bytes=256, comm_streams=1), module, NUMBERS)
+    found = [(e.strand.partition(" in group")[0], e) for e in checker.log if is_collective(e)]
+    return [(comm_stream, access.spans[-1][1]) for comm_stream, e in found for access in e.accesses]
+
+
+def test_a_rank_that_lacks_gradients_issues_the_same_collectives() -> None:
+    first, second = run_ranks(sequences, 2)
+    assert first == second
+    assert len(first) > len(NUMBERS)

@@ -1,0 +1,196 @@
+"""How schedules that are attached, and Schedulers, end; and that nothing waits for them then."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from pipegrad import GradientSync, Scheduler, Stage, Topology, attach
+from pipegrad.comm.agreement import slow_seconds
+from pipegrad.testing import run_ranks
+from tests.support.gradients.cases import Case, Replies, on, outcome, replies
+
+TWO: list[Case] = []
+FOUR: list[Case] = []
+two, four = replies(2, TWO), replies(4, FOUR)
+CPU, WIDTH, ROWS, MICROBATCHES = torch.device("cpu"), 4, 4, 2
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+class Attached:
+    """A torch schedule of two stages, and a step of it."""
+
+    def __init__(self, topology: Topology) -> None:
+        torch.manual_seed(0)
+        self.topology, self.here = topology, topology.coordinate("pp")
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        group = topology.group_along("pp")
+        self.stage = PipelineStage(self.layer, self.here, 2, CPU, group=group)
+        self.schedule = Schedule1F1B(self.stage, MICROBATCHES, loss_fn=loss_of)
+        self.x = torch.ones(ROWS, WIDTH)
+
+    def attach(self, **options: Any) -> GradientSync:
+        shared = [["weight"]]
+        return attach(self.schedule, topology=self.topology, tied=shared, **options)
+
+    def step(self) -> list[list[float]]:
+        self.layer.zero_grad()
+        target = self.x if self.here else None
+        self.schedule.step(*([] if self.here else [self.x]), target=target)
+        assert self.layer.weight.grad is not None
+        found: list[list[float]] = self.layer.weight.grad.tolist()
+        return found
+
+
+@on(FOUR)
+def closed_and_attached_again() -> Any:
+    """Two replicas, so that finish() has something to wait for."""
+    attached = Attached(Topology.create(pipeline=2))
+    found: dict[str, Any] = {}
+    for number in range(3):
+        sync = attached.attach()
+        found[f"again {number}"] = attached.step()
+        sync.close()
+        sync.close()
+        found[f"closed {number}"] = outcome(attached.step)
+    return found
+
+
+def test_a_step_behind_close_is_refused_and_the_schedule_is_attached_again(four: Replies) -> None:
+    """Issue 16, point 3 (runtime 10): it hung, and a second attach was refused for ever."""
+    refusal = "StepError: this GradientSync is closed: make another one, on all ranks"
+    for reply in four:
+        found = reply["closed_and_attached_again"]
+        assert found["again 0"] == found["again 1"] == found["again 2"]
+        assert [found[f"closed {n}"] for n in range(3)] == [refusal] * 3
+
+
+def scheduler(topology: Topology, layer: nn.Module, **options: Any) -> Scheduler:
+    return Scheduler(
+        [Stage(layer, topology.coordinate("pp"))],
+        topology,
+        schedule="1f1b",
+        num_microbatches=MICROBATCHES,
+        loss_fn=loss_of,
+        tied=[["weight"]],
+        **options,
+    )
+
+
+def resources() -> dict[str, int]:
+    gc.collect()
+    return {
+        "threads": threading.active_count(),
+        "tasks": len(list(Path("/proc/self/task").iterdir())),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+    }
+
+
+@on(TWO)
+def schedulers() -> list[dict[str, int]]:
+    """One after the other on one module, closed and dropped in turns."""
+    gc.collect()
+    gc.freeze()
+    topology, found = Topology.create(pipeline=2), []
+    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(ROWS, WIDTH)
+    for number in range(6):
+        one = scheduler(topology, layer)
+        one.step(*([] if topology.coordinate("pp") else [x]), target=x).loss  # noqa: B018
+        layer.zero_grad()
+        if number % 2:
+            one.close()
+        del one
+        hooks = layer.weight._post_accumulate_grad_hooks
+        found.append(resources() | {"hooks": len(hooks or ())})
+        dist.barrier()
+    return found
+
+
+def test_schedulers_leave_nothing(two: Replies) -> None:
+    """Issue 16, point 2 (runtime 3): 3 to 9 threads and 5 to 17 files each, and all gradients."""
+    for reply in two:
+        assert reply["schedulers"][2] == reply["schedulers"][5]
+        assert reply["schedulers"][5]["hooks"] == 0
+
+
+@on(TWO)
+def late() -> list[str]:
+    """Rank 1 comes 2 s late; the ranks were told to wait for 1 s, then for 20."""
+    topology, found = Topology.create(pipeline=2), []
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    for seconds in (1, 20):
+        for make in (
+            lambda: scheduler(topology, layer, agree_seconds=seconds).close(),  # noqa: B023
+            lambda: Attached(topology).attach(agree_seconds=seconds).close(),  # noqa: B023
+        ):
+            dist.barrier()
+            if dist.get_rank() == 1:
+                time.sleep(2)
+            found.append(outcome(make))
+    return found
+
+
+def test_ranks_wait_for_each_other_as_long_as_they_are_told(two: Replies) -> None:
+    """Issue 16, point 10 (2.5, runtime 5): 60 s, whatever agree_seconds said."""
+    for reply in two:
+        first, second, *others = reply["late"]
+        assert first == (
+            "AgreementError: Scheduler: nothing heard from ranks [1] within 1 s; look at their "
+            "output, they failed or are stuck before this point"
+        )
+        assert second == first.replace("Scheduler", "attach")
+        assert others == ["None", "None"]
+
+
+def patience() -> list[float]:
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=70),
+    )
+    return [slow_seconds(CPU, 60), slow_seconds(CPU, 3600), slow_seconds(CPU, 1)]
+
+
+def test_the_first_step_waits_as_long_as_the_user_says() -> None:
+    """Issue 16, point 10 (runtime 5): 600 s, whatever the user said."""
+    assert run_ranks(patience, 1) == [[70, 3600, 70]]
+
+
+def test_scripts_end_with_their_own_code() -> None:
+    """Issue 16, point 1 (3.1): SIGABRT at exit, in half of the runs that had published last.
+
+    A dozen runs of ``benchmarks/ends/ends.py``, which is the long version.
+    """
+    script = Path(__file__).parents[3] / "benchmarks" / "ends" / "ends.py"
+    for way in (
+        ["--kind", "owner", "--runs", "6"],
+        ["--end", "Ctrl-C", "--kind", "B", "--runs", "1"],
+    ):
+        told = subprocess.run(
+            [sys.executable, str(script), *way],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=400,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        rows = [line.split("|") for line in told.stdout.splitlines() if line.startswith("| ")][1:]
+        assert [row[3].strip() for row in rows] == ["0"] * len(rows), told.stderr

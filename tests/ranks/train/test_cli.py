@@ -1,0 +1,280 @@
+"""What people type, see and find in the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+from rich.console import Console
+
+import pipegrad.cli
+from pipegrad.cli import main
+from pipegrad.testing import run_ranks
+from tests.support.distributions import write_distribution
+from tests.support.train.jobs import with_job
+
+ROOT = Path(__file__).parents[3]
+TIED_GPT = ROOT / "examples" / "tied_gpt.toml"
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "4",
+    "-m",
+    "pipegrad",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_job(tmp_path_factory.mktemp("cli"))
+
+
+def printed(folder: str, calls: list[list[str]]) -> list[str]:
+    """Returns what the command line prints on a rank, call by call."""
+    os.chdir(folder)
+    said = []
+    for arguments in calls:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            main(arguments, standalone_mode=False)
+        said.append(out.getvalue())
+    return said
+
+
+CALLS = [
+    ["train", "small.toml"],
+    ["train", "small.toml", "--set", "train.log_every=5", "--handler", "noop"],
+    ["train", "small.toml", "--dry-run"],
+    ["train", "small.toml", "--set", "train.save_every=5", "--set", "train.output=saved"],
+]
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> list[str]:
+    first, second = run_ranks(printed, 2, str(folder), CALLS)
+    assert second == [""] * len(CALLS)
+    return first
+
+
+@pytest.mark.smoke
+def test_a_run_prints_lines_and_a_summary(said: list[str]) -> None:
+    lines = [line.split() for line in said[0].splitlines()]
+    steps = [words for words in lines if words[:1] == ["step"] and words[1].isdigit()]
+    assert [words[1] for words in steps] == ["1", "10", "12"]
+    assert all(words[2::2] == ["loss", "grad", words[6], "tokens/s"] for words in steps)
+    assert ["files", "runs/run/metrics.jsonl,", "manifest.json"] in lines
+    assert ["steps", "12", "on", "cpu"] in lines
+
+
+def test_a_run_never_writes_over_another(said: list[str], folder: Path) -> None:
+    assert "runs/run-2/metrics.jsonl" in said[1]
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["run", "run-2"]
+
+
+def test_replicas_that_nothing_keeps_equal_are_told(said: list[str]) -> None:
+    assert "replicas          DIFFER" in said[1]
+    assert "replicas          bit-identical" in said[0]
+
+
+@pytest.mark.usefixtures("said")
+def test_metrics_are_a_line_a_step(folder: Path) -> None:
+    text = (folder / "runs" / "run" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert list(rows[0]) == [
+        "step",
+        "loss",
+        "grad_norm",
+        "step_seconds",
+        "tokens_per_second",
+        "collectives",
+        "bytes_reduced",
+        "exposed_seconds",
+    ]
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_seconds"])
+        assert (row["collectives"], row["bytes_reduced"]) == (2, 2 * 4 * (256 * 8 + 1))
+        assert 0 <= row["exposed_seconds"] < row["step_seconds"]
+
+
+@pytest.mark.usefixtures("said")
+def test_checkpoints_are_in_the_runs_folder(folder: Path) -> None:
+    saved = sorted(path.parent.name for path in (folder / "saved").glob("*/.metadata"))
+    assert saved == ["checkpoint-10", "checkpoint-12", "checkpoint-5"]
+    assert not list((folder / "runs").glob("*/checkpoint*"))
+
+
+@pytest.mark.usefixtures("said")
+def test_the_manifest_says_what_was_run(folder: Path) -> None:
+    told = json.loads((folder / "runs" / "run" / "manifest.json").read_text())
+    versions = {h["name"]: (h["distribution"], h["version"]) for h in told["handlers"]}
+    assert versions == {
+        "pipeline-shared": ("pipegrad", told["pipegrad"]),
+        "data-parallel": ("pipegrad", told["pipegrad"]),
+    }
+    assert told["config"]["train"]["steps"] == 12
+    assert told["schedule"]["name"] == "1f1b"
+    assert [plan["collectives"] for plan in told["plans"]] == [1, 1]
+    assert told["reduced_bytes"] == 2 * 4 * (256 * 8 + 1)
+
+
+def test_a_dry_run_prints_the_plan_that_is_made_offline(said: list[str], folder: Path) -> None:
+    offline = CliRunner().invoke(main, ["plan", str(folder / "small.toml"), "--ranks", "2"])
+    assert offline.exit_code == 0
+    assert offline.output == said[2]
+    assert "one parameter (256, 8): '0.weight' on stage 0 and '4.weight' on stage 1" in said[2]
+    assert "replicate-sum(pp)   1" in said[2]
+    assert "rank 1: 1 buckets, 1 collectives" in said[2]
+
+
+def plan(*arguments: str) -> Any:
+    result = CliRunner().invoke(main, ["plan", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_a_plan_of_many_ranks() -> None:
+    told = plan(str(TIED_GPT), "--ranks", "64", "--set", "parallel.pipeline=4", "--set",
+                "data.batch_size=64", "--schedule", "gpipe")  # fmt: skip
+    assert [stage["ranks"][0] for stage in told["stages"]] == [0, 16, 32, 48]
+    assert told["ties"] == [
+        {
+            "key": "0.0.weight",
+            "shape": [256, 64],
+            "places": [[0, "0.weight"], [3, "6.weight"]],
+            "ranks": [0, 48],
+        }
+    ]
+    assert sum(stage["elements"] for stage in told["stages"]) == 220_544 + 256 * 64
+    assert {way["route"]: way["parameters"] for way in told["routes"]} == {
+        "replicate-mean(dp) then replicate-sum(pp[0,3])": 1,
+        "replicate-mean(dp)": 51,
+    }
+    assert len(told["plans"]) == 64
+    assert told["collectives"] == sum(p["collectives"] for p in told["plans"])
+    assert told["schedule"]["grid"][0].startswith("rank 0  0F0 0F1 0F2 0F3 ")
+
+
+def test_a_plan_has_as_many_ranks_as_the_file_asks_for(folder: Path) -> None:
+    path = str(folder / "small.toml")
+    assert plan(path)["ranks"] == 1
+    sizes = ["--set", "parallel.pipeline=2", "--set", "parallel.data=2"]
+    assert plan(path, *sizes)["ranks"] == 4
+
+
+def test_a_plan_takes_no_memory_where_the_factory_allows(folder: Path) -> None:
+    path = str(folder / "small.toml")
+    big = plan(path, "--set", "model.width=1000000000", "--set", "model.layers=0")  # a terabyte
+    assert big["stages"][0]["bytes"] == 4 * (256 + 2) * 10**9
+    real = plan(path, "--set", "model.factory=factories:reads_its_start")
+    assert real["stages"] == plan(path)["stages"]
+
+
+def test_a_plan_that_cannot_be_made_says_why(folder: Path) -> None:
+    path = str(folder / "small.toml")
+    for arguments, message in (
+        (["nowhere.toml"], "nowhere.toml: there is no such file"),
+        ([path, "--ranks", "3", "--set", "parallel.data=2"], "3 ranks cannot be cut"),
+        ([path, "--ranks", "2", "--handler", "data-parallel"], "but no handler reduces"),
+        ([path, "--set", "model.factory=factories:fails"], "RuntimeError('no such checkpoint')"),
+    ):
+        result = CliRunner().invoke(main, ["plan", *arguments])
+        assert (result.exit_code, message in result.output) == (1, True), result.output
+
+
+def test_what_is_installed_is_listed_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = {"broken": "'''Nothing.'''\nraise RuntimeError\nclass X:\n    '''Breaks.'''\n"}
+    write_distribution(tmp_path, "zeta", entry_points={"worse": "broken:X"}, modules=broken)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = CliRunner().invoke(main, ["handlers"])
+    assert result.exit_code == 0
+    words = [line.split() for line in result.output.splitlines() if line.split()]
+    assert words[0] == ["name", "distribution", "version", "summary"]
+    assert ["worse", "zeta", "1.0", "Breaks."] in words
+    assert "broken" not in sys.modules
+    rows = json.loads(CliRunner().invoke(main, ["handlers", "--json"]).output)
+    names = ["data-parallel", "expert-parallel", "noop", "pipeline-shared"]
+    names += ["sequence-parallel", "sharded", "worse"]
+    assert [row["name"] for row in rows] == names
+
+
+def test_schedules_are_listed() -> None:
+    rows = json.loads(CliRunner().invoke(main, ["schedules", "--json"]).output)
+    assert [(row["name"], row["distribution"]) for row in rows] == [
+        ("1f1b", "pipegrad"),
+        ("eager-1f1b", "pipegrad"),
+        ("gpipe", "pipegrad"),
+        ("hop-aware-1f1b", "pipegrad"),
+        ("interleaved-1f1b", "pipegrad"),
+        ("zb-h1", "pipegrad"),
+        ("zbv", "pipegrad"),
+    ]
+    assert all(row["summary"] for row in rows)
+
+
+def test_alone_on_a_terminal_it_shows_a_bar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=80)
+    monkeypatch.setattr(pipegrad.cli, "_console", lambda **_: terminal)
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(main, ["train", "small.toml", "--set", "train.output=bar"])
+    assert result.exit_code == 0, result.output
+    assert not dist.is_initialized()
+    assert "12/12" in shown.getvalue()
+    assert "tokens/s" in shown.getvalue()
+    assert "step     1" not in shown.getvalue()
+    assert len((folder / "bar" / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+def test_options_there_are() -> None:
+    """A new option replaces one, or brings a measurement."""
+    found = {
+        name: sorted(option for p in command.params for option in p.opts)
+        for name, command in main.commands.items()
+    }
+    changes = ["--handler", "--schedule", "--set", "config"]
+    assert found == {
+        "train": sorted(["--dry-run", *changes]),
+        "plan": sorted(["--json", "--ranks", *changes]),
+        "handlers": ["--json"],
+        "schedules": ["--json"],
+    }
+
+
+def test_torchrun_trains_and_ends_badly_if_it_must(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def train(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [*TORCHRUN, "train", str(TIED_GPT), "--set", "train.device=cpu", *options]
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+
+    good = train("--set", "train.steps=2")
+    assert good.returncode == 0, good.stderr
+    assert "step     2  loss 5." in good.stdout
+    assert "Warning" not in good.stderr
+    bad = train("--handler", "nope")
+    assert bad.returncode != 0
+    assert bad.stderr.count("Error: --handler: gradient_handlers[0] = 'nope': no plug-in") == 1
+    assert "Traceback" not in bad.stderr.partition("torch")[0]
+    assert bad.stdout == ""

@@ -1,0 +1,244 @@
+"""Small programs on several streams, slow where it hurts: without any one site they go wrong.
+
+Each makes its tensors first and synchronises nothing, so that only the sites order it; each returns
+what it found in the end, plain values. They know streams by name: those of a card, where a stream
+really sleeps (`test_streams.py`), or the checker's virtual ones (`test_programs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.comm_stream import CommStream
+from pipegrad.comm.sync_points import sites
+from pipegrad.optimizer.param_sync import STEPPED
+from pipegrad.plan.buckets import Bucket, Slot
+from pipegrad.reduce.bucket_buffer import RELEASED, WRITTEN, BucketBuffer, FlatBuffer
+from pipegrad.testing import OrderChecker
+
+NUMEL = 4096
+LARGE = 2**20  # a block of the allocator of its own
+F32 = torch.float32
+BUCKET = Bucket(
+    index=0,
+    ready=0,
+    holders=(0,),
+    dtype=F32,
+    wire_dtype=F32,
+    parameter_dtype=F32,
+    route=(),
+    slots=(Slot("a", 0, (NUMEL,), (1,)), Slot("b", NUMEL, (NUMEL,), (1,))),
+    payload_numel=2 * NUMEL,
+)
+
+
+class Where(Protocol):
+    """Streams by name; outside of them the compute stream is current."""
+
+    device: torch.device
+
+    def on(self, name: str) -> AbstractContextManager[object]:
+        """Makes a stream current."""
+
+    def sleep(self, units: int) -> None:
+        """Keeps the current stream busy."""
+
+    def synchronize(self) -> None:
+        """Waits until the device is at rest."""
+
+
+class Virtual:
+    """The checker's streams, which need no sleep: they count as slow as any."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, checker: OrderChecker) -> None:
+        self.on = checker.on
+
+    def sleep(self, units: int) -> None:
+        """Does nothing."""
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+
+Slow = Mapping[str, int]  # where -> for how many units
+Program = Callable[[Where, Slow], Any]
+
+
+def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[dict[str, list[float]]]:
+    """Two steps of one bucket: zeroed, filled by two producers, reduced in a comm stream, read."""
+    gradients = [[_full(where, 10 * step + key) for key in (1, 2)] for step in range(2)]
+    results = [_full(where, 0, 2 * NUMEL) for _ in range(2)]
+    comm_stream = CommStream("comm_stream", where.device, threaded=threaded)
+    made = _recorded(where)
+    _pause(where, slow, "allocation")
+    bucket = BucketBuffer(BUCKET, where.device)
+
+    def reduce() -> None:
+        _pause(where, slow, "comm_stream")
+        bucket.buffer.mul_(2)
+
+    tickets = []
+    for given, result in zip(gradients, results, strict=True):
+        with where.on("zeroing"):
+            _pause(where, slow, "zeroing")
+            bucket.reset(["a", "b"])
+        for key, gradient in zip("ab", given, strict=True):
+            with where.on(f"producer of {key}"):
+                sync_points.in_use.wait(made, where.device)
+                _pause(where, slow, f"producer of {key}")
+                bucket.fill(key, gradient, contributed=True)
+        tickets.append(comm_stream.submit(reduce, bucket.producers()))
+        tickets[-1].wait(10)
+        _pause(where, slow, "reader")
+        result.copy_(bucket.buffer[: 2 * NUMEL])
+        bucket.release(RELEASED)
+    for ticket in tickets:
+        ticket.done.result(10)  # a comm stream's thread, also where nobody waited for it
+    comm_stream.close()
+    where.synchronize()
+    return [{"a": _values(r[:NUMEL]), "b": _values(r[NUMEL:])} for r in results]
+
+
+def in_a_thread(where: Where, slow: Slow) -> list[dict[str, list[float]]]:
+    """The same with a comm stream that is a thread, as with gloo."""
+    return two_steps(where, slow, threaded=True)
+
+
+def held(where: Where, slow: Slow, *, drop: bool = False) -> list[list[float]]:
+    """A comm stream reads memory that its caller holds until it has waited."""
+    comm_stream = CommStream("held", where.device, threaded=False)
+    result, scratch = _full(where, 0), [_full(where, 1, LARGE)]
+
+    def task() -> None:
+        _pause(where, slow, "comm_stream")
+        result.copy_(scratch[0][:NUMEL])
+        if drop:
+            scratch.clear()  # on the host, which runs ahead
+
+    ticket = comm_stream.submit(task, [_recorded(where)])
+    others = [_full(where, -1, LARGE) for _ in range(4)]  # memory that is free is taken again
+    ticket.wait(10)
+    comm_stream.close()
+    where.synchronize()
+    return [_values(result), *map(_values, others)]
+
+
+def dropped(where: Where, slow: Slow) -> list[list[float]]:
+    """DeepSpeed#7965: it drops it right after the launch. Wrong, whatever the sites do."""
+    return held(where, slow, drop=True)
+
+
+def given_up(where: Where, slow: Slow) -> list[list[float]]:
+    """A step fails, nobody waits for what was launched, and the buffers are freed."""
+    comm_stream = CommStream("given up", where.device, threaded=False)
+    result = _full(where, 0)
+    flat = FlatBuffer(_full(where, 0, LARGE))
+
+    def task(buffer: torch.Tensor = flat.buffer) -> None:
+        _pause(where, slow, "comm_stream")
+        result.copy_(buffer[:NUMEL])
+        buffer.add_(1)
+
+    event = flat.written(WRITTEN)
+    assert event is not None
+    comm_stream.submit(task, [event])
+    comm_stream.close()
+    del task, flat, comm_stream
+    others = [_full(where, -1, LARGE) for _ in range(4)]
+    where.synchronize()
+    return [_values(result), *map(_values, others)]
+
+
+def published(where: Where, slow: Slow) -> list[list[float]]:
+    """Twice: the optimizer steps, a comm stream doubles the result, the next forward reads it."""
+    comm_stream = CommStream("published", where.device, threaded=False)
+    parameter, *results = (_full(where, 0) for _ in range(3))
+
+    def move() -> None:
+        _pause(where, slow, "comm_stream")
+        parameter.mul_(2)
+
+    for result in results:
+        _pause(where, slow, "optimizer")
+        parameter.add_(1)
+        event = STEPPED(where.device)
+        ticket = comm_stream.submit(move, [] if event is None else [event])
+        ticket.wait(10)
+        result.copy_(parameter)
+    comm_stream.close()
+    where.synchronize()
+    return [_values(result) for result in results]
+
+
+EXPECTED: dict[Program, Any] = {
+    two_steps: [{"a": [2.0], "b": [4.0]}, {"a": [22.0], "b": [24.0]}],
+    in_a_thread: [{"a": [2.0], "b": [4.0]}, {"a": [22.0], "b": [24.0]}],
+    held: [[1.0], *[[-1.0]] * 4],
+    given_up: [[0.0], *[[-1.0]] * 4],
+    published: [[2.0], [6.0]],
+}
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A program, and where it is so slow that without the site its numbers are wrong."""
+
+    program: Program
+    slow: Slow = field(default_factory=dict)
+
+
+_LATE_ZEROES = {"zeroing": 1, "comm_stream": 2}  # the comm stream reads when the zeroes have come
+TWINS: dict[str, Twin] = {
+    "buffer.allocated": Twin(two_steps, {"allocation": 1}),
+    "buffer.reset-free": Twin(two_steps, {"reader": 1}),
+    "buffer.reset": Twin(two_steps, _LATE_ZEROES),
+    "buffer.fill-free": Twin(two_steps, _LATE_ZEROES),
+    "buffer.written": Twin(two_steps, {"producer of a": 1}),
+    "buffer.released": Twin(two_steps, {"reader": 1}),
+    "comm-stream.producers": Twin(two_steps, {"producer of a": 1}),
+    "comm-stream.task-done": Twin(two_steps, {"comm_stream": 1}),
+    "comm-stream.host": Twin(in_a_thread, {"comm_stream": 1}),
+    "comm-stream.result": Twin(two_steps, {"comm_stream": 1}),
+    "comm-stream.last": Twin(given_up, {"comm_stream": 1}),
+    "comm-stream.closed": Twin(given_up, {"comm_stream": 1}),
+    "mirror.stepped": Twin(published, {"optimizer": 1}),
+}
+_SUMS = (
+    "needs a process group: tests/support/ordering/programs.py; on a card test_ranks_on_one_card.py"
+)
+ELSEWHERE = {  # a site, or the file of several -> why it has no twin here
+    "reduce": "its twins need another rank: test_ranks_on_one_card.py",
+    "bucketer": _SUMS,
+    "collective": _SUMS,
+    "staging": _SUMS,
+    "transfer": _SUMS,
+}
+HERE = [site for site in sites if not {site, site.partition(".")[0]} & ELSEWHERE.keys()]
+
+
+def _full(where: Where, value: float, numel: int = NUMEL) -> torch.Tensor:
+    return torch.full((numel,), float(value), device=where.device)
+
+
+def _pause(where: Where, slow: Slow, place: str) -> None:
+    if place in slow:
+        where.sleep(slow[place])
+
+
+def _recorded(where: Where) -> torch.Event:
+    event = sync_points.in_use.record(where.device)
+    assert event is not None
+    return event
+
+
+def _values(tensor: torch.Tensor) -> list[float]:
+    """Returns the least and the largest value; one if they are the same."""
+    return sorted({tensor.min().item(), tensor.max().item()})

@@ -1,0 +1,194 @@
+"""What the tests of communication hooks share: models, steps, spies, and hooks of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from pipegrad import GradientSync, Topology
+from tests.support.gradients import cases
+from tests.support.gradients.cases import rank, stage
+
+Grads = list[torch.Tensor]  # all gradients of a step, flat, by step
+# Compressed from the third step on, whatever it saves.
+POWER: dict[str, Any] = {
+    "matrix_approximation_rank": 2,
+    "start_powerSGD_iter": 2,
+    "min_compression_rate": 1,
+}
+POWER_SGD = {"name": "powerSGD_hook", **POWER}
+ONE = {**POWER_SGD, "matrix_approximation_rank": 1}  # as gradients here: so nothing is lost
+HERE = "tests.support.gradients.hooks"
+CAST = {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
+
+
+def hooked(hook: object) -> Mapping[str, object]:
+    return {"name": "data-parallel", "hook": hook}
+
+
+def averaged(module: nn.Module, hook: object, **options: Any) -> GradientSync:
+    topology = Topology.create(pipeline=1)
+    return GradientSync({0: module}, topology, handlers=[hooked(hook)], **options)
+
+
+def alone(hook: object, *given: float | None, shape: tuple[int, ...] = (3,), **options: Any) -> Any:
+    """One parameter's gradient after each step, of a rank that gives these."""
+    module = stage(w=shape)
+    sync = averaged(module, hook, **options)
+    found = []
+    for value in given:
+        w = cases.step(sync, module, **({} if value is None else {"w": value}))["w"]
+        found.append(None if w is None else torch.tensor(w).flatten().tolist())
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+def same(one: Grads, other: Grads) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 4)
+    return nn.Sequential(*layers)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank()))
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    grads = [p.grad for p in module.parameters()]
+    return torch.cat([g.flatten() for g in grads if g is not None]).clone()
+
+
+def ours(
+    hook: object, num_steps: int = 5, *, lr: float = 0.1, **options: Any
+) -> tuple[Grads, GradientSync]:
+    """Trains the model; the sync is still open."""
+    module = model()
+    sync = averaged(module, hook, **options)
+    return go_on(sync, module, range(num_steps), lr=lr), sync
+
+
+def go_on(sync: GradientSync, module: nn.Module, steps: range, *, lr: float = 0.1) -> Grads:
+    optimizer, found = torch.optim.SGD(module.parameters(), lr=lr), []
+    for step in steps:
+        sync.prepare()
+        module(batch(step)).square().mean().backward()
+        sync.stage_final(0)
+        sync.finish()
+        found.append(flat(module))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def torchs(hook: Callable[..., Any] | None, state: object, num_steps: int = 5) -> Grads:
+    """Trains the model as DistributedDataParallel does, in one bucket as well."""
+
+    def any_backend(state: Any, bucket: Any) -> Any:  # torch refuses bfloat16 on gloo by its name
+        assert hook is not None
+        return hook(state, bucket)
+
+    any_backend.__annotations__.clear()  # which are strings here, and torch compares types
+    module, found = DistributedDataParallel(model()), []
+    if hook is not None:
+        module.register_comm_hook(state, any_backend)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(num_steps):
+        module(batch(step)).square().mean().backward()
+        found.append(flat(module))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@contextlib.contextmanager
+def wire() -> Iterator[list[tuple[torch.dtype, int]]]:
+    """Writes down dtype and bytes of everything that is given to ``dist.all_reduce``."""
+    log: list[tuple[torch.dtype, int]] = []
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        log.append((tensor.dtype, tensor.nbytes))
+        return all_reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", noted):
+        yield log
+
+
+@contextlib.contextmanager
+def seeding() -> Iterator[list[str]]:
+    """Writes down who seeds or forks the process's random numbers, in any thread."""
+    log: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch, "manual_seed"), (torch.random, "fork_rng")):
+            function = getattr(owner, name)
+
+            def noted(*args: Any, function: Any = function, name: str = name, **kw: Any) -> Any:
+                log.append(name)
+                return function(*args, **kw)
+
+            stack.enter_context(mock.patch.object(owner, name, noted))
+        yield log
+
+
+# Hooks of one's own, by ``module:attr``.
+
+
+class Half:
+    """A state that counts; the hook of it sends a mean, and half of it in odd calls."""
+
+    def __init__(self, process_group: dist.ProcessGroup, *, scale: float = 0.5) -> None:
+        self.group, self.scale, self.calls = process_group, scale, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def halving(state: Half, bucket: Any) -> Any:
+    state.calls += 1
+    factor = (state.scale if state.calls % 2 else 1.0) / dist.get_world_size(state.group)
+    sent = bucket.buffer() * factor
+    return dist.all_reduce(sent, group=state.group, async_op=True).get_future()
+
+
+def scaled(group: dist.ProcessGroup, bucket: Any, *, by: float) -> Any:
+    """In place, and its future gives a list."""
+    bucket.buffer().mul_(by / dist.get_world_size(group))
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+
+
+def too_short(group: dist.ProcessGroup, bucket: Any) -> Any:
+    return dist.all_reduce(bucket.buffer()[:1].clone(), group=group, async_op=True).get_future()
+
+
+def no_future(_: dist.ProcessGroup, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def steps_parameters(_: dist.ProcessGroup, bucket: Any) -> Any:
+    return bucket.parameters()
+
+
+def fails_later(group: dist.ProcessGroup, bucket: Any) -> Any:
+    def fail(_: Any) -> Any:
+        raise ValueError("a callback gave up")
+
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(fail)
+
+
+wrapped = bf16_compress_wrapper

@@ -1,0 +1,545 @@
+"""Small programs that need every wait, record and hold of the gradient layer, on two gloo ranks.
+
+Each yields what it found, plain values, under a checker that has been told nothing of pipegrad.
+They are tests (`test_order.py`), and what the mutation gate kills its mutants with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology, measure_hops
+from pipegrad.comm import collectives
+from pipegrad.comm.comm_stream import CommStream
+from pipegrad.comm.process_groups import Groups
+from pipegrad.comm.sync_points import sites
+from pipegrad.plugins.handler import HandlerSpec
+from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
+from pipegrad.testing import OrderChecker
+from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
+from tests.support.ordering.producers import CPU, Producers
+
+Result = tuple[Any, list[str]]  # what the program returned, and the violations
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of a checker; what it returns, the same on all ranks; how order is modelled."""
+
+    run: Callable[[OrderChecker], Any]
+    expected: Any
+    virtual_streams: bool = True
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    expected: Any, *, virtual_streams: bool = True
+) -> Callable[[Callable[[OrderChecker], Any]], Callable[[OrderChecker], Any]]:
+    def add(function: Callable[[OrderChecker], Any]) -> Callable[[OrderChecker], Any]:
+        PROGRAMS[function.__name__] = Program(function, expected, virtual_streams)
+        return function
+
+    return add
+
+
+def run_programs(names: Sequence[str], mutant: str | None = None) -> dict[str, Result]:
+    """Runs programs, with a site switched off. Runs on every rank."""
+    found: dict[str, Result] = {}
+    for name in names:
+        this = PROGRAMS[name]
+        with OrderChecker(virtual_streams=this.virtual_streams) as checker:
+            if mutant is None:
+                value = this.run(checker)
+            else:
+                with off(mutant):
+                    value = this.run(checker)
+        found[name] = value, list(map(str, checker.violations))
+    return found
+
+
+@contextmanager
+def off(mutant: str) -> Iterator[None]:
+    """Switches off a site; of ``"site in function"`` what that function, or what it calls, uses."""
+    name, _, function = mutant.partition(" in ")
+    site = sites[name]
+    if not function:
+        with site.off():
+            yield
+        return
+    call = type(site).__call__
+
+    def unless_there(called: object, *given: Any) -> Any:
+        there = called is site and function in running()
+        return None if there else call(called, *given)
+
+    with mock.patch.object(type(site), "__call__", unless_there):
+        yield
+
+
+def running() -> set[str]:
+    """Returns the qualified names of the functions that this thread is in."""
+    names = set[str]()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        names.add(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return names
+
+
+def wrong(name: str, result: Result) -> str | None:
+    """Returns what is wrong with the result of a program, if anything."""
+    value, violations = result
+    if violations:
+        return violations[0]
+    expected = PROGRAMS[name].expected
+    return None if value == expected else f"{value} instead of {expected}"
+
+
+def model() -> nn.Module:
+    """Parameters that share buckets, one that fills its own, one that nobody uses."""
+    large = torch.zeros(64)
+    return stage(a=(3,), b=(2,), large=large, part=(5,), own=(2,), unused=(4,))
+
+
+def used(step: int) -> dict[str, float]:
+    """The gradients of this rank: means over two ranks come out whole."""
+    mine = 2.0 * (rank() + 1) + step
+    given = {"a": mine, "b": 3 * mine, "large": mine, "own": mine}
+    return given if rank() else given | {"part": 8.0}
+
+
+def means(step: int) -> dict[str, Any]:
+    whole = 3.0 + step
+    return {
+        "a": [whole] * 3,
+        "b": [3 * whole] * 2,
+        "large": [whole] * 64,
+        "part": [4.0] * 5,
+        "own": [whole] * 2,
+        "unused": None,
+    }
+
+
+def steps(
+    checker: OrderChecker, sync: GradientSync, module: nn.Module, numbers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Steps of one backward, with as many producers as the step says; then closes."""
+    producers = Producers(checker, list(module.parameters()))
+    found = []
+    for step, number in enumerate(numbers):
+        producers.number = number
+        sync.prepare()
+        sync.stage_last_backward(0)
+        with producers.backward():
+            total = torch.zeros(())
+            for name, gradient in used(step).items():
+                total = total + (module.get_parameter(name) * gradient).sum()
+            total.backward()
+        sync.stage_final(0)
+        sync.finish()
+        sync.clip_grad_norm_(1e9)
+        found.append(grads(module))
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+NUMBERS = (1, 2, 3, 3)
+
+
+@program([means(step) for step in range(4)])
+def viewed(checker: OrderChecker) -> Any:
+    """Autograd writes into buckets, on several streams; comm streams are threads, as with gloo."""
+    module = model()
+    return steps(checker, replicated(module, bucket_bytes=256, comm_streams=2), module, NUMBERS)
+
+
+@program([means(step) for step in range(4)])
+def inline(checker: OrderChecker) -> Any:
+    """The host runs ahead of its comm streams, as with NCCL."""
+    module = model()
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        sync = replicated(module, bucket_bytes=256, comm_streams=2)
+    return steps(checker, sync, module, NUMBERS)
+
+
+@program([means(step) for step in range(4)])
+def copied(checker: OrderChecker) -> Any:
+    """Gradients of another dtype than the wire's are copied into their buckets and back."""
+    module = model()
+    sync = replicated(module, bucket_bytes=256, reduce_dtype=torch.float64)
+    return steps(checker, sync, module, NUMBERS)
+
+
+@program([means(step) for step in range(4)], virtual_streams=False)
+def threads(checker: OrderChecker) -> Any:
+    """No streams at all: what orders a gloo job on CPU."""
+    module = model()
+    return steps(checker, replicated(module, bucket_bytes=256, comm_streams=2), module, (1,) * 4)
+
+
+@program([{"a": [3.0 + step] * 3, "b": [9.0 + 3 * step] * 2} for step in range(3)])
+def wandering(checker: OrderChecker) -> Any:
+    """Every verb on a stream of its own: with copies pipegrad's buffers are safe all the same.
+
+    Everything is used everywhere, else the host would wait for a flag and order all behind it.
+    """
+    module = stage(a=(3,), b=(2,))
+    sync = replicated(module, bucket_bytes=256, reduce_dtype=torch.float64)
+    made = checker.record(CPU)  # parameters are the caller's to order, and so are gradients
+    found = []
+    for step in range(3):
+        with checker.on(f"prepare {step}"):
+            sync.prepare()
+        with checker.on(f"backward {step}"):
+            checker.wait(made, CPU)
+            give(module, a=used(step)["a"], b=used(step)["b"])
+            sync.stage_final(0)
+        with checker.on(f"finish {step}"):
+            sync.finish()
+            found.append(grads(module))
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+@program([{"unused": None}] * 2)
+def divided(checker: OrderChecker) -> Any:
+    """A zeroed slot that nobody writes into is divided on another stream than it was zeroed on."""
+    module = stage(unused=(4,))
+    sync = replicated(module)
+    made = checker.record(CPU)
+    found = []
+    for _ in range(2):
+        with checker.on("prepare"):
+            sync.prepare(divisor=2.0)
+        with checker.on("final"):
+            checker.wait(made, CPU)
+            sync.stage_final(0)
+            sync.finish()
+            found.append(grads(module))
+    sync.close()
+    return found
+
+
+@program([{"w": [3.0] * 4, "v": [3.0] * 4}] * 2)
+def tie(checker: OrderChecker) -> Any:
+    """Tied gradients: a sum, with nothing behind the collective in its comm stream."""
+    module = stage(w=(4,), v=(4,))
+    sync = tied(module, "w", "v", bucket_bytes=0)
+    producers = Producers(checker, list(module.parameters()), 2)
+    found = []
+    for _ in range(2):
+        sync.prepare()
+        with producers.backward():
+            total = (module.get_parameter("w") + module.get_parameter("v")).sum()
+            (total * (rank() + 1.0)).backward()
+        sync.stage_final(rank())
+        sync.finish()
+        found.append(grads(module))
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+# Gradients that are placed elsewhere, and parameters that come back.
+
+OWNED = {"name": "pipeline-shared", "placement": "owner"}
+EXCHANGED = [{"name": "pipeline-shared", "exchange": how} for how in ("pairwise", "asymmetric")]
+
+
+def updated(gradients: Sequence[Mapping[str, float]]) -> list[dict[str, list[float]]]:
+    """Returns the value of parameters before each step and after the last."""
+    values, found = dict.fromkeys(gradients[0], 0.0), []
+    for step in ({}, *gradients):
+        values = {name: value - step.get(name, 0.0) for name, value in values.items()}
+        found.append({name: [value] for name, value in values.items()})
+    return found
+
+
+def trained(
+    checker: OrderChecker,
+    sync: GradientSync,
+    module: nn.Module,
+    given: Callable[[int], Mapping[str, float]],
+    numbers: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Steps of an optimizer, whose parameters are on their way; returns what each forward finds.
+
+    Somebody also reads all parameters behind the optimizer's step: none may arrive before.
+    """
+    stage = sync.topology.local_stages[0]
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+    producers = Producers(checker, list(module.parameters()))
+    found = []
+    for step, number in enumerate(numbers):
+        producers.number = number
+        optimizer.zero_grad()
+        sync.prepare()
+        sync.stage_first_use(stage)
+        found.append({name: p.detach() + 0 for name, p in module.named_parameters()})
+        sync.stage_last_backward(stage)
+        with producers.backward():
+            total = torch.zeros(())
+            for name, gradient in given(step).items():
+                total = total + (module.get_parameter(name) * gradient).sum()
+            total.backward()
+        sync.stage_final(stage)
+        sync.finish()
+        sync.clip_grad_norm_(1e9)
+        optimizer.step()
+        for parameter in module.parameters():
+            parameter.detach().sum()  # for a log, say
+        sync.publish()
+    sync.wait_parameters()
+    found.append({name: p.detach() + 0 for name, p in module.named_parameters()})
+    sync.close()
+    return [{name: p.unique().tolist() for name, p in one.items()} for one in found]
+
+
+def sharded(checker: OrderChecker, module: nn.Module, numbers: Sequence[int]) -> Any:
+    sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=["sharded"])
+    return trained(checker, sync, module, used, numbers)
+
+
+def owned(checker: OrderChecker, numbers: Sequence[int], handler: HandlerSpec = OWNED) -> Any:
+    module = stage(w=(4,), v=(4,))
+    sync = tied(module, "w", "v", bucket_bytes=0, handlers=[handler])
+    return trained(checker, sync, module, parts, numbers)
+
+
+def exchanged(checker: OrderChecker, numbers: Sequence[int]) -> Any:
+    return [owned(checker, numbers, handler) for handler in EXCHANGED]
+
+
+def parts(step: int) -> dict[str, float]:
+    return {"w": rank() + 1.0, "v": rank() + 1.0 + step}
+
+
+ROWS = updated(
+    [{n: values[0] if values else 0.0 for n, values in means(step).items()} for step in range(4)]
+)
+PASSED = updated([{"w": 3.0, "v": 3.0 + 2 * step} for step in range(4)])
+
+
+@program(ROWS)
+def rows(checker: OrderChecker) -> Any:
+    """Each rank steps rows; comm streams are threads, as with gloo."""
+    return sharded(checker, model(), NUMBERS)
+
+
+@program(ROWS)
+def rows_inline(checker: OrderChecker) -> Any:
+    """The host runs ahead of its comm streams, as with NCCL; messages are those of gloo."""
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return sharded(checker, model(), NUMBERS)
+
+
+@program(ROWS, virtual_streams=False)
+def rows_in_threads(checker: OrderChecker) -> Any:
+    return sharded(checker, model(), (1,) * 4)
+
+
+@program(PASSED)
+def passed(checker: OrderChecker) -> Any:
+    """The first rank steps: gradients are passed down to it, parameters up from it."""
+    return owned(checker, NUMBERS)
+
+
+@program(PASSED)
+def passed_inline(checker: OrderChecker) -> Any:
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return owned(checker, NUMBERS)
+
+
+@program(PASSED, virtual_streams=False)
+def passed_in_threads(checker: OrderChecker) -> Any:
+    return owned(checker, (1,) * 4)
+
+
+@program([PASSED] * 2)
+def met(checker: OrderChecker) -> Any:
+    """Both ranks send their part and add what comes: all of the first one's, or its rows."""
+    return exchanged(checker, NUMBERS)
+
+
+@program([PASSED] * 2)
+def met_inline(checker: OrderChecker) -> Any:
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return exchanged(checker, NUMBERS)
+
+
+@program([PASSED] * 2, virtual_streams=False)
+def met_in_threads(checker: OrderChecker) -> Any:
+    return exchanged(checker, (1,) * 4)
+
+
+@program(None)
+def given_up(checker: OrderChecker) -> Any:
+    """A step fails, nobody waits for what was launched, and the buffers are freed."""
+    del checker
+    buffer = FlatBuffer(torch.zeros(4))
+    comm_stream = CommStream("given up", CPU, threaded=False)
+    event = buffer.written(WRITTEN)
+    assert event is not None
+    comm_stream.submit(lambda tensor=buffer.buffer: tensor.mul_(2), [event])  # type: ignore[misc]
+    comm_stream.close()
+    del buffer, comm_stream
+    torch.zeros(4)  # in the same memory, perhaps
+
+
+class Late:
+    """A message that is sent when it is waited for, or as soon as posted; kept until then."""
+
+    def __init__(self, post: Callable[[], Any], *, lazy: bool) -> None:
+        self.post = post
+        self.work = None if lazy else post()
+        self.done = False
+
+    def wait(self) -> None:
+        if not self.done:
+            self.done = True
+            (self.work or self.post()).wait()
+
+
+@program([[2.0] * 3, [4.0] * 3, [6.0] * 3])
+def exchanges(checker: OrderChecker) -> Any:
+    """Rank 0 sends as late as it may. What nobody waits for is ended behind the next call."""
+    del checker
+    late: list[Late] = []
+    receive, send = dist.irecv, dist.isend
+
+    def irecv(tensor: torch.Tensor, **options: Any) -> Late:
+        late.append(Late(lambda: receive(tensor, **options), lazy=False))
+        return late[-1]
+
+    def isend(tensor: torch.Tensor, **options: Any) -> Late:
+        late.append(Late(lambda: send(tensor, **options), lazy=rank() == 0))
+        return late[-1]
+
+    got: list[torch.Tensor] = []
+    bucketer = Bucketer(capacity_bytes=2 * 4 * 4)
+    with mock.patch.object(dist, "irecv", irecv), mock.patch.object(dist, "isend", isend):
+        for value in (1.0, 2.0, 3.0):
+            bucketer.reduce_scatter([torch.full((3,), value)] * 2, callback=got.append)
+            for message in late:
+                message.wait()
+            bucketer.flush()
+        for message in late:
+            message.wait()
+    return [view.tolist() for view in got]
+
+
+def sums(checker: OrderChecker) -> Any:
+    """Inputs from two streams, callbacks on a third; buckets that fill, overflow and are reused."""
+    bucketer, found = Bucketer(capacity_bytes=64), list[tuple[str, list[float]]]()
+    inputs = {name: torch.ones(numel) for name, numel in (("fits", 4), ("large", 40))}
+    made = checker.record(CPU)
+    for stream in ("a", "b", "c"):
+        with checker.on(stream):
+            checker.wait(made, CPU)  # the inputs are the caller's to order
+    for turn in range(3):
+        for stream, name in (("a", "fits"), ("b", "fits"), ("a", "large"), ("b", "fits")):
+            with checker.on(stream):
+                take = partial(taken, found, f"{turn} {stream} {name}")
+                bucketer.reduce_scatter(inputs[name].chunk(2), callback=take)
+                bucketer.all_reduce(inputs[name], callback=take)
+        with checker.on("c"):
+            bucketer.flush()
+    bucketer.release()
+    return sorted(found) == sorted(expected_sums()) or found
+
+
+def taken(found: list[tuple[str, list[float]]], name: str, result: torch.Tensor) -> None:
+    result.mul_(2)
+    found.append((name, (result + 0).tolist()))
+
+
+def expected_sums() -> list[tuple[str, list[float]]]:
+    calls = (("a", "fits", 4), ("b", "fits", 4), ("a", "large", 40), ("b", "fits", 4))
+    return [
+        (f"{turn} {stream} {name}", [4.0] * size)
+        for turn in range(3)
+        for stream, name, numel in calls
+        for size in (numel // 2, numel)
+    ]
+
+
+@program(True)
+def sums_in_threads(checker: OrderChecker) -> Any:
+    return sums(checker)
+
+
+@program(True)
+def sums_inline(checker: OrderChecker) -> Any:
+    with mock.patch.object(collectives, "blocks_host", return_value=False):
+        return sums(checker)
+
+
+PIPELINED = [[24.0, 12.0, 12.0], [48.0, 24.0, 24.0]]  # the loss, the gradient of a weight
+
+
+@program(PIPELINED)
+def transfers(checker: OrderChecker) -> Any:
+    """A pipeline: values and their gradients are on their way while both stages compute."""
+    del checker
+    return pipeline()
+
+
+@program(PIPELINED, virtual_streams=False)
+def transfers_on_host(checker: OrderChecker) -> Any:
+    del checker
+    return pipeline()
+
+
+@program(True)
+def measured(checker: OrderChecker) -> Any:
+    """Messages there and back."""
+    del checker
+    (seconds,) = measure_hops(Topology.create(pipeline=2), num_bytes=64, repeats=2)
+    torch.zeros(64)  # in the memory of a message, perhaps
+    return seconds > 0
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * self.weight
+
+
+def pipeline() -> list[list[float]]:
+    """Two steps of four microbatches; the gradient of either weight is the sum of the inputs."""
+    stage = Scale()
+    scheduler = Scheduler(
+        [Stage(stage, rank())],
+        Topology.create(pipeline=2),
+        schedule="1f1b",
+        num_microbatches=4,
+        loss_fn=lambda out, _: out.sum(),
+        handlers=["noop"],
+    )
+    found = []
+    for step in (1.0, 2.0):
+        given = torch.arange(8.0).reshape(4, 2).floor_divide(2).mul_(2).mul_(step)
+        result = scheduler.step(given, target=given, loss_divisor=1.0)
+        assert stage.weight.grad is not None
+        found.append([float(result.loss), *stage.weight.grad.tolist()])
+        stage.weight.grad = None
+    scheduler.close()
+    return found

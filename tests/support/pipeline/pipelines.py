@@ -1,0 +1,226 @@
+"""A small model as a pipeline of torch: a `Case` says how it is trained, a `Cut` builds it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipe_split, pipeline
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+import pipegrad
+from pipegrad import Topology
+from tests.support.pipeline.models import LAYERS, TOKENS, VOCAB, WIDTH, build
+
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+LOOPS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "CSV runtime", "CSV multi")
+VEES = ("ZBVZeroBubble", "DualPipeV")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training. Two stages a rank where the schedule wants them, one otherwise."""
+
+    schedule: str
+    model: str = "tied"
+    optimizer: str = "SGD"  # "AdamW", "standstill": every step is the first one again
+    num_microbatches: int = 4
+    steps: int = 20
+    cut: str = "manual"  # "apart": local ties are copied apart; "split-point", "pipe-split": traced
+    tied: str = "names"  # "places": stage -> name; "pipe": pipe.replicated_params
+    attached: bool = True
+    accumulate: int = 1
+    clip: tuple[float, float] | None = None  # maximum and type of the norm
+    scale_grads: bool = True
+    set_to_none: bool = True
+    evaluate: bool = False
+    wrapper: str = ""  # "compile", "ddp"
+    optimizer_first: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        fields = self.__dataclass_fields__.values()
+        told = {f.name: getattr(self, f.name) for f in fields}
+        changed = {f.name: told[f.name] for f in fields if told[f.name] != f.default}
+        words = [v if isinstance(v, str) else f"{name}={v}" for name, v in changed.items()]
+        return " ".join(words)
+
+    def batch(self, step: int, part: int, num_data_ranks: int) -> tuple[Tensor, Tensor]:
+        """Returns tokens, and what they must become: something that can be learned."""
+        number = part if self.optimizer == "standstill" else step * self.accumulate + part
+        generator = torch.Generator().manual_seed(1000 + number)
+        rows = self.num_microbatches * num_data_ranks
+        tokens = torch.randint(VOCAB, (rows, TOKENS), generator=generator)
+        return tokens, (5 * tokens + 3) % VOCAB
+
+    @property
+    def traced(self) -> bool:
+        return self.cut in ("split-point", "pipe-split")
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def stage_to_rank(schedule: str, topology: Topology) -> list[int]:
+    ranks = list(range(topology.size("pp")))
+    if schedule in VEES:
+        return [*ranks, *reversed(ranks)]
+    return [*ranks, *ranks] if schedule in LOOPS else ranks
+
+
+def stage_module(model: nn.Sequential, stage: int, num_stages: int) -> nn.Sequential:
+    """Returns the layers of a stage, under their names in the uncut model."""
+    number = LAYERS // num_stages
+    mine = range(stage * number, (stage + 1) * number)
+    return nn.Sequential(OrderedDict((str(i), model[i]) for i in mine))
+
+
+class Cut:
+    """This rank's stages of a model, with the names and the ties of the uncut one."""
+
+    def __init__(self, case: Case, topology: Topology) -> None:
+        self.case = case
+        self.placed = topology.with_stages(stage_to_rank(case.schedule, topology))
+        model = build(case.model)
+        self._layers = LAYERS // self.placed.num_stages
+        self.ties = pipegrad.find_tied(model)
+        self.tied: Any = self.ties
+        if case.tied == "places":
+            self.tied = [{self.stage_of(name): name for name in tie} for tie in self.ties]
+        if case.traced:
+            self.stages = self._traced(model)
+        else:
+            self.stages = [self._stage(model, stage) for stage in self.placed.local_stages]
+        self.modules = {stage.stage_index: stage.submod for stage in self.stages}
+
+    def stage_of(self, name: str) -> int:
+        return int(name.split(".", maxsplit=1)[0]) // self._layers
+
+    def parameters(self) -> list[nn.Parameter]:
+        found = [p for module in self.modules.values() for p in module.parameters()]
+        return list(dict.fromkeys(found))
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters by their names in the uncut model; not a tracer's leftovers."""
+        found = []
+        for stage, module in self.modules.items():
+            for full_name, parameter in module.named_parameters(remove_duplicate=False):
+                name = full_name.removeprefix("_orig_mod.").removeprefix("module.")
+                if self.stage_of(name) == stage:
+                    found.append((name, parameter))
+        return found
+
+    def bits(self) -> dict[str, set[str]]:
+        """Returns a digest of each parameter, all names of a tie under its first one."""
+        first = {name: tie[0] for tie in self.ties for name in tie}
+        found: dict[str, set[str]] = {}
+        for name, parameter in self.named():
+            raw = bytes(parameter.detach().contiguous().view(torch.uint8).flatten().tolist())
+            found.setdefault(first.get(name, name), set()).add(hashlib.sha256(raw).hexdigest())
+        return found
+
+    def inputs(self, step: int = 0, part: int = 0) -> dict[str, Any]:
+        """Returns this rank's share of a batch, as ``schedule.step`` wants it."""
+        shares, share = self.placed.size("dp"), self.placed.coordinate("dp")
+        whole = self.case.batch(step, part, shares)
+        tokens, target = (tensor.chunk(shares)[share] for tensor in whole)
+        first, last = 0 in self.modules, self.placed.num_stages - 1 in self.modules
+        return {"args": (tokens,) if first else (), "target": target if last else None}
+
+    def schedule(self) -> TorchSchedule:
+        options = {"loss_fn": loss_of, "scale_grads": self.case.scale_grads}
+        name, number = self.case.schedule, self.case.num_microbatches
+        made: TorchSchedule
+        if name not in (*LOOPS, *VEES):
+            made = get_schedule_class(name)(self.stages[0], number, **options)
+        elif name.startswith("CSV"):
+            made = self._loaded(options)
+        else:
+            made = get_schedule_class(name)(self.stages, number, **options)
+        if self.case.traced and name in VEES:
+            # It sends a first message from a rank to itself, which gloo cannot, and needs not.
+            made._warmup_p2p = lambda *_: None  # type: ignore[method-assign]
+        return made
+
+    def _loaded(self, options: Mapping[str, Any]) -> PipelineScheduleMulti:
+        """Returns a bare schedule with the grid of Interleaved1F1B, by way of a file."""
+        number = self.case.num_microbatches
+        grid = get_schedule_class("Interleaved1F1B")(self.stages, number, **options)
+        runtime = self.case.schedule == "CSV runtime"
+        kind = _PipelineScheduleRuntime if runtime else PipelineScheduleMulti
+        loaded = kind(self.stages, number, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder, "schedule.csv"))
+            grid._dump_csv(path, format="compute_only")
+            loaded._load_csv(path)
+        return loaded
+
+    def _stage(self, model: nn.Sequential, stage: int) -> _PipelineStageBase:
+        module: Any = stage_module(model, stage, self.placed.num_stages)
+        if self.case.cut == "apart":
+            module = copy.deepcopy(module)
+        if self.case.wrapper == "compile":
+            module = torch.compile(module, backend="eager")
+        if self.case.wrapper == "ddp":
+            group = self.placed.group_along("dp")
+            module = nn.parallel.DistributedDataParallel(module, process_group=group)
+        total, group = self.placed.num_stages, self.placed.group_along("pp")
+        shapes = self._shapes(stage) if self.case.model == "reentrant" else {}
+        return PipelineStage(module, stage, total, CPU, group=group, **shapes)
+
+    def _shapes(self, stage: int) -> dict[str, Any]:
+        """Returns example tensors: reentrant checkpoints forbid torch to find shapes by itself."""
+        tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+        hidden = torch.zeros(1, TOKENS, WIDTH, requires_grad=True)
+        logits = torch.zeros(1, TOKENS, VOCAB, requires_grad=True)
+        last = self.placed.num_stages - 1
+        return {
+            "input_args": tokens if stage == 0 else hidden,
+            "output_args": logits if stage == last else hidden,
+        }
+
+    def _traced(self, model: nn.Sequential) -> list[_PipelineStageBase]:
+        starts = range(self._layers, LAYERS, self._layers)
+        example = (torch.zeros(1, TOKENS, dtype=torch.long),)
+        if self.case.cut == "split-point":
+            spec = {str(layer): SplitPoint.BEGINNING for layer in starts}
+            pipe = pipeline(model, mb_args=example, split_spec=spec)
+        else:
+            pipe = pipeline(Splitting(model, set(starts)), mb_args=example)
+        if self.case.tied == "pipe":
+            self.tied = pipe.replicated_params
+        group = self.placed.group_along("pp")
+        return [pipe.build_stage(stage, CPU, group) for stage in self.placed.local_stages]
+
+
+class Splitting(nn.Sequential):
+    """Marks its cuts in its own forward."""
+
+    def __init__(self, model: nn.Sequential, starts: set[int]) -> None:
+        super().__init__(*model)
+        self._starts = starts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self):
+            if index in self._starts:
+                pipe_split()
+            x = layer(x)
+        return x

@@ -1,0 +1,262 @@
+"""What the parity tests of Scheduler share: schedules, errors, and tasks that run on every rank."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad import Schedule, Scheduler, Stage, Topology, lower, verify
+from pipegrad.schedules import Action, Kind
+from pipegrad.testing import run_ranks
+from tests.support.pipeline.models import TOKENS, VOCAB
+from tests.support.pipeline.pipelines import stage_module
+from tests.support.rounding import rounding
+from tests.support.worlds import World
+
+ROWS = 2  # of a microbatch
+MOST = rounding(17 * ROWS * TOKENS)  # of the largest batch
+
+Sent = tuple[str, str, int, int]  # name, "F" or "B", from rank, to rank
+
+
+@functools.cache
+def topology(pipeline: int) -> Topology:
+    return Topology.create(pipeline=pipeline)
+
+
+# Schedules.
+
+
+def greedy(
+    places: Sequence[int],
+    num_microbatches: int,
+    *,
+    first: Kind = "B",
+    name: str = "greedy",
+    late: int = -1,
+) -> Schedule:
+    """Returns a schedule for any placement: each rank does the first thing that it can.
+
+    Args:
+        places: For each stage its rank.
+        num_microbatches: Microbatches of a step.
+        first: "B": backwards before forwards, late stages before early ones. "F": forwards first,
+            and those of early stages, so that as much as possible is kept for later.
+        name: What it is called.
+        late: Backward is split, and each stage this many weights' gradients late; not if below 0.
+    """
+
+    def priority(action: Action) -> tuple[bool, int, int]:
+        early = action.kind == first == "F"
+        return action.kind != first, action.stage if early else -action.stage, action.microbatch
+
+    kinds: tuple[Kind, Kind] = ("F", "B")
+    numbers = range(num_microbatches)
+    left = [Action(s, kind, m) for s in range(len(places)) for kind in kinds for m in numbers]
+    left.sort(key=priority)
+    rows: list[list[Action]] = [[] for _ in range(max(places) + 1)]
+    done = set[Action]()
+    while left:
+        now = dict[int, Action]()
+        for action in left:
+            if places[action.stage] not in now and needs(action, len(places)) <= done:
+                now[places[action.stage]] = action
+        for rank, action in now.items():
+            rows[rank].append(action)
+            left.remove(action)
+        done.update(now.values())
+    schedule = Schedule(name, num_microbatches, tuple(places), tuple(map(tuple, rows)))
+    return schedule if late < 0 else split(schedule, late)
+
+
+def split(schedule: Schedule, late: int) -> Schedule:
+    """Returns a schedule whose backwards are split: weights' gradients come `late` later."""
+
+    def turns(row: Sequence[Action]) -> Iterator[Action]:
+        waiting = dict[int, list[Action]]()
+        for action in row:
+            if action.kind == "F":
+                yield action
+                continue
+            yield action._replace(kind="I")
+            mine = waiting.setdefault(action.stage, [])
+            mine.append(action._replace(kind="W"))
+            if len(mine) > late:
+                yield mine.pop(0)
+        for mine in waiting.values():
+            yield from mine
+
+    return replace(schedule, actions=tuple(tuple(turns(row)) for row in schedule.actions))
+
+
+def needs(action: Action, num_stages: int) -> set[Action]:
+    stage, kind, m = action
+    if kind == "F":
+        return {Action(stage - 1, "F", m)} if stage else set()
+    after = {Action(stage + 1, "B", m)} if stage + 1 < num_stages else set()
+    return {Action(stage, "F", m), *after}
+
+
+# Errors.
+
+
+def error(found: Tensor | None, true: Tensor | None, *, lenient: bool = False) -> float:
+    """Returns the largest error, relative to the largest true value.
+
+    Args:
+        found: None is infinitely wrong, unless that is the truth.
+        true: What one process has.
+        lenient: Zeros are as good as None, and None as zeros.
+    """
+    if lenient:
+        either = found if found is not None else true
+        zeros = None if either is None else torch.zeros_like(either)
+        found, true = (zeros if t is None else t for t in (found, true))
+    if found is None or true is None:
+        return 0.0 if found is true else math.inf
+    if found.shape != true.shape:
+        return math.inf
+    largest = true.abs().max().item()
+    return ((found - true).abs().max() / (largest or 1.0)).item()
+
+
+def wrong(errors: Mapping[str, float], most: float) -> dict[str, float]:
+    """Returns the errors that are too large, or not a number."""
+    return {name: found for name, found in errors.items() if not found <= most}
+
+
+def digest(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    raw = bytes(tensor.detach().flatten().view(torch.uint8).tolist())
+    return hashlib.sha256(raw).hexdigest()
+
+
+def compare(
+    errors: dict[str, float],
+    step: object,
+    mine: Mapping[str, nn.Parameter],
+    true: nn.Module,
+    *,
+    lenient: bool = False,
+) -> None:
+    """Adds the errors of all gradients, and forgets the gradients."""
+    theirs = dict(true.named_parameters(remove_duplicate=False))
+    for name, parameter in mine.items():
+        found = error(parameter.grad, theirs[name].grad, lenient=lenient)
+        errors[f"step {step} {name}"] = found
+    for parameter in (*mine.values(), *theirs.values()):
+        parameter.grad = None
+
+
+# What a rank has, and is given.
+
+
+def cut(model: nn.Sequential, places: Sequence[int], at: Topology) -> list[Stage]:
+    """Returns this rank's stages of a model of eight layers."""
+    local = at.with_stages(places).local_stages
+    return [Stage(stage_module(model, s, len(places)), s) for s in local]
+
+
+def named(stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for stage in stages
+        for name, parameter in stage.module.named_parameters(remove_duplicate=False)
+    }
+
+
+def share(batch: Tensor, at: Topology) -> Tensor:
+    """Returns this data rank's part of a batch."""
+    return batch.chunk(at.size("dp"))[at.coordinate("dp")]
+
+
+def batch(seed: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens and targets, over all data ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, target = torch.randint(VOCAB, (2, rows, TOKENS), generator=generator)
+    return tokens, target
+
+
+def most_buffers(scheduler: Scheduler) -> int:
+    """Returns how many receive buffers proofs allow this rank, in training and in evaluation."""
+    rank = scheduler.topology.coordinate(scheduler.topology.pipeline)
+    program = scheduler.program
+    forwards = verify(lower(scheduler.schedule, links=program.links, forward_only=True))
+    return max(scheduler.proof.receive_buffers[rank], forwards.receive_buffers[rank])
+
+
+# Tasks, and what they report.
+
+
+class Task(Protocol):
+    """Something to compute on some ranks; its words are its name."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+
+T = TypeVar("T", bound=Task)
+
+
+@dataclass
+class Report:
+    """What one rank found in a task.
+
+    Attributes:
+        errors: By step and name.
+        bits: For each step digests of the tied gradients that this rank holds.
+        losses: Of each step.
+        buffers: Receive buffers after each step.
+        most_buffers: What proofs allow.
+        sent: What crosses, in the program of a step that is not the first.
+    """
+
+    errors: dict[str, float] = field(default_factory=dict)
+    bits: list[set[str]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)
+    most_buffers: int = 0
+    sent: list[Sent] = field(default_factory=list)
+
+
+def run_each(
+    run: Callable[[Any], Report], tasks: Sequence[Any], names: Sequence[str]
+) -> list[Report]:
+    """Runs those of these names one after the other; an error says where it was."""
+    named_tasks, found = {str(task): task for task in tasks}, list[Report]()
+    for name in names:
+        try:
+            found.append(run(named_tasks[name]))
+        except Exception as error:
+            error.add_note(f"in the case: {name}")
+            raise
+    return found
+
+
+def finder(
+    tasks: Sequence[T], run: Callable[[list[str]], list[Report]]
+) -> Callable[[T], list[Report]]:
+    """Returns a function that returns what each rank found in a task.
+
+    Args:
+        tasks: Those of one number of ranks share a spawn.
+        run: Runs tasks by their names, on every rank.
+    """
+
+    def spawn(num_ranks: int, chosen: Sequence[T]) -> list[list[Report]]:
+        ranks = run_ranks(run, num_ranks, [str(task) for task in chosen])
+        return [list(reports) for reports in zip(*ranks, strict=True)]
+
+    worlds = {
+        number: World([t for t in tasks if t.num_ranks == number], functools.partial(spawn, number))
+        for number in {task.num_ranks for task in tasks}
+    }
+    return lambda task: worlds[task.num_ranks][task]

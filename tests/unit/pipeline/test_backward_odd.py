@@ -1,0 +1,335 @@
+"""Split backward of what is not plain autograd; how much is computed; and errors half way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from pipegrad.errors import StepError
+from pipegrad.pipeline.split_backward.graph import backward_inputs
+from tests.support.pipeline.graphs import (
+    BETWEEN,
+    LATE,
+    WIDTH,
+    Graph,
+    Net,
+    compute,
+    differences,
+    inputs_of,
+    linear,
+    marked_of,
+    mlp,
+    normal,
+    num_products,
+    preset_gradients,
+    split,
+    whole,
+)
+from tests.support.versions import IS_OLD
+
+again = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+
+
+class Function(torch.autograd.Function):
+    """A custom one, whose backward is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.clamp(-0.5, 0.5)
+
+
+class Scaled(torch.autograd.Function):
+    """Takes a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum((0, 1))
+
+
+class Nothing(torch.autograd.Function):
+    """Has no gradient to give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None
+
+
+apply: Any = Function.apply
+scaled: Any = Scaled.apply
+nothing: Any = Nothing.apply
+
+
+def net(function: Callable[..., Any], **shapes: tuple[int, ...]) -> Net:
+    return Net(function, **{name: normal(*shape) for name, shape in shapes.items()})
+
+
+def hooked(num_uses: int, hook: Callable[[Tensor], Tensor]) -> Net:
+    def function(m: Any, x: Tensor) -> Tensor:
+        for _ in range(num_uses):
+            x = x @ m.w
+        return x
+
+    module: Any = net(function, w=SQUARE)
+    module.w.register_hook(hook)
+    return module  # type: ignore[no-any-return]
+
+
+def hooked_between(m: Any, x: Tensor) -> Tensor:
+    weight = m.w * 2
+    weight.register_hook(clamped)
+    return x @ weight @ weight  # type: ignore[no-any-return]
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.5, 0.5)
+
+
+def module_hooks() -> nn.Module:
+    module = mlp()
+    for layer in module:
+        layer.register_full_backward_hook(lambda m, gradients, _: tripled(gradients))
+        layer.register_full_backward_pre_hook(lambda m, gradients: tripled(gradients))
+    return module
+
+
+def tripled(gradients: Any) -> tuple[Tensor]:
+    (gradient,) = gradients
+    return (gradient * 3,)
+
+
+def hooks_on_tensors(m: Any, x: Tensor) -> Tensor:
+    found: Tensor = m.a(x)
+    found.register_hook(lambda gradient: gradient * 3)
+    found.retain_grad()
+    return m.a(found)  # type: ignore[no-any-return]
+
+
+def compiled(module: nn.Module) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, backend="aot_eager")
+
+
+def on_cpu(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return m.a(x)  # type: ignore[no-any-return]
+
+
+def selective(m: Any, x: Tensor) -> Tensor:
+    saved = [torch.ops.aten.addmm.default]
+    return again(m.a, x, context_fn=partial(create_selective_checkpoint_contexts, saved))  # type: ignore[no-any-return]
+
+
+SQUARE = (WIDTH, WIDTH)
+PACKED = ("saved-tensor hooks (checkpointing, offloading)",)
+COMPILED, REENTRANT = ("CompiledFunctionBackward",), ("CheckpointFunctionBackward",)
+
+FUNCTION_OF_A_WEIGHT = (
+    ("an autograd function of a weight, before torch 2.13", "FunctionBackward") if IS_OLD else ()
+)
+graphs = [
+    Graph("checkpoint", 0, lambda: Net(lambda m, x: again(m.a, x), a=mlp()), early=PACKED),
+    Graph("eager next to a checkpoint", 3, lambda: Net(
+        lambda m, x: m.b(again(m.a, x)), a=mlp(), b=mlp()), early=PACKED),
+    Graph("nested checkpoints", 0, lambda: Net(
+        lambda m, x: again(lambda y: m.b(again(m.a, y)), x), a=mlp(), b=mlp()), early=PACKED),
+    Graph("selective checkpoint", 0, lambda: Net(selective, a=mlp()), early=PACKED),
+    Graph("a weight from a checkpoint", 1, lambda: net(
+        lambda m, x: x @ again(torch.sin, m.w), w=SQUARE)),
+    Graph("reentrant", 0, lambda: Net(
+        lambda m, x: m.b(reentrant(m.a, x)), a=mlp(), b=mlp()), early=REENTRANT),
+    Graph("dropped weights, checkpointed", 0, lambda: net(lambda m, x: again(
+        lambda y: torch.relu(y @ F.dropout(m.w, 0.4)) @ F.dropout(m.v, 0.3), x),
+        w=SQUARE, v=SQUARE), early=PACKED),
+    Graph("saved on CPU", 0, lambda: Net(on_cpu, a=mlp()), early=PACKED),
+    Graph("custom of a parameter", 1, lambda: Net(
+        lambda m, x: m.a(scaled(x, m.s)), a=linear(), s=normal(WIDTH)),
+        early=("ScaledBackward",)),
+    Graph("custom without", 2, lambda: Net(lambda m, x: m.a(apply(m.a(x))), a=linear())),
+    Graph("custom of a weight alone", 0 if IS_OLD else 1, lambda: net(
+        lambda m, x: x @ apply(m.w), w=SQUARE), early=FUNCTION_OF_A_WEIGHT),
+    Graph("custom without gradients", 2, lambda: Net(
+        lambda m, x: nothing(m.a(x)) + m.b(m.b(x)), a=linear(), b=linear())),
+    Graph("compiled", 0, lambda: compiled(mlp()), early=COMPILED),
+    Graph("compiled next to a checkpoint", 0, lambda: Net(
+        lambda m, x: m.b(again(m.a, x)), a=mlp(), b=compiled(mlp())),
+        early=COMPILED + PACKED),
+    Graph("compiled next to an eager one", 3, lambda: Net(
+        lambda m, x: m.b(m.a(x)), a=mlp(), b=compiled(mlp())), early=COMPILED),
+    Graph("compiled weight", 0, lambda: Net(lambda m, x: x @ m.f(m.w), f=compiled(
+        Net(lambda m, w: w.sin())), w=normal(*SQUARE)), early=COMPILED),
+    Graph("hook on a weight", 1, lambda: hooked(1, clamped)),
+    Graph("linear hook on a weight used twice", 2, lambda: hooked(2, lambda g: 2 * g)),
+    Graph("module hooks", 3, module_hooks),
+    Graph("tensor hooks", 2, lambda: Net(hooks_on_tensors, a=linear())),
+    Graph("a hook that scales", 1, lambda: hooked(1, lambda g: g.sum() * g)),
+    Graph("a gradient in the memory of what waits", 1, lambda: Net(
+        lambda m, x: m.a(x) + m.p.view(x.shape), a=linear(bias=False), p=normal(10, WIDTH))),
+    Graph("hook on a weight used twice", 2, lambda: hooked(2, clamped)),
+    Graph("hook on what a weight becomes", 2, lambda: net(hooked_between, w=SQUARE)),
+    Graph("custom of a weight used twice", 0 if IS_OLD else 2, lambda: net(
+        lambda m, x: (w := apply(m.w), x @ w @ w)[1], w=SQUARE), early=FUNCTION_OF_A_WEIGHT),
+]  # fmt: skip
+# Dynamo asks tensors for their gradients, and torch warns that they are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.mark.parametrize("graph", graphs, ids=str)
+@pytest.mark.parametrize("preset", [False, True], ids=["None", "preset"])
+@pytest.mark.parametrize("plan", [LATE, BETWEEN], ids=["late", "between"])
+def test_gradients_are_those_of_a_whole_backward(graph: Graph, plan: str, *, preset: bool) -> None:
+    assert differences(split(graph, plan, preset=preset), whole(graph), graph.error) == {}
+
+
+@pytest.mark.parametrize("graph", graphs, ids=str)
+def test_what_waits_and_what_is_early(graph: Graph) -> None:
+    for waiting in split(graph, LATE, preset=True).waiting:
+        assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(3)
+    return normal(4, WIDTH).requires_grad_()
+
+
+# What is computed, and how often.
+
+
+def test_a_checkpoint_computes_anew_once_in_all(x: Tensor) -> None:
+    module = mlp()
+    module.register_forward_hook(lambda *_: calls.append("forward"), always_call=True)
+    calls: list[str] = []
+    waiting = inputs_of(again(module, x).sin(), x)
+    compute(waiting)
+
+    assert len(calls) == 2
+
+
+def test_a_weight_made_by_a_product_is_made_once_for_all_its_uses() -> None:
+    graph = Graph("merged with a frozen one", 1, lambda: Net(
+        lambda m, x: (w := m.f.weight @ m.p, x @ w @ w @ w)[1],
+        f=linear().requires_grad_(requires_grad=False), p=normal(*SQUARE)))  # fmt: skip
+
+    assert num_products(graph, is_split=True) == num_products(graph, is_split=False)
+
+
+def test_a_stage_of_integers_has_the_gradients_of_its_embedding_early() -> None:
+    embedding, layer = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, WIDTH)
+    waiting = inputs_of(layer(embedding(torch.arange(5))), torch.arange(5))
+
+    assert [p.parameter is layer.weight for p in waiting.products] == [True]
+    assert embedding.weight.grad is not None
+    assert layer.weight.grad is None
+
+
+def test_a_parameter_that_a_reentrant_checkpoint_makes_a_weight_with_does_not_wait_untold(
+    x: Tensor,
+) -> None:
+    m: Any = net(lambda m, x: x @ reentrant(lambda w: w * m.s, m.w), w=SQUARE, s=(1,))
+    waiting = inputs_of(m(x), x)
+
+    assert m.s.grad is not None or any(p.parameter is m.s for p in waiting.products)
+
+
+# Hooks.
+
+
+@pytest.mark.parametrize("preset", [False, True])
+def test_hooks_after_accumulation_see_the_gradient_and_may_change_the_parameter(
+    x: Tensor, *, preset: bool
+) -> None:
+    layer = linear()
+    before = layer.weight.detach().clone()
+    layer.weight.register_post_accumulate_grad_hook(lambda p: p.sub_(p.grad))
+    if preset:
+        preset_gradients(layer)
+    compute(inputs_of(layer(x), x, marked=marked_of(layer)))
+
+    assert torch.allclose(layer.weight, before - x.sum(0))
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_hooks_on_the_node_that_accumulates_are_called(x: Tensor, *, is_held: bool) -> None:
+    """Nobody can be asked for them; but who has them holds the node."""
+    layer, seen = linear(), list[int]()
+    node: Any = torch.autograd.graph.get_gradient_edge(layer.weight).node
+    node.register_hook(lambda *_: seen.append(1))
+    if not is_held:
+        del node
+    preset_gradients(layer)
+    marked = marked_of(layer)
+    waiting = inputs_of(layer(x), x, marked=marked)
+    assert [product.adds_directly for product in waiting.products] == [not is_held]
+    compute(waiting)
+
+    assert seen == [1] * is_held
+    assert layer.weight.grad is not None
+    assert torch.allclose(layer.weight.grad, x.sum(0))
+
+
+class Mistake(Exception):  # noqa: N818
+    pass
+
+
+def fail(*_: Any) -> Any:
+    raise Mistake
+
+
+def test_an_error_of_a_hook_comes_out_as_it_is(x: Tensor) -> None:
+    y = linear()(x)
+    y.register_hook(fail)
+    with pytest.raises(Mistake):
+        inputs_of(y, x)
+
+
+@pytest.mark.parametrize("preset", [False, True])
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_an_error_of_a_weights_hook_comes_out_later(name: str, x: Tensor, *, preset: bool) -> None:
+    layer = linear()
+    getattr(layer.weight, name)(fail)
+    if preset:
+        preset_gradients(layer)
+    waiting = inputs_of(layer(x), x, marked=marked_of(layer))
+    with pytest.raises(Mistake):
+        compute(waiting)
+
+
+def test_a_gradient_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
+    y, gradient = linear()(x), torch.ones(4, WIDTH, dtype=torch.float64)
+    waiting = backward_inputs([y], [gradient], {id(p) for p in linear().parameters()})
+    assert waiting.products == []  # of another layer
+    layer = linear()
+    waiting = backward_inputs([layer(x)], [gradient], {id(p) for p in layer.parameters()})
+    gradient.add_(1)
+    with pytest.raises(StepError, match="changed in place"):
+        compute(waiting)
+
+
+def test_an_operand_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
+    operand = x * 1
+    waiting = inputs_of(linear()(operand), x)
+    operand.detach().zero_()
+    with pytest.raises(StepError, match=r"\(4, 6\), .* changed in place"):
+        compute(waiting)

@@ -1,0 +1,256 @@
+"""The plan: buckets whose layout all holders share, and an order that cannot deadlock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pipegrad import Placement, Plan
+from pipegrad.model.manifest import Manifest
+from pipegrad.plan.buckets import Bucket, Slot, localised
+from pipegrad.plan.plan import Launch, Share
+from tests.support.gradients.plans import (
+    BOTH,
+    FLOAT,
+    HALF,
+    TIED,
+    Placed,
+    contents,
+    entry,
+    grid,
+    plans,
+)
+
+
+def test_a_plan_as_a_whole() -> None:
+    plan = plans(TIED, grid(3, 2), comm_streams=2)[5]
+    mean, tie = plan.routes[1][1]
+    assert (str(mean), mean.ranks) == ("replicate-mean(dp)", (4, 5))
+    assert (str(tie), tie.ranks) == ("replicate-sum(pp[0,2])", (1, 5))
+    norm = Bucket(
+        index=0,
+        ready=0,
+        holders=(2,),
+        dtype=FLOAT,
+        wire_dtype=FLOAT,
+        parameter_dtype=FLOAT,
+        route=(mean,),
+        slots=(Slot("2.ln", 0, (3,), (1,)),),
+        payload_numel=16,
+    )
+    emb = dataclasses.replace(
+        norm,
+        index=3,
+        ready=2,
+        holders=(0, 2),
+        route=(mean, tie),
+        slots=(Slot("0.emb", 0, (5, 3), (3, 1)),),
+    )
+    assert plan == Plan(
+        rank=5,
+        buckets=(norm, emb),
+        launches=(
+            Launch(bucket=0, hop=0, ready=0, comm_stream=0),
+            Launch(bucket=3, hop=0, ready=2, comm_stream=1),
+            Launch(bucket=3, hop=1, ready=3, comm_stream=1),
+        ),
+        publishes=(),
+        shares=(Share("2.ln", 0, 3, sharded=False), Share("0.emb", 0, 15, sharded=False)),
+        trained_numel=18,
+        moves=False,
+        routes=(("2.ln", (mean,)), ("0.emb", (mean, tie))),
+        packs=plan.packs,
+        groups=(
+            ((0, 1), 0), ((0, 1), 1), ((0, 4), 0), ((0, 4), 1), ((1, 5), 0), ((1, 5), 1),
+            ((2, 3), 0), ((2, 3), 1), ((4, 5), 0), ((4, 5), 1),
+        ),
+        digest=plan.digest,
+    )  # fmt: skip
+    assert [b.index for b in plans(TIED, grid(3, 2))[0].buckets] == [2, 3]
+    assert (norm.numel, norm.nbytes(0), plan.reduced_bytes) == (17, 68, 3 * 68)
+
+
+def test_a_plan_prints_what_matters() -> None:
+    assert str(plans(TIED, grid(3, 2), comm_streams=2)[5]) == (
+        "rank 5: 2 buckets, 3 collectives, 0.00 MiB a step; the optimizer steps 18 of 18 elements\n"
+        "launch  bucket  stream  ready  MiB        reduction\n"
+        "0       0       0       0      0.000      replicate-mean(dp) over ranks [4, 5]: "
+        "2.ln\n"
+        "1       3       1       2      0.000      replicate-mean(dp) over ranks [4, 5]: "
+        "0.emb\n"
+        "2       3       1       3      0.000      replicate-sum(pp[0,2]) over ranks [1, 5]: "
+        "0.emb"
+    )
+
+
+def test_frozen_parameters_travel_only_to_be_made_equal() -> None:
+    plan = plans(TIED, grid(3, 2))[0]
+    assert contents(plan) == [["0.norm"], ["0.emb"]]
+    packed = [slot.key for pack in plan.packs for slot in pack.slots]
+    assert sorted(packed) == ["0.emb", "0.frozen", "0.norm"]
+
+
+def test_without_handlers_nothing_is_planned() -> None:
+    untied = dataclasses.replace(TIED, ties=())
+    for plan in plans(untied, grid(3, 2), handlers=()).values():
+        assert (plan.buckets, plan.launches, plan.routes, plan.packs, plan.groups) == ((),) * 5
+
+
+def test_stage_ticks_order_the_buckets() -> None:
+    def order(ticks: Sequence[int] | None) -> list[tuple[int, tuple[int, ...]]]:
+        found = {
+            b.index: b
+            for p in plans(TIED, grid(3, 2), stage_ticks=ticks).values()
+            for b in p.buckets
+        }
+        return [(found[index].ready, found[index].holders) for index in sorted(found)]
+
+    assert order(None) == [(0, (2,)), (1, (1,)), (2, (0,)), (2, (0, 2))]
+    assert order((5, 9, 7)) == [(5, (0,)), (7, (0, 2)), (7, (2,)), (9, (1,))]
+
+
+# --- layout
+
+
+def test_two_ties_that_two_stages_register_in_another_order_lie_alike() -> None:
+    """Summed by local order, a and b would get each other's values: 101 twice, not 2 and 200."""
+    model = Manifest(
+        stages=((entry("a", 4), entry("b", 4)), (entry("b", 4), entry("a", 4))),
+        ties=(((0, "a"), (1, "a")), ((0, "b"), (1, "b"))),
+    )
+    first, last = plans(model, grid(2)).values()
+    assert contents(first) == contents(last) == [["0.b", "0.a"]]
+    assert first.buckets == last.buckets
+
+
+def test_slots_are_aligned_to_64_bytes_of_the_wire() -> None:
+    model = Manifest(((entry("a", 3), entry("b", 17), entry("c"), entry("d", 0)),), ())
+    (bucket,) = plans(model, grid(1, 2))[0].buckets
+    assert bucket.slots == (
+        Slot("0.d", 0, (0,), (1,)),
+        Slot("0.c", 0, (), ()),
+        Slot("0.b", 16, (17,), (1,)),
+        Slot("0.a", 48, (3,), (1,)),
+    )
+    assert (bucket.payload_numel, bucket.numel, bucket.nbytes(0)) == (64, 68, 272)
+    (bucket,) = plans(model, grid(1, 2), reduce_dtype=HALF)[0].buckets
+    assert [slot.offset for slot in bucket.slots] == [0, 0, 32, 64]
+    assert (bucket.dtype, bucket.wire_dtype, bucket.nbytes(0)) == (FLOAT, HALF, 2 * 100)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "expected"),
+    [
+        (64 * 6, [["0.e", "0.d", "0.c", "0.b", "0.a"]]),
+        (64 * 5, [["0.e", "0.d", "0.c"], ["0.b", "0.a"]]),
+        (64 * 3 - 1, [["0.e", "0.d"], ["0.c"], ["0.b", "0.a"]]),
+        (64, [["0.e"], ["0.d"], ["0.c"], ["0.b"], ["0.a"]]),
+        (0, [["0.e"], ["0.d"], ["0.c"], ["0.b"], ["0.a"]]),
+    ],
+)
+def test_buckets_are_cut_by_bytes_in_reverse_position(
+    capacity: int, expected: list[list[str]]
+) -> None:
+    """`c` takes three alignment units, the others one; too large for a bucket, it goes alone."""
+    sizes = {"a": 16, "b": 1, "c": 33, "d": 16, "e": 2}
+    model = Manifest((tuple(entry(name, size) for name, size in sizes.items()),), ())
+    if capacity == 64 * 6:
+        capacity += 64
+    assert contents(plans(model, grid(1, 2), bucket_bytes=capacity)[0]) == expected
+
+
+def test_dtypes_never_mix_unless_the_wire_is_one_and_gradients_are_too() -> None:
+    model = Manifest(
+        (
+            (
+                entry("a", 2),
+                entry("b", 2, dtype=HALF),
+                entry("c", 2, dtype=HALF, gradient_dtype=FLOAT),
+                entry("d", 2, dtype=HALF),
+            ),
+        ),
+        (),
+    )
+    assert contents(plans(model, grid(1, 2))[0]) == [["0.d", "0.b"], ["0.c", "0.a"]]
+    found = plans(model, grid(1, 2), reduce_dtype=FLOAT)[0]
+    assert contents(found) == [["0.d", "0.b"], ["0.c", "0.a"]]
+    assert {bucket.wire_dtype for bucket in found.buckets} == {FLOAT}
+
+
+@pytest.mark.parametrize(
+    ("stride", "expected"),
+    [
+        ((48, 1, 12, 3), (48, 1, 12, 3)),  # channels_last
+        ((48, 16, 4, 1), (48, 16, 4, 1)),
+        ((1, 2, 6, 24), (1, 2, 6, 24)),  # all dimensions turned round
+        ((96, 16, 4, 1), (48, 16, 4, 1)),  # with gaps: row-major
+        ((0, 16, 4, 1), (48, 16, 4, 1)),  # expanded
+    ],
+)
+def test_a_slot_has_its_parameters_strides(
+    stride: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    model = Manifest(((entry("w", 2, 3, 4, 4, stride=stride),),), ())
+    assert plans(model, grid(1, 2))[0].buckets[0].slots[0].stride == expected
+
+
+def test_a_smaller_local_shard_lies_together() -> None:
+    """With the largest one's strides, (3, 1), a gap followed each of its rows."""
+    (whole,) = plans(Manifest(((entry("w", 4, 3),),), ()), grid(1, 2))[0].buckets
+    for shape, stride in (((4, 2), (2, 1)), ((2, 3), (3, 1)), ((0, 3), (3, 1)), ((4, 0), (1, 1))):
+        (part,) = localised([whole], {"0.w": whole.route}, {"0.w": shape})
+        assert part == dataclasses.replace(whole, slots=(Slot("0.w", 0, shape, stride),))
+
+
+def test_holders_that_disagree_on_strides_use_row_major() -> None:
+    model = Manifest(
+        ((entry("w", 2, 3, stride=(1, 2)),), (entry("w", 2, 3),)), (((0, "w"), (1, "w")),)
+    )
+    for plan in plans(model, grid(2)).values():
+        assert plan.buckets[0].slots[0].stride == (3, 1)
+
+
+# --- placements
+
+
+def test_after_an_owner_only_owners_launch_the_later_hops() -> None:
+    handlers = [*BOTH[:1], ("owner", Placed(Placement.OWNER))]
+    found = plans(TIED, grid(3, 2), handlers)
+    taken = {rank: [(x.bucket, x.hop) for x in plan.launches] for rank, plan in found.items()}
+    assert taken == {
+        0: [(2, 0), (3, 0), (3, 1)],
+        1: [(2, 0), (3, 0)],
+        2: [(1, 0)],
+        3: [(1, 0)],
+        4: [(0, 0), (3, 0), (3, 1)],
+        5: [(0, 0), (3, 0)],
+    }
+    assert [str(h) for h in found[1].buckets[1].route] == [
+        "owner-sum(dp)", "replicate-sum(pp[0,2])",
+    ]  # fmt: skip
+
+
+def test_shards_are_planned_before_replicas() -> None:
+    found = plans(TIED, grid(3, 2), [*BOTH[:1], ("sharded", Placed(Placement.SHARD))])
+    assert [str(h) for h in found[1].buckets[1].route] == [
+        "shard-sum(dp)", "replicate-sum(pp[0,2])",
+    ]  # fmt: skip
+    assert [(x.bucket, x.hop) for x in found[1].launches] == [(2, 0), (3, 0), (3, 1)]
+
+
+# --- any model, by property
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"bucket_bytes": 0},
+        {"reduce_dtype": HALF},
+        {"handlers": BOTH[:1]},
+        {"handlers": [*BOTH[:1], ("owner", Placed(Placement.OWNER))]},
+        {"stage_ticks": (1, 2, 3)},
+    ]
+    assert len({plans(TIED, grid(3, 2), **each)[0].digest for each in options}) == len(options)

@@ -1,0 +1,497 @@
+"""What holds for every plan with OWNER and SHARD: shares, rows, and the ways there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipegrad import ParameterRecord, Placement, Plan, PlanError, Topology, make_plan, make_plans
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import Share
+from pipegrad_handlers.pipeline_shared import PipelineShared
+from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, members
+from tests.support.gradients.plans import FLOAT, HALF, Handlers, entry, grid
+
+quick = settings(deadline=None, max_examples=60, derandomize=True)
+AXES = ("pp", "dp", "tp")
+Style = Mapping[str, Placement | None]  # dimension -> where the sum along it lives
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a mesh, whose parameters are placed by name."""
+
+    manifest: Manifest
+    topology: Topology
+    styles: Mapping[str, Style]
+    options: Mapping[str, Any]
+
+    @property
+    def handlers(self) -> list[tuple[str, By]]:
+        def table(axis: str) -> dict[str, Placement]:
+            return {name: p for name, style in self.styles.items() if (p := style[axis])}
+
+        return [(f"over-{axis}", By(axis, table(axis))) for axis in AXES]
+
+    @cached_property
+    def plans(self) -> dict[int, Plan]:
+        return make_plans(
+            self.manifest, self.topology, self.handlers, GradientOptions(**self.options)
+        )
+
+    @property
+    def comm_streams(self) -> int:
+        return int(self.options["comm_streams"])
+
+    def holders(self, record: ParameterRecord) -> list[int]:
+        views = map(self.topology.at, self.topology.ranks)
+        return [v.rank for v in views if not set(v.local_stages).isdisjoint(record.holders)]
+
+
+SHAPES = [(), (0,), (1,), (7,), (16,), (67,), (5, 3), (0, 3)]
+DTYPES = [FLOAT, FLOAT, FLOAT, HALF, torch.float64, torch.complex64]
+PLACED = st.sampled_from([OWNER, SHARD, REPLICATE, None])
+
+
+@st.composite
+def parameters(draw: st.DrawFn, name: str) -> ParameterEntry:
+    dtype = draw(st.sampled_from(DTYPES))
+    options: dict[str, Any] = {"dtype": dtype, "trained": draw(st.integers(0, 9)) > 0}
+    if dtype is HALF and draw(st.booleans()):
+        options["gradient_dtype"] = FLOAT
+    if draw(st.integers(0, 4)) == 0:  # channels_last
+        return entry(name, 2, 3, 2, 2, stride=(12, 1, 6, 3), **options)
+    return entry(name, *draw(st.sampled_from(SHAPES)), **options)
+
+
+@st.composite
+def topologies(draw: st.DrawFn, *, permuted: bool) -> Topology:
+    sizes = {
+        "pp": draw(st.integers(1, 4)),
+        "dp": draw(st.integers(1, 3)),
+        "tp": draw(st.integers(1, 2)),
+    }
+    axes = [(axis, sizes[axis]) for axis in draw(st.permutations(AXES))]
+    world = torch.Size(sizes.values()).numel()
+    ranks = sorted(draw(st.sets(st.integers(0, 30), min_size=world, max_size=world)))
+    places = [*range(sizes["pp"]), *draw(st.lists(st.integers(0, sizes["pp"] - 1), max_size=3))]
+    return Topology.build(
+        axes=axes,
+        ranks=draw(st.permutations(ranks)) if permuted else ranks,
+        rank=ranks[0],
+        stage_to_rank=draw(st.permutations(places)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, permuted: bool = False) -> Case:
+    topology = draw(topologies(permuted=permuted))
+    palette = draw(st.lists(st.fixed_dictionaries(dict.fromkeys(AXES, PLACED)), min_size=1))
+    stages: list[list[ParameterEntry]] = []
+    for stage in range(topology.num_stages):
+        names = [f"s{stage}p{i}" for i in range(draw(st.integers(0, 4)))]
+        stages.append([draw(parameters(name)) for name in names])
+    ties = []
+    for number in range(draw(st.integers(0, 3)) if len(stages) > 1 else 0):
+        held = draw(st.sets(st.sampled_from(range(len(stages))), min_size=2, max_size=4))
+        tied = draw(parameters(f"tie{number}"))
+        for stage in held:
+            stages[stage].insert(draw(st.integers(0, len(stages[stage]))), tied)
+        ties.append(tuple((stage, tied.name) for stage in sorted(held)))
+    names = sorted({one.name for held in stages for one in held})
+    ticks = draw(st.none() | st.tuples(*[st.integers(0, 5)] * len(stages)))
+    return Case(
+        Manifest(tuple(map(tuple, stages)), tuple(sorted(ties))),
+        topology,
+        {name: draw(st.sampled_from(palette)) for name in names},
+        {
+            "bucket_bytes": draw(st.sampled_from([0, 64, 256, 2**20])),
+            "reduce_dtype": draw(st.sampled_from([None, None, FLOAT, HALF])),
+            "comm_streams": draw(st.integers(1, 3)),
+            "stage_ticks": ticks,
+            "allow_unsynced": ["*"],
+        },
+    )
+
+
+# --- who steps what
+
+
+def steppers(case: Case, record: ParameterRecord) -> list[set[int]]:
+    """Returns for each element of a parameter the ranks whose optimizer steps it."""
+    found: list[set[int]] = [set() for _ in range(record.numel)]
+    for rank, plan in case.plans.items():
+        for share in (s for s in plan.shares if s.key == record.key):
+            for element in range(share.begin, share.end):
+                assert rank not in found[element], "stepped twice on one rank"
+                found[element].add(rank)
+    return found
+
+
+def who_should(case: Case, record: ParameterRecord, element: set[int]) -> bool:
+    """Whether `element` is stepped by one owner, by one rank of a SHARD, by all of the others."""
+    count = len(case.holders(record))
+    for axis, placement in case.styles[record.name].items():
+        for rank in element:
+            group = members(case.topology.at(rank), axis, record)
+            there = element.intersection(group)
+            if placement is OWNER and there != {min(group)}:
+                return False
+            if placement is SHARD and there != {rank}:
+                return False
+            if placement in (REPLICATE, None) and there != set(group):
+                return False
+        if placement in (OWNER, SHARD):
+            count //= len(group_of(case, axis, record))
+    return len(element) == count
+
+
+def group_of(case: Case, axis: str, record: ParameterRecord) -> tuple[int, ...]:
+    return members(case.topology.at(case.holders(record)[0]), axis, record)
+
+
+@quick
+@given(cases())
+def test_every_element_is_stepped_by_exactly_the_ranks_that_should(case: Case) -> None:
+    for record in case.manifest.parameters:
+        stepped = steppers(case, record)
+        if record.requires_grad:
+            assert [e for e in stepped if not who_should(case, record, e)] == []
+        else:
+            assert stepped == [set()] * record.numel
+    for plan in case.plans.values():
+        held = case.manifest.records(case.topology.at(plan.rank))
+        assert plan.trained_numel == sum(r.numel for r in held if r.requires_grad)
+        assert plan.stepped_numel == sum(s.end - s.begin for s in plan.shares)
+        keys = [r.key for r in held]
+        assert [s.key for s in plan.shares] == sorted({s.key for s in plan.shares}, key=keys.index)
+
+
+@quick
+@given(cases())
+def test_a_share_is_what_the_rank_has_the_sums_of(case: Case) -> None:
+    for rank, plan in case.plans.items():
+        numels = {r.key: r.numel for r in case.manifest.records(case.topology.at(rank))}
+        places = {slot.key: (b, slot.offset) for b in plan.buckets for slot in b.slots}
+        for share in plan.shares:
+            if not share.sharded:
+                assert (share.begin, share.end) == (0, numels[share.key])
+                continue
+            bucket, offset = places[share.key]
+            region = bucket.region(rank, len(bucket.route))
+            assert 0 <= share.begin < share.end <= numels[share.key]
+            assert region.start <= offset + share.begin
+            assert offset + share.end <= region.stop
+
+
+# --- rows
+
+
+@quick
+@given(cases())
+def test_rows_partition_what_was_left_aligned_and_no_smaller_than_the_flags(case: Case) -> None:
+    """A row that was smaller than the flags had them written over the next one's gradients."""
+    for rank, plan in case.plans.items():
+        for bucket in plan.buckets:
+            before = range(bucket.payload_numel)
+            for number, hop in enumerate(bucket.route, 1):
+                mine = bucket.region(rank, number)
+                if hop.placement is not SHARD:
+                    assert mine == before
+                    continue
+                theirs = [
+                    in_plan(case, member, bucket).region(member, number) for member in hop.ranks
+                ]
+                assert list(itertools.chain(*theirs)) == list(before)
+                assert len({len(row) for row in theirs}) == 1
+                assert mine == theirs[hop.ranks.index(rank)]
+                assert mine.start * bucket.wire_dtype.itemsize % 64 == 0
+                assert len(mine) >= len(bucket.slots)
+                before = mine
+
+
+def in_plan(case: Case, rank: int, bucket: Bucket) -> Bucket:
+    return next(b for b in case.plans[rank].buckets if b.index == bucket.index)
+
+
+@quick
+@given(cases())
+def test_bytes_are_those_of_rows_and_flags(case: Case) -> None:
+    for plan in case.plans.values():
+        expected = 0
+        for bucket in plan.buckets:
+            left = bucket.payload_numel
+            for hop in bucket.route:
+                expected += (left + len(bucket.slots)) * bucket.wire_dtype.itemsize
+                if hop.placement is OWNER and plan.rank != min(hop.ranks):
+                    break
+                if hop.placement is SHARD:
+                    left //= len(hop.ranks)
+        assert plan.reduced_bytes == expected
+
+
+def test_bytes_of_one_bucket_by_hand() -> None:
+    """70 elements and a flag; SHARD over 2 leaves 40 (aligned to 16 elements: 48) for REPLICATE."""
+    topology = Topology.build(axes=(("pp", 1), ("dp", 2), ("tp", 2)))
+    handlers = [("a", By("dp", SHARD)), ("b", By("tp", REPLICATE))]
+    model = Manifest(((entry("w", 70),),), ())
+    for plan in make_plans(model, topology, handlers, GradientOptions(bucket_bytes=0)).values():
+        (bucket,) = plan.buckets
+        assert (bucket.payload_numel, bucket.numel) == (96, 97)
+        assert [bucket.nbytes(hop) for hop in (0, 1)] == [4 * 97, 4 * 49]
+        assert plan.reduced_bytes == 4 * 97 + 4 * 49
+        begin = 48 * (plan.rank // 2)
+        assert plan.shares == (Share("0.w", begin, min(begin + 48, 70), sharded=True),)
+
+
+# --- there and back: a simulation of all ranks
+
+Item = tuple[str, int, int]  # launch or publish, bucket, hop
+
+
+class World:
+    """All comm streams of all ranks: items in order, each item all of its members at once.
+
+    A step's launches, its publishes, and the next step's launches. A rendezvous is the strictest
+    that a backend can be. What moves back is a number an element: 1 where it was stepped.
+    """
+
+    def __init__(self, plans: Mapping[int, Plan], comm_streams: int) -> None:
+        self.plans = plans
+        self.buckets = {(r, b.index): b for r, plan in plans.items() for b in plan.buckets}
+        self.waiting = {
+            (rank, comm_stream): items(plan, comm_stream)
+            for rank, plan in plans.items()
+            for comm_stream in range(comm_streams)
+        }
+        self.memory = {
+            place: torch.zeros(bucket.payload_numel, dtype=torch.int8)
+            for place, bucket in self.buckets.items()
+        }
+        self.offsets = {
+            (rank, slot.key): (bucket.index, slot.offset, slot.numel)
+            for (rank, _), bucket in self.buckets.items()
+            for slot in bucket.slots
+        }
+        for rank, plan in plans.items():
+            for share in plan.shares:
+                if (rank, share.key) in self.offsets:
+                    index, offset, _ = self.offsets[rank, share.key]
+                    self.memory[rank, index][offset + share.begin : offset + share.end] = 1
+
+    def run(self, seed: int) -> None:
+        """Takes items in an order that `seed` chooses, until none can be taken."""
+        rng = random.Random(seed)
+        while ready := [place for place, queue in self.waiting.items() if self._can(place, queue)]:
+            rank, comm_stream = rng.choice(ready)
+            kind, index, hop = self.waiting[rank, comm_stream][0]
+            if kind == "publish":
+                self._move_back(rank, index, hop)
+            for member in self._members(rank, index, hop):
+                self.waiting[member, comm_stream].pop(0)
+
+    @property
+    def stuck(self) -> list[tuple[int, int]]:
+        return [place for place, queue in self.waiting.items() if queue]
+
+    @property
+    def stale(self) -> list[tuple[int, str]]:
+        """Returns (rank, key) of what is not what was stepped."""
+        return [
+            (rank, key)
+            for (rank, key), (index, offset, numel) in self.offsets.items()
+            if not bool(self.memory[rank, index][offset : offset + numel].all())
+        ]
+
+    def _members(self, rank: int, index: int, hop: int) -> tuple[int, ...]:
+        return self.buckets[rank, index].route[hop].ranks
+
+    def _can(self, place: tuple[int, int], queue: list[Item]) -> bool:
+        if not queue:
+            return False
+        rank, comm_stream = place
+        others = [self.waiting[m, comm_stream] for m in self._members(rank, *queue[0][1:])]
+        return all(other and other[0] == queue[0] for other in others)
+
+    def _move_back(self, rank: int, index: int, number: int) -> None:
+        hop = self.buckets[rank, index].route[number]
+        regions = {m: self.buckets[m, index].region(m, number) for m in hop.ranks}
+        assert len(set(regions.values())) == 1
+        here = slice(regions[rank].start, regions[rank].stop)
+        parts = [self.memory[m, index][here] for m in hop.ranks]
+        if hop.placement is SHARD:
+            rows = [p.view(len(parts), -1)[i] for i, p in enumerate(parts)]
+            result = torch.cat(rows)
+        else:
+            result = parts[0].clone()
+        for part in parts:
+            part.copy_(result)
+
+
+def items(plan: Plan, comm_stream: int) -> list[Item]:
+    there: list[Item] = [
+        ("launch", x.bucket, x.hop) for x in plan.launches if x.comm_stream == comm_stream
+    ]
+    back: list[Item] = [
+        ("publish", x.bucket, x.hop) for x in plan.publishes if x.comm_stream == comm_stream
+    ]
+    return there + back + there
+
+
+@quick
+@given(cases(), st.integers(0, 99))
+def test_nothing_waits_for_each_other_and_all_have_what_was_stepped(case: Case, seed: int) -> None:
+    world = World(case.plans, case.comm_streams)
+    world.run(seed)
+    assert (world.stuck, world.stale) == ([], [])
+
+
+@quick
+@given(cases())
+def test_publishes_go_backwards_along_a_route_once_each(case: Case) -> None:
+    for rank, plan in case.plans.items():
+        for bucket in plan.buckets:
+            back = [x.hop for x in plan.publishes if x.bucket == bucket.index]
+            taken = {x.hop for x in plan.launches if x.bucket == bucket.index}
+            mirrored = [h for h in taken if bucket.route[h].placement is not REPLICATE]
+            assert back == sorted(mirrored, reverse=True)
+        assert all(x.comm_stream == x.bucket % case.comm_streams for x in plan.publishes)
+        assert_waited_for(case, rank, plan)
+
+
+def assert_waited_for(case: Case, rank: int, plan: Plan) -> None:
+    """Each stage of a rank waits for all that brings parameters to it there."""
+    local = case.topology.at(rank).local_stages
+    buckets = {b.index: b for b in plan.buckets}
+    for publish in plan.publishes:
+        bucket = buckets[publish.bucket]
+        hop = bucket.route[publish.hop]
+        comes = hop.placement is SHARD or rank != min(hop.ranks)
+        assert set(publish.readers) == (set(local).intersection(bucket.holders) if comes else set())
+
+
+@quick
+@given(cases(), st.permutations(range(3)))
+def test_any_rank_plans_the_same_whatever_the_order_of_handlers(
+    case: Case, order: list[int]
+) -> None:
+    handlers = [case.handlers[i] for i in order]
+    assert len({plan.digest for plan in case.plans.values()}) == 1
+    ranks = case.topology.ranks
+    for rank in {ranks[0], ranks[-1]}:
+        view = case.topology.at(rank)
+        assert (
+            make_plan(case.manifest, view, handlers, GradientOptions(**case.options))
+            == case.plans[rank]
+        )
+
+
+@quick
+@given(cases(permuted=True), st.integers(0, 99))
+def test_a_mesh_in_any_order_is_right_or_refused(case: Case, seed: int) -> None:
+    """On permuted ranks members of a REPLICATE had other rows, and a tie other owners: a hang."""
+    try:
+        found = case.plans
+    except PlanError as error:
+        assert "number the ranks so that they ascend" in str(error)  # noqa: PT017
+        return
+    world = World(found, case.comm_streams)
+    world.run(seed)
+    assert (world.stuck, world.stale) == ([], [])
+
+
+# --- stories
+
+TIE = Manifest(((entry("w", 40),), (entry("w", 40),)), (((0, "w"), (1, "w")),))
+
+
+@pytest.mark.parametrize(
+    "handlers",
+    [
+        [("data", By("dp", OWNER)), ("tie", PipelineShared())],
+        [("data", By("dp", SHARD)), ("tie", PipelineShared(placement="owner"))],
+    ],
+)
+def test_a_permuted_mesh_whose_parts_do_not_fit_is_refused(handlers: Handlers) -> None:
+    """Ranks 3 and 1 are last and first of their rows: they would sum other parts of `w`."""
+    permuted = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 2, 1))
+    with pytest.raises(PlanError, match=r"'0\.w': before .* ascend along every dimension"):
+        make_plans(TIE, permuted, handlers, GradientOptions(bucket_bytes=0))
+    straight = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 5, 9))
+    assert len(make_plans(TIE, straight, handlers, GradientOptions(bucket_bytes=0))) == 4
+
+
+@pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
+def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int]) -> None:
+    """By first use alone an owner that holds the later stage passed on stale rows of the other."""
+    handlers = [("tie", By("pp", OWNER)), ("data", By("dp", SHARD))]
+    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
+    own, other = stages  # on ranks 0 and 1, and on those behind
+    back = {rank: [(x.hop, x.readers) for x in plan.publishes] for rank, plan in found.items()}
+    owners, others = [(1, (own,)), (0, ())], [(0, (other,))]
+    assert back == {0: owners, 1: owners, 2: others, 3: others}
+    world = World(found, 1)
+    world.run(0)
+    assert (world.stuck, world.stale) == ([], [])
+
+
+@pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
+def test_owners_pass_on_what_they_are_given(stages: tuple[int, int]) -> None:
+    handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
+    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
+    back = {rank: [x.hop for x in plan.publishes] for rank, plan in found.items()}
+    assert back == {0: [1, 0], 1: [0], 2: [1, 0], 3: [0]}
+    world = World(found, 1)
+    world.run(0)
+    assert (world.stuck, world.stale) == ([], [])
+
+
+def turned(found: Mapping[int, Plan], rank: int) -> dict[int, Plan]:
+    """Makes one rank publish in the opposite order."""
+    other = dataclasses.replace(found[rank], publishes=found[rank].publishes[::-1])
+    return {**found, rank: other}
+
+
+def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_other() -> None:
+    handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
+    world = World(
+        turned(
+            make_plans(TIE, grid(2, 2), handlers, GradientOptions(bucket_bytes=0, comm_streams=1)),
+            2,
+        ),
+        1,
+    )
+    world.run(0)
+    assert (world.stuck, world.stale) == ([], [(3, "0.w")])
+    two = Manifest(((entry("a", 4), entry("b", 4)),), ())
+    rows = [("data", By("dp", SHARD))]
+    world = World(
+        turned(
+            make_plans(two, grid(1, 2), rows, GradientOptions(bucket_bytes=0, comm_streams=1)), 1
+        ),
+        1,
+    )
+    world.run(0)
+    assert world.stuck == [(0, 0), (1, 0)]
+
+
+def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:
+    """One parameter of 3 elements beside 40 empty ones: 41 flags did not fit into 16 elements."""
+    model = Manifest(((entry("w", 3), *(entry(f"e{i}", 0) for i in range(40))),), ())
+    for plan in make_plans(
+        model, grid(1, 2), [("s", By("dp", SHARD))], GradientOptions(bucket_bytes=64)
+    ).values():
+        (bucket,) = plan.buckets
+        assert (len(bucket.slots), bucket.payload_numel) == (41, 2 * 48)
+        assert len(bucket.region(plan.rank, 1)) == 48

@@ -1,0 +1,316 @@
+"""Every gradient's reductions in order, and each way in which handlers contradict each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from pipegrad import GradientHandler, ParameterRecord, Placement, PlanError, Reduction, Topology
+from pipegrad.model.dtensor import Layout, Shard
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.build_routes import make_routes
+from pipegrad.plan.routes import RouteHop, Routes, hops_taken, shared_routes
+from pipegrad_handlers.data_parallel import DataParallel
+from pipegrad_handlers.pipeline_shared import PipelineShared
+from tests.support.plan.manifests import Reductions, Say, entry, manifest, say
+
+OWNER, SHARD, REPLICATE = Placement.OWNER, Placement.SHARD, Placement.REPLICATE
+GRID = Topology.build(axes=(("pp", 4), ("dp", 2)))  # ranks 2p and 2p + 1 hold stage p
+SHARED, DATA = ("pipeline-shared", PipelineShared()), ("data-parallel", DataParallel())
+
+
+TIED = manifest(["emb", "a"], ["b"], ["c"], ["head"])
+
+
+def routes(
+    *handlers: tuple[str, GradientHandler],
+    model: Manifest = TIED,
+    topology: Topology = GRID,
+    allow_unsynced: Sequence[str] = (),
+) -> Routes:
+    return make_routes(model, topology, handlers, allow_unsynced)[0]
+
+
+def hop(
+    axes: str,
+    ranks: tuple[int, ...],
+    op: str,
+    handler: str,
+    placement: Placement = REPLICATE,
+) -> RouteHop:
+    return RouteHop(axes, ranks, op, placement, handler)  # type: ignore[arg-type]
+
+
+# --- what comes out
+
+
+def test_routes_of_all_ranks() -> None:
+    found = routes(SHARED, DATA)
+    mean = {p: hop("dp", (2 * p, 2 * p + 1), "mean", "data-parallel") for p in range(4)}
+    tie = {d: hop("pp[0,3]", (d, 6 + d), "sum", "pipeline-shared") for d in range(2)}
+    assert found == {
+        0: {"0.emb": (mean[0], tie[0]), "0.a": (mean[0],)},
+        1: {"0.emb": (mean[0], tie[1]), "0.a": (mean[0],)},
+        2: {"1.b": (mean[1],)},
+        3: {"1.b": (mean[1],)},
+        4: {"2.c": (mean[2],)},
+        5: {"2.c": (mean[2],)},
+        6: {"0.emb": (mean[3], tie[0])},
+        7: {"0.emb": (mean[3], tie[1])},
+    }
+    assert list(found) == list(range(8))
+    assert list(map(str, found[0]["0.emb"])) == ["replicate-mean(dp)", "replicate-sum(pp[0,3])"]
+    lowest = shared_routes(found)
+    assert {key: lowest[key] for key in ("0.emb", "2.c")} == {
+        "0.emb": (mean[0], tie[0]),
+        "2.c": (mean[2],),
+    }
+
+
+def test_the_order_of_the_configuration_changes_nothing() -> None:
+    assert routes(SHARED, DATA) == routes(DATA, SHARED)
+
+
+def over(axis: str, placement: Placement = REPLICATE) -> Reductions:
+    def reductions(parameters: Sequence[ParameterRecord], topology: Topology) -> list[Reduction]:
+        ranks = topology.ranks_along(axis)
+        return [Reduction(p, ranks, "sum", placement) for p in parameters]
+
+    return reductions
+
+
+def test_routes_are_ordered_by_placement_and_across_stages_last() -> None:
+    cube = Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 2), ("cp", 2)))
+    model = manifest(["emb"], ["head"])
+    handlers = [
+        ("a", Say(over("tp"))),
+        ("b", Say(over("cp", OWNER))),
+        ("c", Say(over("dp", SHARD))),
+        ("shared", PipelineShared()),
+    ]
+    for order in (handlers, handlers[::-1]):
+        found, _ = make_routes(model, cube, order, ())
+        assert [str(h) for h in found[5]["0.emb"]] == [
+            "owner-sum(cp)", "shard-sum(dp)", "replicate-sum(tp)", "replicate-sum(pp)",
+        ]  # fmt: skip
+    late = [("shared", Say(over("pp", OWNER))), ("own", Say(over("dp", OWNER)))]
+    found, _ = make_routes(model, cube, late, ())
+    assert [h.axes for h in found[0]["0.emb"]] == ["dp", "pp"]
+
+
+def test_an_axis_whose_name_is_part_of_another_is_another_axis() -> None:
+    """The dimension "p" is not in the reduction over "replicas", though the letter is."""
+    axes = (("p", 2), ("replicas", 2))
+    mesh = Topology.build(axes=axes, pipeline="p", data="replicas")
+    found, _ = make_routes(manifest(["emb"], ["head"]), mesh, [SHARED, DATA], ())
+    assert [str(h) for h in found[0]["0.emb"]] == ["replicate-mean(replicas)", "replicate-sum(p)"]
+    mesh = Topology.build(axes=(("pp", 2), ("p", 2)), data="p")
+    wrapped = manifest(["emb"], ["head"], wrappers=((0, "DistributedDataParallel"),))
+    assert list(make_routes(wrapped, mesh, [SHARED], ())[0][0]) == ["0.emb"]
+    assert hop("pp[0,3]+dp", (0, 1, 6, 7), "sum", "x").spans("pp")
+    assert not hop("ranks[0, 3]", (0, 3), "sum", "x").spans("dp")
+
+
+def test_reductions_over_one_rank_are_dropped() -> None:
+    line = Topology.build(axes=(("pp", 4), ("dp", 1)))
+    found = routes(SHARED, DATA, topology=line)
+    assert {rank: list(mine) for rank, mine in found.items()} == {
+        0: ["0.emb"],
+        1: [],
+        2: [],
+        3: ["0.emb"],
+    }
+    v = GRID.with_stages((0, 1, 2, 3, 3, 2, 1, 0))
+    model = manifest(["emb"], [], [], [], [], [], [], ["head"])
+    local = routes(SHARED, DATA, model=model, topology=v)
+    assert [str(h) for h in local[0]["0.emb"]] == ["replicate-mean(dp)"]
+
+
+def test_after_an_owner_the_later_hops_are_the_owners_alone() -> None:
+    mean = hop("dp", (0, 1), "sum", "x", OWNER)
+    tie = hop("pp", (0, 2), "sum", "y")
+    assert [hops_taken((mean, tie), rank) for rank in (0, 1)] == [2, 1]
+    assert [hops_taken((tie, mean), rank) for rank in (0, 1)] == [2, 2]
+    shard = hop("dp", (0, 1), "sum", "x", SHARD)
+    assert [hops_taken((shard, tie), rank) for rank in (0, 1)] == [2, 2]
+    assert hops_taken((), 0) == 0
+
+
+# --- a handler's mistakes
+
+
+def asymmetric(parameters: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
+    return [Reduction(p, t.ranks_along("dp")) for p in parameters if t.rank != 3]
+
+
+def other_op(parameters: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
+    op = "mean" if t.rank == 1 else "sum"
+    return [Reduction(p, t.ranks_along("dp"), op) for p in parameters]  # type: ignore[arg-type]
+
+
+def other_copies(parameters: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
+    pair = t.ranks_of((0, 3))
+    return [Reduction(p, pair) for p in parameters if p.shared and t.coordinate("dp") == 1]
+
+
+def someone_elses(parameters: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
+    del parameters
+    return [Reduction(TIED.records(t.at(0))[1], t.ranks_along("dp"))]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "fragments"),
+    [
+        (
+            lambda ps, t: [Reduction(p, (0, 1)) for p in ps],
+            ["'1.b' over ranks [0, 1]", "expected each rank once, and rank 2 among them"],
+        ),
+        (
+            lambda ps, t: [Reduction(p, (t.rank, t.rank)) for p in ps],
+            ["'0.emb' over ranks [0, 0]", "expected each rank once"],
+        ),
+        (
+            lambda ps, t: [Reduction(p, (t.rank, 9)) for p in ps],
+            ["'0.emb' over ranks [0, 9]", "only ranks [0, 1, 2, 3, 4, 5, 6, 7]"],
+        ),
+        (
+            lambda ps, t: [Reduction(p, t.ranks_along("dp"), "max") for p in ps],  # type: ignore[arg-type]
+            ["'0.emb' over ranks [0, 1] by 'max': expected 'sum' or 'mean'"],
+        ),
+        (someone_elses, ["'0.a' over ranks [2, 3] on rank 2, which does not hold it"]),
+        (
+            lambda ps, t: [Reduction(p, t.ranks_along("dp")) for p in (*ps, *ps)],
+            ["'0.emb' is reduced twice over ranks [0, 1]", "['mine', 'mine']: drop one"],
+        ),
+        (
+            asymmetric,
+            ["rank 2 reduces '1.b'", "over ranks [2, 3], but rank 3 has no reduction of it"],
+        ),
+        (
+            other_op,
+            ["reduces '0.emb'", "replicate-sum(dp)", "replicate-mean(dp)", "[0, 1]", "rank 1"],
+        ),
+        (
+            lambda ps, t: [Reduction(p, (t.rank, (t.rank + 2) % 8)) for p in ps],
+            ["rank 0 reduces '0.emb'", "over ranks [0, 2], but rank 2 has no reduction of it"],
+        ),
+        (other_copies, ["'0.emb'", "['replicate-sum(pp[0,3])'] on", "[] on rank 0"]),
+    ],
+    ids=[
+        "without self", "twice in the list", "unknown rank", "unknown op", "not held",
+        "reduced twice", "asymmetric", "other op", "not the members' wish", "copies differ",
+    ],
+)  # fmt: skip
+def test_a_handlers_mistake_names_handler_key_and_ranks(
+    mistake: Reductions, fragments: list[str]
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        routes(say(mistake), allow_unsynced=["*"])
+    assert [f for f in ("'mine'", *fragments) if f not in str(caught.value)] == []
+
+
+def test_two_handlers_that_reduce_alike_are_both_named() -> None:
+    with pytest.raises(PlanError) as caught:
+        routes(DATA, ("again", DataParallel()))
+    assert str(caught.value) == (
+        "'0.emb' is reduced twice over ranks [0, 1], by handlers ['data-parallel', 'again']: "
+        "drop one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "way_out"),
+    [
+        ("dp", "drop the handler, ['pipeline-shared'] is enough"),
+        ("tp", "leave it out of the parameters that the handler is given"),
+    ],
+)
+def test_a_dtensor_is_not_reduced_over_its_own_ranks_again(axis: str, way_out: str) -> None:
+    """FSDP2's ranks need no handler there; of a tensor-parallel one other parameters may be."""
+    mesh = Topology.build(axes=(("pp", 1), ("dp", 2), ("tp", 2)))
+    layout = Layout((4,), ((axis, 2),), ("Shard(dim=0)",), (False,))
+    cut = dataclasses.replace(entry("cut"), layout=layout)
+    shards = [
+        (r, (((0, "cut"), Shard((2,), (v.coordinate(axis),), v.ranks_along(axis))),))
+        for r, v in ((r, mesh.at(r)) for r in mesh.ranks)
+    ]
+    model = Manifest(((cut,),), (), shards=tuple(shards))
+    with pytest.raises(PlanError) as caught:
+        make_routes(model, mesh, [say(over(axis))], ())
+    assert str(caught.value).endswith(f"it would be reduced twice; {way_out}")
+    other = {"dp": "tp", "tp": "dp"}[axis]
+    assert make_routes(model, mesh, [say(over(other))], ())
+
+
+# --- ties that nobody reduces
+
+
+def test_a_tie_without_a_handler_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        routes(DATA)
+    assert str(caught.value) == (
+        "'emb' on stage 0 and 'head' on stage 3 are one parameter, but no handler reduces its "
+        "gradient over ranks [0, 6]: add 'pipeline-shared' to the handlers, or name it in "
+        "allow_unsynced to let the copies drift apart"
+    )
+
+
+@pytest.mark.parametrize("pattern", ["0.emb", "emb", "head", "he?d", "*"])
+def test_a_tie_may_be_left_alone_by_key_or_by_any_of_its_names(pattern: str) -> None:
+    found = routes(DATA, allow_unsynced=["nothing", pattern])
+    assert [str(h) for h in found[0]["0.emb"]] == ["replicate-mean(dp)"]
+
+
+def test_a_pattern_that_names_something_else_is_no_permission() -> None:
+    with pytest.raises(PlanError, match="are one parameter"):
+        routes(DATA, allow_unsynced=["a", "3.head", "EMB"])
+
+
+def test_a_handler_that_forgets_one_of_three_holders_does_not_cover_the_tie() -> None:
+    model = manifest(["emb"], [], ["third"], ["head"])
+    partial = say(lambda ps, t: [Reduction(p, t.ranks_of((0, 3))) for p in ps if p.stage != 2])
+    with pytest.raises(PlanError, match=r"'0\.emb' .*\[\] on rank 4.*'mine'"):
+        routes(partial, model=model)
+    apart = say(lambda ps, t: [Reduction(p, t.ranks_along("dp")) for p in ps if p.shared])
+    with pytest.raises(PlanError, match=r"'third' on stage 2.*no handler reduces.*\[0, 4, 6\]"):
+        routes(apart, model=model)
+    whole = routes(SHARED, model=model)
+    assert [h.ranks for h in whole[5]["0.emb"]] == [(1, 5, 7)]
+
+
+def test_a_frozen_tie_must_be_covered_too() -> None:
+    """It is not reduced, but its copies are kept equal along the same route."""
+    frozen = ParameterEntry("emb", (), (2,), (1,), torch.float32, torch.float32, False)
+    model = Manifest(((frozen,), (frozen,)), (((0, "emb"), (1, "emb")),))
+    line = Topology.build(axes=(("pp", 2), ("dp", 1)))
+    assert list(make_routes(model, line, [SHARED], ())[0][1]) == ["0.emb"]
+
+
+# --- stages that reduce by themselves
+
+
+def test_a_ddp_stage_is_not_reduced_again() -> None:
+    wrapped = manifest(
+        ["emb", "a"], ["b"], ["c"], ["head"], wrappers=((1, "DistributedDataParallel"),)
+    )
+    with pytest.raises(
+        PlanError, match=r"stage 1 .*DistributedDataParallel.*'data-parallel'.*twice"
+    ):
+        routes(SHARED, DATA, model=wrapped)
+    assert "1.b" not in routes(SHARED, model=wrapped)[2]
+
+
+def test_a_tie_into_a_ddp_stage_is_reduced_across_stages_alone() -> None:
+    wrapped = manifest(["emb"], ["b"], ["c"], ["head"], wrappers=((3, "DistributedDataParallel"),))
+    with pytest.raises(PlanError, match=r"reduces '0\.emb' over dp too"):
+        routes(SHARED, DATA, model=wrapped)
+
+
+def test_a_stage_of_fsdp1_is_refused() -> None:
+    wrapped = ((2, "FullyShardedDataParallel"),)
+    model = manifest(["emb"], ["b"], ["c"], ["head"], wrappers=wrapped)
+    with pytest.raises(PlanError, match=r"stage 2 .*FullyShardedDataParallel.*fully_shard"):
+        routes(SHARED, model=model)

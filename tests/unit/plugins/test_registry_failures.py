@@ -1,0 +1,181 @@
+"""Every way to fail at a plug-in: each names it, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from pipegrad.errors import (
+    PluginContractError,
+    PluginLoadError,
+    PluginNotFoundError,
+    PluginOptionError,
+)
+from tests.support.plugins import (
+    ACME,
+    BROKEN,
+    GROUP,
+    HERE,
+    Greedy,
+    Handlers,
+    Install,
+    Local,
+    Plain,
+    Unfinished,
+    acme,
+)
+
+
+def test_an_unknown_name_lists_the_known_ones_closest_first(
+    install: Install, registry: Handlers
+) -> None:
+    acme(install, expert="acme:Sum", noop="acme:Sum", **{"data-parallel": "acme:Sum"})
+    registry.register("sharded", Plain)
+
+    with pytest.raises(PluginNotFoundError) as caught:
+        registry.resolve("shraded")
+    assert str(caught.value) == (
+        f"no plug-in of group '{GROUP}' is called 'shraded'; known, closest first: "
+        "sharded, data-parallel, expert, noop. Install the distribution that brings it, "
+        "register it in this process, or give its class as 'module:attr'."
+    )
+
+
+def test_an_unknown_name_in_an_empty_group(registry: Handlers) -> None:
+    with pytest.raises(PluginNotFoundError, match="known, closest first: none"):
+        registry.resolve("anything")
+
+
+def test_an_unknown_distribution_is_not_imported_as_a_module(
+    install: Install, registry: Handlers
+) -> None:
+    acme(install)
+    with pytest.raises(PluginNotFoundError, match="closest first: acme-handlers::acme-sum"):
+        registry.resolve("acme-handler::acme-sum")
+
+
+def test_a_broken_plugin_fails_only_when_selected_and_names_itself(
+    install: Install, registry: Handlers
+) -> None:
+    acme(install)
+    install("rusty", version="0.9", entry_points={"rust": "rusty:H"}, modules={"rusty": BROKEN})
+
+    assert registry.resolve("acme-sum").distribution == "acme-handlers"
+    with pytest.raises(PluginLoadError, match=r"'rust' \(rusty:H, rusty 0\.9\)") as caught:
+        registry.resolve("rust")
+    assert repr(caught.value.__cause__) == "RuntimeError('the driver is too old')"
+    assert registry.resolve("acme-sum").distribution == "acme-handlers"
+
+
+def test_a_failure_is_not_remembered(install: Install, registry: Handlers) -> None:
+    site = install("rusty", entry_points={"rust": "rusty:Sum"}, modules={"rusty": BROKEN})
+    with pytest.raises(PluginLoadError):
+        registry.resolve("rust")
+
+    site.joinpath("rusty.py").write_text(ACME)
+    assert type(registry.resolve("rust").plugin).__name__ == "Sum"
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        ("acme:Absent", AttributeError),
+        ("absent_module:Sum", ModuleNotFoundError),
+        ("syntax_error:Sum", SyntaxError),
+        ("not a value", Exception),
+    ],
+)
+def test_every_way_not_to_load(
+    install: Install,
+    registry: Handlers,
+    value: str,
+    cause: type[Exception],
+) -> None:
+    install(
+        "acme-handlers",
+        entry_points={"bad": value},
+        modules={"acme": ACME, "syntax_error": "def"},
+    )
+    with pytest.raises(PluginLoadError, match=f"'bad' .{value}, acme-handlers 1.0") as caught:
+        registry.resolve("bad")
+    assert isinstance(caught.value.__cause__, cause)
+
+
+@pytest.mark.parametrize("value", ["acme:Outer", "acme:__name__", "acme"])
+def test_what_is_loaded_must_be_a_handler(install: Install, registry: Handlers, value: str) -> None:
+    acme(install, wrong=value)
+    expected = (
+        rf"'wrong' \({value}, acme-handlers 2\.5\).*pipegrad\.plugins\.handler:GradientHandler"
+    )
+    with pytest.raises(PluginContractError, match=expected):
+        registry.resolve("wrong")
+
+
+@pytest.mark.parametrize("spec", [3, int, len, {"name": Plain()}, None])
+def test_what_is_given_must_be_a_handler(registry: Handlers, spec: object) -> None:
+    with pytest.raises(PluginContractError, match="expected a concrete subclass of"):
+        registry.resolve(spec)  # type: ignore[arg-type]
+
+
+def test_a_handler_must_be_finished(registry: Handlers) -> None:
+    with pytest.raises(PluginContractError, match=r"Unfinished.* lacks reductions\(\)"):
+        registry.resolve(Unfinished)
+    with pytest.raises(PluginContractError, match=r"'mine' .* lacks reductions\(\)"):
+        registry.register("mine", Unfinished)  # type: ignore[type-abstract]
+    assert registry.list() == ()
+
+
+def test_only_handlers_are_registered(registry: Handlers) -> None:
+    with pytest.raises(PluginContractError, match="expected a concrete subclass of"):
+        registry.register("mine", int)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"axis": "dp", "scal": 2.0}, "has no option 'scal'; allowed, closest first: scale, axis"),
+        ({}, "needs the option 'axis'; allowed, closest first: axis, scale"),
+        (
+            {"axs": "dp"},
+            "has no option 'axs', needs the option 'axis'; allowed, closest first: axis, scale",
+        ),
+    ],
+)
+def test_options_must_be_those_of_the_constructor(
+    registry: Handlers, options: Mapping[str, object], complaint: str
+) -> None:
+    registry.register("local", Local)
+    with pytest.raises(PluginOptionError) as caught:
+        registry.resolve({"name": "local", **options})
+    assert str(caught.value) == (f"plug-in 'local' ({HERE}:Local, of no distribution) {complaint}")
+
+
+def test_a_handler_without_a_constructor_has_no_options(
+    registry: Handlers,
+) -> None:
+    with pytest.raises(PluginOptionError, match=r"has no option 'axis'; .* none"):
+        registry.resolve({"name": Plain, "axis": "dp"})
+
+
+def test_a_handler_may_take_any_option(registry: Handlers) -> None:
+    resolved = registry.resolve({"name": Greedy, "anything": 1})
+    assert resolved.options == (("anything", "1"),)
+
+
+def test_a_refusal_by_the_constructor_names_the_plugin(
+    install: Install, registry: Handlers
+) -> None:
+    refusing = ACME + "\nclass Picky(Sum):\n    def __init__(self, *, scale):\n        1 / scale\n"
+    install("picky", version="3.1", entry_points={"p": "picky:Picky"}, modules={"picky": refusing})
+
+    with pytest.raises(
+        PluginOptionError, match=r"'p' \(picky:Picky, picky 3\.1\).*'scale': 0"
+    ) as e:
+        registry.resolve({"name": "p", "scale": 0})
+    assert isinstance(e.value.__cause__, ZeroDivisionError)
+
+
+def test_a_table_must_have_a_name(registry: Handlers) -> None:
+    with pytest.raises(PluginOptionError, match=r"\{'axis': 'dp'\} lacks 'name'"):
+        registry.resolve({"axis": "dp"})

@@ -1,0 +1,355 @@
+"""lower says all that each rank does, and nothing earlier or more often than it must."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+
+from pipegrad import ScheduleError, schedules
+from pipegrad.schedules import Action, Schedule
+from pipegrad.schedules.program.lower import chain, lower
+from pipegrad.schedules.program.program import Channel, Collective, Item, Link, Op, Program
+from pipegrad.schedules.program.verify import verify
+from tests.support.schedules.programs import places_of, programs, rows
+
+quick = settings(deadline=None, max_examples=60, derandomize=True)
+TRANSFERS = (Op.POST_RECEIVE, Op.WAIT_RECEIVE, Op.SEND, Op.RELEASE)
+FULL = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", "interleaved-1f1b")  # backwards are whole
+NAMES = (*FULL, "zb-h1", "zbv")
+
+
+def build(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Returns a schedule; of hop-aware-1f1b one where hops differ."""
+    numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    if name == "hop-aware-1f1b":
+        hops = [0.0, 0.5, 2.0, 0.1] * 2
+        return schedules.build(
+            name, **numbers, hop_seconds=hops[: num_ranks - 1], compute_seconds=1
+        )
+    return schedules.build(name, **numbers)
+
+
+def computes(program: Program, rank: int) -> list[tuple[int, Action]]:
+    """Returns the actions of a rank, and where they are."""
+    return [(at, program.action(item)) for at, item in places_of(program, rank, Op.COMPUTE)]
+
+
+def ranks_of(program: Program) -> range:
+    return range(len(program.items))
+
+
+# Every schedule.
+
+
+def numbers() -> Iterator[tuple[str, int, int]]:
+    """Yields each schedule with each size for which it is defined."""
+    for name, num_ranks in product(NAMES, (1, 2, 4)):
+        for num_microbatches in sorted({1, 2, num_ranks, 2 * num_ranks, 4 * num_ranks + 1}):
+            if name != "interleaved-1f1b" or num_microbatches % num_ranks == 0:
+                yield name, num_ranks, num_microbatches
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches"), list(numbers()))
+def test_every_schedule_is_proven_at_any_depth(
+    name: str, num_ranks: int, num_microbatches: int
+) -> None:
+    schedule = build(name, num_ranks, num_microbatches)
+    for depth in range(5):
+        program = lower(schedule, depth=depth)
+        verify(program)
+        for rank in ranks_of(program):
+            assert tuple(action for _, action in computes(program, rank)) == schedule.actions[rank]
+            # A neighbour before and one behind of each stage of the rank, if on another rank.
+            pairs = pairwise(schedule.stage_to_rank)
+            num_sends = num_microbatches * sum(rank in p for p in pairs if p[0] != p[1])
+            assert len(places_of(program, rank, Op.SEND)) == num_sends
+            assert len(places_of(program, rank, Op.WAIT_RECEIVE)) == num_sends
+
+
+@quick
+@given(program=programs())
+def test_a_value_goes_to_each_rank_once_and_its_gradient_comes_back_once(program: Program) -> None:
+    places, microbatches = program.schedule.stage_to_rank, program.schedule.num_microbatches
+    channels = list[Channel]()
+    for number, link in enumerate(program.links):
+        source = places[link.producer]
+        for target in {places[consumer] for consumer in link.consumers} - {source}:
+            channels.append(Channel(number, "F", source, target))
+            if link.differentiable:
+                channels.append(Channel(number, "B", target, source))
+    assert sorted(program.channels) == sorted(channels)
+    for op in TRANSFERS:
+        at_source = op in (Op.SEND, Op.RELEASE)
+        expected = Counter(
+            (channel.source if at_source else channel.target, channel, microbatch)
+            for channel in channels
+            for microbatch in range(microbatches)
+        )
+        found = Counter(
+            (rank, program.channels[item.which], item.microbatch)
+            for rank in ranks_of(program)
+            for _, item in places_of(program, rank, op)
+        )
+        assert found == expected
+
+
+@quick
+@given(program=programs())
+def test_the_same_comes_of_the_same(program: Program) -> None:
+    depth = 2
+    again = [
+        lower(program.schedule, links=program.links, depth=depth, collectives=program.collectives)
+        for _ in range(2)
+    ]
+    assert again[0] == again[1]
+    assert again[0].items == again[1].items
+    assert again[0].channels == again[1].channels
+
+
+def test_two_stages_of_a_rank_share_a_transfer() -> None:
+    """The value is received by the earlier forward; its gradient leaves after both backwards."""
+    schedule = rows("0F0 0B0", "1F0 2F0 2B0 1B0", stages=(0, 1, 1))
+    program = lower(schedule, links=[Link("h", 0, (1, 2)), Link("x", 1, (2,))], depth=0)
+    assert (
+        program.listing(1)
+        == """\
+rank 1
+  post-receive   h of 0F0 from rank 0
+  wait-receive   h of 0F0 from rank 0
+  compute        1F0
+  compute        2F0
+  last-backward  stage 2
+  compute        2B0
+  final          stage 2
+  last-backward  stage 1
+  compute        1B0
+  send           gradient of h of 0F0 to rank 0
+  final          stage 1
+  release        gradient of h of 0F0 to rank 0"""
+    )
+    assert len(program.channels) == 2
+    assert verify(program).receive_buffers == (1, 1)
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
+def test_stages_of_one_rank_transfer_nothing(stages_per_rank: int) -> None:
+    options = {"num_ranks": 1, "num_microbatches": 3, "stages_per_rank": stages_per_rank}
+    program = lower(schedules.build("interleaved-1f1b", **options))
+    assert program.links == chain(stages_per_rank)
+    assert program.channels == ()
+    assert {item.op for item in program.decoded(0)} == {Op.COMPUTE, Op.LAST_BACKWARD, Op.FINAL}
+
+
+# Receives.
+
+
+@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 16, 64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_1f1b_holds_as_many_buffers_as_are_in_flight(
+    num_ranks: int, num_microbatches: int, depth: int
+) -> None:
+    """Never more than P + 2 depth, whatever M; torch 2.13 holds M for each edge.
+
+    Most are held when rank r begins its first backward: the inputs of its P-r forwards and the
+    gradient, and of each of the two edges `depth` ahead of these, as far as there are so many.
+    From then on a forward takes one up for each that a backward gives back. Rank 0 receives no
+    inputs, the last rank no gradients; so the most is on rank 1: P-1 + depth + 1 + depth.
+    """
+
+    def at_most(in_use: int) -> int:
+        return min(num_microbatches, in_use + depth)
+
+    held = verify(lower(build("1f1b", num_ranks, num_microbatches), depth=depth)).receive_buffers
+    assert held == tuple(
+        (at_most(num_ranks - rank) if rank > 0 else 0) + (at_most(1) if rank + 1 < num_ranks else 0)
+        for rank in range(num_ranks)
+    )
+    assert max(held) <= num_ranks + 2 * depth
+
+
+@quick
+@given(program=programs())
+def test_waits_stand_directly_before_the_first_action_that_reads(program: Program) -> None:
+    between = {Op.WAIT_RECEIVE, Op.RELEASE, Op.FIRST_USE, Op.JOIN, Op.LAST_BACKWARD}
+    for rank in ranks_of(program):
+        items, done = list(program.decoded(rank)), computes(program, rank)
+        for place, item in places_of(program, rank, Op.WAIT_RECEIVE):
+            reader, action = next((at, action) for at, action in done if at > place)
+            readers = [at for at, other in done if reads(program, item, other)]
+            assert readers[0] == reader, f"{program.words(item)} before {action}"
+            assert {op for op, _, _ in items[place:reader]} <= between
+
+
+def reads(program: Program, item: Item, action: Action) -> bool:
+    """Returns whether an action takes what a WAIT_RECEIVE waits for."""
+    number, kind, _, _ = program.channels[item.which]
+    link = program.links[number]
+    return action.microbatch == item.microbatch and (
+        (action.kind == "F" and action.stage in link.consumers)
+        if kind == "F"
+        else (action.kind in ("B", "I") and action.stage == link.producer)
+    )
+
+
+@pytest.mark.parametrize("depth", range(5))
+def test_depth_is_how_many_receives_of_an_edge_are_posted_ahead(depth: int) -> None:
+    program = lower(build("gpipe", 2, 6), depth=depth)
+    ahead, found = 0, list[int]()
+    for op, _, _ in program.decoded(1):
+        ahead += (op is Op.POST_RECEIVE) - (op is Op.WAIT_RECEIVE)
+        if op is Op.WAIT_RECEIVE:
+            found.append(ahead)
+    assert found == [min(depth, left) for left in (5, 4, 3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link("x", 1, (0,)),
+        Link("x", 0, (2,)),
+        Link("x", 0, ()),
+        Link("x", 0, (1, 1)),
+        Link("x", -1, (0,)),
+    ],
+)
+def test_links_go_on_to_later_stages_that_there_are(link: Link) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        lower(rows("0F0 0B0", "1F0 1B0"), links=[link])
+    assert str(caught.value) == (
+        f"link 'x' goes from stage {link.producer} to stages {list(link.consumers)}: "
+        "expected later ones, ascending, below 2"
+    )
+
+
+def test_depth_is_no_less_than_nothing() -> None:
+    with pytest.raises(ScheduleError, match="depth is -1, expected 0 or more"):
+        lower(rows("0F0 0B0", "1F0 1B0"), depth=-1)
+
+
+# Without backwards.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
+    schedule = build(name, 4, 8)
+    stages = tuple(s for s, place in enumerate(schedule.stage_to_rank) if place in (0, 3))
+    tied = [
+        Collective("tied", (0, 3), stages, comm_stream=0, readers=stages[-1:]),
+        Collective("mean", (0, 3), stages, comm_stream=0),
+    ]
+    program = lower(schedule, depth=0, collectives=tied, forward_only=True)
+    assert program.forward_only
+    assert program.collectives == (tied[0],)
+    assert {channel.kind for channel in program.channels} == {"F"}
+    for rank in ranks_of(program):
+        forwards = tuple(a for a in schedule.actions[rank] if a.kind == "F")
+        assert tuple(action for _, action in computes(program, rank)) == forwards
+        others = [i for i in program.decoded(rank) if i.op not in {*TRANSFERS, Op.COMPUTE}]
+        used = rank == schedule.stage_to_rank[stages[-1]]
+        assert others == [Item(Op.FIRST_USE, stages[-1], 0)] * used
+    most = (1,) * 4 if name in ("interleaved-1f1b", "zbv") else (0, 1, 1, 1)
+    assert verify(program).receive_buffers == most
+
+
+# Reductions.
+
+
+@quick
+@given(program=programs())
+def test_collectives_leave_behind_their_stages_and_in_order_of_their_comm_streams(
+    program: Program,
+) -> None:
+    for rank in ranks_of(program):
+        items = list(program.decoded(rank))
+        finals = {item.which: at for at, item in places_of(program, rank, Op.FINAL)}
+        last = {action.stage: at for at, action in computes(program, rank) if action.kind in "BW"}
+        assert finals.keys() == last.keys()
+        launched = places_of(program, rank, Op.LAUNCH)
+        for stage, place in finals.items():
+            assert {item.op for item in items[last[stage] + 1 : place]} <= {Op.SEND}
+        for place, item in launched:
+            assert all(
+                finals[s] < place for s in program.collectives[item.which].stages if s in last
+            )
+        for comm_stream in {collective.comm_stream for collective in program.collectives}:
+            due = [
+                n
+                for n, c in enumerate(program.collectives)
+                if rank in c.ranks and c.comm_stream == comm_stream
+            ]
+            assert [
+                i.which
+                for _, i in launched
+                if program.collectives[i.which].comm_stream == comm_stream
+            ] == due
+
+
+@quick
+@given(program=programs())
+def test_collectives_leave_with_the_last_stage_that_they_wait_for(program: Program) -> None:
+    """Behind a final come the launches it lets go; none is left for a later one."""
+    for rank in ranks_of(program):
+        final, ready = set[int](), set[int]()
+        for op, which, _ in program.decoded(rank):
+            if op is Op.FINAL:
+                assert ready == set(), "a launch could have come before"
+                final.add(which)
+                ready = leaving(program, rank, final) - leaving(program, rank, final - {which})
+                if len(final) == 1:
+                    ready = leaving(program, rank, final)
+            ready -= {which} if op is Op.LAUNCH else set()
+        assert ready == set()
+
+
+def leaving(program: Program, rank: int, final: set[int]) -> set[int]:
+    """Returns which collectives can have left a rank when some of its stages are final."""
+    places = program.schedule.stage_to_rank
+    found, closed = set[int](), set[int]()
+    for number, collective in enumerate(program.collectives):
+        if rank in collective.ranks:
+            if {stage for stage in collective.stages if places[stage] == rank} - final:
+                closed.add(collective.comm_stream)
+            if collective.comm_stream not in closed:
+                found.add(number)
+    return found
+
+
+@quick
+@given(program=programs())
+def test_mirrored_parameters_are_awaited_before_use_and_sent_at_the_end(program: Program) -> None:
+    mirrored = [(n, c) for n, c in enumerate(program.collectives) if c.readers]
+    for rank in ranks_of(program):
+        items = list(program.decoded(rank))
+        stages = {s for _, c in mirrored for s in c.readers}
+        for stage in {action.stage for _, action in computes(program, rank)}:
+            (first, *_) = [at for at, a in computes(program, rank) if a.stage == stage]
+            uses = [at for at, i in places_of(program, rank, Op.FIRST_USE) if i.which == stage]
+            assert uses == ([first - 1] if stage in stages else [])
+        due = [Item(Op.PUBLISH, n, 0) for n, c in mirrored if rank in c.ranks]
+        assert items[len(items) - len(due) :] == due
+        assert len(places_of(program, rank, Op.PUBLISH)) == len(due)
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("name", FULL)  # else weights' gradients fill the end, on all ranks
+def test_all_but_stage_0_reduce_before_the_step_ends(name: str, num_ranks: int) -> None:
+    """Data parallel: only the launches of stage 0 come when nothing is left to hide them."""
+    for num_microbatches in (num_ranks, 2 * num_ranks, 4 * num_ranks):
+        schedule = build(name, num_ranks, num_microbatches)
+        ticks, ends, places = schedule.ticks, schedule.stage_ticks, schedule.stage_to_rank
+        by_end = sorted(range(len(places)), key=lambda stage: (ends[stage], stage))
+        collectives = [Collective(f"data{s}", (places[s],), (s,), comm_stream=0) for s in by_end]
+        program = lower(schedule, collectives=collectives)
+        verify(program)
+        launched = dict[int, int]()  # stage -> tick after which its launch comes
+        for rank in ranks_of(program):
+            for place, item in places_of(program, rank, Op.LAUNCH):
+                before = [action for at, action in computes(program, rank) if at < place]
+                launched[by_end[item.which]] = ticks[before[-1]]
+        assert launched == dict(enumerate(ends))
+        assert all(launched[stage] < ends[0] for stage in range(1, len(places)))

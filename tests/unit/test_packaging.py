@@ -1,0 +1,367 @@
+"""House rules that no single module can keep: imports, public names, and what gets installed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import site
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pipegrad
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "pipegrad"
+HANDLERS = ROOT / "handlers" / "pipegrad_handlers"
+ACME = ROOT / "tests" / "support" / "acme_handlers"
+TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
+
+# A folder may import from itself and from those above it in this list.
+ORDER = [
+    "_torch_version",
+    "errors",
+    "comm",
+    "topology",
+    "plugins",
+    "model",
+    "plan",
+    "reduce",
+    "optimizer",
+    "gradients",
+    "interop",
+    "pipeline",
+    "train",
+    "cli",
+    "__main__",
+]
+FACE_NAMES = 6
+FLAT_FILES = 15
+
+
+def may_import() -> dict[str, set[str]]:
+    """Returns for each part of pipegrad the parts that it may import from."""
+    table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
+    # Schedules are plain data, and plug-ins. Who runs them knows them.
+    table["schedules"] = {"schedules", "errors", "plugins"}
+    for part in ORDER[ORDER.index("pipeline") :]:
+        table[part] |= {"schedules"}
+    everything = {*ORDER, "schedules"}
+    # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
+    # Tests of other people's handlers use all that is public.
+    everything |= {"testing"}
+    return table | {"__init__": everything, "testing": everything | {"__init__"}}
+
+
+def sources(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (full dotted name, name it is bound to) for every import, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, alias.asname or alias.name.partition(".")[0]
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", alias.asname or alias.name
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Returns the modules of pipegrad that a file imports at once, not inside of a function."""
+    found = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pipegrad"):
+            for alias in node.names:
+                full = ROOT / f"{node.module}.{alias.name}".replace(".", "/")
+                is_module = full.is_dir() or full.with_suffix(".py").exists()
+                found.add(f"{node.module}.{alias.name}" if is_module else str(node.module))
+    return found
+
+
+def part_of(dotted: str) -> str:
+    """Returns the part of pipegrad that has this name; what the package exports is `__init__`'s."""
+    part = dotted.split(".")[1] if "." in dotted else "__init__"
+    exists = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists()
+    return part if exists else "__init__"
+
+
+def is_private(dotted: str) -> bool:
+    return any(p.startswith("_") and not p.endswith("__") for p in dotted.split("."))
+
+
+def private_torch_names(path: Path) -> set[str]:
+    """Returns the private names of torch that a file imports, or reaches by dots alone."""
+    found = [(name, bound) for name, bound in imports(path) if name.split(".")[0] == "torch"]
+    bound_to_torch = {bound for _, bound in found}
+    nodes = ast.walk(ast.parse(path.read_text()))
+    dotted = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    reached = {
+        name
+        for name in dotted
+        if name.replace(".", "").isidentifier() and name.split(".")[0] in bound_to_torch
+    }
+    return {name for name in reached | {name for name, _ in found} if is_private(name)}
+
+
+def test_imports_run_one_way() -> None:
+    table = may_import()
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(PACKAGE)
+        for name, _ in imports(path)
+        if name.split(".")[0] == "pipegrad"
+        if part_of(name) not in table[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
+    ]
+    assert wrong == []
+
+
+def test_imports_make_no_cycle() -> None:
+    graph = {module_name(path): imported_modules(path) for path in sources(PACKAGE)}
+    done, cycles = set[str](), []
+
+    def visit(module: str, way: list[str]) -> None:
+        if module in way:
+            cycles.append([*way[way.index(module) :], module])
+        elif module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, [*way, module])
+            done.add(module)
+
+    for module in sorted(set(graph) - {"pipegrad"}):
+        visit(module, [])
+    assert cycles == []
+
+
+@pytest.mark.parametrize("folder", ["plan", "schedules"])
+def test_plans_and_schedules_are_plain_data(folder: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(PACKAGE / folder)
+        for name, _ in imports(path)
+        if name.startswith("torch.distributed")
+    ]
+    assert wrong == []
+
+
+def test_every_folder_says_what_it_answers() -> None:
+    for folder in sorted({path.parent for path in sources(PACKAGE)} - {PACKAGE}):
+        face = ast.parse((folder / "__init__.py").read_text())
+        names = [
+            name for node in face.body if isinstance(node, ast.ImportFrom) for name in node.names
+        ]
+        assert ast.get_docstring(face), folder
+        assert len(names) <= FACE_NAMES or folder.name in {"schedules", "testing"}, folder
+        assert len(list(folder.glob("*.py"))) - 1 <= FLAT_FILES, folder
+
+
+def test_the_built_in_handlers_use_public_names_only() -> None:
+    public = {"pipegrad", *(f"pipegrad.{name}" for name in pipegrad.__all__)}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(HANDLERS)
+        for name, _ in imports(path)
+        if name.split(".")[0] == "pipegrad" and name not in public
+    ]
+    assert wrong == []
+
+
+def test_private_names_of_torch_are_where_they_are_known_to_be() -> None:
+    used = {path: private_torch_names(path) for path in sources(PACKAGE, HANDLERS)}
+    assert {path for path, names in used.items() if names} == TORCH_PRIVATE
+
+
+def test_streams_and_events_are_touched_by_sites_alone() -> None:
+    """Else the mutation gate would not know of a wait, nor the checker of an edge."""
+    verbs = {"current_stream", "record_event", "wait_event", "wait_stream", "record_stream"}
+    verbs |= {"synchronize", "Stream", "Event"}
+    found = {
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in sources(PACKAGE, HANDLERS)
+        if "testing" not in path.parts and path.name != "sync_points.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in verbs
+    }
+    assert found == set()
+
+
+def test_all_names_what_is_public() -> None:
+    public = {
+        name
+        for name, found in vars(pipegrad).items()
+        if not name.startswith("_") and not isinstance(found, ModuleType)
+    }
+    assert pipegrad.__all__ == sorted(set(pipegrad.__all__))
+    assert public <= set(pipegrad.__all__)
+    assert [name for name in pipegrad.__all__ if not hasattr(pipegrad, name)] == []
+    assert dir(pipegrad) == pipegrad.__all__
+
+
+def test_public_names_are_what_type_checkers_see() -> None:
+    face = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in face.body if isinstance(node, ast.If))
+    static = {
+        alias.name: str(node.module).removeprefix("pipegrad.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert static.pop("schedules") == "pipegrad"
+    assert static == pipegrad._HOME_OF
+    assert {*static, "schedules"} == set(pipegrad.__all__)
+
+
+HEAVY = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining"]
+LIGHT = """
+import json, sys
+{statement}
+print(json.dumps([name for name in {heavy} if name in sys.modules]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("import pipegrad", ["torch", *HEAVY]),
+        ("import pipegrad.cli, pipegrad.schedules", ["torch", *HEAVY]),
+        ("from pipegrad import GradientSync, Scheduler, Bucketer, Topology", HEAVY),
+    ],
+)
+def test_imports_are_light(statement: str, heavy: list[str]) -> None:
+    """Issue 17: `pipegrad --help` took 3 s, and an import 1.7 s beside torch's own."""
+    assert (
+        json.loads(
+            run(sys.executable, "-c", LIGHT.format(statement=statement, heavy=heavy), cwd=ROOT)
+        )
+        == []
+    )
+
+
+def test_the_installed_entry_points_are_those_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"] | {"console_scripts": project["scripts"]}
+    installed: dict[str, dict[str, str]] = {}
+    for entry in metadata.distribution("pipegrad").entry_points:
+        installed.setdefault(entry.group, {})[entry.name] = entry.value
+
+    assert installed == declared, "entry points changed: install pipegrad again"
+
+
+# --- a third party's handler, from its sources to a user's environment
+
+LIST = """
+import json, sys
+from pipegrad import handlers
+found = [[p.name, p.value, p.distribution, p.version] for p in handlers]
+imported = [module for module in sys.modules if module.startswith(("acme", "pipegrad_handlers"))]
+print(json.dumps({"plugins": found, "imported": imported}))
+"""
+
+USE = """
+import json, torch, pipegrad
+record = pipegrad.ParameterRecord(
+    key="0.w", name="w", stage=0, shape=(2,), dtype=torch.float32, requires_grad=True,
+    holders=(0,), position=0,
+)
+topology = pipegrad.Topology.build(axes=[("pp", 1), ("dp", 2)])
+resolved = pipegrad.handlers.resolve({"name": "acme-sum", "axis": "dp"})
+reductions = resolved.plugin.reductions([record], topology)
+print(json.dumps({
+    "identity": resolved.identity,
+    "reductions": [[r.record.key, r.ranks, r.op] for r in reductions],
+    "file": pipegrad.__file__,
+}))
+"""
+
+BUILT_IN = [
+    ["data-parallel", "pipegrad_handlers.data_parallel:DataParallel"],
+    ["expert-parallel", "pipegrad_handlers.expert_parallel:ExpertParallel"],
+    ["noop", "pipegrad_handlers.noop:Noop"],
+    ["pipeline-shared", "pipegrad_handlers.pipeline_shared:PipelineShared"],
+    ["sequence-parallel", "pipegrad_handlers.sequence_parallel:SequenceParallel"],
+    ["sharded", "pipegrad_handlers.sharded:Sharded"],
+]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def pip(*arguments: str | Path, cwd: Path) -> str:
+    return run(sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Wheels of acme-handlers and of pipegrad."""
+    folder = tmp_path_factory.mktemp("wheels")
+    offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+    pip("wheel", *offline, "--wheel-dir", folder, ROOT, ACME, cwd=folder)
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """The interpreter of a fresh environment that has what this one has, except pipegrad."""
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for folder in map(Path, site.getsitepackages()):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if "pipegrad" not in path.name and not (shared / path.name).exists():
+                (shared / path.name).symlink_to(path)
+    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=ROOT)
+    Path(purelib.strip(), "shared.pth").write_text(f"{shared}{os.linesep}")
+    return python
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_two_typed_packages(wheels: list[Path]) -> None:
+    wheel = next(path for path in wheels if path.name.startswith("pipegrad-"))
+    names = zipfile.ZipFile(wheel).namelist()
+
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"pipegrad", "pipegrad_handlers", wheel.name.split("-py3")[0] + ".dist-info"}
+    assert {"pipegrad/py.typed", "pipegrad_handlers/py.typed"} <= set(names)
+
+
+@pytest.mark.slow
+def test_somebody_elses_handler_is_installed_listed_used_and_uninstalled(
+    wheels: list[Path], python: Path, tmp_path: Path
+) -> None:
+    pip("--python", python, "install", "--no-index", *wheels, cwd=tmp_path)
+    ours = [[*plugin, "pipegrad", metadata.version("pipegrad")] for plugin in BUILT_IN]
+    theirs = ["acme-sum", "acme_handlers:AcmeSum", "acme-handlers", "2.5"]
+
+    listed = json.loads(run(python, "-I", "-c", LIST, cwd=tmp_path))
+    assert listed == {"plugins": [theirs, *ours], "imported": []}
+
+    used = json.loads(run(python, "-I", "-c", USE, cwd=tmp_path))
+    assert Path(used.pop("file")).is_relative_to(tmp_path)
+    assert used == {
+        "identity": [*theirs, [["axis", "'dp'"]]],
+        "reductions": [["0.w", [0, 1], "sum"]],
+    }
+
+    pip("--python", python, "uninstall", "--yes", "acme-handlers", cwd=tmp_path)
+    listed = json.loads(run(python, "-I", "-c", LIST, cwd=tmp_path))
+    assert listed == {"plugins": ours, "imported": []}

@@ -1,0 +1,58 @@
+"""A torch that is too old is refused in words, at import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipegrad._torch_version import OLDEST, refuse_old
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_importing_pipegrad_beside_an_old_torch_says_what_is_needed(tmp_path: Path) -> None:
+    """Issue 16, point 17. The import ended in an ImportError of some name inside of torch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.10.1+cu130"\n')
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "handlers")])
+    ran = subprocess.run(
+        [sys.executable, "-c", "import pipegrad"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1] == (
+        "ImportError: pipegrad needs torch 2.11 or later, and found torch 2.10.1+cu130. Install "
+        "a newer one: pip install 'torch>=2.11'"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cpu", "2.2.0", "1.13.1", "2.10.0a0+git1"])
+def test_every_older_version_is_refused(version: str) -> None:
+    """Issue 16, point 17. As numbers: 2.9 is older than 2.11."""
+    with pytest.raises(ImportError, match=f"found torch {version.replace('+', '.')}"):
+        refuse_old(version)
+
+
+@pytest.mark.parametrize(
+    "version", ["2.11.0", "2.11.0a0+git1", "2.13.0+cpu", "2.15.0.dev20261101", "3.0", "unknown"]
+)
+def test_newer_and_unknown_versions_are_not(version: str) -> None:
+    """Issue 16, point 17."""
+    refuse_old(version)
+
+
+def test_what_is_refused_is_what_the_installation_asks_for() -> None:
+    """Issue 16, point 17."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={'.'.join(map(str, OLDEST))}" in project["dependencies"]

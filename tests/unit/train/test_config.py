@@ -1,0 +1,219 @@
+"""Configurations are read, changed from the command line, and written down for people."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from pipegrad import ConfigError
+from pipegrad.train.config import (
+    Config,
+    Data,
+    Gradients,
+    LearningRate,
+    Model,
+    Named,
+    Optimizer,
+    Parallel,
+    Table,
+    Train,
+    load,
+)
+
+ROOT = Path(__file__).parents[3]
+MINIMAL = '[model]\nfactory = "somewhere:model"\n'
+TABLES: dict[str, type[Table]] = {
+    "At the top": Config,
+    "[gradients]": Gradients,
+    "[model]": Model,
+    "[parallel]": Parallel,
+    "[data]": Data,
+    "[optimizer]": Optimizer,
+    "[[optimizer.schedule]]": LearningRate,
+    "[train]": Train,
+}
+
+
+def reference() -> str:
+    """Returns ``docs/config.md``: every key with its default and meaning."""
+    return "\n".join(_reference())
+
+
+def _reference() -> Iterator[str]:
+    yield "# The configuration of `pipegrad train`\n"
+    yield "TOML. Unknown keys are errors. Files and folders are seen from the working directory."
+    yield "`--set key=value` changes a key, `--handler` and `--schedule` replace what is chosen."
+    yield "What is chosen by name may be a table, with options of its own:\n"
+    yield "```toml"
+    yield 'gradient_handlers = ["pipeline-shared", { name = "acme::sum", axis = "dp" }]'
+    yield "[parallel]"
+    yield 'schedule = { name = "interleaved-1f1b", stages_per_rank = 2 }'
+    yield "```"
+    for title, table in TABLES.items():
+        yield f"\n## {title}\n\n| key | default | meaning |\n|---|---|---|"
+        for name, field in table.model_fields.items():
+            if field.description:
+                yield f"| `{name}` | {_default(field)} | {field.description} |"
+    yield ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    told = json.dumps(field.default, default=lambda choice: choice.name)
+    return "" if field.default is None else f"`{told}`"
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == reference(), "run this file: see below"
+
+
+def test_every_table_is_in_the_reference() -> None:
+    assert {*Table.__subclasses__(), *Named.__subclasses__()} == {*TABLES.values(), Named}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "job.toml"
+    made.write_text(MINIMAL)
+    return made
+
+
+def test_a_factory_is_all_that_is_needed(path: Path) -> None:
+    config = load(path)
+    assert config.flat() == Config(model=Model(factory="somewhere:model")).flat()
+    assert [choice.spec for choice in config.gradient_handlers] == [
+        {"name": "pipeline-shared"},
+        {"name": "data-parallel"},
+    ]
+    assert config.path == path
+
+
+def test_names_tables_and_lists_of_them(path: Path) -> None:
+    text = """
+    gradient_handlers = ["noop", {name = "data-parallel", axis = "dp"}]
+    [model]
+    factory = "a.b:C.d"
+    width = 3
+    [parallel]
+    schedule = {name = "interleaved-1f1b", stages_per_rank = 3}
+    [optimizer]
+    lr = 1
+    betas = [0.9, 0.99]
+    schedule = "ExponentialLR"
+    """
+    path.write_text(text)
+    config = load(path)
+    assert config.gradient_handlers[1].spec == {"name": "data-parallel", "axis": "dp"}
+    assert config.model.options == {"width": 3}
+    assert config.parallel.schedule.options == {"stages_per_rank": 3}
+    assert config.optimizer.options == {"lr": 1, "betas": [0.9, 0.99]}
+    assert [part.name for part in config.optimizer.schedule] == ["ExponentialLR"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("train.steps=5", "train.steps", 5),
+        ("train.output=runs/a b", "train.output", "runs/a b"),
+        ("train.output='5'", "train.output", "5"),
+        ("data.files=['a', 'b']", "data.files", ["a", "b"]),
+        ("gradients.clip_norm=1e-3", "gradients.clip_norm", 1e-3),
+        ("gradients.clip_norm=2", "gradients.clip_norm", 2.0),
+        ("parallel . data = 2", "parallel.data", 2),
+        ('train.output=a"b', "train.output", 'a"b'),
+        ("model.note=", "model.note", ""),
+        ("model.bias=false", "model.bias", False),
+        ("model.note='false'", "model.note", "false"),
+    ],
+)
+def test_settings_are_toml_or_else_strings(
+    path: Path, setting: str, key: str, value: object
+) -> None:
+    config = load(path, [setting])
+    assert {**config.flat(), **{f"model.{k}": v for k, v in config.model.options.items()}}[
+        key
+    ] == value
+
+
+def test_the_last_setting_counts_and_options_of_the_command_line_replace(path: Path) -> None:
+    path.write_text(MINIMAL + '[parallel]\nschedule = {name = "interleaved-1f1b", x = 3}\n')
+    config = load(path, ["train.steps=5", "train.steps=6"], handlers=["noop"], schedule="gpipe")
+    assert config.train.steps == 6
+    assert config.parallel.schedule.spec == {"name": "gpipe"}
+    assert [choice.spec for choice in config.gradient_handlers] == [{"name": "noop"}]
+
+
+def test_a_setting_changes_one_key_of_a_table(path: Path) -> None:
+    path.write_text(MINIMAL + '[optimizer]\nlr = 3\nschedule = {name = "StepLR", step_size = 3}\n')
+    config = load(path, ["optimizer.schedule.step_size=4", "model.width=2"])
+    assert config.optimizer.schedule[0].spec == {"name": "StepLR", "step_size": 4}
+    assert config.model.options == {"width": 2}
+    assert config.optimizer.options == {"lr": 3}
+
+
+def test_a_table_given_as_a_value_replaces(path: Path) -> None:
+    path.write_text(MINIMAL + "[optimizer]\nlr = 3\nweight_decay = 0.1\n")
+    assert load(path, ["optimizer={name='SGD', lr=1}"]).optimizer.options == {"lr": 1}
+
+
+def test_a_setting_below_a_name_keeps_the_name(path: Path) -> None:
+    path.write_text(MINIMAL + '[parallel]\nschedule = "interleaved-1f1b"\n')
+    config = load(path, ["parallel.schedule.stages_per_rank=3"])
+    assert config.parallel.schedule.spec == {"name": "interleaved-1f1b", "stages_per_rank": 3}
+
+
+@pytest.mark.parametrize("word", ["no", "False", "TRUE", "None", "on"])
+def test_words_that_look_like_truth_are_refused(path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word} is not TOML, and as a word it would count as"):
+        load(path, [f"optimizer.amsgrad={word}"])
+
+
+def test_a_refusal_names_where_the_value_comes_from(path: Path) -> None:
+    config = load(path, ["train.steps=4", "model.width=3", "train.steps=5"], schedule="gpipe")
+    told = {
+        "train.steps": "--set train.steps=5: train.steps = 5: no",
+        "train.seed": f"{path}: train.seed = 0: no",
+        "parallel.data": f"{path}: parallel.data = (default): no",
+        "parallel.schedule": "--schedule gpipe: parallel.schedule = 'gpipe': no",
+        "model": "--set model.width=3: model = {'factory': 'somewhere:model', 'width': 3}: no",
+        "gradient_handlers[1]": f"{path}: gradient_handlers[1] = 'data-parallel': no",
+    }
+    for key, expected in told.items():
+        with pytest.raises(ConfigError) as caught:
+            config.refuse(key, "no")
+        assert str(caught.value) == expected
+
+
+def test_it_travels_to_other_ranks_with_its_sources(path: Path) -> None:
+    config = load(path, ["train.steps=5"])
+    there = pickle.loads(pickle.dumps(config))
+    assert there == config
+    with pytest.raises(ConfigError, match=r"^--set train.steps=5: "):
+        there.refuse("train.steps", "no")
+
+
+def test_the_example_is_valid_and_says_where_the_keys_are() -> None:
+    text = (ROOT / "examples" / "tied_gpt.toml").read_text()
+    assert load(ROOT / "examples" / "tied_gpt.toml").train.steps == 200
+    assert "docs/config.md" in text
+    assert tomllib.loads(text)["parallel"]["schedule"] == "1f1b"
+
+
+def test_a_mark_at_the_beginning_is_no_mistake(tmp_path: Path) -> None:
+    """Issue 16, point 18. Windows writes a byte order mark, which was "Invalid statement"."""
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\nfactory = "a:b"\n[data]\nfiles = "one.txt"\n', encoding="utf-8-sig")
+    config = load(path)
+    assert config.model.factory == "a:b"
+    assert config.data.files == ["one.txt"]
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "config.md").write_text(reference())
