@@ -1,18 +1,16 @@
 """Draws docs/timeline.svg: one 1F1B step of four stages, and the reductions that run beside it.
 
-The picture is made from a Program, the same data that the executor runs. Run this file to draw it
-again. Units of time: a forward takes 1, a backward 2. Transfers and reductions are drawn to scale.
+The picture is made from a Program, the same data that the executor runs. `scripts/docs` writes
+it. Units of time: a forward takes 1, a backward 2. Transfers and reductions are drawn to scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pipegrad
 from pipegrad.schedules.program.program import Collective, Op
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "timeline.svg"
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 SECONDS = {"F": 1.0, "B": 2.0}
 TRANSFER, REDUCTION, TIE = 0.15, 2.5, 3.0
@@ -116,7 +114,3 @@ def timeline() -> str:
             f'font-size="{font}" text-anchor="middle">{text}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
-
-
-if __name__ == "__main__":
-    OUTPUT.write_text(timeline(), encoding="utf-8")
