@@ -29,13 +29,15 @@ from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
-from pipegrad.pipeline.compute import Loss
-from pipegrad.pipeline.executor import Executor, PeerFailedError
+from pipegrad.pipeline.aliases import Aliases
+from pipegrad.pipeline.compute import Compute, Loss
+from pipegrad.pipeline.executor import Executor
 from pipegrad.pipeline.loss import Losses, StepResult
 from pipegrad.pipeline.microbatch import Batches, joined
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.transfers import BufferPool, Edges, Spec, Transfers
+from pipegrad.pipeline.values import PeerFailedError, Values
 from pipegrad.pipeline.wiring import (
     Ends,
     ScheduleSpec,
@@ -65,6 +67,7 @@ class _Ready:
 
     program: Program
     proof: Proof
+    transfers: Transfers
     executor: Executor
     batches: Batches
 
@@ -298,7 +301,9 @@ class Scheduler:
                 found.append(error)
                 return None
             divisor = self._own_divisor(loss_divisor)
-            return _Learned(learning.executor.specs, learning.batches.rows, divisor)
+            known = learning.transfers.specs.items()
+            specs = {link: spec for link, spec in known if spec is not None}
+            return _Learned(specs, learning.batches.rows, divisor)
 
         ranks = sorted(self.topology.ranks)
         kind = "evaluation" if forward_only else "step"
@@ -348,7 +353,8 @@ class Scheduler:
         loss_divisor: float | None,
     ) -> StepResult:
         training = not ready.program.forward_only
-        ready.executor.place, begun = 0, False
+        ready.executor.rewind()
+        begun = False
         try:
             if not training:
                 self.sync.publish_if_due()  # all ranks do, also those that are refused something
@@ -365,7 +371,7 @@ class Scheduler:
             if not training or self.sync.is_accumulating:  # else finish has looked
                 self._refuse_failed()
         except BaseException as error:
-            self._fail(ready.executor, error, begun=begun)
+            self._fail(ready, error, begun=begun)
             raise
         loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=self._device)
         if losses:
@@ -395,11 +401,12 @@ class Scheduler:
         if (first := self._notice.read()) is not None:
             raise PeerFailedError(f"a step failed on another rank: {first}")
 
-    def _fail(self, executor: Executor, error: BaseException, *, begun: bool) -> None:
+    def _fail(self, ready: _Ready, error: BaseException, *, begun: bool) -> None:
         """Tells the other ranks; raises what the first one said, if this one is not the cause."""
         said = " ".join([str(error), *getattr(error, "__notes__", [])])
         mine = self._notice.post(f"{type(error).__name__}: {said}")
-        if not executor.forward_only:
+        executor = ready.executor
+        if not ready.program.forward_only:
             self.sync.abort(error, begun=begun, final=executor.is_in_doubt)
         if executor.is_in_doubt:
             self._edges.cut()
@@ -447,16 +454,30 @@ class Scheduler:
             specs,
             wait_seconds=self._learn_seconds,
         )
+        rank = self.topology.coordinate(self.topology.pipeline)
+        aliases = Aliases(self._stages, self._sharded, transfers.lent)
+        values = Values(
+            program, rank, self._stages, self._wiring, transfers=transfers, aliases=aliases
+        )
+        compute = Compute(
+            program,
+            self._stages,
+            values,
+            aliases=aliases,
+            sync=None if forward_only else self.sync,
+            weights=self._weights,
+            sharded=self._sharded,
+            loss_fn=self._loss_fn,
+        )
         executor = Executor(
             program,
-            self.topology.coordinate(self.topology.pipeline),
-            stages=self._stages,
-            wiring=self._wiring,
+            rank,
+            values=values,
+            compute=compute,
             transfers=transfers,
             sync=self.sync,
             weights=self._weights,
             sharded=self._sharded,
-            loss_fn=self._loss_fn,
         )
         batches = Batches(
             self._wiring,
@@ -467,7 +488,7 @@ class Scheduler:
             has_loss=self._loss_fn is not None,
             whole=self._whole,
         )
-        return _Ready(program, proof, executor, batches)
+        return _Ready(program, proof, transfers, executor, batches)
 
 
 def _let_go(scheduler: weakref.ref[Scheduler], run: int) -> str:

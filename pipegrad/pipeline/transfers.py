@@ -173,7 +173,7 @@ class Transfers:
 
     Attributes:
         specs: What is known; None for a link whose producer failed before it made anything.
-        lent: Addresses of the buffers that stages of this rank are reading.
+        lent: Addresses of the buffers that stages of this rank read now: a view, which changes.
         is_in_doubt: Whether a transfer may have been started that nobody knows of.
     """
 
@@ -194,7 +194,8 @@ class Transfers:
         self._board = board
         self._wait_seconds = wait_seconds
         self.specs: dict[int, Spec | None] = dict(specs)
-        self.lent: dict[int, None] = {}  # a set, without a call for each microbatch
+        self._lent: dict[int, None] = {}  # a set, without a call for each microbatch
+        self.lent = self._lent.keys()
         self.is_in_doubt = False
         self._told = set(range(len(channels))) if specs else set[int]()
         self._ends: dict[int, _End | None] = {}  # None: nothing will ever cross
@@ -224,7 +225,7 @@ class Transfers:
         RECEIVED(work)
         del self._receiving[key]
         if buffer.address:  # what is empty lies nowhere
-            self.lent[buffer.address] = None
+            self._lent[buffer.address] = None
         return buffer
 
     def give_back(self, channel: int, buffer: Buffer) -> None:
@@ -232,7 +233,7 @@ class Transfers:
         end = self._ends[channel]
         assert end is not None
         if buffer.address:
-            del self.lent[buffer.address]
+            del self._lent[buffer.address]
         if num_holders(buffer.tensor) == 1:
             end.free.append(buffer)
 
@@ -260,6 +261,22 @@ class Transfers:
         if key in self._sending:
             SENT(self._sending[key][0])
             del self._sending[key]
+
+    def forget(self) -> None:
+        """Lets go of what a step read. Its transfers stay, until they have ended."""
+        self._lent.clear()
+
+    # After a failure.
+
+    def send_zeros(self, channel: int, microbatch: int) -> None:
+        """Sends zeros in the place of a value or a gradient that was never computed."""
+        self.send(channel, microbatch, None)
+
+    def receive_and_drop(self, channel: int, microbatch: int) -> None:
+        """Waits for a receive that no stage will read."""
+        buffer = self.wait(channel, microbatch)
+        if buffer is not None:
+            self.give_back(channel, buffer)
 
     def note_ended(self) -> None:
         """Notes which transfers have ended; see [Note: interrupts]."""
