@@ -16,11 +16,11 @@ from pipegrad.pipeline.aliases import Aliases, check_plain
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.values import Key, Values
+from pipegrad.pipeline.wiring import Loss
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Kind
 
 Method = Callable[[int, int], object]
-Loss = Callable[..., object]  # returns a tensor of one element
 
 
 class Compute:
@@ -86,6 +86,7 @@ class Compute:
         self._ran_backward = set[int]()
         self.losses = list[Tensor]()
         self.outputs = list[tuple[Tensor, ...]]()
+        self._aliases.forget()
         self._weights.forget()
 
     def method_of(self, stage: int, kind: Kind) -> Method:

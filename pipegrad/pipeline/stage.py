@@ -1,17 +1,24 @@
-"""Stage: a piece of the model, and the names of what it takes and makes."""
+"""Stage: a piece of the model, the names of its ends, and how its module is called."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipegrad.errors import ScheduleError, StepError
-from pipegrad.pipeline.binding import Binding, bind
-from pipegrad.schedules.program.program import Link
+from pipegrad.interop.private import script_arguments
+from pipegrad.model.wrappers import unwrapped
+
+_Parameter = inspect.Parameter
+_PLACED = (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
+_REST = None  # goes to *args
 
 
 class Stage:
@@ -89,69 +96,121 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """How the stages of a pipeline hang together.
+class Binding:
+    """A function, and how it is called with values that have names.
 
     Attributes:
-        links: Values that stages hand on.
-        external: Names that `Scheduler.step` must be given, in the order of first use.
-        taken: For each stage its inputs, in order: a number in `links`, or an external name.
-        made: For each stage its outputs, in order: a number in `links`; of the last none.
+        function: What is called.
+        positions: Which values are passed by position, in this order.
+        keywords: Which values are passed by keyword.
     """
 
-    links: tuple[Link, ...]
-    external: tuple[str, ...]
-    taken: tuple[tuple[int | str, ...], ...]
-    made: tuple[tuple[int, ...], ...]
+    function: Callable[..., Any]
+    positions: tuple[int, ...]
+    keywords: tuple[tuple[int, str], ...]
+    is_in_order: bool = field(init=False)  # whether all go by position, as they come
+
+    def __post_init__(self) -> None:
+        in_order = not self.keywords and self.positions == tuple(range(len(self.positions)))
+        object.__setattr__(self, "is_in_order", in_order)
+
+    def __call__(self, *values: object) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Returns what the function returns for these values, which are in the order of names."""
+        if self.is_in_order:
+            return self.function(*values)
+        return self.function(
+            *[values[i] for i in self.positions], **{name: values[i] for i, name in self.keywords}
+        )
 
 
-def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
-    """Returns how stages hang together.
+def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Binding:
+    """Returns how to call `function` with values of these names.
+
+    A value goes to the parameter of its name. If no parameter has any of the names, all values go
+    by position. If some have, the other values take the parameters that are left, in order, and
+    then ``*args`` or ``**kwargs``. What can be passed by position is, so that hooks see it.
 
     Args:
-        ends: Stage -> names of its inputs and of its outputs; all stages from 0.
+        function: A function, or a module: then its forward, inside wrappers of torch.
+        names: Of the values, in their order.
+        what: What gives the values, for messages.
 
     Raises:
-        ScheduleError: If a name is doubled or reserved, or a stage that is not the last makes
-            something that nobody takes.
+        ScheduleError: If only some values have parameters of their names, and these stand in
+            another order than the values do.
     """
-    num_stages = len(ends)
-    consumers: dict[tuple[int, str], list[int]] = {}
-    sources: list[list[tuple[int, str] | str]] = []
-    newest: dict[str, int] = {}
-    for stage in range(num_stages):
-        inputs, outputs = ends[stage]
-        for names, what in ((inputs, "inputs"), (outputs, "outputs")):
-            if len(set(names)) != len(names) or not names:
-                raise ScheduleError(
-                    f"stage {stage} has the {what} {list(names)}: expected one or more, each once"
-                )
-        sources.append([(newest[n], n) if n in newest else n for n in inputs])
-        for source in sources[-1]:
-            if not isinstance(source, str):
-                consumers.setdefault(source, []).append(stage)
-        newest |= dict.fromkeys(outputs, stage)
-    for stage in range(num_stages - 1):
-        wasted = [n for n in ends[stage][1] if (stage, n) not in consumers]
-        if wasted:
-            raise ScheduleError(
-                f"stage {stage} makes {wasted}, which no later stage takes: name them among the "
-                f"inputs of one, or leave them out"
-            )
-    external = tuple(dict.fromkeys(s for found in sources for s in found if isinstance(s, str)))
-    reserved = [name for name in external if name in ("target", "loss_divisor")]
-    if reserved:
+    by_position = tuple(range(len(names)))
+    parameters = _parameters_of(function)
+    if parameters is None or len(set(names)) < len(names):
+        return Binding(function, by_position, ())
+    targets = _targets(parameters, names)
+    placed = [p.name for p in parameters if p.kind in _PLACED]
+    at = [placed.index(name) for name in targets if name in placed]
+    is_mixed = 0 < len(set(names) & {p.name for p in parameters}) < len(names)
+    if is_mixed and any(a > b for a, b in pairwise(at)):
         raise ScheduleError(
-            f"stages take {reserved} from outside, which are arguments of step() itself: rename"
+            f"{what} gives {list(names)} in this order, and the parameters are "
+            f"{[str(p).split(':')[0] for p in parameters]}: some names are the same, but the order "
+            f"is not, so values would be swapped. Use the names of the parameters for all, or the "
+            f"same order"
         )
-    order = sorted(consumers, key=lambda made: (made[0], list(ends[made[0]][1]).index(made[1])))
-    number = {made: i for i, made in enumerate(order)}
-    return Wiring(
-        tuple(Link(name, stage, tuple(consumers[stage, name])) for stage, name in order),
-        external,
-        tuple(tuple(s if isinstance(s, str) else number[s] for s in found) for found in sources),
-        tuple(
-            tuple(number[stage, name] for name in ends[stage][1] if (stage, name) in number)
-            for stage in range(num_stages)
-        ),
-    )
+    leading = list[int]()
+    for name in placed:
+        if name not in targets:
+            break
+        leading.append(targets.index(name))
+    rest = [i for i, name in enumerate(targets) if name is _REST]
+    keywords = [
+        (i, name) for i, name in enumerate(targets) if name is not None and i not in leading
+    ]
+    return Binding(function, (*leading, *rest), tuple(keywords))
+
+
+def _targets(parameters: Sequence[_Parameter], names: Sequence[str]) -> list[str | None]:
+    """Returns for each value the name of the parameter that it goes to, or `_REST`."""
+    known = {p.name for p in parameters if p.kind in (*_PLACED, _Parameter.KEYWORD_ONLY)}
+    takes_names = any(p.kind is _Parameter.VAR_KEYWORD for p in parameters)
+    takes_rest = any(p.kind is _Parameter.VAR_POSITIONAL for p in parameters)
+    some_known = not known.isdisjoint(names)
+    free = [
+        p.name
+        for p in parameters
+        if p.kind in _PLACED
+        and p.name not in names
+        # An option is not for a value that **kwargs can take by its name.
+        and (p.default is _Parameter.empty or not (some_known and takes_names))
+    ]
+    targets = list[str | None]()
+    for name in names:
+        if name in known:
+            targets.append(name)
+        elif free:
+            targets.append(free.pop(0))
+        elif takes_names and (some_known or not takes_rest):
+            targets.append(name)
+        else:
+            targets.append(_REST)
+    return targets
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[_Parameter] | None:
+    """Returns what a function takes; None if nobody can tell."""
+    if isinstance(function, nn.Module):
+        function = inner_module(function).forward
+    names = script_arguments(function)
+    if names is not None:
+        return [_Parameter(name, _Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """Returns the module whose forward a wrapper of torch calls: compiled, checkpointed or DDP."""
+    while True:
+        found = getattr(module, "_orig_mod", None)
+        found = found or getattr(module, "_checkpoint_wrapped_module", None) or unwrapped(module)
+        if not isinstance(found, nn.Module) or found is module:
+            return module
+        module = found

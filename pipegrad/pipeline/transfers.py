@@ -11,22 +11,18 @@ transfer that has ended may still be in its table: gloo would wait with it for o
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.agreement import Board
 from pipegrad.comm.collectives import blocks_host
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.work import Done, Work
-from pipegrad.errors import PipegradError
 from pipegrad.interop.private import num_holders
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
@@ -53,6 +49,37 @@ class Spec(NamedTuple):
     def __str__(self) -> str:
         gradient = "with" if self.differentiable else "without"
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} {gradient} gradient"
+
+
+class Specs:
+    """What the values of a kind of step look like, known before the step.
+
+    Args:
+        by_link: A spec for each link; None if its producer failed before it made the value.
+
+    Attributes:
+        by_link: The same.
+    """
+
+    def __init__(self, by_link: Mapping[int, Spec | None]) -> None:
+        self.by_link = by_link
+
+    def expected(self, link: int, spec: Spec) -> Spec | None:
+        """Returns what a value must look like that this rank has made.
+
+        Args:
+            link: The value.
+            spec: What it looks like.
+        """
+        return self.by_link[link]
+
+    def of_send(self, channel: Channel) -> Spec | None:
+        """Returns what crosses a channel that begins here; called before its first send."""
+        return self.by_link[channel.link]
+
+    def of_receive(self, channel: Channel) -> Spec | None:
+        """Returns what crosses a channel that ends here; called before its first receive."""
+        return self.by_link[channel.link]
 
 
 class Buffer(NamedTuple):
@@ -161,43 +188,28 @@ class _End:
 class Transfers:
     """One rank's end of all transfers of a kind of step.
 
-    What a value looks like its producer says once, when it first sends it; buffers are made then.
-
     Args:
         channels: Of the Program.
         edges: The communicators.
-        pool: The buffers.
-        board: Where producers say what they make.
-        specs: What they make, by link, where that is known already.
-        wait_seconds: How long to wait for a producer's word.
+        pool: The receive buffers.
+        specs: What values look like.
 
     Attributes:
-        specs: What is known; None for a link whose producer failed before it made anything.
         lent: Addresses of the buffers that stages of this rank read now: a view, which changes.
-        is_in_doubt: Whether a transfer may have been started that nobody knows of.
+        is_in_doubt: Whether a transfer may have been started that is in no table.
     """
 
     def __init__(
-        self,
-        channels: Sequence[Channel],
-        edges: Edges,
-        pool: BufferPool,
-        board: Board,
-        specs: Mapping[int, Spec],
-        *,
-        wait_seconds: float,
+        self, channels: Sequence[Channel], edges: Edges, pool: BufferPool, specs: Specs
     ) -> None:
         self._channels = channels
         self._num_channels = len(channels)
         self._edges = edges
         self._pool = pool
-        self._board = board
-        self._wait_seconds = wait_seconds
-        self.specs: dict[int, Spec | None] = dict(specs)
+        self._specs = specs
         self._lent: dict[int, None] = {}  # a set, without a call for each microbatch
         self.lent = self._lent.keys()
         self.is_in_doubt = False
-        self._told = set(range(len(channels))) if specs else set[int]()
         self._ends: dict[int, _End | None] = {}  # None: nothing will ever cross
         self._receiving: dict[Key, tuple[Buffer, Work]] = {}
         self._sending: dict[Key, tuple[Work, torch.Tensor | None]] = {}
@@ -288,28 +300,18 @@ class Transfers:
                 self._sending[key] = Done(), held
 
     def _receiving_end(self, channel: int) -> _End | None:
-        link, kind, source, target = self._channels[channel]
-        if kind == "F" and link not in self.specs:
-            try:
-                seconds = timedelta(seconds=self._wait_seconds)
-                told = self._board.wait(f"{link} to {target}", seconds)
-            except PipegradError:
-                self.specs[link] = None  # for those that would wait once more
-                raise
-            self.specs[link] = pickle.loads(told)
-        group, peer = self._edges.of(source)
-        return self._end(channel, group, peer)
+        spec = self._specs.of_receive(self._channels[channel])
+        return self._end(channel, spec, *self._edges.of(self._channels[channel].source))
 
     def _sending_end(self, channel: int) -> _End | None:
-        link, kind, _, target = self._channels[channel]
-        if kind == "F" and channel not in self._told:
-            self._told.add(channel)
-            self._board.post(f"{link} to {target}", pickle.dumps(self.specs.setdefault(link, None)))
-        group, peer = self._edges.to(target)
-        return self._end(channel, group, peer)
+        spec = self._specs.of_send(self._channels[channel])
+        return self._end(channel, spec, *self._edges.to(self._channels[channel].target))
 
-    def _end(self, channel: int, group: dist.ProcessGroup, peer: int) -> _End | None:
-        spec = self.specs.get(self._channels[channel].link)
+    def _end(
+        self, channel: int, spec: Spec | None, group: dist.ProcessGroup, peer: int
+    ) -> _End | None:
+        # Both ranks of a channel must decide alike whether anything crosses it. They do, since
+        # they have the same spec: a gradient comes back only for a differentiable value.
         crosses = spec is not None and (self._channels[channel].kind == "F" or spec.differentiable)
         end = _End(group, peer, spec, self._pool.free(spec)) if spec and crosses else None
         self._ends[channel] = end

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline.aliases import Aliases
-from pipegrad.pipeline.stage import Stage, Wiring
-from pipegrad.pipeline.transfers import Buffer, Spec, Transfers
+from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.transfers import Buffer, Spec, Specs, Transfers
+from pipegrad.pipeline.wiring import Wiring
 from pipegrad.schedules.program.program import Program
 
 Key = tuple[int, int]  # a link, channel or stage, and a microbatch
@@ -69,6 +70,7 @@ class Values:
         wiring: Which values each stage takes and makes.
         transfers: Sends and receives, and owns the receive buffers.
         aliases: Copies values that lie in memory of others.
+        specs: What values look like.
     """
 
     def __init__(
@@ -80,12 +82,14 @@ class Values:
         *,
         transfers: Transfers,
         aliases: Aliases,
+        specs: Specs,
     ) -> None:
         self._program = program
         self._channels = program.channels
         self._rank = rank
         self._transfers = transfers
         self._aliases = aliases
+        self._specs = specs
         ranks, last = program.schedule.stage_to_rank, len(wiring.made) - 1
         # How many stages of this rank take each link.
         self._num_consumers = [
@@ -158,7 +162,7 @@ class Values:
         if buffer is None:
             raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
         tensor = buffer.tensor
-        spec = self._transfers.specs[link]
+        spec = self._specs.by_link[link]
         assert spec is not None
         if spec.differentiable and not self._program.forward_only:
             # The leaf is a new tensor in the same memory: the buffer's own tensor must never
@@ -183,9 +187,9 @@ class Values:
         Raises:
             StepError: If an output does not look as in the first microbatch.
         """
+        specs = self._specs.by_link
         for link, output in zip(self._links_made[stage], outputs, strict=True):
-            spec = self._transfers.specs.get(link)
-            if (output.shape, output.dtype, output.requires_grad) != spec:
+            if (output.shape, output.dtype, output.requires_grad) != specs.get(link):
                 self._check_spec(link, stage, microbatch, Spec.of(output))
             value = self._aliases.apart(output).detach()
             # The program sends a value right after the forward that made it. So one entry a link
@@ -295,8 +299,8 @@ class Values:
                 self._transfers.give_back(channel, buffer)
 
     def _check_spec(self, link: int, stage: int, microbatch: int, spec: Spec) -> None:
-        """Takes what a value looks like from its first microbatch; refuses any other."""
-        first = self._transfers.specs.setdefault(link, spec)
+        """Refuses a value that does not look as in the first microbatch."""
+        first = self._specs.expected(link, spec)
         if first != spec:
             raise StepError(
                 f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
