@@ -35,13 +35,13 @@ class Batches:
     """Cuts the batches of one kind of step, which all look like the first one.
 
     Args:
-        wiring: What stages take from outside.
-        stages: Those of this rank.
+        wiring: Which external inputs stages take.
+        stages: The stages of this rank.
         num_microbatches: Into how many a batch is cut, along the first dimension.
-        needs_target: Whether this rank computes a loss.
-        takes_target: Whether it may.
-        has_loss: Whether it could.
-        whole: Names of what every microbatch gets whole.
+        needs_target: Whether this rank must compute a loss.
+        takes_target: Whether it computes a loss if there is a target.
+        has_loss: Whether there is a loss_fn.
+        whole: Names of values that every microbatch gets whole.
         first: What cut the first batch of this kind; None if the next batch is the first.
 
     Attributes:
@@ -158,7 +158,7 @@ class OuterGraphs:
         self._cut_off: list[tuple[Tensor, Sequence[Tensor]]] = []
 
     def microbatches(self, value: Tensor, number: int, *, whole: bool) -> Sequence[Tensor]:
-        """Returns a value for each microbatch; leaves, where a gradient is to go into `value`.
+        """Returns a value for each microbatch; they are leaves if `value` requires a gradient.
 
         Args:
             value: What the step is given.
@@ -167,8 +167,8 @@ class OuterGraphs:
         """
         if not (value.requires_grad and torch.is_grad_enabled()):
             return [value] * number if whole else value.tensor_split(number)
-        apart = value.detach()
-        leaves = [apart] if whole else list(apart.tensor_split(number))
+        detached = value.detach()
+        leaves = [detached] if whole else list(detached.tensor_split(number))
         for leaf in leaves:
             leaf.requires_grad_()
         self._cut_off.append((value, leaves))

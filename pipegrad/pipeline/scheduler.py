@@ -51,30 +51,30 @@ _instances = count()
 class Scheduler:
     """Runs the stages of this rank through a schedule; gradients are those of one process.
 
-    All ranks of the topology construct it together; what is wrong on one of them is an error on
-    all, before anything is sent. The schedule is lowered to a Program and the Program is proven
-    (`verify`) there. In the first step each stage tells the next what its outputs look like.
+    All ranks of the topology construct it together. An error on one rank is an error on all ranks,
+    before anything is sent. The schedule is lowered to a Program, and the Program is proven
+    (`verify`). The first step finds out what the outputs of stages look like.
 
     Args:
-        stages: This rank's, as the schedule places them.
-        topology: Over all ranks; where stages are is taken from the schedule.
+        stages: The stages that the schedule places on this rank.
+        topology: Over all ranks. The schedule says which rank has which stages.
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`.
         num_microbatches: Into how many a batch is cut, along the first dimension.
-        loss_fn: Of the last stage's outputs and a microbatch's ``target``, passed to parameters as
-            those of a `Stage` are; returns one element.
-        whole: Names of inputs that belong to no sample, such as a table of rotary frequencies:
-            every microbatch gets them whole. They may be anything, also ``"target"``.
+        loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
+            parameters as inputs go to those of a `Stage`. Returns one element.
+        whole: Names of inputs that belong to no sample, such as a table of rotary frequencies.
+            Every microbatch gets them whole. They may be anything, also ``"target"``.
         tied: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
         **options: Further arguments of `GradientSync`. In the first step ranks wait for each other
-            for ``agree_seconds`` too, or for the process group's timeout up to ten minutes, if that
-            is longer: kernels may be compiled there.
+            for ``agree_seconds``, or for the timeout of the process group, at most ten minutes, if
+            that is longer: kernels may be compiled there.
 
     Attributes:
         schedule: What every rank computes.
         program: What every rank does; printable.
-        proof: What that needs: live activations and buffers of each rank.
+        proof: How many live activations and buffers that needs on each rank.
         sync: The gradient layer: clipping, statistics, its plan.
         topology: With the schedule's stages.
 
@@ -177,24 +177,24 @@ class Scheduler:
     ) -> StepResult:
         """Runs forward and backward of a batch; gradients are complete and reduced afterwards.
 
-        Every rank must call it. Values need only be given on the ranks of stages that name them,
-        the target on that of the last stage. Tensors are cut along their first dimension into
-        microbatches, and have the same number of rows, that of the first step. Every microbatch
-        gets whole what `Scheduler` was told is ``whole``, tensors without dimensions, numbers,
-        strings and None; anything else is refused. `inputs` says afterwards what was done.
+        Every rank must call it. An input is needed only on the ranks of stages that name it, and
+        the target on the rank of the last stage. Tensors are cut into microbatches along their
+        first dimension. All have the same number of rows, in this step and in the first one. Every
+        microbatch gets the values of ``whole``, tensors without dimensions, numbers, strings and
+        None as they are. Anything else is refused. Afterwards `inputs` says what was done.
 
-        An input may come from a graph of the caller's, such as an encoder's output, as may the
-        target. When a step returns, the gradient of the loss has gone through that graph, once: of
-        this data rank's loss, and of what the stages of this rank do with the value.
+        An input or the target may come from a graph of the caller's, such as an encoder's output.
+        When a step returns, backward has run through that graph once. The gradient is that of this
+        data rank's loss, through the stages of this rank that take the value.
 
         Args:
             *inputs: External inputs, in the order of their first use.
             target: Cut like inputs; goes to the loss.
-            loss_divisor: The losses of all microbatches are summed, and divided by this: the number
-                of microbatches by default, where each loss is a mean. For losses that are sums over
-                tokens give the number of tokens of the batch, over all data ranks, divided by the
-                number of data ranks. The ranks of the last stage need it; others may give it, and
-                then the same.
+            loss_divisor: The losses of all microbatches are summed and divided by it. The default
+                is the number of microbatches, for losses that are means. For losses that are sums
+                over tokens, give the number of tokens of the batch over all data ranks, divided by
+                the number of data ranks. The ranks of the last stage need it. Other ranks may give
+                it too, and then the same number.
             **named: External inputs by name.
 
         Returns:
@@ -203,9 +203,10 @@ class Scheduler:
         Sync: all on the current stream; call every step from the same one.
 
         Raises:
-            StepError: If an input is missing or does not fit, a microbatch looks unlike the first
-                one, or a parameter is not what it was; on all ranks, with stage and microbatch.
-            Exception: What a stage raised; on other ranks a StepError with its words.
+            StepError: If an input is missing or does not fit, if a microbatch looks unlike the
+                first one, or if a parameter was exchanged. All ranks raise, with stage and
+                microbatch.
+            Exception: The error of a stage; on other ranks a StepError with its words.
         """
         return self._run(Batch(inputs, named, target, loss_divisor), forward_only=False)
 
@@ -219,16 +220,16 @@ class Scheduler:
     ) -> StepResult:
         """Runs forward alone, without gradients and with all modules in evaluation mode.
 
-        As `step`; without a target the loss is nan, and there are just the outputs. What values
-        look like is learned anew in the first evaluation: its batches may have another size than
-        those of `step`, but all the same.
+        Everything is as in `step`. Without a target the loss is nan, and the result has the outputs
+        alone. All evaluations have batches of the same size, which may be another one than that of
+        `step`.
         """
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
             return self._run(Batch(inputs, named, target, loss_divisor), forward_only=True)
 
     @property
     def inputs(self) -> dict[str, str]:
-        """What steps do with each value that they are given on this rank, by name, in words.
+        """What steps do with each of their inputs on this rank, by name, in words.
 
         ``{"x": "8 rows, cut into 4 microbatches of 2", "rope": "whole in every microbatch"}``.
         Empty before the first step.
@@ -240,9 +241,9 @@ class Scheduler:
     def receive_buffers(self) -> int:
         """How many receive buffers this rank has made so far.
 
-        No more than the largest proof of a kind of step says, where all values have one shape and
-        dtype; where they differ, that many of each at most. A buffer whose value a module keeps is
-        left to it, and another is made.
+        If all values have one shape and dtype, there are no more than the largest proof of a kind
+        of step says. Otherwise there are at most so many of each shape and dtype. If a module keeps
+        a value, its buffer is not used again, and another one is made.
         """
         return self._context.pool.num_made
 
@@ -251,7 +252,7 @@ class Scheduler:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as closing:  # whatever one of them raises
+        with contextlib.ExitStack() as closing:  # each is called, whatever another raises
             closing.callback(self._context.losses.close)
             closing.callback(self._context.edges.close)
             closing.callback(self.sync.close)
@@ -280,7 +281,7 @@ class Scheduler:
 
 @contextlib.contextmanager
 def _evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Puts modules into evaluation mode, and each part back into its own."""
+    """Puts modules into evaluation mode, and afterwards each part back into its own mode."""
     before = [(part, part.training) for module in modules for part in module.modules()]
     for module in modules:
         module.eval()

@@ -22,23 +22,25 @@ _REST = None  # goes to *args
 
 
 class Stage:
-    """A module and its place in the pipeline. Names make edges.
+    """A module, and which stage of the pipeline it is. Names make edges.
 
-    An input is what the nearest earlier stage with an output of that name makes; if none does, what
-    `Scheduler.step` is given under that name. So any output may feed any later stages.
+    An input is the output of that name of the nearest earlier stage that has one. If no stage has
+    one, it is the argument of that name of `Scheduler.step`. So any output may feed any later
+    stages.
 
     Args:
         module: Takes the inputs, returns the outputs: a tensor, or a tuple, list or mapping of
             tensors. An input goes to the parameter of ``module.forward`` that has its name. If
-            there is none for any of them, all go by position. If there are some, the others take
-            the parameters that are left, in order. It may not change them in place.
+            no input has such a parameter, all go by position. If only some have, the others take
+            the parameters that are left, in order. The module may not change inputs in place.
         index: Which stage it is, from 0.
-        inputs: Names of what it takes.
-        outputs: Names of what it makes; those of the last stage go to the loss, in order.
-        recompute: Keep nothing of a forward but the inputs, and run it again right before its
-            backward (and the loss, behind the last stage): one more forward a microbatch, split
-            backward or not. Torch's random numbers are the same again, and buffers as they were;
-            what else a forward depends on must not change.
+        inputs: Names of its inputs.
+        outputs: Names of its outputs. Those of the last stage go to the loss, in order.
+        recompute: Keep only the inputs of a forward, and run it again right before its backward.
+            For the last stage the loss runs again too. This is one more forward a microbatch,
+            whether the schedule splits backwards or not. Torch's random numbers and the buffers of
+            the module are the same in both forwards. Whatever else a forward depends on must not
+            change.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Stage:
         """Returns the outputs, in the order of their names.
 
         Args:
-            values: The inputs, in the order of theirs.
+            values: The inputs, in the order of their names.
 
         Raises:
             StepError: If the module returns something else.
@@ -80,14 +82,14 @@ class Stage:
         return self._outputs_of(out)
 
     def _outputs_of(self, out: object) -> tuple[torch.Tensor, ...]:
-        found: tuple[object, ...]
+        returned: tuple[object, ...]
         if isinstance(out, Mapping):
-            found = tuple(out.get(name) for name in self.outputs)
+            returned = tuple(out.get(name) for name in self.outputs)
         else:
-            found = tuple(out) if isinstance(out, tuple | list) else (out,)
-        tensors = tuple(value for value in found if isinstance(value, torch.Tensor))
-        if len(tensors) != len(found) or len(found) != len(self.outputs):
-            kinds = [type(value).__name__ for value in found]
+            returned = tuple(out) if isinstance(out, tuple | list) else (out,)
+        tensors = tuple(value for value in returned if isinstance(value, torch.Tensor))
+        if len(tensors) != len(returned) or len(returned) != len(self.outputs):
+            kinds = [type(value).__name__ for value in returned]
             raise StepError(
                 f"stage {self.index} returned {kinds}, expected a tensor for each of its outputs "
                 f"{list(self.outputs)}"
@@ -128,12 +130,13 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
 
     A value goes to the parameter of its name. If no parameter has any of the names, all values go
     by position. If some have, the other values take the parameters that are left, in order, and
-    then ``*args`` or ``**kwargs``. What can be passed by position is, so that hooks see it.
+    then ``*args`` or ``**kwargs``. Values are passed by position where that is possible, because
+    a plain forward hook of torch sees positional arguments only.
 
     Args:
-        function: A function, or a module: then its forward, inside wrappers of torch.
-        names: Of the values, in their order.
-        what: What gives the values, for messages.
+        function: A function or a module. Of a module the forward inside of torch's wrappers counts.
+        names: The names of the values, in their order.
+        what: Whose values they are, for messages.
 
     Raises:
         ScheduleError: If only some values have parameters of their names, and these stand in
@@ -146,6 +149,8 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
     targets = _targets(parameters, names)
     placed = [p.name for p in parameters if p.kind in _PLACED]
     at = [placed.index(name) for name in targets if name in placed]
+    # Some names match and some do not: then a value without a match might be passed to a parameter
+    # that was meant for another one. It is safe only if the matches are in order.
     is_mixed = 0 < len(set(names) & {p.name for p in parameters}) < len(names)
     if is_mixed and any(a > b for a, b in pairwise(at)):
         raise ScheduleError(
@@ -154,6 +159,7 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
             f"is not, so values would be swapped. Use the names of the parameters for all, or the "
             f"same order"
         )
+    # Parameters are filled by position up to the first one without a value.
     leading = list[int]()
     for name in placed:
         if name not in targets:
@@ -194,7 +200,7 @@ def _targets(parameters: Sequence[_Parameter], names: Sequence[str]) -> list[str
 
 
 def _parameters_of(function: Callable[..., Any]) -> list[_Parameter] | None:
-    """Returns what a function takes; None if nobody can tell."""
+    """Returns the parameters of a function; None if it has no signature."""
     if isinstance(function, nn.Module):
         function = inner_module(function).forward
     names = script_arguments(function)
@@ -209,8 +215,8 @@ def _parameters_of(function: Callable[..., Any]) -> list[_Parameter] | None:
 def inner_module(module: nn.Module) -> nn.Module:
     """Returns the module whose forward a wrapper of torch calls: compiled, checkpointed or DDP."""
     while True:
-        found = getattr(module, "_orig_mod", None)
-        found = found or getattr(module, "_checkpoint_wrapped_module", None) or unwrapped(module)
-        if not isinstance(found, nn.Module) or found is module:
+        inner = getattr(module, "_orig_mod", None)
+        inner = inner or getattr(module, "_checkpoint_wrapped_module", None) or unwrapped(module)
+        if not isinstance(inner, nn.Module) or inner is module:
             return module
-        module = found
+        module = inner

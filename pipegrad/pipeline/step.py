@@ -214,9 +214,10 @@ class StepKind:
         return context.losses.send(loss, own_divisor, whole_outputs, on_failure=on_failure)
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
-        """Returns what losses are divided by, and the same, or None if this rank has no say in it.
+        """Returns the divisor of losses, and the divisor that is compared with those of other ranks.
 
-        The ranks of the last stage have, and those that give a ``loss_divisor``.
+        The second is None if this rank neither has the last stage nor was given a ``loss_divisor``:
+        then its default may be wrong, and does no harm.
 
         Raises:
             StepError: If it is not a number above 0.

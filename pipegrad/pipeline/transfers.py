@@ -1,12 +1,15 @@
 """Transfers: values and their gradients, from rank to rank. Each edge is first in, first out.
 
-[Note: held buffers] A module may keep what it is given, as a memory of the microbatch before or for
-a hook to look at. Then more than the buffer's own tensor holds its storage when it comes back, and
-it is left to those who hold it: the next receive makes another one.
+[Note: held buffers] A module may keep one of its inputs, for example a memory of the microbatch
+before. A hook may keep one, too. Then the storage of the receive buffer has more holders than the
+buffer's own tensor when the value is released. Such a buffer does not go back to the pool: the next
+receive makes another one, and the kept tensor is never overwritten.
 
-[Note: interrupts] Ctrl-C may come between any two lines. Between the start of a transfer and its
-entry in a table nobody could say whether it was started: `is_in_doubt` is set around the two. A
-transfer that has ended may still be in its table: gloo would wait with it for one more message.
+[Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
+transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
+set before the start and cleared after the entry. Ctrl-C may also come between the end of a transfer
+and the removal of its entry. On gloo, a second wait for such a transfer would wait for one more
+message. So `note_ended` replaces it by a `Done`.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ class Buffer(NamedTuple):
 
 
 class BufferPool:
-    """Receive buffers, used again and again. As many as were ever held at one time."""
+    """Receive buffers, used again and again. It makes as many as are in use at one time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,13 +101,15 @@ class BufferPool:
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Buffer]] = {}
 
     def free(self, spec: Spec) -> list[Buffer]:
-        """Returns the free buffers for a spec: take from its end, and give back there."""
+        """Returns the list of free buffers for a spec; callers take from its end and append."""
         return self._free.setdefault((spec.shape, spec.dtype), [])
 
     def make(self, spec: Spec) -> Buffer:
         """Returns a new buffer, contents undefined."""
         self.num_made += 1
-        with torch.inference_mode(mode=False):  # or it could never be trained with
+        # A tensor made in inference mode can never take part in autograd, and a pool serves
+        # evaluations and training steps.
+        with torch.inference_mode(mode=False):
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         return Buffer(tensor, tensor.untyped_storage().data_ptr())
 
@@ -112,8 +117,9 @@ class BufferPool:
 class Edges:
     """The communicators of one pipeline.
 
-    On gloo one group serves all edges: messages have tags. Elsewhere each directed edge has a
-    communicator of its own, since a receive that is posted early would block the sends behind it.
+    On gloo messages have tags, so one group serves all edges. NCCL has no tags, and a receive that
+    is posted early would block the sends behind it. So on other backends than gloo each directed
+    edge has a communicator of its own.
 
     Args:
         channels: Of all ranks; every rank must give the same.
@@ -124,34 +130,37 @@ class Edges:
     def __init__(
         self, channels: Sequence[Channel], topology: Topology, device: torch.device
     ) -> None:
-        self._tagged = blocks_host(None, device)
-        self._made: list[dist.ProcessGroup] = []
+        self._is_tagged = blocks_host(None, device)
+        self._groups: list[dist.ProcessGroup] = []
         self._out: dict[int, tuple[dist.ProcessGroup, int]] = {}
         self._in: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._ending = Ending(self, groups=self._made, is_local=is_local(device))
+        self._ending = Ending(self, groups=self._groups, is_local=is_local(device))
         edges = sorted({(c.source, c.target) for c in channels})
         if not edges:
             return
         me = topology.coordinate(topology.pipeline)
         for pipeline in topology.pipelines:
-            mine = topology.rank in pipeline
-            if self._tagged:
+            # All ranks make the groups of all pipelines, in one order, as torch demands.
+            is_own = topology.rank in pipeline
+            if self._is_tagged:
                 group = new_group(pipeline, "pipegrad edges", device)
-                if mine:
-                    self._made.append(group)
+                if is_own:
+                    self._groups.append(group)
                     for peer, rank in enumerate(pipeline):
-                        place = group, dist.get_group_rank(group, rank)
-                        self._out[peer] = self._in[peer] = place
+                        end = group, dist.get_group_rank(group, rank)
+                        self._out[peer] = self._in[peer] = end
                 continue
             for source, target in edges:
                 pair = [pipeline[source], pipeline[target]]
                 group = new_group(pair, f"pipegrad edge {source} to {target}", device)
-                if mine and me in (source, target):
-                    self._made.append(group)
+                if is_own and me in (source, target):
+                    self._groups.append(group)
                     peer = target if me == source else source
-                    there = group, dist.get_group_rank(group, pipeline[peer])
-                    (self._out if me == source else self._in)[peer] = there
-                    # Connects, in one order on all ranks: else the first transfers would.
+                    end = group, dist.get_group_rank(group, pipeline[peer])
+                    (self._out if me == source else self._in)[peer] = end
+                    # NCCL connects in the first operation of a communicator, and both ranks wait
+                    # there. All ranks connect here in one order. Otherwise the first transfers
+                    # would connect, in an order that could be a deadlock.
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def to(self, target: int) -> tuple[dist.ProcessGroup, int]:
@@ -163,9 +172,9 @@ class Edges:
         return self._in[source]
 
     def cut(self) -> None:
-        """Closes this rank's connections, so that what waits for it fails at once, on gloo."""
-        if self._tagged:
-            for group in self._made:
+        """Closes this rank's connections on gloo, so that ranks that wait for it fail at once."""
+        if self._is_tagged:
+            for group in self._groups:
                 cut(group)
 
     def close(self) -> None:
@@ -177,7 +186,7 @@ class Edges:
 
 @dataclass(frozen=True)
 class _End:
-    """This rank's end of a channel, once it is known what crosses it."""
+    """This rank's end of a channel that something crosses."""
 
     group: dist.ProcessGroup
     peer: int
@@ -219,8 +228,9 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self._receiving_end(channel)
         if end is not None:
             buffer = end.free.pop() if end.free else self._pool.make(end.spec)
+            # The tag is different for each transfer of a step, and the same on both ranks.
             tag = microbatch * self._num_channels + channel
-            self.is_in_doubt = True
+            self.is_in_doubt = True  # see [Note: interrupts]
             work = sync_points.in_use.receive(end.group, buffer.tensor, end.peer, tag)
             self._receiving[channel, microbatch] = buffer, work
             self.is_in_doubt = False
@@ -236,12 +246,15 @@ class Transfers:
         buffer, work = self._receiving[key]
         RECEIVED(work)
         del self._receiving[key]
-        if buffer.address:  # what is empty lies nowhere
+        if buffer.address:  # a tensor without elements has no address
             self._lent[buffer.address] = None
         return buffer
 
     def give_back(self, channel: int, buffer: Buffer) -> None:
-        """Takes a received buffer that no action reads any more; see [Note: held buffers]."""
+        """Takes a received buffer that no action reads any more; see [Note: held buffers].
+
+        Sync: none. The next receive waits for the current stream, so it writes after all reads.
+        """
         end = self._ends[channel]
         assert end is not None
         if buffer.address:
@@ -252,12 +265,13 @@ class Transfers:
     def send(self, channel: int, microbatch: int, tensor: torch.Tensor | None) -> None:
         """Starts to send `tensor`; zeros if it is None.
 
-        Sync: reads it behind the current stream, and holds it until `release`.
+        Sync: the send waits for the current stream. The tensor is held until `release`.
         """
         end = self._ends[channel] if channel in self._ends else self._sending_end(channel)
         if end is None:
             return
         if tensor is None:
+            # The receiving rank has posted a receive, which only a message can end.
             tensor = torch.zeros(end.spec.shape, dtype=end.spec.dtype, device=self._pool.device)
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -268,7 +282,11 @@ class Transfers:
         self.is_in_doubt = False
 
     def release(self, channel: int, microbatch: int) -> None:
-        """Lets go of what was sent; it has arrived."""
+        """Lets go of a tensor that was sent.
+
+        The program has this item behind a receive that proves that the message has arrived, or at
+        the end of the step. So the wait is short.
+        """
         key = channel, microbatch
         if key in self._sending:
             SENT(self._sending[key][0])

@@ -34,9 +34,9 @@ class Wiring:
 
     Attributes:
         links: Values that stages hand on.
-        external: Names that `Scheduler.step` must be given, in the order of first use.
+        external: Names of the values that come from outside, in the order of their first use.
         taken: For each stage its inputs, in order: a number in `links`, or an external name.
-        made: For each stage its outputs, in order: a number in `links`; of the last none.
+        made: For each stage its outputs, in order: a number in `links`. The last stage has none.
     """
 
     links: tuple[Link, ...]
@@ -85,13 +85,13 @@ def agree_on_wiring(
     def describe() -> tuple[str, Ends]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         nonlocal own
-        found = schedule_of(schedule, topology, num_microbatches)
-        placed = topology.with_stages(found.stage_to_rank)
-        check_stages(found, stages, placed)
-        own = found, placed, bound_loss(loss_fn, stages, placed)
+        generated = schedule_of(schedule, topology, num_microbatches)
+        placed = topology.with_stages(generated.stage_to_rank)
+        check_stages(generated, stages, placed)
+        own = generated, placed, bound_loss(loss_fn, stages, placed)
         refuse_loss_parameters(loss_fn, [stage.module for stage in stages], placed)
         ends = {s.index: (s.inputs, s.outputs) for s in stages}
-        return f"depth {depth}, whole {whole!r}\n{found}", ends
+        return f"depth {depth}, whole {whole!r}\n{generated}", ends
 
     ranks = sorted(topology.ranks)
     replies = agree("Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds)
@@ -100,8 +100,8 @@ def agree_on_wiring(
     wiring = wired({rank: ends for rank, (_, ends) in by_rank.items()})
     check_whole(whole, wiring)
     assert own is not None
-    named, placed, bound = own
-    fitted = fed(named, wiring)
+    generated, placed, bound = own
+    fitted = fed(generated, wiring)
     _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
     return WiredPipeline(fitted, placed, wiring, bound)
 
@@ -113,8 +113,8 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
         ends: Stage -> names of its inputs and of its outputs; all stages from 0.
 
     Raises:
-        ScheduleError: If a name is doubled or reserved, or a stage that is not the last makes
-            something that nobody takes.
+        ScheduleError: If a name is doubled or reserved, or if a stage that is not the last makes
+            a value that no later stage takes.
     """
     num_stages = len(ends)
     consumers: dict[tuple[int, str], list[int]] = {}
