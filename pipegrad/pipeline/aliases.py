@@ -108,6 +108,8 @@ class Aliases:
             stage: The stage whose backward has just run.
             values: The leaves that its forward read.
         """
+        # Gradients are compared with each other, too: autograd may give a value and a parameter,
+        # such as the terms of a sum, views of one gradient.
         taken = set(self.lent)
         for value in values:
             if value.grad is not None:

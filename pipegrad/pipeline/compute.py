@@ -84,6 +84,7 @@ class Compute:
             recompute.forget()
         self._ran_forward = set[int]()  # stages
         self._ran_backward = set[int]()
+        # New lists: `Executor.run` returns the old ones.
         self.losses = list[Tensor]()
         self.outputs = list[tuple[Tensor, ...]]()
         self._aliases.forget()
@@ -193,6 +194,7 @@ class Compute:
             if stage == self._last:
                 outputs = (self._loss_of(microbatch, outputs),)
         self._roots[stage, microbatch] = outputs
+        # The backward gives back receive buffers, and this frame must not hold them.
         del outputs, values
         backward(stage, microbatch)
 
@@ -203,6 +205,7 @@ class Compute:
         if stage not in self._ran_backward:
             self._ran_backward.add(stage)
             self._aliases.note_backward(stage)
+        # The table must not hold the graph any more when the backward has run.
         outputs = self._roots[stage, microbatch]
         del self._roots[stage, microbatch]
         if stage != self._last:

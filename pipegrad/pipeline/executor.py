@@ -106,7 +106,7 @@ class Executor:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether an interrupt came while a transfer began: nobody can tell what is left then."""
+        """Whether an interrupt came while a transfer began; see [Note: interrupts]."""
         return self._transfers.is_in_doubt
 
     def rewind(self) -> None:
@@ -134,7 +134,8 @@ class Executor:
 
         Sync: all on the current stream.
         """
-        # An interrupt may have come while the last step was cleared up.
+        # An interrupt may have come while the last step was cleared up. So tables are emptied when
+        # a step begins, too.
         self._forget()
         self._values.begin(inputs, targets)
         self._compute.begin(targets, divisor)
@@ -150,6 +151,7 @@ class Executor:
         except BaseException as error:
             self._add_location(error)
             raise
+        # The lists are taken first: `forget` makes new ones.
         losses, outputs = self._compute.losses, self._compute.outputs
         self._forget()
         return losses, outputs
@@ -162,9 +164,12 @@ class Executor:
         both ends of every edge.
         """
         self._transfers.note_ended()
+        # Transfers are made in the order of the program. It is proven that ranks which keep this
+        # order never wait for each other in a circle.
         for method, which, microbatch in self._drain_calls[self._position :]:
             with contextlib.suppress(Exception):  # the first error is the one to raise
                 method(which, microbatch)
+        # The buffers of the failed step were neither read nor released.
         self._values.give_back_buffers()
         self._forget()
 
@@ -199,4 +204,4 @@ class Executor:
 
 
 def _skip(_index: int, _microbatch: int) -> None:
-    """What a rank that has failed does in the place of a compute."""
+    """Does nothing, in the place of an item that a failed step leaves out."""

@@ -129,6 +129,7 @@ def run_first_step(
         return _Learned(known, first.batches.rows, first.divisors(batch)[1])
 
     ranks = sorted(topology.ranks)
+    # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
     replies = agree(
         f"the first {'evaluation' if forward_only else 'step'} of a Scheduler",
         learn,
@@ -142,6 +143,8 @@ def run_first_step(
     if len(learned) < len(ranks):
         raise StepError(f"a step failed on another rank: {context.notice.read()}")
     _check_alike(context, learned)
+    # Each rank has seen the values that it made or received. All ranks of a pipeline together have
+    # seen all of them, and a rank needs them all to lower the programs of the others.
     by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
     kind = StepKind(
         context,

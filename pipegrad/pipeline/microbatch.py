@@ -81,7 +81,7 @@ class Batches:
         Raises:
             StepError: If inputs are missing, given twice, unknown, cannot be cut, or not alike.
         """
-        self.outer.forget()
+        self.outer.forget()  # a failed step may have left something
         inputs, named, target, _ = batch
         values = self._values(inputs, named)
         if self._needs_target or (self._takes_target and target is not None):
@@ -238,6 +238,7 @@ class _Repeated:
             and self._before[name][0]() is tensors[name]
             and self._before[name][1] == version
         ]
+        # If all tensors are the same, then the caller repeats one batch, as benchmarks do.
         is_new_batch = bool(self._before) and len(same) < len(now)
         self._before = now
         for name in same if is_new_batch else ():

@@ -97,6 +97,8 @@ class Scheduler:
         **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
     ) -> None:
         agree_seconds = options.get("agree_seconds", AGREE_SECONDS)
+        # The gradient layer needs the ticks of the schedule, so the wiring comes first. The program
+        # needs the plan of the gradient layer, so it comes last.
         pipeline = agree_on_wiring(
             stages,
             topology,
@@ -274,7 +276,7 @@ class Scheduler:
         )
         self._kinds[forward_only] = kind
         if not forward_only:
-            # The first step has shown which values have a gradient, so the program is another one.
+            # The first step has shown which values have a gradient. Others have no channel back.
             self.program, self.proof = kind.program, kind.proof
         return result
 

@@ -84,6 +84,7 @@ class StepContext:
         Raises:
             ScheduleError: If the proof fails.
         """
+        # The proof of a large schedule takes long, and most models need no other program.
         if (tuple(links), depth, forward_only) == (self.program.links, self.depth, False):
             return self.program, self.proof
         program = lower(
@@ -188,6 +189,7 @@ class StepKind:
                 context.sync.publish_if_due()
             divisor, own_divisor = self.divisors(batch)
             inputs, targets = self.batches.cut(batch)
+            # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
                 context.sync.prepare()
             begun = True
@@ -206,18 +208,20 @@ class StepKind:
             self._fail(error, begun=begun)
             raise
         device = context.sync.device
+        # Without a target the loss of an evaluation is nan. Other stages add zero to the sum.
         loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=device)
         if losses:
             loss = torch.stack(losses).float().sum() / divisor
-        # A result may outlive the Scheduler, so it holds the context weakly.
+        # A result may be kept for longer than the Scheduler, and must not keep its communicators
+        # and buffers. So it holds the context weakly.
         on_failure = partial(_drop_failed, weakref.ref(context), context.notice.step)
         return context.losses.send(loss, own_divisor, whole_outputs, on_failure=on_failure)
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
-        """Returns the divisor of losses, and the divisor that is compared with those of other ranks.
+        """Returns the divisor of losses, and the divisor to compare with those of other ranks.
 
         The second is None if this rank neither has the last stage nor was given a ``loss_divisor``:
-        then its default may be wrong, and does no harm.
+        then its default may differ from theirs, and does no harm.
 
         Raises:
             StepError: If it is not a number above 0.
@@ -242,8 +246,8 @@ class StepKind:
         if not self.program.forward_only:
             context.sync.abort(error, begun=begun, final=executor.is_in_doubt)
         if executor.is_in_doubt:
-            # Nobody can say which messages were sent, so no edge can be used again. Connections
-            # are closed, and ranks that wait fail at once.
+            # It is unknown which messages were sent, so no edge can be used again. Connections are
+            # closed, and ranks that wait fail at once.
             context.edges.cut()
         else:
             executor.finish_transfers()

@@ -35,7 +35,7 @@ Key = tuple[int, int]  # a link, channel or stage, and a microbatch
 
 
 class PeerFailedError(StepError):
-    """What a stage needs never came, since another rank failed first."""
+    """A value never came, since another rank failed first."""
 
 
 @dataclass(slots=True)
@@ -215,8 +215,10 @@ class Values:
             value.num_readers -= 1
             if not value.num_readers:
                 del self._held[link, microbatch]
+                # The tensor would be a second holder of the buffer's storage, and the buffer would
+                # not go back to the pool: see [Note: held buffers].
                 channel, buffer = value.channel, value.buffer
-                del value  # and its tensor: a second holder of the storage would cost the buffer
+                del value
                 if buffer is not None:
                     self._transfers.give_back(channel, buffer)
 

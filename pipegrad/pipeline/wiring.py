@@ -97,6 +97,7 @@ def agree_on_wiring(
     replies = agree("Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds)
     by_rank = dict(zip(ranks, replies, strict=True))
     same("the schedule", {rank: words for rank, (words, _) in by_rank.items()})
+    # All ranks have the same replies, so an error below is raised on all of them.
     wiring = wired({rank: ends for rank, (_, ends) in by_rank.items()})
     check_whole(whole, wiring)
     assert own is not None
@@ -254,6 +255,7 @@ def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
     for link in wiring.links:
         for consumer in link.consumers:
             sources[consumer].add(link.producer)
+    # A schedule without feeds is one of a chain, which the generators are made for.
     feeds = tuple(tuple(sorted(producers)) for producers in sources)
     is_chain = all(feed == ((s - 1,) if s else ()) for s, feed in enumerate(feeds))
     return replace(schedule, feeds=None if is_chain else feeds)
