@@ -181,7 +181,7 @@ def keeps_no_value() -> AbstractContextManager[object]:
 
     def early(self: Compute, stage: int, microbatch: int) -> None:
         inputs(self, stage, microbatch)
-        self._let_go(stage, microbatch)
+        self._values.release(stage, microbatch)
 
     def late(self: Compute, stage: int, microbatch: int) -> None:
         self._weights.compute(stage, microbatch)
