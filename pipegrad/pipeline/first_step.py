@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from pipegrad.comm.agreement import Board, agree, same
+from pipegrad.comm.failures import FAILED_ELSEWHERE
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.pipeline.loss import StepResult
 from pipegrad.pipeline.microbatch import Batch
@@ -141,7 +142,7 @@ def run_first_step(
         raise outcome
     learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}
     if len(learned) < len(ranks):
-        raise StepError(f"a step failed on another rank: {context.notice.read()}")
+        raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
     _check_alike(context, learned)
     # Each rank has seen the values that it made or received. All ranks of a pipeline together have
     # seen all of them, and a rank needs them all to lower the programs of the others.

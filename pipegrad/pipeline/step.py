@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
@@ -201,9 +201,7 @@ class StepKind:
                 context.sync.finish()
             if not training or context.sync.is_accumulating:
                 # A training step that reduces has looked for failures of other ranks in `finish`.
-                cause = context.notice.read()
-                if cause is not None:
-                    raise PeerFailedError(f"a step failed on another rank: {cause}")
+                context.notice.refuse_failed(PeerFailedError)
         except BaseException as error:
             self._fail(error, begun=begun)
             raise
@@ -239,10 +237,9 @@ class StepKind:
             StepError: If another rank failed first. It has the words of that rank.
         """
         context, executor = self._context, self._executor
-        words = " ".join([str(error), *getattr(error, "__notes__", [])])
         # The notice comes first. Ranks that receive zeros below may fail on them, and must then
         # find the cause there.
-        own = context.notice.post(f"{type(error).__name__}: {words}")
+        cause = context.notice.fail(error)
         if not self.program.forward_only:
             context.sync.abort(error, begun=begun, final=executor.is_in_doubt)
         if executor.is_in_doubt:
@@ -256,12 +253,11 @@ class StepKind:
             zero = torch.zeros((), device=context.sync.device)
             # Every rank sends a loss in every step, or later losses would be added to this one.
             context.losses.send(zero, None, failed=True)
-        cause = context.notice.read()
         # An interrupt stays one, whichever rank failed first. An error before the step has begun,
         # such as that of a batch that does not fit, is this rank's own.
         is_interrupt = not isinstance(error, Exception)
-        if begun and not is_interrupt and cause is not None and cause != own:
-            raise StepError(f"a step failed on another rank: {cause}") from error
+        if begun and not is_interrupt and cause is not None:
+            raise StepError(f"{FAILED_ELSEWHERE}: {cause}") from error
 
 
 def _drop_failed(reference: weakref.ref[StepContext], step: int) -> str:

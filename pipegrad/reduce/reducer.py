@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from pipegrad.comm import collectives, sync_points
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
-from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
@@ -250,14 +250,13 @@ class Reducer:
         try:
             yield
         except BaseException as error:
-            first = self.notice.read()  # a rank that failed may have ended connections to this one
             said = error if isinstance(error, Exception) else repr(error)
             told = self.notice.post(f"{what} failed: {said}", final=True)
             if not ends_in_words(error):
                 raise
-            if first is not None and not first.startswith(f"rank {self._rank}:"):
-                told = f"a step failed on another rank: {first}"
-            raise ReduceError(told) from error
+            cause = self.notice.cause()  # a rank that failed may have ended connections to this one
+            words = told if cause is None else f"{FAILED_ELSEWHERE}: {cause}"
+            raise ReduceError(words) from error
 
     def close(self) -> None:
         """Ends the comm streams' threads."""
@@ -334,9 +333,7 @@ class Reducer:
         Raises:
             ReduceError: With its words.
         """
-        message = self.notice.read()
-        if message is not None:
-            raise ReduceError(f"a step failed on another rank: {message}")
+        self.notice.refuse_failed()
 
     def _raise_refusal(self) -> None:
         """Raises if another rank was refused a verb some time ago, and is not going on."""
@@ -353,6 +350,4 @@ class Reducer:
         if message is None and not self._given_up:
             self._raise_refusal()
         if message is not None:
-            raise ReduceError(
-                f"a step failed on another rank, so its collectives never end: {message}"
-            )
+            raise ReduceError(f"{FAILED_ELSEWHERE}, so its collectives never end: {message}")
