@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import ReduceError, StepError
+from pipegrad.errors import ReduceError, StepError, root_of
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards
 from pipegrad.interop.torch_schedule import TorchSchedule, replace, stages_of
