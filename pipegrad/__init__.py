@@ -53,10 +53,10 @@ if typing.TYPE_CHECKING:
     from pipegrad.plugins.handler import FlatBucket as FlatBucket
     from pipegrad.plugins.handler import GradientHandler as GradientHandler
     from pipegrad.plugins.handler import HandlerSpec as HandlerSpec
-    from pipegrad.plugins.handler import Hop as Hop
     from pipegrad.plugins.handler import ParameterRecord as ParameterRecord
     from pipegrad.plugins.handler import Placement as Placement
     from pipegrad.plugins.handler import Reduction as Reduction
+    from pipegrad.plugins.handler import ReductionStep as ReductionStep
     from pipegrad.plugins.handler import handlers as handlers
     from pipegrad.reduce.bucketer import Bucketer as Bucketer
     from pipegrad.reduce.ddp_hooks import CommunicationHook as CommunicationHook
@@ -93,8 +93,8 @@ _HOMES = {
     "pipeline.stage": "Stage",
     "plan.plan": "Plan make_plan make_plans",
     "plugins.handler": (
-        "Exchange FlatBucket GradientHandler HandlerSpec Hop ParameterRecord Placement "
-        "Reduction handlers"
+        "Exchange FlatBucket GradientHandler HandlerSpec ParameterRecord Placement "
+        "Reduction ReductionStep handlers"
     ),
     "reduce.bucketer": "Bucketer",
     "reduce.ddp_hooks": "CommunicationHook",

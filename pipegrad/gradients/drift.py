@@ -107,21 +107,21 @@ class DriftCheck:
         )
 
     def _differing(self) -> list[Difference]:
-        """Returns key and ranks of every parameter whose bits differ over a hop of its route.
+        """Returns key and ranks of every parameter whose bits differ over a reduction of its route.
 
-        Every rank of a hop finds the same ones.
+        Every rank of a reduction finds the same ones.
         """
         found: list[Difference] = []
         for pack in self._packs:
             sums = torch.stack([_checksum(local(self._lookup(slot.key))) for slot in pack.slots])
-            for hop in pack.route:
-                group = self._groups.of(hop.ranks, 0)
+            for reduction_step in pack.route:
+                group = self._groups.of(reduction_step.ranks, 0)
                 low, high = sums.clone(), sums.clone()
                 dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
                 dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
                 unequal = (low != high).any(dim=1).tolist()
                 slots = zip(pack.slots, unequal, strict=True)
-                found += [(slot.key, hop.ranks) for slot, differs in slots if differs]
+                found += [(slot.key, reduction_step.ranks) for slot, differs in slots if differs]
         return found
 
     def _spread(self, key: str, ranks: tuple[int, ...]) -> float:
@@ -149,6 +149,6 @@ def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _PIECE):  # eight bytes an element are there meanwhile
         piece = words[start : start + _PIECE].long()
-        places = torch.arange(start, start + len(piece), device=words.device)
-        sums += torch.stack([piece.sum(), (piece * (2 * places + 1)).sum()])
+        locations = torch.arange(start, start + len(piece), device=words.device)
+        sums += torch.stack([piece.sum(), (piece * (2 * locations + 1)).sum()])
     return sums

@@ -18,12 +18,12 @@ from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.merge import merge, starts_of
 from pipegrad.model.ties import Tied, declared, link_local, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard
-from pipegrad.optimizer.main_params import has_stand_in
+from pipegrad.optimizer.main_params import has_main_shard
 from pipegrad.plan.build_routes import make_routes
 from pipegrad.plan.check_replicas import (
     refuse_bare_replicas,
     refuse_different_buffers,
-    refuse_loose_copies,
+    refuse_suspected_replicas,
 )
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
@@ -34,7 +34,7 @@ from pipegrad.topology import Topology
 _instances = count()
 
 
-def refuse_stand_ins(
+def refuse_main_shards(
     manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> None:
     """Refuses what would keep gradients or copies of a DTensor in another way than itself.
@@ -46,7 +46,7 @@ def refuse_stand_ins(
         entry = manifest.entries(record.key)[0]
         if entry.layout is None or not entry.requires_grad:
             continue
-        if has_stand_in(record, accessor, master_dtype) or entry.gradient_dtype != entry.dtype:
+        if has_main_shard(record, accessor, master_dtype) or entry.gradient_dtype != entry.dtype:
             raise PlanError(
                 f"{record.key!r} is a DTensor, {entry.layout}, of {entry.dtype}: it is stepped as "
                 f"it is, and its gradient is where and what FSDP2 makes it; found master_dtype="
@@ -101,7 +101,7 @@ class Agreed:
         replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in replies]
         self.manifest = merge(manifests, topology, self._ties)
-        refuse_stand_ins(self.manifest, accessor, self.options.master_dtype)
+        refuse_main_shards(self.manifest, accessor, self.options.master_dtype)
         allowed = self.options.allow_unsynced
         refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
         buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
@@ -114,7 +114,7 @@ class Agreed:
         self.device = device_of(modules, manifests)
         self.name = str(max(number for number, _ in replies))
         self.moves = self.plan.moves or any(
-            record.requires_grad and has_stand_in(record, accessor, self.options.master_dtype)
+            record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
         )
 
@@ -156,7 +156,7 @@ class Agreed:
         routes, allowed = dict(self.plan.routes), self.options.allow_unsynced
         divisors = dict(self.plan.divisors)
         refuse_bare_replicas(self.manifest, self.topology, routes, divisors, allowed)
-        refuse_loose_copies(self.manifest, self.topology, routes, prints, allowed)
+        refuse_suspected_replicas(self.manifest, self.topology, routes, prints, allowed)
         return self.plan.digest
 
     def _refuse_different(self, digests: Mapping[int, str], agree_seconds: float) -> None:
@@ -182,7 +182,7 @@ class Agreed:
         )
         return {
             (rank, key): "; ".join(
-                f"handler {hop.handler!r}: {hop} over ranks {list(hop.ranks)}" for hop in route
+                f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route
             )
             + (f"; divided by {divisors[key]:g}" if key in divisors else "")
             for rank, by_key in routes.items()

@@ -1,4 +1,4 @@
-"""The watch on optimizers: before one steps, it is refused if copies or rows would go apart."""
+"""The watch on optimizers: before one steps, it is refused if copies or shards would go apart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OptimizerWatch:
     ) -> None:
         self._alike = alike
         self._on_refusal = weakref.WeakMethod(on_refusal)
-        self._placed = [p.placed for p in parameters if p.placed.stand_in]
+        self._placed = [p.placed for p in parameters if p.placed.main_shard]
         self._has_replaced = any(p.placed.is_replaced for p in parameters)
         self.follow({id(p.live): p for p in parameters})
         _watches[id(self)] = self
@@ -68,14 +68,16 @@ class OptimizerWatch:
             return
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         parameters = [p for t in tensors if (p := self._live.get(id(t)))]
-        stand_in_of = {id(p.stand_in.tensor): p.stand_in for p in self._placed if p.stand_in}
-        stand_ins = [stand_in_of[id(t)] for t in tensors if id(t) in stand_in_of]
+        main_shard_of = {
+            id(p.main_shard.tensor): p.main_shard for p in self._placed if p.main_shard
+        }
+        main_shards = [main_shard_of[id(t)] for t in tensors if id(t) in main_shard_of]
         try:
-            if any(stand_in.share.sharded for stand_in in stand_ins):
+            if any(main_shard.main_range.sharded for main_shard in main_shards):
                 refuse_unless_elementwise(optimizer)
             for parameter in parameters:
                 _refuse_replaced(parameter)
-            if why_not is not None and (parameters or stand_ins):
+            if why_not is not None and (parameters or main_shards):
                 raise PlanError(why_not)
         except PipegradError as error:
             if (tell := self._on_refusal()) is not None:
@@ -107,8 +109,8 @@ def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def _refuse_replaced(parameter: LiveParameter) -> None:
     if parameter.placed.is_replaced:
         raise StepError(
-            f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a row or "
-            f"in a copy of it, so nothing would move: give the optimizer "
+            f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a shard "
+            f"or in a copy of it, so nothing would move: give the optimizer "
             f"sync.optimizer_parameters(), not module.parameters()"
         )
 
@@ -159,10 +161,10 @@ def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
     data = math.prod(sizes[axis] for axis in topology.data_axes)
     for record in manifest.parameters:
         route, layout = routes.get(record.key, ()), manifest.entries(record.key)[0].layout
-        ranks = math.prod(len(hop.ranks) for hop in route)  # that have the same gradient
+        ranks = math.prod(len(step.ranks) for step in route)  # that have the same gradient
         ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)
         ranks *= data if record.stage in manifest.reduced_by_ddp else 1
-        moves = any(hop.placement is not Placement.REPLICATE for hop in route)
+        moves = any(step.placement is not Placement.REPLICATE for step in route)
         if record.requires_grad and (moves or ranks < len(topology.ranks)):
             return False
     return True

@@ -15,7 +15,7 @@ from pipegrad.gradients.parameter_home import ParameterHome
 from pipegrad.model.dtensor import has_terms, is_dtensor, sum_terms
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.module_tree import ModuleTree
-from pipegrad.optimizer.main_params import StandIn
+from pipegrad.optimizer.main_params import MainShard
 from pipegrad.optimizer.param_sync import ParameterBuffer
 from pipegrad.optimizer.placed_parameter import PlacedParameter
 from pipegrad.plugins.handler import ParameterRecord
@@ -32,9 +32,9 @@ class LiveParameter:
         homes: Local stage -> the modules it is in, and its full name there; all one object.
         accessor: Where its gradient lives.
         buffer: Its bucket's buffer; None if nobody reduces it.
-        has_result: Whether this rank has its reduced gradient, or a row of it.
-        mirrored: Where it lies, if it may come from other ranks.
-        stand_in: What the optimizer steps in its place.
+        has_result: Whether this rank has its reduced gradient, or a shard of it.
+        parameter_buffer: The memory of the parameter, if it may come from other ranks.
+        main_shard: What the optimizer steps in its place.
         divisor: What its gradient is divided by, beside what each step divides all by.
         may_leave_early: Whether its gradient may be final before its stage's backward ends.
 
@@ -56,8 +56,8 @@ class LiveParameter:
         buffer: BucketBuffer | None,
         *,
         has_result: bool = True,
-        mirrored: ParameterBuffer | None = None,
-        stand_in: StandIn | None = None,
+        parameter_buffer: ParameterBuffer | None = None,
+        main_shard: MainShard | None = None,
         divisor: float = 1.0,
         may_leave_early: bool = True,
     ) -> None:
@@ -69,8 +69,8 @@ class LiveParameter:
             record.key,
             is_trained=record.requires_grad,
             has_result=has_result,
-            buffer=mirrored,
-            stand_in=stand_in,
+            buffer=parameter_buffer,
+            main_shard=main_shard,
         )
         self.final = False
         self.contributed = False
@@ -106,18 +106,18 @@ class LiveParameter:
         return self._accessor.read(self.live)
 
     @property
-    def stepped(self) -> nn.Parameter | None:
+    def main_parameter(self) -> nn.Parameter | None:
         """What this rank's optimizer steps: none, where another rank does, or it is frozen."""
         return self.placed.tensor(self.parameter)
 
     @property
-    def stepped_gradient(self) -> torch.Tensor | None:
+    def main_gradient(self) -> torch.Tensor | None:
         """The gradient of what this rank's optimizer steps."""
-        stand_in = self.placed.stand_in
-        return self.gradient if stand_in is None else stand_in.tensor.grad
+        main_shard = self.placed.main_shard
+        return self.gradient if main_shard is None else main_shard.tensor.grad
 
     def settle(self) -> None:
-        """Puts the parameter where it may come from other ranks; what stands in has its values."""
+        """Moves the parameter into its buffer; the main shard takes its values."""
         self.placed.settle(self.parameter)
 
     def connect(self, on_accumulated: OnAccumulated) -> None:
@@ -281,12 +281,12 @@ class LiveParameter:
                 copied = True
             elif self.gradient is not result:
                 self._accessor.write(self.live, result)
-        stand_in = self.placed.stand_in
-        if stand_in is not None and not self.placed.is_sharded:
+        main_shard = self.placed.main_shard
+        if main_shard is not None and not self.placed.is_sharded:
             # A reduced result replaces the zeros that are left, which may be the same memory.
             adds = self._adds and (self.buffer is None or self.gradient is None)
-            stand_in.take(self.gradient, adds=adds)
-            self._keep(stand_in.tensor.grad)
+            main_shard.take(self.gradient, adds=adds)
+            self._keep(main_shard.tensor.grad)
         self.mark_reduced()
         if self._num_firings > 1:  # e.g. reentrant checkpointing: each firing is only a part
             self._fires_once = False
@@ -295,13 +295,17 @@ class LiveParameter:
         return copied
 
     def _hand_over(self, buffer: BucketBuffer | None) -> None:
-        """Leaves the gradient to the row that stands in for this parameter, if there is one."""
+        """Gives the gradient to the main shard of this rank, if there is one."""
         self._accessor.write(self.live, None)
-        stand_in = self.placed.stand_in
-        if stand_in is not None:
-            share = stand_in.share
-            row = None if buffer is None else buffer.row(share.key, share.begin, share.end)
-            stand_in.take(row)
+        main_shard = self.placed.main_shard
+        if main_shard is not None:
+            main_range = main_shard.main_range
+            shard = (
+                None
+                if buffer is None
+                else buffer.shard(main_range.key, main_range.begin, main_range.end)
+            )
+            main_shard.take(shard)
 
     def _keep(self, result: torch.Tensor | None) -> None:
         """Leaves the result where the accessor has gradients, for those who read it there.
@@ -318,7 +322,7 @@ class LiveParameter:
         self._kept = None if gradient is None else TensorWeakRef(gradient)
 
     def _drop_kept(self) -> None:
-        """Takes the last step's result from the accessor: what stands in has it, or is zeroed."""
+        """Takes the last step's result from the accessor: the main shard has it, or is zeroed."""
         gradient = None if self._kept is None else self.gradient
         if gradient is not None and self._kept is not None and gradient is self._kept():
             self._accessor.write(self.live, None)
@@ -334,8 +338,8 @@ class LiveParameter:
 
     @property
     def _result(self) -> torch.Tensor | None:
-        stand_in = self.placed.stand_in
-        return self._accumulated if stand_in is None else stand_in.tensor.grad
+        main_shard = self.placed.main_shard
+        return self._accumulated if main_shard is None else main_shard.tensor.grad
 
     @property
     def _is_zero(self) -> bool:
@@ -354,12 +358,12 @@ class LiveParameter:
         if self.record.requires_grad:
             self._accessor.write(self.live, None)
             self.live.grad = None  # what no accessor has taken yet
-        if self.placed.stand_in is not None:
-            self.placed.stand_in.take(None)
+        if self.placed.main_shard is not None:
+            self.placed.main_shard.take(None)
 
     def mark_reduced(self) -> None:
         """Remembers the result as it is now, so that `refresh` knows whether it was renewed."""
-        gradient = self.stepped_gradient
+        gradient = self.main_gradient
         # Weakly: a gradient that the user drops must not live on until the next one is there.
         self._left = None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
 
@@ -379,5 +383,5 @@ class LiveParameter:
 
 
 def _shared_view(buffer: BucketBuffer, key: str) -> torch.Tensor | None:
-    shares = buffer.bucket.dtype == buffer.bucket.wire_dtype
-    return buffer.views[key] if shares else None
+    main_ranges = buffer.bucket.dtype == buffer.bucket.wire_dtype
+    return buffer.views[key] if main_ranges else None

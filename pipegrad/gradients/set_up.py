@@ -22,7 +22,7 @@ from pipegrad.gradients.step import Step
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.ties import named
 from pipegrad.model.wrappers import unwrapped
-from pipegrad.optimizer.main_params import StandIn, has_stand_in, master_dtype_of
+from pipegrad.optimizer.main_params import MainShard, has_main_shard, master_dtype_of
 from pipegrad.optimizer.param_sync import ParameterBuffer, ParameterSync, parameter_buffers
 from pipegrad.plan.routes import has_result
 from pipegrad.plugins.handler import keeps_state
@@ -73,7 +73,7 @@ def set_up(
     plan, topology, device = agreed.plan, agreed.topology, agreed.device
     ranks = sorted(topology.ranks)
     notice = FailureNotice(agreed.name)
-    groups = Groups(plan.groups, ranks=ranks, rank=topology.rank, device=device, handed=plan.chains)
+    groups = Groups(plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains)
     reducer = Reducer(
         plan,
         comm_streams=agreed.options.comm_streams,
@@ -95,7 +95,7 @@ def set_up(
         modules,
         trees,
         buffers=reducer.buffer_of,
-        mirrored={key: buffer for buffer in buffers.values() for key in buffer.views},
+        parameter_buffers={key: buffer for buffer in buffers.values() for key in buffer.views},
     )
     lookup = partial(_lookup, parameters)
     parameter_sync = ParameterSync(
@@ -103,8 +103,8 @@ def set_up(
         buffers=buffers,
         reducer=reducer,
         groups=groups,
-        stand_ins=[p.placed.stand_in for p in parameters.values() if p.placed.stand_in],
-        stepped=partial(_moving, parameters),
+        main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
+        main_parameters=partial(_moving, parameters),
         moves=agreed.moves,
         device=device,
     )
@@ -150,32 +150,32 @@ def live_parameters(
     trees: Mapping[int, ModuleTree],
     *,
     buffers: Mapping[str, BucketBuffer],
-    mirrored: Mapping[str, ParameterBuffer],
+    parameter_buffers: Mapping[str, ParameterBuffer],
 ) -> dict[str, LiveParameter]:
-    """Returns this rank's parameters by key, with what stands in for them.
+    """Returns this rank's parameters by key, with their main shards.
 
     Args:
         agreed: What they are.
         modules: Where they are.
         trees: Where they are looked up.
         buffers: Key -> where its gradient is reduced.
-        mirrored: Key -> where it lies, if it may come from other ranks.
+        parameter_buffers: Key -> the memory of the parameter, if it may come from other ranks.
     """
     manifest, plan = agreed.manifest, agreed.plan
     routes, divisors = dict(plan.routes), dict(plan.divisors)
-    homes = {place: (trees[place[0]], full) for place, full, _ in named(modules)}
-    stand_ins = _stand_ins(agreed)
+    homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}
+    main_shards = _main_shards(agreed)
     parameters: dict[str, LiveParameter] = {}
     for record in manifest.records(agreed.topology):
-        local = {p[0]: homes[p] for p in manifest.places(record.key) if p[0] in modules}
+        local = {p[0]: homes[p] for p in manifest.locations(record.key) if p[0] in modules}
         parameters[record.key] = LiveParameter(
             record,
             local,
             agreed.accessor,
             buffers.get(record.key),
             has_result=has_result(routes.get(record.key, ()), plan.rank),
-            mirrored=mirrored.get(record.key),
-            stand_in=stand_ins.get(record.key),
+            parameter_buffer=parameter_buffers.get(record.key),
+            main_shard=main_shards.get(record.key),
             divisor=divisors.get(record.key, 1.0),
             # DistributedDataParallel has reduced its gradients when the whole backward is done.
             may_leave_early=manifest.reduced_by_ddp.isdisjoint(local),
@@ -183,18 +183,19 @@ def live_parameters(
     return parameters
 
 
-def _stand_ins(agreed: Agreed) -> dict[str, StandIn]:
+def _main_shards(agreed: Agreed) -> dict[str, MainShard]:
     """Returns what the optimizer of this rank steps in a parameter's place, by key."""
     manifest, master_dtype = agreed.manifest, agreed.options.master_dtype
     records = {record.key: record for record in manifest.records(agreed.topology)}
     return {
-        share.key: StandIn(
-            share,
-            master_dtype_of(records[share.key], master_dtype),
-            manifest.entries(share.key)[0].gradient_dtype,
+        main_range.key: MainShard(
+            main_range,
+            master_dtype_of(records[main_range.key], master_dtype),
+            manifest.entries(main_range.key)[0].gradient_dtype,
         )
-        for share in agreed.plan.shares
-        if share.sharded or has_stand_in(records[share.key], agreed.accessor, master_dtype)
+        for main_range in agreed.plan.main_ranges
+        if main_range.sharded
+        or has_main_shard(records[main_range.key], agreed.accessor, master_dtype)
     }
 
 
@@ -204,5 +205,5 @@ def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
 
 def _moving(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
     """Returns what this rank's optimizer steps of the parameters that move, by key."""
-    found = {key: p.stepped for key, p in parameters.items() if p.placed.moves}
+    found = {key: p.main_parameter for key, p in parameters.items() if p.placed.moves}
     return {key: tensor for key, tensor in found.items() if tensor is not None}

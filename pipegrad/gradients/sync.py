@@ -37,13 +37,13 @@ from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
 from pipegrad.optimizer.main_params import (
     GroupOf,
-    Stepped,
+    MainParameter,
     grouped,
     refuse_unless_elementwise,
 )
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import HandlerSpec, ParameterRecord, Placement
-from pipegrad.reduce.ddp_hooks import load_kept
+from pipegrad.reduce.ddp_hooks import load_hook_states
 from pipegrad.topology import Topology
 
 
@@ -262,7 +262,7 @@ class GradientSync:
         Sync: on the current stream; one scalar all-reduce over all ranks.
         """
         self._step.check("clip_grad_norm_")
-        found = {key: p.stepped_gradient for key, p in self._parameters.items()}
+        found = {key: p.main_gradient for key, p in self._parameters.items()}
         gradients = {key: gradient for key, gradient in found.items() if gradient is not None}
         norm = self._parts.norm.of(
             gradients, norm_type, group=self._parts.groups.world, device=self.device
@@ -276,11 +276,11 @@ class GradientSync:
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
         """Returns parameter groups of what this rank steps, for any optimizer's constructor.
 
-        With REPLICATE that is the parameter itself; with OWNER likewise, on the owner; with SHARD a
-        flat row of it, for an optimizer that looks at each element by itself; with a stored dtype a
-        copy. Gradients are where they are stepped: of parameters that something stands in for,
-        ``.grad`` is None after `finish`. All ranks get the same groups, of which some may be empty:
-        make an optimizer on every rank.
+        With REPLICATE that is the parameter itself. With OWNER it is too, on the owner alone. With
+        SHARD it is a flat shard of it, for an optimizer that looks at each element by itself. With
+        a `master_dtype` it is a copy. The gradient is where the optimizer steps: behind `finish`
+        ``.grad`` of a parameter is None if the optimizer steps a shard or a copy of it. All ranks
+        get the same groups, of which some may be empty: make an optimizer on every rank.
 
         Args:
             group_of: Record -> the options of its parameter group; records with equal options are
@@ -288,18 +288,23 @@ class GradientSync:
         """
         self._parameter_sync.take()
         trained = [r for r in self.manifest.parameters if r.requires_grad]
-        return grouped(trained, self.stepped(), group_of)
+        return grouped(trained, self.main_parameters(), group_of)
 
-    def stepped(self) -> tuple[Stepped, ...]:
+    def main_parameters(self) -> tuple[MainParameter, ...]:
         """Returns what this rank's optimizer steps, by stage and position."""
         return tuple(
-            Stepped(self._parameters[share.key].record, tensor, share.begin, share.sharded)
-            for share in self.plan.shares
-            if (tensor := self._parameters[share.key].stepped) is not None
+            MainParameter(
+                self._parameters[main_range.key].record,
+                tensor,
+                main_range.begin,
+                main_range.sharded,
+            )
+            for main_range in self.plan.main_ranges
+            if (tensor := self._parameters[main_range.key].main_parameter) is not None
         )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | type) -> None:
-        """Refuses an optimizer that cannot step rows of parameters, if that is what it would get.
+        """Refuses an optimizer that cannot step shards of parameters, if that is what it would get.
 
         Any optimizer is checked before it steps; this is to know it earlier.
 
@@ -394,7 +399,7 @@ class GradientSync:
             StepError: Inside a step.
         """
         self._step.check("load_state_dict")
-        load_kept(
+        load_hook_states(
             state,
             self.handlers,
             self.plan.digest,

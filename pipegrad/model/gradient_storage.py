@@ -136,7 +136,7 @@ class MainGrad:
 
     From `finish` to the next `prepare` ``main_grad`` is the result: with REPLICATE on all ranks,
     with OWNER on the owner. It is the memory of ``.grad`` of what the optimizer steps, unless the
-    stored dtype is another one: then clipping does not reach it. With SHARD a rank has only a row
+    stored dtype is another one: then clipping does not reach it. With SHARD a rank has only a shard
     of the result, in that ``.grad``, and ``main_grad`` is None.
 
     Args:

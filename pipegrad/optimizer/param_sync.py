@@ -14,14 +14,14 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
-from pipegrad.optimizer.main_params import StandIn
+from pipegrad.optimizer.main_params import MainShard
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan, Publish
 from pipegrad.reduce.reducer import Reducer
 from pipegrad.reduce.reductions import bring_back
 
-STEPPED = sync_points.Record(
-    "mirror.stepped", "it moves behind the optimizer's writes and all reads"
+UPDATED = sync_points.Record(
+    "parameter-sync.updated", "it moves behind the optimizer's writes and all reads"
 )
 
 
@@ -50,7 +50,7 @@ class ParameterBuffer:
                 view.copy_(parameter)
             parameter.data = view
 
-    def row(self, key: str, begin: int, end: int) -> torch.Tensor:
+    def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Returns elements of a parameter, flat, as they lie in memory."""
         offset = self.views[key].storage_offset()
         return self.flat[offset + begin : offset + end]
@@ -58,7 +58,7 @@ class ParameterBuffer:
 
 def parameter_buffers(plan: Plan, device: torch.device) -> dict[int, ParameterBuffer]:
     """Returns memory for the parameters that may come from other ranks, by bucket."""
-    return {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.mirrored}
+    return {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
 
 
 class ParameterSync:
@@ -72,8 +72,8 @@ class ParameterSync:
         buffers: Of `parameter_buffers`.
         reducer: Whose comm streams it uses.
         groups: The communicators.
-        stand_ins: What the optimizer steps in the place of parameters.
-        stepped: Returns what the optimizer steps of the parameters that move, by key.
+        main_shards: Those of this rank.
+        main_parameters: Returns what the optimizer steps of the parameters that move, by key.
         moves: Whether anything moves on any rank, or is copied from another dtype.
         device: Where the parameters live.
 
@@ -91,8 +91,8 @@ class ParameterSync:
         buffers: Mapping[int, ParameterBuffer],
         reducer: Reducer,
         groups: Groups,
-        stand_ins: Sequence[StandIn],
-        stepped: Callable[[], Mapping[str, nn.Parameter]],
+        main_shards: Sequence[MainShard],
+        main_parameters: Callable[[], Mapping[str, nn.Parameter]],
         moves: bool,
         device: torch.device,
     ) -> None:
@@ -100,8 +100,8 @@ class ParameterSync:
         self._buffers = buffers
         self._reducer = reducer
         self._groups = groups
-        self._stand_ins = stand_ins
-        self._stepped = stepped
+        self._main_shards = main_shards
+        self._main_parameters = main_parameters
         self._device = device
         self.moves = moves
         self.coming: dict[int, list[Ticket]] = {}
@@ -133,12 +133,12 @@ class ParameterSync:
         """
         if self.moves and not self._is_taken:
             raise StepError(
-                "some gradients live on other ranks, in rows or in another dtype, and nobody has "
+                "some gradients live on other ranks, in shards or in another dtype, and nobody has "
                 "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
                 "not module.parameters()"
             )
-        for stand_in in self._stand_ins:
-            stand_in.give_back()
+        for main_shard in self._main_shards:
+            main_shard.give_back()
         self._note_versions()
         self.send()
 
@@ -160,8 +160,10 @@ class ParameterSync:
 
         Sync: on the current stream; one flag for all ranks, which must all call it.
         """
-        stepped = self.is_due and any(t._version != version for _, t, version in self._versions)
-        self._is_idle = not self._groups.is_anywhere(stepped)
+        main_parameters = self.is_due and any(
+            t._version != version for _, t, version in self._versions
+        )
+        self._is_idle = not self._groups.is_anywhere(main_parameters)
 
     def send(self) -> None:
         """Sends this rank's part on its way, as it is; returns at once.
@@ -172,7 +174,7 @@ class ParameterSync:
         self.is_moving = self._plan.moves
         if not self._plan.publishes:
             return
-        event = STEPPED(self._device)
+        event = UPDATED(self._device)
         after = [] if event is None else [event]
         for publish in self._plan.publishes:
             buffer = self._buffers[publish.bucket]
@@ -235,17 +237,19 @@ class ParameterSync:
         return seconds
 
     def _note_versions(self) -> None:
-        self._versions = [(key, tensor, tensor._version) for key, tensor in self._stepped().items()]
+        self._versions = [
+            (key, tensor, tensor._version) for key, tensor in self._main_parameters().items()
+        ]
 
     def _move(self, buffer: ParameterBuffer, publish: Publish) -> None:
-        """Moves one bucket back along one hop. On a comm stream."""
-        rank, hop = self._plan.rank, buffer.bucket.route[publish.hop]
+        """Moves one bucket back along one reduction. On a comm stream."""
+        rank, step = self._plan.rank, buffer.bucket.route[publish.step]
         what = (
-            f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {hop} "
-            f"over ranks {list(hop.ranks)}"
+            f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {step} "
+            f"over ranks {list(step.ranks)}"
         )
-        with self._reducer.telling(what):
-            region = buffer.bucket.region(rank, publish.hop)
-            group = self._groups.of(hop.ranks, publish.comm_stream)
-            with record_function(f"pipegrad bucket {buffer.bucket.index} back along {hop}"):
-                bring_back(buffer.flat[region.start : region.stop], hop.placement, group)
+        with self._reducer.reporting(what):
+            region = buffer.bucket.region(rank, publish.step)
+            group = self._groups.of(step.ranks, publish.comm_stream)
+            with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):
+                bring_back(buffer.flat[region.start : region.stop], step.placement, group)

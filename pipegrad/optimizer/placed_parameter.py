@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from pipegrad.errors import StepError
-from pipegrad.optimizer.main_params import StandIn
+from pipegrad.optimizer.main_params import MainShard
 from pipegrad.optimizer.param_sync import ParameterBuffer
 from pipegrad.plugins.handler import Placement
 
@@ -18,7 +18,7 @@ class PlacedParameter:
         is_trained: Whether it requires a gradient.
         has_result: Whether this rank has its reduced gradient, or a shard of it.
         buffer: The memory of the parameter, if it may come from other ranks.
-        stand_in: What the optimizer steps in its place.
+        main_shard: What the optimizer steps in its place.
     """
 
     def __init__(
@@ -28,24 +28,24 @@ class PlacedParameter:
         is_trained: bool,
         has_result: bool,
         buffer: ParameterBuffer | None,
-        stand_in: StandIn | None,
+        main_shard: MainShard | None,
     ) -> None:
-        self.stand_in = stand_in
+        self.main_shard = main_shard
         self._key = key
         self._buffer = buffer
         self.is_sharded = buffer is not None and any(
-            hop.placement is Placement.SHARD for hop in buffer.bucket.route
+            step.placement is Placement.SHARD for step in buffer.bucket.route
         )
-        self.is_replaced = stand_in is not None or self.is_sharded
-        self.moves = stand_in is not None or buffer is not None
+        self.is_replaced = main_shard is not None or self.is_sharded
+        self.moves = main_shard is not None or buffer is not None
         self._is_whole = is_trained and has_result and not self.is_sharded
         self._address: int | None = None  # of the memory that updated values are written to
         self._version: int | None = None  # of a parameter that a copy is stepped for
 
     def tensor(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Returns what this rank's optimizer steps; None if another rank does, or it is frozen."""
-        if self.stand_in is not None:
-            return self.stand_in.tensor
+        if self.main_shard is not None:
+            return self.main_shard.tensor
         return parameter if self._is_whole else None
 
     def settle(self, parameter: nn.Parameter) -> None:
@@ -55,13 +55,13 @@ class PlacedParameter:
         """
         if self._buffer is not None:
             self._buffer.adopt(self._key, parameter)
-        if self.stand_in is not None:
-            share, source = self.stand_in.share, parameter.data
-            if share.sharded and self._buffer is not None:
-                source = self._buffer.row(share.key, share.begin, share.end)
-            self.stand_in.stand_for(source)
+        if self.main_shard is not None:
+            main_range, source = self.main_shard.main_range, parameter.data
+            if main_range.sharded and self._buffer is not None:
+                source = self._buffer.shard(main_range.key, main_range.begin, main_range.end)
+            self.main_shard.take_values(source)
         self._address = parameter.data_ptr() if self.moves else None
-        is_copied = self.stand_in is not None and self.stand_in.copied
+        is_copied = self.main_shard is not None and self.main_shard.copied
         self._version = parameter._version if is_copied else None
 
     def check(self, parameter: nn.Parameter) -> None:

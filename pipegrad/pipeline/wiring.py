@@ -271,23 +271,29 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
     for plan in plans:
         routes = {bucket.index: bucket.route for bucket in plan.buckets}
         for publish in plan.publishes:
-            members = routes[publish.bucket][publish.hop].ranks
-            readers[publish.bucket, publish.hop, members].update(publish.readers)
+            members = routes[publish.bucket][publish.step].ranks
+            readers[publish.bucket, publish.step, members].update(publish.readers)
     for plan in plans:
         buckets = {bucket.index: bucket for bucket in plan.buckets}
         for launch in plan.launches:
             bucket = buckets[launch.bucket]
-            hop = bucket.route[launch.hop]
+            reduction_step = bucket.route[launch.step]
             # Pipeline ranks: a reduction along another dimension may have one alone.
-            ranks = sorted({topology.at(r).coordinate(topology.pipeline) for r in hop.ranks})
-            name = f"bucket {bucket.index}: {hop} over ranks {list(hop.ranks)}"
+            ranks = sorted(
+                {topology.at(r).coordinate(topology.pipeline) for r in reduction_step.ranks}
+            )
+            name = (
+                f"bucket {bucket.index}: {reduction_step} over ranks {list(reduction_step.ranks)}"
+            )
             stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in ranks)
             # Sorted by these keys, collectives are in the order in which every rank launches them.
-            collectives[launch.ready, launch.hop, launch.bucket, hop.ranks] = Collective(
-                name,
-                tuple(ranks),
-                stages,
-                launch.comm_stream,
-                tuple(sorted(readers[launch.bucket, launch.hop, hop.ranks])),
+            collectives[launch.ready, launch.step, launch.bucket, reduction_step.ranks] = (
+                Collective(
+                    name,
+                    tuple(ranks),
+                    stages,
+                    launch.comm_stream,
+                    tuple(sorted(readers[launch.bucket, launch.step, reduction_step.ranks])),
+                )
             )
     return tuple(collectives[key] for key in sorted(collectives))

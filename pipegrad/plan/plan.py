@@ -14,40 +14,46 @@ from pipegrad.plan.buckets import (
     in_few_words,
     localised,
     make_buckets,
-    num_rows,
+    num_shards,
 )
 from pipegrad.plan.build_routes import make_routes
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
 from pipegrad.plan.routes import (
     Divisors,
     Route,
-    RouteHop,
     Routes,
     has_result,
-    hops_taken,
     shared_routes,
+    steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
 from pipegrad.topology import Topology
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective: a hop of a bucket, in its comm stream."""
+    """One collective: a reduction of a bucket, in its comm stream.
+
+    Attributes:
+        bucket: Its index.
+        step: The number of the reduction in the bucket's route.
+        ready: Tick at which it may leave.
+        comm_stream: Where it runs.
+    """
 
     bucket: int
-    hop: int
+    step: int
     ready: int
     comm_stream: int
 
 
 @dataclass(frozen=True)
 class Publish:
-    """One movement of updated parameters, back along a hop, in the bucket's comm stream.
+    """One movement of updated parameters, back along a reduction, in the bucket's comm stream.
 
     Attributes:
         bucket: Whose parameters.
-        hop: Against which hop.
+        step: The number of that reduction in the bucket's route.
         comm_stream: Where.
         use: Its place in the order: the first stage, over all ranks, that waits for it, unless one
             that comes before it on the way is waited for later.
@@ -55,14 +61,14 @@ class Publish:
     """
 
     bucket: int
-    hop: int
+    step: int
     comm_stream: int
     use: int
     readers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Share:
+class MainRange:
     """What a rank's optimizer steps of a parameter: elements ``begin:end``, as they lie in memory.
 
     All of it, as it is, unless it is `sharded`.
@@ -81,7 +87,7 @@ class Plan:
     Attributes:
         rank: Whose plan it is.
         buckets: The buckets this rank takes part in, by index.
-        launches: Its collectives, in the order of ``(ready, hop, bucket)``.
+        launches: Its collectives, in the order of ``(ready, step, bucket)``.
         publishes: What moves back after the optimizer's step, by first use.
         shares: What the optimizer steps on this rank, by stage and position.
         trained_numel: Elements of all trained parameters that this rank holds.
@@ -98,7 +104,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     launches: tuple[Launch, ...]
     publishes: tuple[Publish, ...]
-    shares: tuple[Share, ...]
+    main_ranges: tuple[MainRange, ...]
     trained_numel: int
     moves: bool
     routes: tuple[tuple[str, Route], ...]
@@ -111,38 +117,38 @@ class Plan:
     def reduced_bytes(self) -> int:
         """Bytes that this rank's collectives reduce in one step."""
         buckets = {bucket.index: bucket for bucket in self.buckets}
-        return sum(buckets[launch.bucket].nbytes(launch.hop) for launch in self.launches)
+        return sum(buckets[launch.bucket].nbytes(launch.step) for launch in self.launches)
 
     @cached_property
     def published_bytes(self) -> int:
         """Bytes of parameters that move back to this rank, or from it, in one step."""
         buckets = {bucket.index: bucket for bucket in self.buckets}
         return sum(
-            buckets[publish.bucket].parameter_nbytes(publish.hop) for publish in self.publishes
+            buckets[publish.bucket].parameter_nbytes(publish.step) for publish in self.publishes
         )
 
     @property
     def chains(self) -> frozenset[tuple[int, ...]]:
         """Ranks that hand gradients down, one to the next, and what becomes of them up."""
-        hops = [hop for _, route in self.routes for hop in route]
-        return frozenset(hop.ranks for hop in hops if hop.handed_down)
+        steps = [step for _, route in self.routes for step in route]
+        return frozenset(step.ranks for step in steps if step.is_point_to_point)
 
     @property
     def launching(self) -> frozenset[str]:
         """Names of the handlers that launch a collective on this rank."""
         routes = {bucket.index: bucket.route for bucket in self.buckets}
-        return frozenset(routes[x.bucket][x.hop].handler for x in self.launches)
+        return frozenset(routes[x.bucket][x.step].handler for x in self.launches)
 
     @property
-    def stepped_numel(self) -> int:
+    def main_numel(self) -> int:
         """Elements that this rank's optimizer steps, and keeps state of."""
-        return sum(share.end - share.begin for share in self.shares)
+        return sum(main_range.end - main_range.begin for main_range in self.main_ranges)
 
     def __str__(self) -> str:
         summary = (
             f"rank {self.rank}: {len(self.buckets)} buckets, {len(self.launches)} collectives, "
             f"{self.reduced_bytes / 2**20:.2f} MiB a step; the optimizer steps "
-            f"{self.stepped_numel:,} of {self.trained_numel:,} elements"
+            f"{self.main_numel:,} of {self.trained_numel:,} elements"
         )
         lines = [summary]
         for divisor in sorted({divisor for _, divisor in self.divisors}):
@@ -153,21 +159,21 @@ class Plan:
         buckets = {bucket.index: bucket for bucket in self.buckets}
         for number, launch in enumerate(self.launches):
             bucket = buckets[launch.bucket]
-            hop = bucket.route[launch.hop]
+            step = bucket.route[launch.step]
             lines.append(
                 f"{number:<8}{bucket.index:<8}{launch.comm_stream:<8}{launch.ready:<7}"
-                f"{bucket.nbytes(launch.hop) / 2**20:<11.3f}{hop} over ranks {list(hop.ranks)}: "
+                f"{bucket.nbytes(launch.step) / 2**20:<11.3f}{step} over ranks {list(step.ranks)}: "
                 f"{bucket.names}"
             )
         if self.publishes:
             lines.append("publish bucket  stream  for stages        MiB        movement")
         for number, publish in enumerate(self.publishes):
-            hop = buckets[publish.bucket].route[publish.hop]
+            step = buckets[publish.bucket].route[publish.step]
             readers = ", ".join(map(str, publish.readers)) or "others"
             lines.append(
                 f"{number:<8}{publish.bucket:<8}{publish.comm_stream:<8}{readers:<18}"
-                f"{buckets[publish.bucket].parameter_nbytes(publish.hop) / 2**20:<11.3f}"
-                f"back along {hop} over ranks {list(hop.ranks)}"
+                f"{buckets[publish.bucket].parameter_nbytes(publish.step) / 2**20:<11.3f}"
+                f"back along {step} over ranks {list(step.ranks)}"
             )
         return "\n".join(lines)
 
@@ -271,9 +277,9 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
         buckets=buckets,
         launches=_launches(buckets, rank, options.comm_streams),
         publishes=_publishes(buckets, view, shared.routes, options.comm_streams),
-        shares=tuple(_shares(trained, buckets, route_of, rank)),
+        main_ranges=tuple(_main_ranges(trained, buckets, route_of, rank)),
         trained_numel=sum(record.numel for record in trained),
-        moves=any(bucket.mirrored for bucket in shared.buckets),
+        moves=any(bucket.syncs_parameters for bucket in shared.buckets),
         routes=tuple(route_of.items()),
         packs=localised(shared.packs, route_of, shapes),
         groups=shared.groups,
@@ -285,11 +291,11 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
     """Orders a rank's collectives. See [Note: order of collectives]."""
     launches = [
-        Launch(bucket.index, hop, bucket.ready + hop, bucket.index % comm_streams)
+        Launch(bucket.index, step, bucket.ready + step, bucket.index % comm_streams)
         for bucket in buckets
-        for hop in range(hops_taken(bucket.route, rank))
+        for step in range(steps_taken(bucket.route, rank))
     ]
-    return tuple(sorted(launches, key=lambda x: (x.ready, x.hop, x.bucket)))
+    return tuple(sorted(launches, key=lambda x: (x.ready, x.step, x.bucket)))
 
 
 def _publishes(
@@ -298,70 +304,70 @@ def _publishes(
     """Orders what moves back to or from a rank, by first use. See [Note: order of publishes]."""
     found = []
     for bucket in buckets:
-        for number, hop in enumerate(bucket.route[: hops_taken(bucket.route, view.rank)]):
-            if hop.mirrored:
+        for number, step in enumerate(bucket.route[: steps_taken(bucket.route, view.rank)]):
+            if step.syncs_parameters:
                 use = _use(bucket, number, view, routes)
-                readers = _readers(bucket, hop, [view.rank], view)
+                readers = _readers(bucket, step, [view.rank], view)
                 found.append(
                     Publish(bucket.index, number, bucket.index % comm_streams, use, readers)
                 )
-    return tuple(sorted(found, key=lambda x: (x.use, -x.hop, x.bucket)))
+    return tuple(sorted(found, key=lambda x: (x.use, -x.step, x.bucket)))
 
 
 def _use(bucket: Bucket, number: int, view: Topology, routes: Routes) -> int:
-    """Returns the first stage that waits for a hop's way back, or for one that comes before it."""
-    hop = bucket.route[number]
+    """Returns the first stage that waits for the parameters of a reduction, or of one behind it."""
+    step = bucket.route[number]
     before = [
         _use(theirs, later, view.at(rank), routes)
-        for rank in hop.ranks
+        for rank in step.ranks
         for theirs in localised([bucket], routes[rank])
-        for later in range(number + 1, hops_taken(theirs.route, rank))
-        if theirs.route[later].mirrored
+        for later in range(number + 1, steps_taken(theirs.route, rank))
+        if theirs.route[later].syncs_parameters
     ]
-    return max(min(_readers(bucket, hop, hop.ranks, view)), *before, 0)
+    return max(min(_readers(bucket, step, step.ranks, view)), *before, 0)
 
 
 def _readers(
-    bucket: Bucket, hop: RouteHop, ranks: Sequence[int], view: Topology
+    bucket: Bucket, step: ReductionStep, ranks: Sequence[int], view: Topology
 ) -> tuple[int, ...]:
-    """Returns the stages on some of a hop's ranks whose parameters come by its way back."""
-    owner = hop.ranks[0] if hop.placement is Placement.OWNER else None
-    places = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
-    return tuple(s for s in bucket.holders if view.stage_to_rank[s] in places)
+    """Returns the stages on some of a reduction's ranks whose parameters come by its way back."""
+    owner = step.owner if step.placement is Placement.OWNER else None
+    locations = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
+    return tuple(s for s in bucket.holders if view.stage_to_rank[s] in locations)
 
 
 # [Note: order of publishes] All that is published leaves at one point, when all gradients are
 # there, and no rank waits for another's compute in it. So as long as all ranks sort by the same
 # key it ends; by first use, so that the stages whose forwards come first wait least. Along a
-# bucket's route it goes backwards, whatever the stages: the owner gathers rows, then passes on.
+# bucket's route it goes backwards, whatever the stages: the owner gathers shards, then passes on.
 
 
-def _shares(
+def _main_ranges(
     records: Iterable[ParameterRecord],
     buckets: Sequence[Bucket],
     routes: Mapping[str, Route],
     rank: int,
-) -> Iterator[Share]:
+) -> Iterator[MainRange]:
     """Yields what a rank's optimizer steps."""
-    places = {slot.key: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+    locations = {slot.key: (bucket, slot) for bucket in buckets for slot in bucket.slots}
     for record in records:
         route = routes.get(record.key, ())
         if not has_result(route, rank):
             continue
-        if num_rows(route) == 1:
-            yield Share(record.key, 0, record.numel, sharded=False)
+        if num_shards(route) == 1:
+            yield MainRange(record.key, 0, record.numel, sharded=False)
             continue
-        bucket, slot = places[record.key]
+        bucket, slot = locations[record.key]
         part = slot.within(bucket.region(rank, len(route)))
         if part:
-            yield Share(record.key, part.start, part.stop, sharded=True)
+            yield MainRange(record.key, part.start, part.stop, sharded=True)
 
 
 # [Note: order of collectives] All ranks sort by the same key, and each issues its own part of that
 # one list, per comm stream, strictly in that order. Nothing computes while it waits for a
 # collective before finish, so the least collective not yet complete can always complete: every
-# member has issued all that comes before it. A bucket's hops share a comm stream, so a hop follows
-# the one before it.
+# member has issued all that comes before it. A bucket's reductions share a comm stream, so each
+# follows the one before it.
 
 
 def way_back(comm_stream: int) -> int:
@@ -377,17 +383,17 @@ def _groups(
         slot.key: bucket.index % comm_streams for bucket in buckets for slot in bucket.slots
     }
     exchanged = {
-        (hop.ranks, way_back(comm_stream_of[key]))
+        (step.ranks, way_back(comm_stream_of[key]))
         for mine in routes.values()
         for key, route in mine.items()
-        for hop in route
-        if key in comm_stream_of and hop.exchange != "all-reduce"
+        for step in route
+        if key in comm_stream_of and step.exchange != "all-reduce"
     }
     wanted = exchanged | {
-        (hop.ranks, comm_stream)
+        (step.ranks, comm_stream)
         for mine in routes.values()
         for key, route in mine.items()
-        for hop in route
+        for step in route
         for comm_stream in {0, comm_stream_of.get(key, 0)}
     }
     return tuple(sorted(wanted))

@@ -107,7 +107,7 @@ class PairSum:
                 return LateWork(partial(self._give, arriving, group), in_threads=False)
             self._give(arriving, group)
             return Done()
-        collectives.pass_down(self._buffer, None, group)
+        collectives.reduce_chain(self._buffer, None, group)
         if not self._rows:
             self._coming = receive(self._whole(), 0, self._back, BACK)
         return LateWork(self._take_rows if self._rows else self._take_all)
@@ -125,7 +125,7 @@ class PairSum:
             self._give_rows()
         else:
             self._send(self._whole().copy_(self._buffer), BACK)
-        collectives.pass_down(self._buffer, arriving, group)
+        collectives.reduce_chain(self._buffer, arriving, group)
 
     def _take_all(self) -> None:
         """Adds what comes back to the second rank's part."""

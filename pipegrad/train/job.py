@@ -154,7 +154,7 @@ class Job:
                 dict(plan.divisors),
                 self.config.gradients.allow_unsynced,
             )
-        if any(share.sharded for plan in plans.values() for share in plan.shares):
+        if any(share.sharded for plan in plans.values() for share in plan.main_ranges):
             self.check_optimizer()
         return plans
 

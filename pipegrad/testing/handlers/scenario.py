@@ -240,7 +240,7 @@ def _pieces(sync: GradientSync) -> Pieces:
             one.begin + one.tensor.numel(),
             None if one.tensor.grad is None else one.tensor.grad.flatten().clone(),
         )
-        for one in sync.stepped()
+        for one in sync.main_parameters()
     }
 
 

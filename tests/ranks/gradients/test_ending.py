@@ -73,9 +73,9 @@ def resources() -> dict[str, int]:
 
 def train(sync: GradientSync, module: nn.Module) -> None:
     step(sync, module, w=1.0)
-    if sync.stepped():
+    if sync.main_parameters():
         with torch.no_grad():
-            for one in sync.stepped():
+            for one in sync.main_parameters():
                 one.tensor.add_(1.0)
     sync.optimizer_parameters()
     sync.publish()

@@ -101,8 +101,8 @@ def by_exchange(how: Exchange, handlers: Sequence[Any], **options: Any) -> Any:
                     parameter.grad = given.clone()
             sync.stage_final(here)
             sync.finish()
-            found.append({one.record.name: bits(one.tensor.grad) for one in sync.stepped()})
-            for one in sync.stepped():
+            found.append({one.record.name: bits(one.tensor.grad) for one in sync.main_parameters()})
+            for one in sync.main_parameters():
                 one.tensor.grad = None
         sync.close()
     return found, list(map(str, checker.violations)), str(sync.plan)

@@ -157,11 +157,11 @@ def meet() -> dict[str, Any]:
 def watched(store: Any, name: str) -> Iterator[None]:
     """Says when both parts have left; takes nothing back before the first rank has gone on."""
     left: list[torch.Tensor] = []
-    pass_down, take_all = collectives.pass_down, pair_exchange.PairSum._take_all
+    reduce_chain, take_all = collectives.reduce_chain, pair_exchange.PairSum._take_all
     take_rows = pair_exchange.PairSum._take_rows
 
     def passed(tensor: torch.Tensor, *rest: Any) -> None:
-        pass_down(tensor, *rest)
+        reduce_chain(tensor, *rest)
         left.append(tensor)
         if len(left) == 2:
             store.set(f"{name} left", "")
@@ -174,7 +174,7 @@ def watched(store: Any, name: str) -> Iterator[None]:
         return taken
 
     with (
-        mock.patch.object(collectives, "pass_down", passed),
+        mock.patch.object(collectives, "reduce_chain", passed),
         mock.patch.object(pair_exchange.PairSum, "_take_all", late(take_all)),
         mock.patch.object(pair_exchange.PairSum, "_take_rows", late(take_rows)),
     ):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import FlatBucket, GradientSync, Hop, ReduceError, Work
+from pipegrad import FlatBucket, GradientSync, ReduceError, ReductionStep, Work
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.model.manifest import Manifest
@@ -209,7 +209,7 @@ def replaced() -> Any:
         job.module.w = nn.Parameter(torch.full((40,), 7.0))
         said_again = outcome(job.sync.prepare)
         job.sync.synchronize_parameters()
-        if any(one.tensor is job.module.w for one in job.sync.stepped()):
+        if any(one.tensor is job.module.w for one in job.sync.main_parameters()):
             job.optimizer = torch.optim.SGD(job.sync.optimizer_parameters(), lr=1.0)
         job.step()
         job.sync.wait_parameters()
@@ -432,7 +432,9 @@ def test_all_go_on_behind_a_rank_that_fails_among_launches(three: list[dict[str,
 class Fails(Sharded):
     """Rank 1 cannot send gradients of 11."""
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         if rank() == 1 and bucket.buffer[0] == 11:
             raise OSError("no route to host")
         return super().launch(bucket, reduction, group)
@@ -521,8 +523,8 @@ def test_a_first_use_that_fails_keeps_its_tickets() -> None:
         buffers={},
         reducer=never,
         groups=cast("Groups", None),
-        stand_ins=[],
-        stepped=dict,
+        main_shards=[],
+        main_parameters=dict,
         moves=True,
         device=cpu,
     )

@@ -87,7 +87,7 @@ def dtypes() -> Any:
             update(sync, optimizer)
             sync.wait_parameters()
             values.append(kept.get_parameter("w").unique().tolist())
-        stored = [(str(one.tensor.dtype), one.tensor.numel()) for one in sync.stepped()]
+        stored = [(str(one.tensor.dtype), one.tensor.numel()) for one in sync.main_parameters()]
         found[placed.value] = (wire, single, values, stored, outcome(sync.check_replicas))
     return found
 

@@ -1,4 +1,4 @@
-"""Optimizers that would make another model of the copies or rows that they step are refused."""
+"""Optimizers that would make another model of the copies or shards that they step are refused."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def of_module() -> Any:
 
 def test_an_optimizer_of_what_is_not_stepped_is_refused(two: list[dict[str, Any]]) -> None:
     """Issue 16, point 10 (1.14). Nothing moved, without a word."""
-    words = "StepError: an optimizer steps '0.w' itself, but its gradient is in a row or in a copy"
+    words = (
+        "StepError: an optimizer steps '0.w' itself, but its gradient is in a shard or in a copy"
+    )
     for reply in two:
         for name, value in {"rows": -2.0, "copies": -1.0}.items():
             said, values = reply["of_module"][name]

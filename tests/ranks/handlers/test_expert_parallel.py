@@ -141,7 +141,7 @@ def gradients_of(placement: str) -> dict[str, list[torch.Tensor | None]]:
     sync.stage_final(0)
     sync.finish()
     found: dict[str, list[torch.Tensor | None]] = {n: [None] * 4 for n in module}
-    for one in sync.stepped():
+    for one in sync.main_parameters():
         assert one.tensor.grad is not None
         for i, value in enumerate(one.tensor.grad.flatten()):
             found[one.record.name][one.begin + i] = value.clone()

@@ -128,7 +128,7 @@ def stepped_once(case: Case) -> Seen:
     largest = max(float(g.abs().max()) for g in true.values() if g is not None)
     error, elements = 0.0, {}
     sync.optimizer_parameters()
-    for one in sync.stepped():
+    for one in sync.main_parameters():
         name = one.record.key.partition(".")[2]
         expected = true[name]
         assert expected is not None

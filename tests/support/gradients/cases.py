@@ -21,9 +21,9 @@ from pipegrad import (
     FlatBucket,
     GradientHandler,
     GradientSync,
-    Hop,
     ParameterRecord,
     Reduction,
+    ReductionStep,
     Topology,
     Work,
 )
@@ -194,7 +194,9 @@ class Silent(GradientHandler):
     ) -> Iterable[Reduction]:
         return [Reduction(p, topology.ranks_of(p.holders)) for p in parameters if p.shared]
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         return Done()
 
 

@@ -129,7 +129,7 @@ class Run:
         self.case, self.mesh = case, mesh
         data = "dp" if mesh["dp"].size() > 1 else "outer"
         self.topology = Topology.from_mesh(mesh, data=data, stage_to_rank=case.places)
-        self.shares = mesh["outer"].size() * mesh["dp"].size()
+        self.main_ranges = mesh["outer"].size() * mesh["dp"].size()
         here = mesh.get_coordinate()
         assert here is not None
         self.share = here[1] * mesh["dp"].size() + here[2]
@@ -239,9 +239,11 @@ class Run:
         return self.found
 
     def both(self, number: int, part: int) -> tuple[Tensor | None, Tensor]:
-        tokens, target = batch(10 * number + part, ROWS * self.case.num_microbatches * self.shares)
+        tokens, target = batch(
+            10 * number + part, ROWS * self.case.num_microbatches * self.main_ranges
+        )
         accumulating = part < self.case.accumulate - 1
-        mine = [t.chunk(self.shares)[self.share] for t in (tokens, target)]
+        mine = [t.chunk(self.main_ranges)[self.share] for t in (tokens, target)]
         adding = self.sync.accumulate() if accumulating else contextlib.nullcontext()
         with adding, counting() as calls:
             loss = self.step(*mine)
@@ -251,7 +253,9 @@ class Run:
     def true_step(self, tokens: Tensor, target: Tensor) -> Tensor:
         """Forward and backward of the uncut model; returns the loss."""
         if self.case.low:
-            return low_step(self.true, tokens, target, self.case.num_microbatches * self.shares)
+            return low_step(
+                self.true, tokens, target, self.case.num_microbatches * self.main_ranges
+            )
         true_loss = loss_of(self.true(tokens), target)
         true_loss.backward()
         return true_loss.detach()
