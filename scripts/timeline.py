@@ -25,7 +25,7 @@ LEGEND = {
 Bar = tuple[int, int, float, float, str, str]  # rank, line, begin, end, kind, text
 
 
-def program() -> pipegrad.Program:
+def program() -> pipegrad.schedules.Program:
     """Returns the Program of the step: a mean for each stage, and a weight of stages 0 and 3.
 
     The tied weight has the placement OWNER: stage 3 sends its gradient to stage 0, which steps.
@@ -37,12 +37,12 @@ def program() -> pipegrad.Program:
     schedule = pipegrad.schedules.build(
         "1f1b", num_ranks=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
     )
-    made = pipegrad.lower(schedule, collectives=[*means, tie])
-    pipegrad.verify(made)
+    made = pipegrad.schedules.lower(schedule, collectives=[*means, tie])
+    pipegrad.schedules.verify(made)
     return made
 
 
-def simulate(made: pipegrad.Program) -> Iterator[Bar]:
+def simulate(made: pipegrad.schedules.Program) -> Iterator[Bar]:
     """Yields what is drawn: every rank waits for what it receives, and for nothing else."""
     items = [list(made.decoded(rank)) for rank in range(NUM_STAGES)]
     clock, position = [0.0] * NUM_STAGES, [0] * NUM_STAGES
@@ -70,7 +70,9 @@ def simulate(made: pipegrad.Program) -> Iterator[Bar]:
     yield from reductions(made, launched)
 
 
-def reductions(made: pipegrad.Program, launched: dict[tuple[str, int], float]) -> Iterator[Bar]:
+def reductions(
+    made: pipegrad.schedules.Program, launched: dict[tuple[str, int], float]
+) -> Iterator[Bar]:
     """Yields the collectives, each on the comm stream of its rank."""
     for name, ranks, _stages, _stream, readers in made.collectives:
         last = ranks[-1]

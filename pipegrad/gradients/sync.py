@@ -138,7 +138,7 @@ class GradientSync:
             divisor: What this step adds to gradients is divided by it, once, when they are final:
                 the number of microbatches, where each microbatch's loss is a mean. So the sum of
                 all microbatches must fit into the gradient's dtype; where that is float16, divide
-                the loss instead, or accumulate in float32 (`Float32Grad`). Steps that accumulate
+                the loss instead, or set ``parameter.grad_dtype`` to float32. Steps that accumulate
                 may have different ones; a gradient that you set yourself is not divided.
 
         Sync: zeroes gradients on the current stream, and may scale those of accumulated steps: call

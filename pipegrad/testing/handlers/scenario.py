@@ -18,20 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 
-from pipegrad import (
-    DriftError,
-    GradientSync,
-    HandlerSpec,
-    Manifest,
-    ParameterRecord,
-    Plan,
-    StepError,
-    Topology,
-    handlers,
-    make_manifest,
-    make_plan,
-)
+from pipegrad import GradientSync, ParameterRecord, Topology, handlers, make_manifest, make_plan
+from pipegrad.errors import DriftError, StepError
+from pipegrad.model.manifest import Manifest
 from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import Plan
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing.ordering.checker import OrderChecker
 
 Specs = Sequence[str | Mapping[str, object]]

@@ -13,17 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipegrad import (
-    GradientAccessor,
-    GradientSync,
-    MainGrad,
-    Scheduler,
-    Stage,
-    StepError,
-    Topology,
-    attach,
-    find_tied,
-)
+from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach, find_tied
+from pipegrad.errors import StepError
+from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.testing import OrderChecker, run_ranks
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import error

@@ -11,14 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    GradientHandler,
-    GradientSync,
-    ParameterRecord,
-    PlanError,
-    Reduction,
-    Topology,
-)
+from pipegrad import GradientHandler, GradientSync, ParameterRecord, Reduction, Topology
+from pipegrad.errors import PlanError
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.testing import run_ranks

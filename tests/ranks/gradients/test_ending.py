@@ -20,8 +20,9 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.optim import optimizer as optimizers
 
-from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree
+from pipegrad import Bucketer, GradientSync, MainGrad, Topology
 from pipegrad.comm import agreement, failures
+from pipegrad.comm.agreement import agree
 from pipegrad.comm.ending import cut
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks

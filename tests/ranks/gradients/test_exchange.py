@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import (
-    Exchange,
     GradientHandler,
     GradientSync,
     ParameterRecord,
     Placement,
-    PlanError,
     Reduction,
     Topology,
     make_manifest,
     make_plan,
 )
+from pipegrad.errors import PlanError
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plan.options import GradientOptions
+from pipegrad.plugins.handler import Exchange
 from pipegrad.reduce.pair_exchange import Rows, rows_of
 from pipegrad.testing import OrderChecker, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared

@@ -15,14 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import (
-    Exchange,
-    GradientSync,
-    Topology,
-)
+from pipegrad import GradientSync, Topology
 from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
+from pipegrad.plugins.handler import Exchange
 from pipegrad.reduce import pair_exchange
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import outcome

@@ -10,16 +10,8 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-from pipegrad import (
-    CommunicationHook,
-    GradientSync,
-    Placement,
-    PlanError,
-    PluginError,
-    ReduceError,
-    Topology,
-    handlers,
-)
+from pipegrad import CommunicationHook, GradientSync, Placement, Topology, handlers
+from pipegrad.errors import PlanError, PluginError, ReduceError
 from pipegrad.plan.buckets import Slot
 from pipegrad.reduce import power_sgd
 from pipegrad.reduce.ddp_hooks import TorchBucket

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import FlatBucket, GradientSync, ReduceError, ReductionStep, Work
+from pipegrad import FlatBucket, GradientSync, ReductionStep, Work
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
+from pipegrad.errors import ReduceError
 from pipegrad.model.manifest import Manifest
 from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.reduce.reducer import Reducer

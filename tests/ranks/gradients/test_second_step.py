@@ -15,7 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegrad import GradientSync, MainGrad, Scheduler, Stage, StepError, Topology, attach
+from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach
+from pipegrad.errors import StepError
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared

@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    GradientSync,
-    PlanError,
-    Topology,
-)
+from pipegrad import GradientSync, Topology
+from pipegrad.errors import PlanError
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
     SHARED,

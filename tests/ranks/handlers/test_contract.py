@@ -15,7 +15,6 @@ import torch.distributed as dist
 from pipegrad import (
     FlatBucket,
     GradientHandler,
-    HandlerSpec,
     ParameterRecord,
     Placement,
     Reduction,
@@ -24,6 +23,7 @@ from pipegrad import (
     Work,
     handlers,
 )
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing import HandlerContract
 from pipegrad.testing.handlers.scenario import Seen
 from pipegrad_handlers.data_parallel import DataParallel

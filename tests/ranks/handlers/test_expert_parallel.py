@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    GradientSync,
-    ParameterRecord,
-    Placement,
-    PlanError,
-    PluginOptionError,
-    Reduction,
-    Topology,
-    handlers,
-)
+from pipegrad import GradientSync, ParameterRecord, Placement, Reduction, Topology, handlers
+from pipegrad.errors import PlanError, PluginOptionError
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.testing import HandlerContract, run_ranks

@@ -13,12 +13,12 @@ from pipegrad import (
     GradientSync,
     ParameterRecord,
     Placement,
-    PluginOptionError,
     Reduction,
     Topology,
     find_tied,
     handlers,
 )
+from pipegrad.errors import PluginOptionError
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.schedulers import error

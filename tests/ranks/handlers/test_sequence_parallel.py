@@ -7,15 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pipegrad import (
-    ParameterRecord,
-    PlanError,
-    PluginOptionError,
-    Reduction,
-    Topology,
-    TopologyError,
-    handlers,
-)
+from pipegrad import ParameterRecord, Reduction, Topology, handlers
+from pipegrad.errors import PlanError, PluginOptionError, TopologyError
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.testing import HandlerContract

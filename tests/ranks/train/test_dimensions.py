@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad import HandlerSpec, Scheduler, Stage, Topology
+from pipegrad import Scheduler, Stage, Topology
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus

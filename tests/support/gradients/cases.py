@@ -154,6 +154,14 @@ def replicated(module: nn.Module, **options: Any) -> GradientSync:
     return GradientSync({0: module}, Topology.create(pipeline=1), **options)
 
 
+def in_float32(module: nn.Module) -> nn.Module:
+    """Has gradients of parameters of lower precision accumulate in fp32."""
+    for parameter in module.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = torch.float32
+    return module
+
+
 def step(
     sync: GradientSync, module: nn.Module, **gradients: float | torch.Tensor
 ) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, Plan, Reduction, Topology
+from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.options import GradientOptions
-from pipegrad.plan.plan import make_plan
+from pipegrad.plan.plan import Plan, make_plan
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 

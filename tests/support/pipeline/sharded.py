@@ -20,8 +20,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 import pipegrad
-from pipegrad import Exchange, GradientSync, Scheduler, Stage, Topology, find_tied
+from pipegrad import GradientSync, Scheduler, Stage, Topology, find_tied
 from pipegrad.model.dtensor import local
+from pipegrad.plugins.handler import Exchange
 from pipegrad.testing import OrderChecker
 from tests.support.pipeline.pipelines import CPU, VEES, loss_of
 from tests.support.pipeline.schedulers import digest, error

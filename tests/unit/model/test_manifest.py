@@ -13,16 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    AgreementError,
-    Float32Grad,
-    GradAttribute,
-    ParameterRecord,
-    PlanError,
-    Topology,
-    TopologyError,
-)
+from pipegrad import ParameterRecord, Topology
+from pipegrad.errors import AgreementError, PlanError, TopologyError
 from pipegrad.model.describe import check_stages, describe_rank, device_of
+from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
 from pipegrad.model.merge import make_manifest, merge
 from pipegrad.model.ties import declared
@@ -98,7 +92,8 @@ def test_a_rank_describes_its_stages() -> None:
 def test_strides_and_gradient_dtypes_are_described() -> None:
     image = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     low = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    manifest = describe_rank({0: stage(image=image, low=low)}, Float32Grad(), {})
+    low.grad_dtype = torch.float32
+    manifest = describe_rank({0: stage(image=image, low=low)}, GradAttribute(), {})
     (_, (first, second)), *_ = manifest.stages
     assert first.stride == (48, 1, 12, 3)
     assert (second.dtype, second.gradient_dtype) == (torch.bfloat16, torch.float32)

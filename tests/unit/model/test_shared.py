@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from pipegrad import PlanError, find_tied
+from pipegrad import find_tied
+from pipegrad.errors import PlanError
 from pipegrad.model.describe import describe_rank
 from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.merge import starts_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipegrad import Placement, Plan
+from pipegrad import Placement
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import Bucket, Slot, localised
-from pipegrad.plan.plan import Launch, MainRange
+from pipegrad.plan.plan import Launch, MainRange, Plan
 from tests.support.gradients.plans import (
     BOTH,
     FLOAT,

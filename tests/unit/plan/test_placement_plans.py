@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrad import ParameterRecord, Placement, Plan, PlanError, Topology, make_plan, make_plans
+from pipegrad import ParameterRecord, Placement, Topology, make_plan
+from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.options import GradientOptions
-from pipegrad.plan.plan import MainRange
+from pipegrad.plan.plan import MainRange, Plan, make_plans
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, members
 from tests.support.gradients.plans import FLOAT, HALF, Handlers, entry, grid

@@ -10,9 +10,10 @@ from functools import cache, cached_property
 import pytest
 import torch
 
-from pipegrad import Placement, Plan, Topology
+from pipegrad import Placement, Topology
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import signature, steps_taken
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared

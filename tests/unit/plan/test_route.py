@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, PlanError, Reduction, Topology
+from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad.errors import PlanError
 from pipegrad.model.dtensor import Layout, Shard
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.build_routes import make_routes

@@ -9,7 +9,8 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 
-from pipegrad import ScheduleError, schedules
+from pipegrad import schedules
+from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Action, Schedule
 from pipegrad.schedules.program.lower import chain, lower
 from pipegrad.schedules.program.program import Channel, Collective, Item, Link, Op, Program

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegrad import ConfigError
+from pipegrad.errors import ConfigError
 from pipegrad.train.config import (
     Config,
     Model,

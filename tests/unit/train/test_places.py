@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipegrad import ConfigError, Topology
+from pipegrad import Topology
+from pipegrad.errors import ConfigError
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.train.checkpoint.layout import Places, check_places
