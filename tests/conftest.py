@@ -15,6 +15,7 @@ import pytest
 
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
+from pipegrad.testing import ranks
 from tests.support.distributions import write_distribution
 from tests.support.plugins import GROUP, Handlers, Install
 from tests.support.worlds import note_selected
@@ -36,6 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     note_selected(session.items)
+    preload()
+
+
+def preload() -> None:
+    """Lets the fork server import what the tests share; else every rank of every spawn does it."""
+    ours = ("pipegrad.", "pipegrad_handlers.", "tests.support.")
+    shared = [name for name in sys.modules if name.startswith(ours)]
+    ranks._fork_server().set_forkserver_preload([*ranks._PRELOADED, "pytest", *shared])
 
 
 @pytest.fixture
