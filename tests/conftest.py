@@ -23,6 +23,19 @@ from tests.support.worlds import note_selected
 TESTS = Path(__file__).parent
 
 
+def is_named(config: pytest.Config) -> bool:
+    """Returns whether the command line has a path or -k."""
+    return config.args_source is config.ArgsSource.ARGS or bool(config.option.keyword)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Saves the quick run the imports of files that have no quick test."""
+    if config.option.markexpr or is_named(config) or collection_path.suffix != ".py":
+        return None
+    is_unit = TESTS / "unit" in collection_path.parents
+    return None if is_unit or "smoke" in collection_path.read_text() else True
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
@@ -31,8 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("full")
         if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
             item.add_marker("quick")
-    is_named = config.args_source is config.ArgsSource.ARGS or config.option.keyword
-    config.option.markexpr = config.option.markexpr or ("full" if is_named else "quick")
+    config.option.markexpr = config.option.markexpr or ("full" if is_named(config) else "quick")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
