@@ -249,7 +249,7 @@ def test_ranks_that_disagree_all_end_with_the_same_error(two: list[dict[str, Any
         "raises": [
             "AgreementError",
             "rank 1: PlanError: handler",
-            "KeyError('dp') (test_sync_failures.py:176)",
+            "KeyError('dp') (test_sync_failures.py:",
         ],
         "uncovered": ["PlanError: 'a' on stage 0 and 'a' on stage 1", "pipeline-shared"],
         "arguments": ["AgreementError", "rank 1: PlanError", "comm_streams=0"],
