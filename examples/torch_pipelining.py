@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 import pipegrad
+from pipegrad.comm.agreement import agree
 
 WIDTH, CONTEXT, BATCH, MICROBATCHES = 64, 64, 16, 4
 
@@ -35,7 +36,7 @@ def main(pipeline: int | None, steps: int, text: Path | None) -> None:
     topology = pipegrad.Topology.create(pipeline=pipeline or dist.get_world_size())
     num_stages, (place,), replicas = topology.num_stages, topology.local_stages, topology.size("dp")
     prose = "".join(body for _, body in sorted(pydoc_data.topics.topics.items())).encode()
-    [data, *_] = pipegrad.agree("reading the text", lambda: text.read_bytes() if text else prose)
+    [data, *_] = agree("reading the text", lambda: text.read_bytes() if text else prose)
     corpus = torch.tensor(list(data))
 
     torch.manual_seed(0)

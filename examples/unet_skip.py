@@ -150,7 +150,7 @@ def draw(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def traffic(program: pipegrad.Program, stages: Sequence[pipegrad.Stage]) -> Counter[str]:
+def traffic(program: pipegrad.schedules.Program, stages: Sequence[pipegrad.Stage]) -> Counter[str]:
     """Returns how many bytes of each name a batch sends between ranks, there and back."""
     sizes, total = dict[tuple[str, int], int](), Counter[str]()
     known = dict(zip(("x", "time", "label"), draw(0), strict=False))

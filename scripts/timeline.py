@@ -1,18 +1,16 @@
 """Draws docs/timeline.svg: one 1F1B step of four stages, and the reductions that run beside it.
 
-The picture is made from a Program, the same data that the executor runs. Run this file to draw it
-again. Units of time: a forward takes 1, a backward 2. Transfers and reductions are drawn to scale.
+The picture is made from a Program, the same data that the executor runs. `scripts/docs` writes
+it. Units of time: a forward takes 1, a backward 2. Transfers and reductions are drawn to scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pipegrad
 from pipegrad.schedules.program.program import Collective, Op
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "timeline.svg"
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 SECONDS = {"F": 1.0, "B": 2.0}
 TRANSFER, REDUCTION, TIE = 0.15, 2.5, 3.0
@@ -27,7 +25,7 @@ LEGEND = {
 Bar = tuple[int, int, float, float, str, str]  # rank, line, begin, end, kind, text
 
 
-def program() -> pipegrad.Program:
+def program() -> pipegrad.schedules.Program:
     """Returns the Program of the step: a mean for each stage, and a weight of stages 0 and 3.
 
     The tied weight has the placement OWNER: stage 3 sends its gradient to stage 0, which steps.
@@ -39,12 +37,12 @@ def program() -> pipegrad.Program:
     schedule = pipegrad.schedules.build(
         "1f1b", num_ranks=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
     )
-    made = pipegrad.lower(schedule, collectives=[*means, tie])
-    pipegrad.verify(made)
+    made = pipegrad.schedules.lower(schedule, collectives=[*means, tie])
+    pipegrad.schedules.verify(made)
     return made
 
 
-def simulate(made: pipegrad.Program) -> Iterator[Bar]:
+def simulate(made: pipegrad.schedules.Program) -> Iterator[Bar]:
     """Yields what is drawn: every rank waits for what it receives, and for nothing else."""
     items = [list(made.decoded(rank)) for rank in range(NUM_STAGES)]
     clock, position = [0.0] * NUM_STAGES, [0] * NUM_STAGES
@@ -72,7 +70,9 @@ def simulate(made: pipegrad.Program) -> Iterator[Bar]:
     yield from reductions(made, launched)
 
 
-def reductions(made: pipegrad.Program, launched: dict[tuple[str, int], float]) -> Iterator[Bar]:
+def reductions(
+    made: pipegrad.schedules.Program, launched: dict[tuple[str, int], float]
+) -> Iterator[Bar]:
     """Yields the collectives, each on the comm stream of its rank."""
     for name, ranks, _stages, _stream, readers in made.collectives:
         last = ranks[-1]
@@ -116,7 +116,3 @@ def timeline() -> str:
             f'font-size="{font}" text-anchor="middle">{text}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
-
-
-if __name__ == "__main__":
-    OUTPUT.write_text(timeline(), encoding="utf-8")

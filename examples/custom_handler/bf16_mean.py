@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from pipegrad import FlatBucket, GradientHandler, Hop, ParameterRecord, Reduction, Topology, Work
+from pipegrad import (
+    FlatBucket,
+    GradientHandler,
+    ParameterRecord,
+    Reduction,
+    ReductionStep,
+    Topology,
+    Work,
+)
 
 
 class Done:
@@ -30,7 +38,9 @@ class Bf16Mean(GradientHandler):
         ranks = topology.ranks_along(topology.data)
         return [Reduction(p, ranks, "mean") for p in parameters]
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         """Sums a bfloat16 copy of ``bucket.buffer``, and copies it back.
 
         Flags at the end of the buffer, which say who contributed, are small integers: bfloat16 has

@@ -14,7 +14,7 @@ class DataParallel(GradientHandler):
 
     Args:
         axis: The mesh dimension; by default all data dimensions of the topology. Behind
-            ``sharded`` an outer one, over which rows are averaged.
+            ``sharded`` an outer one, over which shards are averaged.
         hook: How they are sent, a communication hook of torch's DistributedDataParallel by name:
             ``"bf16_compress_hook"``, or a table of name and options, ``{name = "powerSGD_hook",
             matrix_approximation_rank = 2}``; see `pipegrad.CommunicationHook`.

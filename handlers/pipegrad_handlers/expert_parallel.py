@@ -30,7 +30,7 @@ class ExpertParallel(GradientHandler):
         experts: Shell-style patterns of names, case-sensitive: what lives on its rank along `axis`
             alone.
         axis: The mesh dimension that tokens are exchanged along; one of the topology's ``data``.
-        placement: ``replicate``, or ``shard``: each rank steps a row of what it averages.
+        placement: ``replicate``, or ``shard``: each rank steps a shard of what it averages.
         hook: With ``replicate``, how they are sent, as in ``data-parallel``.
     """
 

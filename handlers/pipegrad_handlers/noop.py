@@ -6,7 +6,15 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
-from pipegrad import FlatBucket, GradientHandler, Hop, ParameterRecord, Reduction, Topology, Work
+from pipegrad import (
+    FlatBucket,
+    GradientHandler,
+    ParameterRecord,
+    Reduction,
+    ReductionStep,
+    Topology,
+    Work,
+)
 
 
 class Done:
@@ -34,6 +42,8 @@ class Noop(GradientHandler):
             if p.shared:
                 yield Reduction(p, topology.ranks_of(p.holders))
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         """Sends nothing."""
         return Done()

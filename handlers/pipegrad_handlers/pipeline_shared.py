@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from pipegrad import Exchange, GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad.plugins.handler import Exchange
 
 _PLACEMENTS = {"replicate": Placement.REPLICATE, "owner": Placement.OWNER}
 

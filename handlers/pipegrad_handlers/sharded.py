@@ -8,7 +8,7 @@ from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Top
 
 
 class Sharded(GradientHandler):
-    """Averages every gradient over the data-parallel dimension, a row of the result on each rank.
+    """Averages every gradient over the data-parallel dimension, a shard of the result on each rank.
 
     In the place of ``data-parallel``: half of its traffic behind backward, the other half, updated
     parameters, under the next forward; optimizer state and steps are divided by the ranks. The

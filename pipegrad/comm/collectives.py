@@ -20,7 +20,7 @@ SENT = sync_points.WaitWork(
 
 # Of our messages, so that they match no other's between the same two ranks; and not each other's,
 # since what is expected from behind is posted long before the others that come between.
-_ROWS, _COMMON, _GATHERED, _UP, _DOWN, COUNTS, BACK = range(0x70670, 0x70677)
+_SHARDS, _COMMON, _GATHERED, _UP, _DOWN, COUNTS, BACK = range(0x70670, 0x70677)
 _PIECE_BYTES, _AHEAD = 2**23, 2  # smaller ones cost time, larger ones scratch memory
 
 
@@ -38,62 +38,62 @@ def blocks_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 def reduce_scatter(
     output: torch.Tensor,
-    rows: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
     *,
     common: torch.Tensor | None = None,
 ) -> None:
-    """Sums row j over all ranks on rank j of the group.
+    """Sums shard j over all ranks on rank j of the group.
 
     On gloo, whose own reduce-scatter is made of all-reduces and moves twice the bytes, every rank
-    sends row j to rank j, in pieces, and adds up what it gets in the order of ranks: the bits do
+    sends shard j to rank j, in pieces, and adds up what it gets in the order of ranks: the bits do
     not depend on which message is first. Scratch memory: 16 MiB for each other rank at most.
 
     Args:
-        output: This rank's sum, ``(numel,)``; may be its row.
-        rows: One tensor ``(numel,)`` for each rank of the group, contiguous.
+        output: This rank's sum, ``(numel,)``; may be its shard.
+        shards: One tensor ``(numel,)`` for each rank of the group, contiguous.
         group: The process group; None for the default one.
         common: Something small that every rank gets the sum of, in place.
 
     Sync: `output` is ready on the current stream; where the backend blocks the host, so does this.
     """
-    output, rows = real(output), list(map(real, rows))
+    output, shards = real(output), list(map(real, shards))
     if _is_gloo(output, group):
-        _exchange(output, rows, group, common)
+        _exchange(output, shards, group, common)
         return
     if hasattr(dist, "reduce_scatter_single"):  # its name from torch 2.13 on
-        dist.reduce_scatter_single(output, _joined(rows), group=group)
+        dist.reduce_scatter_single(output, _joined(shards), group=group)
     else:
-        dist.reduce_scatter_tensor(output, _joined(rows), group=group)
+        dist.reduce_scatter_tensor(output, _joined(shards), group=group)
     if common is not None:
         dist.all_reduce(common, group=group)
 
 
-def all_gather(rows: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Gives every rank what rank j of the group has in row j.
+def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gives every rank what rank j of the group has in shard j.
 
-    On gloo every rank sends its row to all others, into its place: no copy, no scratch memory.
+    On gloo every rank sends its shard to all others, into its place: no copy, no scratch memory.
 
     Args:
-        rows: One tensor ``(numel,)`` for each rank of the group, side by side.
+        shards: One tensor ``(numel,)`` for each rank of the group, side by side.
         group: The process group; None for the default one.
 
     Sync: as `reduce_scatter`.
     """
     me = dist.get_rank(group)
-    if _is_gloo(rows[me], group):
-        peers = [peer for peer in range(len(rows)) if peer != me]
+    if _is_gloo(shards[me], group):
+        peers = [peer for peer in range(len(shards)) if peer != me]
         # All receives first: on gloo the other way a pair of ranks runs half duplex.
-        receiving = [receive(rows[peer], peer, group, _GATHERED) for peer in peers]
-        sending = [send(rows[me], peer, group, _GATHERED) for peer in peers]
+        receiving = [receive(shards[peer], peer, group, _GATHERED) for peer in peers]
+        sending = [send(shards[me], peer, group, _GATHERED) for peer in peers]
         for work in receiving:
             RECEIVED(work)
         for work in sending:
             SENT(work)
     elif hasattr(dist, "all_gather_single"):
-        dist.all_gather_single(_joined(rows), rows[me], group=group)
+        dist.all_gather_single(_joined(shards), shards[me], group=group)
     else:
-        dist.all_gather_into_tensor(_joined(rows), rows[me], group=group)
+        dist.all_gather_into_tensor(_joined(shards), shards[me], group=group)
 
 
 def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -101,7 +101,7 @@ def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return device.type == "cpu" or backend_of(group, device) != "gloo"
 
 
-def pass_up(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Gives every rank of the group the bits of its first one, handed on from rank to rank.
 
     So each rank sends once, and a pipeline's ranks get it in the order in which they begin.
@@ -120,13 +120,13 @@ def pass_up(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 @dataclass(frozen=True)
 class Arriving:
-    """What the rank behind this one sends by `pass_down`: its receive is posted."""
+    """What the rank behind this one sends by `reduce_chain`: its receive is posted."""
 
     tensor: torch.Tensor
     work: Work
 
 
-def expect_from_behind(into: torch.Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
+def expect_reduce_chain(into: torch.Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
     """Posts the receive of what the rank behind sends, long before it is needed.
 
     For a sender is not rid of a message before its receive is posted. None where none sends.
@@ -139,7 +139,7 @@ def expect_from_behind(into: torch.Tensor, group: dist.ProcessGroup | None) -> A
     return Arriving(into, receive(into, me + 1, group, _DOWN))
 
 
-def pass_down(
+def reduce_chain(
     tensor: torch.Tensor, arriving: Arriving | None, group: dist.ProcessGroup | None
 ) -> None:
     """Sums over the group on its first rank: each adds its own to what the one behind it sends.
@@ -182,25 +182,25 @@ def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: 
 
 def _exchange(
     output: torch.Tensor,
-    rows: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
     common: torch.Tensor | None,
 ) -> None:
     me = dist.get_rank(group)
     if common is not None:
-        _exchange_rows(common, [common.clone()] * len(rows), me, group, _COMMON)
-    _exchange_rows(output, rows, me, group, _ROWS)
+        _exchange_shards(common, [common.clone()] * len(shards), me, group, _COMMON)
+    _exchange_shards(output, shards, me, group, _SHARDS)
 
 
-def _exchange_rows(
+def _exchange_shards(
     output: torch.Tensor,
-    rows: Sequence[torch.Tensor],
+    shards: Sequence[torch.Tensor],
     me: int,
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> None:
-    """Sends every rank its row in pieces, and sums up what comes, two pieces ahead."""
-    peers = [peer for peer in range(len(rows)) if peer != me]
+    """Sends every rank its shard in pieces, and sums up what comes, two pieces ahead."""
+    peers = [peer for peer in range(len(shards)) if peer != me]
     numel = max(1, _PIECE_BYTES // output.itemsize)
     pieces = [slice(at, at + numel) for at in range(0, output.numel(), numel)]
     room = [{peer: torch.empty_like(output[pieces[0]]) for peer in peers} for _ in pieces[:_AHEAD]]
@@ -208,10 +208,10 @@ def _exchange_rows(
     for number, piece in enumerate(pieces[:_AHEAD]):
         arriving.append(_expected(room[number], output[piece], group, tag))
     # All receives first: on gloo the other way a pair of ranks runs half duplex.
-    leaving = [send(rows[peer][piece], peer, group, tag) for piece in pieces for peer in peers]
+    leaving = [send(shards[peer][piece], peer, group, tag) for piece in pieces for peer in peers]
     for number, piece in enumerate(pieces):
         terms = {peer: term[: len(output[piece])] for peer, term in room[number % _AHEAD].items()}
-        _add_up(output[piece], rows[me][piece], me, terms, arriving[number])
+        _add_up(output[piece], shards[me][piece], me, terms, arriving[number])
         if number + _AHEAD < len(pieces):
             later = output[pieces[number + _AHEAD]]
             arriving.append(_expected(room[number % _AHEAD], later, group, tag))
@@ -258,11 +258,11 @@ def _work(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the rows in one tensor: no copy if they lie side by side, as in a full buffer."""
-    first = rows[0]
-    places = [(row.untyped_storage().data_ptr(), row.storage_offset()) for row in rows]
+def _joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the shards in one tensor: no copy if they lie side by side, as in a full buffer."""
+    first = shards[0]
+    places = [(shard.untyped_storage().data_ptr(), shard.storage_offset()) for shard in shards]
     storage, offset = places[0]
-    if places == [(storage, offset + i * first.numel()) for i in range(len(rows))]:
-        return first.as_strided((len(rows) * first.numel(),), (1,))
-    return torch.cat(list(rows))
+    if places == [(storage, offset + i * first.numel()) for i in range(len(shards))]:
+        return first.as_strided((len(shards) * first.numel(),), (1,))
+    return torch.cat(list(shards))

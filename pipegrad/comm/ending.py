@@ -44,8 +44,6 @@ class Ending:
         is_local: Whether destroying a group needs no other rank: on gloo.
         is_idle: Whether no collective is in flight that was launched without a thread.
 
-    Attributes:
-        in_vain: Whether other ranks will not end what is in flight, because a step was not ended.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Ending:
         is_local: bool = True,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.in_vain = False
+        self._in_vain = False
         self._threads = threads
         self._groups = [] if groups is None else groups
         self._used = used
@@ -73,6 +71,10 @@ class Ending:
     def call(self, release: Callable[[], object]) -> None:
         """Has something else done in the end, ahead of all; it may not hold the owner."""
         self._releases.append(release)
+
+    def note_in_vain(self, in_vain: bool) -> None:
+        """Notes whether other ranks will not end what is in flight: a step has begun, say."""
+        self._in_vain = in_vain
 
     def end(self) -> None:
         """Ends everything; does nothing the second time. Every rank must call it.
@@ -93,7 +95,7 @@ class Ending:
             release()
         for thread in self._threads:
             thread.stop()
-        grace = 0.0 if self.in_vain else _GRACE_SECONDS
+        grace = 0.0 if self._in_vain else _GRACE_SECONDS
         interrupt: KeyboardInterrupt | None = None
         try:
             has_ended = self._wait(grace)

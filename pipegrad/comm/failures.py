@@ -1,4 +1,20 @@
-"""Steps that fail: other ranks are told, and each gets ready to go on."""
+"""Steps that fail: the one protocol by which all ranks learn of it and get ready to go on.
+
+[Note: failed steps]
+1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). The
+   first post stands: it is the cause, and what fails afterwards on other ranks follows from it.
+2. It still launches every collective, and makes every transfer, that is left of the step, of zeros.
+   So no other rank waits for one in vain, on any backend.
+3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and while a
+   wait lasts long. It raises in the words of the first.
+4. The next step begins on a rank when all that it launched has ended (`FailedSteps.settle`). No
+   rank asks another.
+5. A rank may post that its failure is final: a collective failed, or may never have been launched.
+   Then no rank can go on, and all say so.
+
+A GradientSync, a Scheduler and an attached schedule each have a board, since each counts steps of
+its own: an evaluation is a step of a Scheduler, and none of its GradientSync.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +25,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import STORE_IS_GONE, store
-from pipegrad.errors import ReduceError, StepError, root_of
+from pipegrad.errors import PipegradError, ReduceError, StepError, root_of
+
+FAILED_ELSEWHERE = "a step failed on another rank"
 
 
 class FailureNotice:
@@ -41,6 +59,33 @@ class FailureNotice:
             if final:
                 store().compare_set(self._final_key, "", told)
         return told
+
+    def fail(self, error: BaseException, where: str = "", *, final: bool = False) -> str | None:
+        """Posts what failed on this rank; returns as `cause`.
+
+        Args:
+            error: What was raised. Its notes are posted too.
+            where: In what, if the notes do not say.
+            final: As `post`.
+        """
+        notes = [*getattr(error, "__notes__", ()), *([where] if where else ())]
+        self.post(" ".join([f"{type(error).__name__}: {error}", *notes]), final=final)
+        return self.cause()
+
+    def cause(self) -> str | None:
+        """Returns what another rank posted in this step before this one did, or None."""
+        first = self.read()
+        own = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
+        return None if first is None or (own and first.startswith(own)) else first
+
+    def refuse_failed(self, kind: type[PipegradError] = ReduceError) -> None:
+        """Raises if a rank has posted that this step failed.
+
+        Args:
+            kind: Of the error.
+        """
+        if (message := self.read()) is not None:
+            raise kind(f"{FAILED_ELSEWHERE}: {message}")
 
     def refuse(self, message: str) -> None:
         """Says that this rank was refused a verb of this step, and may try again."""
@@ -103,7 +148,6 @@ class FailedSteps:
         self._drain = drain
         self._final: BaseException | None = None
         self._doubt: BaseException | None = None  # a failed step that may not have ended everywhere
-        self._own = ""  # what this rank has told of it
         self._counted = False  # whether the notice has turned to the step at hand
         self._refused = False  # whether a verb of this rank was, in the step at hand or the next
 
@@ -189,15 +233,12 @@ class FailedSteps:
         if not begun and not self._counted and not self._refused:
             self._notice.next_step()
         self._counted = self._refused = False
-        root = root_of(error)  # torch wraps what a stage raises
-        self._own = self._notice.post(f"{type(root).__name__}: {root}", final=final)
+        cause = self._notice.fail(root_of(error), final=final)  # torch wraps what a stage raises
         self._doubt = error
         if final:
             self._final = self._final or error
-        return self.cause()
+        return cause
 
     def cause(self) -> str | None:
-        """Returns what a rank said that failed before this one; None if none did."""
-        first = self._notice.read()
-        mine = self._own.partition(":")[0]  # a comm stream of this rank may have spoken before
-        return first if first is not None and first.partition(":")[0] != mine else None
+        """Returns what a rank posted that failed before this one; None if none did."""
+        return self._notice.cause()

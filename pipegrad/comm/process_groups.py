@@ -11,9 +11,9 @@ from pipegrad.comm.agreement import collective_timeout
 from pipegrad.comm.collectives import (
     backend_of,
     blocks_host,
-    expect_from_behind,
-    pass_down,
-    pass_up,
+    broadcast_chain,
+    expect_reduce_chain,
+    reduce_chain,
 )
 
 
@@ -39,7 +39,7 @@ class Groups:
         ranks: Sequence[int],
         rank: int,
         device: torch.device,
-        handed: Collection[tuple[int, ...]] = (),
+        chains: Collection[tuple[int, ...]] = (),
     ) -> None:
         self._device = device
         self.world: dist.ProcessGroup | None = None
@@ -61,10 +61,12 @@ class Groups:
             # order.
             for (members, _), group in self._groups.items():
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
-                if members in handed:  # and each pair of neighbours, for messages both ways
-                    pass_up(torch.zeros(1, device=device), group)
+                if members in chains:  # and each pair of neighbours, for messages both ways
+                    broadcast_chain(torch.zeros(1, device=device), group)
                     tail = torch.zeros(1, device=device)
-                    pass_down(tail, expect_from_behind(torch.zeros(1, device=device), group), group)
+                    reduce_chain(
+                        tail, expect_reduce_chain(torch.zeros(1, device=device), group), group
+                    )
 
     def of(self, ranks: tuple[int, ...], comm_stream: int) -> dist.ProcessGroup:
         """Returns the group of `ranks` for one comm stream."""

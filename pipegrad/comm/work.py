@@ -1,20 +1,17 @@
-"""Work: communication that was started, and that somebody waits for."""
+"""Work: what a handler's launch returns, and what is waited for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 
 class Work(Protocol):
-    """What a launch returns. ``torch.distributed.Work`` is one.
-
-    It may have two attributes, False if missing. ``blocks_host``: waiting blocks the host even on
-    devices, so there it is waited for when `finish` is called. ``ends_late``: it is so everywhere,
-    since nothing should wait behind it. One that wraps another hands them on.
-    """
+    """A collective that runs; `torch.distributed.Work` is one."""
 
     def wait(self) -> object:
-        """Blocks the calling thread (CPU), or makes its current stream wait (devices)."""
+        """Waits for the result: blocks the thread (CPU), or makes the current stream wait."""
 
 
 class Done:
@@ -22,3 +19,19 @@ class Done:
 
     def wait(self) -> None:
         """Returns at once."""
+
+
+@dataclass(frozen=True)
+class LateWork:
+    """Work that is waited for at the end of the step, not right behind its launch.
+
+    Give this to a comm stream whose next collectives do not need the result: they leave first.
+
+    Attributes:
+        wait: Waits for the result. It may block the host, and compute.
+        in_threads: Whether to wait late in a comm stream that is a thread too. False where the only
+            reason is that `wait` blocks the host: a thread may block.
+    """
+
+    wait: Callable[[], object]
+    in_threads: bool = True

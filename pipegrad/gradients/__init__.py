@@ -1,5 +1,6 @@
 """What happens in a step?
 
-`sync` is the page to read first. `negotiate` is its set-up, `parameter` one parameter with its
-gradient, `replicas` and `drift` keep copies equal and notice if they are not, and `norm` clips.
+Read `sync` first: it has the verbs and their contracts. `state` has the table of states and verbs,
+and `step` what each verb does. `negotiate` and `set_up` make the parts, `parameter` is the gradient
+of one parameter, `replicas` and `drift` keep copies equal, and `norm` clips.
 """

@@ -53,10 +53,11 @@ class DriftCheck:
         self._num_steps = 0
         self._last_step = 0
 
-    def is_due(self, step: int) -> bool:
-        """Counts a step that reduces; returns whether it is the 2nd, 4th, 8th and so on of them.
+    def count(self, step: int) -> bool:
+        """Counts a step that reduces; returns whether all ranks compare copies in it.
 
-        All ranks count alike, also steps that failed. The second call for a step returns False.
+        They do in the 2nd, 4th, 8th and so on of these steps. All ranks count alike, also steps
+        that failed. The second call for a step counts nothing and returns False.
 
         Args:
             step: Its number; different for each step.
@@ -106,21 +107,21 @@ class DriftCheck:
         )
 
     def _differing(self) -> list[Difference]:
-        """Returns key and ranks of every parameter whose bits differ over a hop of its route.
+        """Returns key and ranks of every parameter whose bits differ over a reduction of its route.
 
-        Every rank of a hop finds the same ones.
+        Every rank of a reduction finds the same ones.
         """
         found: list[Difference] = []
         for pack in self._packs:
             sums = torch.stack([_checksum(local(self._lookup(slot.key))) for slot in pack.slots])
-            for hop in pack.route:
-                group = self._groups.of(hop.ranks, 0)
+            for reduction_step in pack.route:
+                group = self._groups.of(reduction_step.ranks, 0)
                 low, high = sums.clone(), sums.clone()
                 dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
                 dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
                 unequal = (low != high).any(dim=1).tolist()
                 slots = zip(pack.slots, unequal, strict=True)
-                found += [(slot.key, hop.ranks) for slot, differs in slots if differs]
+                found += [(slot.key, reduction_step.ranks) for slot, differs in slots if differs]
         return found
 
     def _spread(self, key: str, ranks: tuple[int, ...]) -> float:
@@ -148,6 +149,6 @@ def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _PIECE):  # eight bytes an element are there meanwhile
         piece = words[start : start + _PIECE].long()
-        places = torch.arange(start, start + len(piece), device=words.device)
-        sums += torch.stack([piece.sum(), (piece * (2 * places + 1)).sum()])
+        locations = torch.arange(start, start + len(piece), device=words.device)
+        sums += torch.stack([piece.sum(), (piece * (2 * locations + 1)).sum()])
     return sums

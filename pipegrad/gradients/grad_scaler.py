@@ -14,7 +14,7 @@ from pipegrad.gradients.sync import GradientSync
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for a model that is cut over ranks.
 
-    Each rank has the gradients of its own parameters, or rows of them. An overflow can be in one
+    Each rank has the gradients of its own parameters, or shards of them. An overflow can be in one
     rank's gradients alone. torch's scaler would skip the step on that rank, and make it on others.
     This one asks all ranks: if one gradient of an optimizer overflows anywhere, all ranks skip the
     step of that optimizer. So the scale is the same on all ranks, too.

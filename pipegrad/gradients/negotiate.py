@@ -12,40 +12,29 @@ from torch import nn
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import PlanError
-from pipegrad.model.describe import check_arguments, describe_rank, device_of
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.describe import check_stages, describe_rank, device_of
+from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.merge import merge, starts_of
 from pipegrad.model.ties import Tied, declared, link_local, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard
+from pipegrad.optimizer.main_params import has_main_shard
 from pipegrad.plan.build_routes import make_routes
 from pipegrad.plan.check_replicas import (
     refuse_bare_replicas,
     refuse_different_buffers,
-    refuse_loose_copies,
+    refuse_suspected_replicas,
 )
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
-from pipegrad.plugins.handler import GradientHandler, HandlerSpec, ParameterRecord
+from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
 from pipegrad.topology import Topology
 
 _instances = count()
 
 
-def master_dtype_of(record: ParameterRecord, master_dtype: torch.dtype | None) -> torch.dtype:
-    """Returns in which dtype a parameter is stepped."""
-    return master_dtype if master_dtype and record.dtype.is_floating_point else record.dtype
-
-
-def has_stand_in(
-    record: ParameterRecord, accessor: GradientAccessor, master_dtype: torch.dtype | None
-) -> bool:
-    """Whether the optimizer steps something else: in another dtype, or with its gradient there."""
-    elsewhere = not isinstance(accessor, GradAttribute)
-    return elsewhere or master_dtype_of(record, master_dtype) != record.dtype
-
-
-def refuse_stand_ins(
+def refuse_main_shards(
     manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> None:
     """Refuses what would keep gradients or copies of a DTensor in another way than itself.
@@ -57,7 +46,7 @@ def refuse_stand_ins(
         entry = manifest.entries(record.key)[0]
         if entry.layout is None or not entry.requires_grad:
             continue
-        if has_stand_in(record, accessor, master_dtype) or entry.gradient_dtype != entry.dtype:
+        if has_main_shard(record, accessor, master_dtype) or entry.gradient_dtype != entry.dtype:
             raise PlanError(
                 f"{record.key!r} is a DTensor, {entry.layout}, of {entry.dtype}: it is stepped as "
                 f"it is, and its gradient is where and what FSDP2 makes it; found master_dtype="
@@ -75,14 +64,13 @@ class Agreed:
         tied: Parameters that several stages hold.
         handlers: Which gradients take which reduction.
         accessor: Where gradients live.
-        master_dtype: dtype of what optimizers step.
         agree_seconds: How long the ranks wait for each other.
-        options: Further arguments of `make_plans`, the same on all ranks.
+        options: Fields of `GradientOptions` by name.
 
     Attributes:
         topology: As given.
         accessor: As given.
-        master_dtype: As given.
+        options: The record of all options.
         wrapped: What FSDP2 has wrapped of this rank's stages.
         handlers: The resolved handlers by name.
         manifest: The model.
@@ -103,45 +91,44 @@ class Agreed:
         tied: Tied,
         handlers: Sequence[HandlerSpec],
         accessor: GradientAccessor,
-        master_dtype: torch.dtype | None,
         agree_seconds: float,
         options: Mapping[str, Any],
     ) -> None:
         self.topology = topology
         self.accessor = accessor
-        self.master_dtype = master_dtype
-        self._options = options
         ranks = sorted(topology.ranks)
-        describe = partial(self._describe, modules, tied, handlers)
-        told = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
-        manifests = [manifest for _, manifest in told]
+        describe = partial(self._describe, modules, tied, handlers, options)
+        replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
+        manifests = [manifest for _, manifest in replies]
         self.manifest = merge(manifests, topology, self._ties)
-        refuse_stand_ins(self.manifest, accessor, master_dtype)
-        refuse_likely_ties(starts_of(manifests), self.manifest.ties, options["allow_unsynced"])
+        refuse_main_shards(self.manifest, accessor, self.options.master_dtype)
+        allowed = self.options.allow_unsynced
+        refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
         buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
-        refuse_different_buffers(buffers, topology, options["allow_unsynced"])
+        refuse_different_buffers(buffers, topology, allowed)
         # Handlers may be impure: all ranks' must have said the same.
         plan = partial(self._make_plan, manifests)
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
         if len(set(digests)) > 1:
             self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
         self.device = device_of(modules, manifests)
-        self.name = str(max(number for number, _ in told))
+        self.name = str(max(number for number, _ in replies))
         self.moves = self.plan.moves or any(
-            record.requires_grad and has_stand_in(record, accessor, master_dtype)
+            record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
         )
 
     def _describe(
-        self, modules: Mapping[int, nn.Module], tied: Tied, handlers: Sequence[HandlerSpec]
+        self,
+        modules: Mapping[int, nn.Module],
+        tied: Tied,
+        handlers: Sequence[HandlerSpec],
+        options: Mapping[str, Any],
     ) -> tuple[int, RankManifest]:
-        """Does what this rank alone can get wrong; returns what it says of itself."""
-        checked = ("bucket_bytes", "comm_streams", "stage_ticks", "shared_ticks")
-        check_arguments(modules, self.topology, **{name: self._options[name] for name in checked})
-        for option in ("master_dtype", "reduce_dtype"):
-            found = getattr(self, option, None) or self._options.get(option)
-            if not getattr(found or torch.float32, "is_floating_point", False):
-                raise PlanError(f"{option} is {found!r}, expected one of floats or None")
+        """Checks all that this rank can get wrong alone; returns its description."""
+        check_stages(modules, self.topology)
+        self.options = GradientOptions.of(options)
+        self.options.check(self.topology)
         self.handlers = registry.resolve_all(handlers)
         self._ties = declared(tied)
         self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
@@ -156,10 +143,8 @@ class Agreed:
             ),
             "tied": list(map(str, self._ties)),
             "handlers": [found.identity for found in self.handlers.values()],
-            "master_dtype": self.master_dtype,
             "accessor": type(self.accessor).__qualname__,
-            **self._options,
-            "allow_unsynced": list(self._options["allow_unsynced"]),
+            **self.options.settings(),
         }
         return next(_instances), describe_rank(modules, self.accessor, settings, self._ties)
 
@@ -168,10 +153,10 @@ class Agreed:
         self.plan: Plan = self.plans([self.topology.rank])[self.topology.rank]
         ranks = sorted(self.topology.ranks)
         prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
-        routes, allowed = dict(self.plan.routes), self._options["allow_unsynced"]
+        routes, allowed = dict(self.plan.routes), self.options.allow_unsynced
         divisors = dict(self.plan.divisors)
         refuse_bare_replicas(self.manifest, self.topology, routes, divisors, allowed)
-        refuse_loose_copies(self.manifest, self.topology, routes, prints, allowed)
+        refuse_suspected_replicas(self.manifest, self.topology, routes, prints, allowed)
         return self.plan.digest
 
     def _refuse_different(self, digests: Mapping[int, str], agree_seconds: float) -> None:
@@ -181,22 +166,23 @@ class Agreed:
             AgreementError: On every rank alike.
         """
         what, ranks = "what the handlers reduce", list(digests)
-        told = agree(what, self._reduced, ranks=ranks, timeout_seconds=agree_seconds)
-        places = sorted({place for one in told for place in one})
-        for rank, key in places:
-            said = [one.get((rank, key), "nothing") for one in told]
-            same(f"{what} of {key!r} on rank {rank}", dict(zip(ranks, said, strict=True)))
+        replies = agree(what, self._reduced, ranks=ranks, timeout_seconds=agree_seconds)
+        for rank, key in sorted({key for reply in replies for key in reply}):
+            in_words = [reply.get((rank, key), "nothing") for reply in replies]
+            same(f"{what} of {key!r} on rank {rank}", dict(zip(ranks, in_words, strict=True)))
         same(what, digests)  # where a handler does not say the same twice
 
     def _reduced(self) -> dict[tuple[int, str], str]:
         """Returns in words, by rank and key, what handlers reduce as this rank sees it."""
-        allowed = self._options["allow_unsynced"]
         routes, divisors = make_routes(
-            self.manifest, self.topology, list(self.plugins.items()), allowed
+            self.manifest,
+            self.topology,
+            list(self.plugins.items()),
+            self.options.allow_unsynced,
         )
         return {
             (rank, key): "; ".join(
-                f"handler {hop.handler!r}: {hop} over ranks {list(hop.ranks)}" for hop in route
+                f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route
             )
             + (f"; divided by {divisors[key]:g}" if key in divisors else "")
             for rank, by_key in routes.items()
@@ -207,7 +193,7 @@ class Agreed:
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, made here."""
         handlers = list(self.plugins.items())
-        return make_plans(self.manifest, self.topology, handlers, ranks=ranks, **self._options)
+        return make_plans(self.manifest, self.topology, handlers, self.options, ranks=ranks)
 
     @property
     def plugins(self) -> dict[str, GradientHandler]:

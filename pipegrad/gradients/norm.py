@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+
+from pipegrad.model.manifest import Manifest
+from pipegrad.plan.plan import Plan
+from pipegrad.plan.routes import is_counted
+from pipegrad.topology import Topology
 
 
 def global_norm(
@@ -58,3 +63,54 @@ def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
     with torch.no_grad():
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
+
+
+class GlobalNorm:
+    """The norm of all ranks' gradients, in which each parameter counts once.
+
+    Args:
+        manifest: What the ranks agreed on.
+        plan: This rank's.
+        topology: Over all ranks.
+        master_dtype: dtype of what optimizers step, if it is not a parameter's own.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: Plan,
+        topology: Topology,
+        *,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        rank, routes = topology.rank, dict(plan.routes)
+        self._counted = {
+            record.key
+            for record in manifest.records(topology)
+            if is_counted(routes.get(record.key, ()), rank)
+            and manifest.is_counted(rank, record.key)
+        }
+        entries = (e for r in manifest.parameters for e in manifest.entries(r.key))
+        dtypes = {master_dtype, *(entry.gradient_dtype for entry in entries)}
+        # fp64 on any rank: all ranks sum in one dtype.
+        double = dtypes & {torch.float64, torch.complex128}
+        self._dtype = torch.float64 if double else torch.float32
+
+    def of(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        norm_type: float,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Returns the norm, a scalar with the same bits on all ranks; see `global_norm`.
+
+        Args:
+            gradients: This rank's, by key.
+            norm_type: The p of the p-norm.
+            group: All ranks; None if there is one.
+            device: Where the result lives.
+        """
+        counted = [gradient for key, gradient in gradients.items() if key in self._counted]
+        return global_norm(counted, norm_type, group=group, device=device, dtype=self._dtype)

@@ -1,4 +1,4 @@
-"""The watch on optimizers: before one steps, it is refused if copies or rows would go apart."""
+"""The watch on optimizers: before one steps, it is refused if copies or shards would go apart."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from pipegrad.errors import PipegradError, PlanError, StepError
 from pipegrad.gradients.parameter import LiveParameter
@@ -39,16 +41,11 @@ class OptimizerWatch:
     ) -> None:
         self._alike = alike
         self._on_refusal = weakref.WeakMethod(on_refusal)
-        self._stand_ins = {id(p.stand_in.tensor): p for p in parameters if p.stand_in}
-        self._has_replaced = any(p.is_replaced for p in parameters)
+        self._placed = [p.placed for p in parameters if p.placed.main_shard]
+        self._has_replaced = any(p.placed.is_replaced for p in parameters)
         self.follow({id(p.live): p for p in parameters})
-        check = weakref.WeakMethod(self._check)  # torch's list of hooks must keep nobody alive
-
-        def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (method := check()) is not None:
-                method(optimizer)
-
-        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+        _watches[id(self)] = self
+        _start_looking()
 
     def follow(self, live: Mapping[int, LiveParameter]) -> None:
         """Looks for these parameters from now on, by their tensors' ids."""
@@ -56,9 +53,11 @@ class OptimizerWatch:
 
     def remove(self) -> None:
         """Ends it."""
-        self._end()
+        _watches.pop(id(self), None)
+        if not _watches:
+            _stop_looking()
 
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses an optimizer of these parameters that would make another model of them.
 
         Raises:
@@ -69,13 +68,16 @@ class OptimizerWatch:
             return
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         parameters = [p for t in tensors if (p := self._live.get(id(t)))]
-        stand_ins = [p.stand_in for t in tensors if (p := self._stand_ins.get(id(t)))]
+        main_shard_of = {
+            id(p.main_shard.tensor): p.main_shard for p in self._placed if p.main_shard
+        }
+        main_shards = [main_shard_of[id(t)] for t in tensors if id(t) in main_shard_of]
         try:
-            if any(stand_in.share.sharded for stand_in in stand_ins if stand_in):
+            if any(main_shard.main_range.sharded for main_shard in main_shards):
                 refuse_unless_elementwise(optimizer)
             for parameter in parameters:
                 _refuse_replaced(parameter)
-            if why_not is not None and (parameters or stand_ins):
+            if why_not is not None and (parameters or main_shards):
                 raise PlanError(why_not)
         except PipegradError as error:
             if (tell := self._on_refusal()) is not None:
@@ -83,11 +85,32 @@ class OptimizerWatch:
             raise
 
 
+# One hook of the process serves all watches. A watch that nobody holds any more leaves this table
+# at any time, also while torch runs its hooks. Then torch's own table of hooks may not change.
+_watches: WeakValueDictionary[int, OptimizerWatch] = WeakValueDictionary()
+_hooks: list[RemovableHandle] = []
+
+
+def _start_looking() -> None:
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_look))
+
+
+def _stop_looking() -> None:
+    while _hooks:
+        _hooks.pop().remove()
+
+
+def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for watch in list(_watches.values()):
+        watch.check(optimizer)
+
+
 def _refuse_replaced(parameter: LiveParameter) -> None:
-    if parameter.is_replaced:
+    if parameter.placed.is_replaced:
         raise StepError(
-            f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a row or "
-            f"in a copy of it, so nothing would move: give the optimizer "
+            f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a shard "
+            f"or in a copy of it, so nothing would move: give the optimizer "
             f"sync.optimizer_parameters(), not module.parameters()"
         )
 
@@ -138,10 +161,10 @@ def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
     data = math.prod(sizes[axis] for axis in topology.data_axes)
     for record in manifest.parameters:
         route, layout = routes.get(record.key, ()), manifest.entries(record.key)[0].layout
-        ranks = math.prod(len(hop.ranks) for hop in route)  # that have the same gradient
+        ranks = math.prod(len(step.ranks) for step in route)  # that have the same gradient
         ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)
         ranks *= data if record.stage in manifest.reduced_by_ddp else 1
-        moves = any(hop.placement is not Placement.REPLICATE for hop in route)
+        moves = any(step.placement is not Placement.REPLICATE for step in route)
         if record.requires_grad and (moves or ranks < len(topology.ranks)):
             return False
     return True

@@ -26,13 +26,13 @@ def make_equal(
         groups: The communicators; comm stream 0's are used.
         device: Where the parameters live.
 
-    Sync: on the current stream; one broadcast for each pack and hop, through a temporary flat copy.
+    Sync: on the current stream; one broadcast for each reduction of a pack, through a flat copy.
     """
     for pack in packs:
         flat = _gather(pack, lookup, device)
-        for hop in pack.route:
+        for step in pack.route:
             # As bytes: no backend lacks a dtype then.
-            dist.broadcast(flat.view(torch.uint8), src=hop.ranks[0], group=groups.of(hop.ranks, 0))
+            dist.broadcast(flat.view(torch.uint8), src=step.owner, group=groups.of(step.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
                 local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import ReduceError, StepError, root_of
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards
@@ -77,7 +77,7 @@ class TorchFailure:
                 try:
                     return method(*args, **kwargs)
                 except BaseException as error:  # noqa: BLE001 - raised at the end of the step
-                    self.fail(error, f" In {kind}{args[0]}." if kind and args else "")
+                    self.fail(error, f"In {kind}{args[0]}." if kind and args else "")
             return instead(*args, **kwargs)
 
         return guarded
@@ -87,15 +87,12 @@ class TorchFailure:
         if self.error is not None:
             return
         self.error = error
-        root = root_of(error)  # torch wraps what a stage raises
-        own = self._notice.post(f"{type(root).__name__}: {root}{where}")
+        self._cause = self._notice.fail(root_of(error), where)  # torch wraps it
         if self._schedule._has_backward:
             self._sync.abort(error, begun=self._begun)
             stages = {stage.stage_index: stage.submod for stage in stages_of(self._schedule)}
             for parts in fsdp_modules(stages).values():
                 forget_backwards(parts)
-        first = self._notice.read()
-        self._cause = first if first != own else None
 
     def finish_transfers(self) -> None:
         """Runs the microbatches, of zeros, if the step failed before torch had come to them."""
@@ -112,8 +109,7 @@ class TorchFailure:
 
     def refuse_failed(self) -> None:
         """Raises if another rank has failed."""
-        if (first := self._notice.read()) is not None:
-            raise ReduceError(f"a step failed on another rank: {first}")
+        self._notice.refuse_failed()
 
     def raise_first(self) -> None:
         """Raises what has failed here, or what another rank said that failed before."""
@@ -124,7 +120,7 @@ class TorchFailure:
         is_interrupt = not isinstance(error, Exception)  # it stays one, whoever was first
         counts = self._begun or not self._schedule._has_backward
         if self._cause is not None and counts and not is_interrupt:
-            raise ReduceError(f"a step failed on another rank: {self._cause}") from error
+            raise ReduceError(f"{FAILED_ELSEWHERE}: {self._cause}") from error
         raise error
 
     # What takes part in the rest of a step that has failed.

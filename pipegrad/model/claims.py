@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import ParameterEntry, RankManifest
-from pipegrad.model.suspects import Place, is_zero
+from pipegrad.model.suspects import Location, is_zero
 from pipegrad.model.ties import Tie, different_starts
 
 
@@ -31,34 +31,34 @@ class Claims:
         manifests: Sequence[RankManifest],
         ties: Sequence[Tie],
     ) -> None:
-        self._homes: dict[Place, Place] = {}  # every place, aliases too -> its first name
-        self._by_name: dict[str, list[Place]] = {}
+        self._homes: dict[Location, Location] = {}  # every place, aliases too -> its first name
+        self._by_name: dict[str, list[Location]] = {}
         for stage, entries in enumerate(stages):
             for entry in entries:
                 for name in (entry.name, *entry.aliases):
                     self._homes[stage, name] = (stage, entry.name)
                     self._by_name.setdefault(name, []).append((stage, name))
-        held: dict[int, set[Place]] = {}
+        held: dict[int, set[Location]] = {}
         for manifest in manifests:
-            for index, place in manifest.held:
-                held.setdefault(index, set()).add(place)
+            for index, location in manifest.held:
+                held.setdefault(index, set()).add(location)
         self._all_traced = {s for m in manifests for s in m.traced} == set(range(len(stages)))
-        self._starts: dict[Place, tuple[str | None, str | None]] = {}
+        self._starts: dict[Location, tuple[str | None, str | None]] = {}
         for manifest in manifests:
-            for place, digest in manifest.fingerprints:
-                self._starts.setdefault(place, (digest, None))
-            for place, bits in manifest.constants:
-                self._starts.setdefault(place, (None, bits))
-        self._tie_of: dict[Place, Tie] = {}
-        self._known: set[Place] = set()  # to be the parameter, not by its name alone
-        self.places: list[set[Place]] = []
+            for location, digest in manifest.fingerprints:
+                self._starts.setdefault(location, (digest, None))
+            for location, bits in manifest.constants:
+                self._starts.setdefault(location, (None, bits))
+        self._tie_of: dict[Location, Tie] = {}
+        self._known: set[Location] = set()  # to be the parameter, not by its name alone
+        self.locations: list[set[Location]] = []
         for index, tie in enumerate(ties):
-            self.places.append(self._claimed(tie, held.get(index, set())))
+            self.locations.append(self._claimed(tie, held.get(index, set())))
 
-    def _claimed(self, tie: Tie, held: set[Place]) -> set[Place]:
-        claimed = {*held, *(place for place in tie.places if place in self._homes)}
-        claimed.update(place for name in tie.names for place in self._by_name.get(name, ()))
-        missing = [p for p in tie.places if p not in self._homes]
+    def _claimed(self, tie: Tie, held: set[Location]) -> set[Location]:
+        claimed = {*held, *(location for location in tie.locations if location in self._homes)}
+        claimed.update(location for name in tie.names for location in self._by_name.get(name, ()))
+        missing = [p for p in tie.locations if p not in self._homes]
         missing_names = [n for n in tie.names if n not in self._by_name]
         is_found = self._all_traced or len(claimed) >= len(tie.names)
         if missing or (missing_names and not (claimed and is_found)):
@@ -69,8 +69,8 @@ class Claims:
                 f"give Pipe.replicated_params if torch's tracer has cut the model"
             )
         known = claimed if tie.traced else held
-        homes = {self._homes[place] for place in claimed}
-        self._known.update(self._homes[place] for place in known)
+        homes = {self._homes[location] for location in claimed}
+        self._known.update(self._homes[location] for location in known)
         self._tie_of.update(dict.fromkeys(homes, tie))
         self._refuse_ambiguous(tie)
         return homes
@@ -78,7 +78,7 @@ class Claims:
     def _refuse_ambiguous(self, tie: Tie) -> None:
         """Refuses a name that several stages have, if no bits tell which of them is meant."""
         for name in tie.names if len(tie.names) > 1 and not self._all_traced else ():
-            homes = sorted({self._homes[place] for place in self._by_name.get(name, ())})
+            homes = sorted({self._homes[location] for location in self._by_name.get(name, ())})
             unclear = [
                 home
                 for home in homes
@@ -91,7 +91,7 @@ class Claims:
                     f"Declare the tie as {{stage: name, ...}}"
                 )
 
-    def refuse_different_starts(self, group: Sequence[Place]) -> None:
+    def refuse_different_starts(self, group: Sequence[Location]) -> None:
         """Refuses places of one tie that start with different bits, which one would overwrite.
 
         A seed for each rank explains the difference where these places are known to be the uncut
@@ -101,10 +101,10 @@ class Claims:
             PlanError: Names two of them.
         """
         first, *others = group
-        for place in others:
-            one, other = self._starts.get(first), self._starts.get(place)
-            are_known = first in self._known and place in self._known
+        for location in others:
+            one, other = self._starts.get(first), self._starts.get(location)
+            are_known = first in self._known and location in self._known
             if one is None or other is None or one == other or are_known or is_zero(other[1]):
                 continue
-            tie = self._tie_of.get(place) or self._tie_of.get(first) or "of one rank"
-            raise PlanError(different_starts(tie, first, place))
+            tie = self._tie_of.get(location) or self._tie_of.get(first) or "of one rank"
+            raise PlanError(different_starts(tie, first, location))

@@ -14,22 +14,19 @@ from pipegrad.errors import PlanError, TopologyError
 from pipegrad.model.dtensor import Shard, layout_of, shard_of
 from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.model.manifest import ParameterEntry, RankManifest
-from pipegrad.model.suspects import Place, fingerprint
+from pipegrad.model.suspects import Location, fingerprint
 from pipegrad.model.ties import Tie, held, named, plain_name
 from pipegrad.model.wrappers import FSDP1, unwrapped, wrapper_of
 from pipegrad.topology import Topology
 
 
-def check_arguments(
-    modules: Mapping[int, nn.Module],
-    topology: Topology,
-    *,
-    bucket_bytes: int,
-    comm_streams: int,
-    stage_ticks: Sequence[int] | None = None,
-    shared_ticks: Sequence[int] | None = None,
-) -> None:
-    """Refuses what this rank alone can see to be wrong."""
+def check_stages(modules: Mapping[int, nn.Module], topology: Topology) -> None:
+    """Refuses stages that do not fit the topology, or have no values yet.
+
+    Raises:
+        TopologyError: If other stages were given, or the topology has not all ranks.
+        PlanError: If a parameter is on the meta device.
+    """
     if sorted(modules) != list(topology.local_stages):
         raise TopologyError(
             f"rank {topology.rank} was given modules for stages {sorted(modules)}, but the "
@@ -46,14 +43,6 @@ def check_arguments(
             raise PlanError(
                 f"parameter {name!r} of stage {stage} is on the meta device: materialise the stage"
             )
-    if bucket_bytes < 0 or comm_streams < 1:
-        raise PlanError(
-            f"bucket_bytes={bucket_bytes} must be at least 0 and comm_streams={comm_streams} at "
-            f"least 1"
-        )
-    for name, ticks in (("stage_ticks", stage_ticks), ("shared_ticks", shared_ticks)):
-        if ticks is not None and len(ticks) != topology.num_stages:
-            raise PlanError(f"{name} has {len(ticks)} entries for {topology.num_stages} stages")
 
 
 def describe_rank(
@@ -71,47 +60,47 @@ def describe_rank(
     if len(devices) > 1:
         raise PlanError(f"parameters of one rank are on several devices, {devices}: choose one")
     wrappers = {stage: kind for stage in sorted(modules) if (kind := wrapper_of(modules[stage]))}
-    entries: dict[Place, ParameterEntry] = {}
-    objects: dict[int, list[Place]] = {}
-    fingerprints: list[tuple[Place, str]] = []
-    constants: list[tuple[Place, str]] = []
-    shards: list[tuple[Place, Shard]] = []
+    entries: dict[Location, ParameterEntry] = {}
+    objects: dict[int, list[Location]] = {}
+    fingerprints: list[tuple[Location, str]] = []
+    constants: list[tuple[Location, str]] = []
+    shards: list[tuple[Location, Shard]] = []
     for stage in sorted(modules):
         seen: dict[int, str] = {}
-        for place, full_name, parameter in named({stage: modules[stage]}):
+        for location, full_name, parameter in named({stage: modules[stage]}):
             if id(parameter) in seen:
                 first = entries[stage, seen[id(parameter)]]
-                aliases = (*first.aliases, place[1])
+                aliases = (*first.aliases, location[1])
                 entries[stage, first.name] = replace(first, aliases=aliases)
                 continue
-            seen[id(parameter)] = place[1]
+            seen[id(parameter)] = location[1]
             owner = unwrapped(modules[stage]).get_submodule(full_name.rpartition(".")[0])
-            entries[place] = replace(
-                _entry(place[1], parameter, accessor), kind=type(owner).__name__
+            entries[location] = replace(
+                _entry(location[1], parameter, accessor), kind=type(owner).__name__
             )
-            objects.setdefault(id(parameter), []).append(place)
+            objects.setdefault(id(parameter), []).append(location)
             if (shard := shard_of(parameter)) is not None:
-                shards.append((place, shard))
+                shards.append((location, shard))
             # Reading a parameter of FSDP1 would communicate; the plan refuses its stage.
             is_flat = wrappers.get(stage) == FSDP1
             varying, constant = (None, None) if is_flat else fingerprint(parameter)
             if varying is not None:
-                fingerprints.append((place, varying))
+                fingerprints.append((location, varying))
             if constant is not None:
-                constants.append((place, constant))
+                constants.append((location, constant))
     return RankManifest(
         stages=tuple(
             (stage, tuple(e for (at, _), e in entries.items() if at == stage))
             for stage in sorted(modules)
         ),
         wrappers=tuple(wrappers.items()),
-        linked=tuple(tuple(places) for places in objects.values() if len(places) > 1),
+        linked=tuple(tuple(locations) for locations in objects.values() if len(locations) > 1),
         device_type=torch.device(devices[0]).type if devices else "",
         fingerprints=tuple(fingerprints),
         settings=tuple((name, str(value)) for name, value in settings.items()),
         shards=tuple(shards),
         constants=tuple(constants),
-        held=tuple((i, at) for i, places in enumerate(held(modules, ties)) for at in places),
+        held=tuple((i, at) for i, locations in enumerate(held(modules, ties)) for at in locations),
         traced=tuple(s for s in sorted(modules) if isinstance(modules[s], GraphModule)),
         buffers=tuple(
             ((stage, plain_name(name)), digest)

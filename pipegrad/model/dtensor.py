@@ -111,3 +111,24 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
 def largest(shards: Iterable[Shard]) -> tuple[int, ...]:
     """Returns the shape of which every part is the beginning."""
     return tuple(map(max, zip(*(shard.shape for shard in shards), strict=True)))
+
+
+def has_terms(gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient is a DTensor that its mesh has not summed yet.
+
+    Backward leaves it so where there was no gradient to add to.
+    """
+    return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
+
+
+def sum_terms(parameter: torch.Tensor) -> None:
+    """Sums the gradient of a DTensor over its mesh, so that it lies as its parameter does.
+
+    Sync: on the current stream; all ranks of the mesh do so, in the order of their parameters.
+    """
+    assert is_dtensor(parameter)
+    assert is_dtensor(parameter.grad)
+    pairs = zip(parameter.grad.placements, parameter.placements, strict=True)
+    wanted = [meant if found.is_partial() else found for found, meant in pairs]
+    with torch.no_grad():
+        parameter.grad = parameter.grad.redistribute(placements=wanted)

@@ -112,20 +112,6 @@ class GradAttribute:
         """Does nothing: it is where it belongs."""
 
 
-class Float32Grad(GradAttribute):
-    """Gradients in ``parameter.grad``, in fp32 for parameters of lower precision.
-
-    Microbatches then accumulate in fp32, and the optimizer must take gradients of another dtype
-    than the parameter's.
-    """
-
-    def dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Returns ``torch.float32`` for bf16 and fp16 parameters, and tells autograd so."""
-        if parameter.dtype in (torch.bfloat16, torch.float16) and parameter.grad is None:
-            parameter.grad_dtype = torch.float32
-        return super().dtype(parameter)
-
-
 class MainGrad:
     """Gradients in ``parameter.main_grad``, in fp32 by default, as Megatron has them.
 
@@ -136,7 +122,7 @@ class MainGrad:
 
     From `finish` to the next `prepare` ``main_grad`` is the result: with REPLICATE on all ranks,
     with OWNER on the owner. It is the memory of ``.grad`` of what the optimizer steps, unless the
-    stored dtype is another one: then clipping does not reach it. With SHARD a rank has only a row
+    stored dtype is another one: then clipping does not reach it. With SHARD a rank has only a shard
     of the result, in that ``.grad``, and ``main_grad`` is None.
 
     Args:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from pipegrad.model.dtensor import Layout, Shard
-from pipegrad.model.suspects import Place
+from pipegrad.model.suspects import Location
 from pipegrad.model.wrappers import DDP
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
@@ -58,15 +58,15 @@ class RankManifest:
 
     stages: tuple[tuple[int, tuple[ParameterEntry, ...]], ...]
     wrappers: tuple[tuple[int, str], ...]
-    linked: tuple[tuple[Place, ...], ...]
+    linked: tuple[tuple[Location, ...], ...]
     device_type: str
-    fingerprints: tuple[tuple[Place, str], ...]
+    fingerprints: tuple[tuple[Location, str], ...]
     settings: tuple[tuple[str, str], ...]
-    shards: tuple[tuple[Place, Shard], ...] = ()
-    constants: tuple[tuple[Place, str], ...] = ()
-    held: tuple[tuple[int, Place], ...] = ()
+    shards: tuple[tuple[Location, Shard], ...] = ()
+    constants: tuple[tuple[Location, str], ...] = ()
+    held: tuple[tuple[int, Location], ...] = ()
     traced: tuple[int, ...] = ()
-    buffers: tuple[tuple[Place, str], ...] = ()
+    buffers: tuple[tuple[Location, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Manifest:
     """
 
     stages: tuple[tuple[ParameterEntry, ...], ...]
-    ties: tuple[tuple[Place, ...], ...]
+    ties: tuple[tuple[Location, ...], ...]
     wrappers: tuple[tuple[int, str], ...] = ()
-    shards: tuple[tuple[int, tuple[tuple[Place, Shard], ...]], ...] = ()
+    shards: tuple[tuple[int, tuple[tuple[Location, Shard], ...]], ...] = ()
 
     def records(self, topology: Topology) -> tuple[ParameterRecord, ...]:
         """Returns what ``topology.rank`` holds: one record a parameter, by stage and position."""
@@ -99,18 +99,18 @@ class Manifest:
         """One record a parameter, of all stages, seen from its lowest holder."""
         return tuple({r.key: r for r in reversed(self._records.values())}.values())[::-1]
 
-    def places(self, key: str) -> tuple[Place, ...]:
+    def locations(self, key: str) -> tuple[Location, ...]:
         """Returns where the parameter `key` lives, by stage."""
         return self._places[key]
 
     def entries(self, key: str) -> tuple[ParameterEntry, ...]:
         """Returns the entries of the parameter `key`, by stage."""
-        return tuple(self._entries[place] for place in self._places[key])
+        return tuple(self._entries[location] for location in self._places[key])
 
     def shard(self, rank: int, key: str) -> Shard | None:
         """Returns what `rank` has of the parameter `key`; None if it does not lie over ranks."""
         held = self._shards.get(rank, {})
-        return next((held[place] for place in self._places[key] if place in held), None)
+        return next((held[location] for location in self._places[key] if location in held), None)
 
     def is_counted(self, rank: int, key: str) -> bool:
         """Whether `rank` is the one whose part counts, of those that hold the same."""
@@ -123,31 +123,31 @@ class Manifest:
         return frozenset(stage for stage, wrapper in self.wrappers if wrapper == DDP)
 
     @cached_property
-    def _shards(self) -> dict[int, dict[Place, Shard]]:
+    def _shards(self) -> dict[int, dict[Location, Shard]]:
         return {rank: dict(shards) for rank, shards in self.shards}
 
     @cached_property
-    def _entries(self) -> dict[Place, ParameterEntry]:
+    def _entries(self) -> dict[Location, ParameterEntry]:
         return {(s, e.name): e for s, entries in enumerate(self.stages) for e in entries}
 
     @cached_property
-    def _places(self) -> dict[str, tuple[Place, ...]]:
-        tied = {place: tie for tie in self.ties for place in tie}
-        return {r.key: tied.get(place, (place,)) for place, r in self._records.items()}
+    def _places(self) -> dict[str, tuple[Location, ...]]:
+        tied = {location: tie for tie in self.ties for location in tie}
+        return {r.key: tied.get(location, (location,)) for location, r in self._records.items()}
 
     @cached_property
-    def _records(self) -> dict[Place, ParameterRecord]:
-        tied = {place: tie for tie in self.ties for place in tie}
+    def _records(self) -> dict[Location, ParameterRecord]:
+        tied = {location: tie for tie in self.ties for location in tie}
         position = {
             (s, e.name): i for s, entries in enumerate(self.stages) for i, e in enumerate(entries)
         }
-        records: dict[Place, ParameterRecord] = {}
-        for place, entry in self._entries.items():
-            homes = tied.get(place, (place,))
-            records[place] = ParameterRecord(
+        records: dict[Location, ParameterRecord] = {}
+        for location, entry in self._entries.items():
+            homes = tied.get(location, (location,))
+            records[location] = ParameterRecord(
                 key=f"{homes[0][0]}.{homes[0][1]}",
                 name=entry.name,
-                stage=place[0],
+                stage=location[0],
                 shape=entry.shape,
                 dtype=entry.dtype,
                 requires_grad=entry.requires_grad,

@@ -15,7 +15,7 @@ from pipegrad.model.describe import describe_rank
 from pipegrad.model.dtensor import largest
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
-from pipegrad.model.suspects import Place, Start
+from pipegrad.model.suspects import Location, Start
 from pipegrad.model.ties import Tie, Tied, declared, united
 from pipegrad.topology import Topology
 
@@ -84,7 +84,7 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
         wrappers += [(stage, wrapped[holders[0]])] if wrapped[holders[0]] else []
     linked = [group for m in manifests for group in m.linked]
     claims = Claims(stages, manifests, ties)
-    groups = [tuple(sorted(group)) for group in united([*claims.places, *linked])]
+    groups = [tuple(sorted(group)) for group in united([*claims.locations, *linked])]
     for group in groups:
         _check_tie(group, stages)
         claims.refuse_different_starts(group)
@@ -114,9 +114,9 @@ def _sharded(
     return tuple(found)
 
 
-def starts_of(manifests: Sequence[RankManifest]) -> dict[Place, Start]:
+def starts_of(manifests: Sequence[RankManifest]) -> dict[Location, Start]:
     """Returns how each place starts, as its lowest rank says it."""
-    found: dict[Place, Start] = {}
+    found: dict[Location, Start] = {}
     for manifest in manifests:
         digests = dict(manifest.fingerprints)
         for stage, entries in manifest.stages:
@@ -130,7 +130,7 @@ def _lines(entries: Sequence[ParameterEntry]) -> str:
     return "; ".join(map(str, entries)) or "nothing"
 
 
-def _check_tie(group: Sequence[Place], stages: Sequence[Sequence[ParameterEntry]]) -> None:
+def _check_tie(group: Sequence[Location], stages: Sequence[Sequence[ParameterEntry]]) -> None:
     if len({stage for stage, _ in group}) < len(group):
         raise PlanError(
             f"tie {list(group)}: one stage holds it as several objects; tie them inside the stage, "

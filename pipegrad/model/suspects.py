@@ -14,7 +14,7 @@ from pipegrad.model.dtensor import local
 _SAMPLE_NUMEL = 1024
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-Place = tuple[int, str]
+Location = tuple[int, str]
 """A stage, and a parameter's name in that stage."""
 
 
@@ -71,8 +71,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def likely_ties(
-    starts: Mapping[Place, Start], ties: Sequence[Sequence[Place]]
-) -> tuple[list[list[Place]], list[list[Place]]]:
+    starts: Mapping[Location, Start], ties: Sequence[Sequence[Location]]
+) -> tuple[list[list[Location]], list[list[Location]]]:
     """Returns the undeclared groups of equal parameters on different stages: (likely, alike).
 
     Likely are groups that only a tie explains. Alike are groups that a common seed explains (see
@@ -83,36 +83,36 @@ def likely_ties(
         starts: Place -> how it starts, in each stage in the order of ``named_parameters``.
         ties: The ties that are known.
     """
-    stages_of = {place: {stage for stage, _ in tie} for tie in ties for place in tie}
-    by_digest: dict[str, list[Place]] = {}
-    for place, start in starts.items():
+    stages_of = {location: {stage for stage, _ in tie} for tie in ties for location in tie}
+    by_digest: dict[str, list[Location]] = {}
+    for location, start in starts.items():
         if start.digest is not None:
-            by_digest.setdefault(start.digest, []).append(place)
+            by_digest.setdefault(start.digest, []).append(location)
     drawn: dict[int, list[tuple[str, Start]]] = {}
     for (stage, name), start in starts.items():
         if (stage, name) not in stages_of:
             drawn.setdefault(stage, []).append((name, start))
-    likely: list[list[Place]] = []
-    alike: list[list[Place]] = []
+    likely: list[list[Location]] = []
+    alike: list[list[Location]] = []
     seeded: dict[tuple[int, int], bool] = {}
-    for places in by_digest.values():
-        holders = {stage for stage, _ in places}
-        known = any(holders <= stages_of.get(place, set()) for place in places)
-        if len(holders) < 2 or known or not any(starts[place].trained for place in places):
+    for locations in by_digest.values():
+        holders = {stage for stage, _ in locations}
+        known = any(holders <= stages_of.get(location, set()) for location in locations)
+        if len(holders) < 2 or known or not any(starts[location].trained for location in locations):
             continue
-        explained = _is_cloned(places, starts)
+        explained = _is_cloned(locations, starts)
         for a, b in ((a, b) for a in holders for b in holders if a < b):
             if (a, b) not in seeded:
                 seeded[a, b] = _from_one_seed(drawn.get(a, []), drawn.get(b, []))
             explained = explained or seeded[a, b]
-        (alike if explained else likely).append(sorted(places))
+        (alike if explained else likely).append(sorted(locations))
     return sorted(likely), sorted(alike)
 
 
-def _is_cloned(places: Sequence[Place], starts: Mapping[Place, Start]) -> bool:
-    num_stages = len({stage for stage, _ in places})
-    kinds = {(starts[place].kind, _NUMBER.sub("#", place[1])) for place in places}
-    return len(places) > num_stages and len(kinds) == 1
+def _is_cloned(locations: Sequence[Location], starts: Mapping[Location, Start]) -> bool:
+    num_stages = len({stage for stage, _ in locations})
+    kinds = {(starts[location].kind, _NUMBER.sub("#", location[1])) for location in locations}
+    return len(locations) > num_stages and len(kinds) == 1
 
 
 def _from_one_seed(one: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipegrad.errors import PlanError
 from pipegrad.model.memory import memory_of, refuse_partly_shared
-from pipegrad.model.suspects import Place, Start, fingerprint, likely_ties, same_bits
+from pipegrad.model.suspects import Location, Start, fingerprint, likely_ties, same_bits
 from pipegrad.model.wrappers import fsdp_modules, unwrapped
 
 # Wrappers that add a path segment and nothing else: torch.compile, activation checkpointing, FSDP.
@@ -56,16 +56,16 @@ class Tie:
     """
 
     names: tuple[str, ...] = ()
-    places: tuple[Place, ...] = ()
+    locations: tuple[Location, ...] = ()
     traced: bool = False
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return str(list(self.names) if self.names else dict(self.places))
+        return str(list(self.names) if self.names else dict(self.locations))
 
-    def claims(self, place: Place) -> bool:
+    def claims(self, location: Location) -> bool:
         """Whether this declaration means the parameter at `place`."""
-        return place[1] in self.names or place in self.places
+        return location[1] in self.names or location in self.locations
 
 
 def find_tied(model: nn.Module) -> list[list[str]]:
@@ -126,8 +126,10 @@ def _tie(entry: object) -> Tie:
             f"shared= takes a list of ties"
         )
     if isinstance(entry, Mapping):
-        places = sorted((_stage_index(stage), plain_name(name)) for stage, name in entry.items())
-        return Tie(places=tuple(places), traced=any(isinstance(stage, str) for stage in entry))
+        locations = sorted((_stage_index(stage), plain_name(name)) for stage, name in entry.items())
+        return Tie(
+            locations=tuple(locations), traced=any(isinstance(stage, str) for stage in entry)
+        )
     origin = entry.origin if isinstance(entry, SharedNames) else None
     return Tie(names=tuple(plain_name(name) for name in names), origin=origin)
 
@@ -143,7 +145,7 @@ def _stage_index(stage: object) -> int:
     return int(traced.group(1))
 
 
-def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Place, str, nn.Parameter]]:
+def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Location, str, nn.Parameter]]:
     """Yields place, full name and parameter of every name in every local stage, aliases too.
 
     Full names are those inside the `unwrapped` stage.
@@ -154,26 +156,26 @@ def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Place, str, nn.Par
             yield (stage, plain_name(full_name)), full_name, parameter
 
 
-LocalName = tuple[Place, str, nn.Parameter]
+LocalName = tuple[Location, str, nn.Parameter]
 """Place, full name and parameter, as `named` yields them."""
 
 
-def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[list[Place]]:
+def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[list[Location]]:
     """Returns for each tie the places on this rank that hold its `Origin`, or a copy of it."""
     if not any(tie.origin for tie in ties):
         return [[] for _ in ties]
-    by_object: dict[int, list[Place]] = {}
-    by_digest: dict[str | None, list[Place]] = {}
-    for place, _, parameter in named(modules):
-        by_object.setdefault(id(parameter), []).append(place)
+    by_object: dict[int, list[Location]] = {}
+    by_digest: dict[str | None, list[Location]] = {}
+    for location, _, parameter in named(modules):
+        by_object.setdefault(id(parameter), []).append(location)
     digests = {id(p): fingerprint(p)[0] for _, _, p in named(modules)}
-    for key, places in by_object.items():
-        by_digest.setdefault(digests[key], []).extend(places)
-    found: list[list[Place]] = []
+    for key, locations in by_object.items():
+        by_digest.setdefault(digests[key], []).extend(locations)
+    found: list[list[Location]] = []
     for origin in (tie.origin for tie in ties):
-        places = by_object.get(id(origin.parameter()), []) if origin else []
+        locations = by_object.get(id(origin.parameter()), []) if origin else []
         copies = by_digest.get(origin.digest, []) if origin and origin.digest else []
-        found.append(list(dict.fromkeys([*places, *copies])))
+        found.append(list(dict.fromkeys([*locations, *copies])))
     return found
 
 
@@ -186,27 +188,27 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     Raises:
         PlanError: If their shapes, dtypes, requires_grad or bits differ, or FSDP2 keeps them apart.
     """
-    found = {place: (place, full, p) for place, full, p in named(modules)}
+    found = {location: (location, full, p) for location, full, p in named(modules)}
     refuse_partly_shared(
         {memory_of(p): (f"{full} of stage {at[0]}", p) for at, full, p in found.values()}.values()
     )
-    by_name: dict[str, list[Place]] = {}
-    by_memory: dict[Hashable, list[Place]] = {}
-    for place, _, parameter in found.values():
-        by_name.setdefault(place[1], []).append(place)
-        by_memory.setdefault((memory_of(parameter), parameter.requires_grad), []).append(place)
-    tie_of: dict[Place, Tie] = {}
+    by_name: dict[str, list[Location]] = {}
+    by_memory: dict[Hashable, list[Location]] = {}
+    for location, _, parameter in found.values():
+        by_name.setdefault(location[1], []).append(location)
+        by_memory.setdefault((memory_of(parameter), parameter.requires_grad), []).append(location)
+    tie_of: dict[Location, Tie] = {}
     groups = list(by_memory.values())
     for tie, same in zip(ties, held(modules, ties), strict=True):
-        places = [place for name in tie.names for place in by_name.get(name, ())]
-        places += [place for place in tie.places if place in found]
-        places += _leftovers(tie, found) if tie.traced else []
-        groups.append([*places, *same])
+        locations = [location for name in tie.names for location in by_name.get(name, ())]
+        locations += [location for location in tie.locations if location in found]
+        locations += _leftovers(tie, found) if tie.traced else []
+        groups.append([*locations, *same])
         tie_of.update(dict.fromkeys(groups[-1], tie))
     wrapped = {stage for stage, parts in fsdp_modules(modules).items() if parts}
-    order = {place: index for index, place in enumerate(found)}
+    order = {location: index for index, location in enumerate(found)}
     for group in united(groups):
-        first, *others = (found[place] for place in sorted(group, key=order.__getitem__))
+        first, *others = (found[location] for location in sorted(group, key=order.__getitem__))
         for other in others:
             if other[2] is not first[2]:
                 _check_link(tie_of.get(other[0], "by memory"), first, other, wrapped)
@@ -217,25 +219,25 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
 
 def _check_link(tie: object, first: LocalName, other: LocalName, wrapped: set[int]) -> None:
     """Refuses copies on one rank that cannot become one parameter, or should not."""
-    (first_place, _, one), (place, _, two) = first, other
+    (first_place, _, one), (location, _, two) = first, other
     if _traits(two) != _traits(one):
         raise PlanError(
             f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} is {_traits(one)}, "
-            f"{place[1]!r} on stage {place[0]} is {_traits(two)}; one parameter "
+            f"{location[1]!r} on stage {location[0]} is {_traits(two)}; one parameter "
             f"cannot be both"
         )
-    if not wrapped.isdisjoint((place[0], first_place[0])):
+    if not wrapped.isdisjoint((location[0], first_place[0])):
         raise PlanError(
-            f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} and {place[1]!r} on "
-            f"stage {place[0]} are on one rank, and fully_shard has made two parameters "
+            f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} and {location[1]!r} on "
+            f"stage {location[0]} are on one rank, and fully_shard has made two parameters "
             f"of them; place these stages on two ranks, or make them one stage, and one "
             f"group: fully_shard([module_a, module_b])"
         )
     if not same_bits(one, two) and bool(two.detach().count_nonzero()):
-        raise PlanError(different_starts(tie, first_place, place))
+        raise PlanError(different_starts(tie, first_place, location))
 
 
-def different_starts(tie: object, first: Place, other: Place) -> str:
+def different_starts(tie: object, first: Location, other: Location) -> str:
     """Returns what to say of two places of a tie that start with different bits."""
     return (
         f"tie {tie}: {first[1]!r} on stage {first[0]} and {other[1]!r} on stage {other[0]} start "
@@ -253,13 +255,13 @@ def different_starts(tie: object, first: Place, other: Place) -> str:
 # stage, and names that nothing uses. Their bits give them away, unless a constant explains those.
 
 
-def _leftovers(tie: Tie, found: Mapping[Place, LocalName]) -> list[Place]:
+def _leftovers(tie: Tie, found: Mapping[Location, LocalName]) -> list[Location]:
     """Returns what else is the parameter of a traced tie, in the stages that it names."""
-    copies = {place[0]: found[place][2] for place in tie.places if place in found}
+    copies = {location[0]: found[location][2] for location in tie.locations if location in found}
     return [
-        place
-        for place, _, p in found.values()
-        if place[0] in copies and not tie.claims(place) and _is_copy(p, copies[place[0]])
+        location
+        for location, _, p in found.values()
+        if location[0] in copies and not tie.claims(location) and _is_copy(p, copies[location[0]])
     ]
 
 
@@ -274,24 +276,24 @@ def _traits(parameter: nn.Parameter) -> str:
     return f"{tuple(parameter.shape)} {parameter.dtype} {trained}"
 
 
-def united(groups: Iterable[Iterable[Place]]) -> list[list[Place]]:
+def united(groups: Iterable[Iterable[Location]]) -> list[list[Location]]:
     """Returns the groups of more than one place, those that have a place in common as one."""
-    root: dict[Place, Place] = {}
+    root: dict[Location, Location] = {}
 
-    def find(place: Place) -> Place:
-        while (above := root.setdefault(place, place)) != place:
-            root[place] = root[above]
-            place = above
-        return place
+    def find(location: Location) -> Location:
+        while (above := root.setdefault(location, location)) != location:
+            root[location] = root[above]
+            location = above
+        return location
 
     for group in groups:
-        places = list(group)
-        for place in places:
-            root[find(place)] = find(places[0])
-    members: dict[Place, list[Place]] = {}
-    for place in root:
-        members.setdefault(find(place), []).append(place)
-    return [places for places in members.values() if len(places) > 1]
+        locations = list(group)
+        for location in locations:
+            root[find(location)] = find(locations[0])
+    members: dict[Location, list[Location]] = {}
+    for location in root:
+        members.setdefault(find(location), []).append(location)
+    return [locations for locations in members.values() if len(locations) > 1]
 
 
 def matches_any(patterns: Sequence[str], names: Iterable[str]) -> bool:
@@ -300,8 +302,8 @@ def matches_any(patterns: Sequence[str], names: Iterable[str]) -> bool:
 
 
 def refuse_likely_ties(
-    starts: Mapping[Place, Start],
-    ties: Sequence[Sequence[Place]],
+    starts: Mapping[Location, Start],
+    ties: Sequence[Sequence[Location]],
     allow_unsynced: Sequence[str],
 ) -> None:
     """Refuses equal parameters that nobody declared tied; warns of those that a seed explains.
@@ -311,10 +313,12 @@ def refuse_likely_ties(
     """
     likely, alike = likely_ties(starts, ties)
     likely = [
-        places for places in likely if not matches_any(allow_unsynced, [n for _, n in places])
+        locations
+        for locations in likely
+        if not matches_any(allow_unsynced, [n for _, n in locations])
     ]
     if likely:
-        lines = "\n".join(f"  {dict(places)}" for places in likely)
+        lines = "\n".join(f"  {dict(locations)}" for locations in likely)
         raise PlanError(
             f"parameters on different stages start with the same bits, but nobody declared them "
             f"tied. Declare each as shared=[{{stage: name, ...}}], or name it in allow_unsynced if "

@@ -1,4 +1,4 @@
-"""What an optimizer steps: parameters as they are, rows of them, or copies in another dtype."""
+"""What an optimizer steps: parameters as they are, shards of them, or copies in another dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError
-from pipegrad.plan.plan import Share
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.plan.plan import MainRange
 from pipegrad.plugins.handler import ParameterRecord
 
 GroupOf = Callable[[ParameterRecord], Mapping[str, Any]]
@@ -30,8 +31,21 @@ _ELEMENTWISE = (
 )
 
 
-class StandIn:
-    """What the optimizer steps in a parameter's place: a row of it, or a copy in another dtype.
+def master_dtype_of(record: ParameterRecord, master_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype in which the optimizer steps a parameter."""
+    return master_dtype if master_dtype and record.dtype.is_floating_point else record.dtype
+
+
+def has_main_shard(
+    record: ParameterRecord, accessor: GradientAccessor, master_dtype: torch.dtype | None
+) -> bool:
+    """Whether the optimizer steps something else: in another dtype, or with its gradient there."""
+    elsewhere = not isinstance(accessor, GradAttribute)
+    return elsewhere or master_dtype_of(record, master_dtype) != record.dtype
+
+
+class MainShard:
+    """What the optimizer steps in a parameter's place: a shard of it, or a copy in another dtype.
 
     Args:
         share: Which elements.
@@ -44,16 +58,16 @@ class StandIn:
     """
 
     def __init__(
-        self, share: Share, master_dtype: torch.dtype, gradient_dtype: torch.dtype
+        self, main_range: MainRange, master_dtype: torch.dtype, gradient_dtype: torch.dtype
     ) -> None:
-        self.share = share
+        self.main_range = main_range
         self._dtype = master_dtype
         self.copied = False
         self._gradient_dtype = gradient_dtype
         self.tensor: nn.Parameter
 
-    def stand_for(self, source: torch.Tensor) -> None:
-        """Takes the values of `source`, the parameter or a row of it; shares its memory if it can.
+    def take_values(self, source: torch.Tensor) -> None:
+        """Takes the values of `source`, the parameter or a shard of it, and its memory if it can.
 
         Sync: on the current stream.
         """
@@ -91,7 +105,7 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class MainParameter:
     """What the optimizer of this rank steps of one parameter.
 
     Attributes:
@@ -99,7 +113,7 @@ class Stepped:
         tensor: The live parameter; with SHARD, flat, its elements from `begin` on as they lie in
             memory; with a stored dtype a copy.
         begin: 0 unless sharded.
-        sharded: Whether it is a row.
+        sharded: Whether it is a shard.
     """
 
     record: ParameterRecord
@@ -114,13 +128,15 @@ class Stepped:
 
 
 def grouped(
-    records: Iterable[ParameterRecord], stepped: Iterable[Stepped], group_of: GroupOf | None
+    records: Iterable[ParameterRecord],
+    main_parameters: Iterable[MainParameter],
+    group_of: GroupOf | None,
 ) -> list[dict[str, Any]]:
     """Returns parameter groups as torch.optim takes them, one for all records with equal options.
 
     Args:
         records: Of all ranks, so that all have the same groups, in the same order.
-        stepped: This rank's.
+        main_parameters: This rank's.
         group_of: Record -> options of its group.
     """
     found: dict[Hashable, dict[str, Any]] = {}
@@ -129,7 +145,7 @@ def grouped(
         options = dict(group_of(record)) if group_of is not None else {}
         identity = repr(sorted(options.items()))
         group_of_key[record.key] = found.setdefault(identity, {"params": [], **options})
-    for one in stepped:
+    for one in main_parameters:
         group_of_key[one.record.key]["params"].append(one.tensor)
     return list(found.values())
 
@@ -137,7 +153,7 @@ def grouped(
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
     """Refuses an optimizer whose update of a parameter's element depends on other elements.
 
-    One of another origin than torch.optim says that it may step rows by a class attribute
+    One of another origin than torch.optim says that it may step shards by a class attribute
     ``elementwise = True``.
 
     Raises:
@@ -147,7 +163,7 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
     if not issubclass(kind, _ELEMENTWISE) and getattr(kind, "elementwise", False) is not True:
         known = ", ".join(each.__name__ for each in _ELEMENTWISE)
         raise PlanError(
-            f"{kind.__name__} cannot step sharded parameters: each rank has rows of them, and it "
+            f"{kind.__name__} cannot step sharded parameters: each rank has shards of them, and it "
             f"may look at a whole one. Those that do not: {known}, or a class of your own with "
             f"'elementwise = True'; or place the gradients by REPLICATE"
         )

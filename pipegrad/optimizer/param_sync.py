@@ -1,9 +1,9 @@
-"""The mirror movement: updated parameters go back to those who hold them, under the next step."""
+"""Parameter sync: updated parameters go to all ranks that hold them, under the next forward."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,14 +14,14 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
-from pipegrad.optimizer.main_params import StandIn
+from pipegrad.optimizer.main_params import MainShard
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan, Publish
 from pipegrad.reduce.reducer import Reducer
 from pipegrad.reduce.reductions import bring_back
 
-STEPPED = sync_points.Record(
-    "mirror.stepped", "it moves behind the optimizer's writes and all reads"
+UPDATED = sync_points.Record(
+    "parameter-sync.updated", "it moves behind the optimizer's writes and all reads"
 )
 
 
@@ -50,91 +50,145 @@ class ParameterBuffer:
                 view.copy_(parameter)
             parameter.data = view
 
-    def row(self, key: str, begin: int, end: int) -> torch.Tensor:
+    def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Returns elements of a parameter, flat, as they lie in memory."""
         offset = self.views[key].storage_offset()
         return self.flat[offset + begin : offset + end]
 
 
-class Mirror:
-    """Publishes what this rank's optimizer has stepped, and waits for what others have.
+def parameter_buffers(plan: Plan, device: torch.device) -> dict[int, ParameterBuffer]:
+    """Returns memory for the parameters that may come from other ranks, by bucket."""
+    return {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
+
+
+class ParameterSync:
+    """Sends what this rank's optimizer has stepped, and waits for what others have.
+
+    A step makes it due, `publish` sends, and the first use of a stage waits. Where no parameter
+    moves, on any rank, all of it does nothing.
 
     Args:
         plan: This rank's.
+        buffers: Of `parameter_buffers`.
         reducer: Whose comm streams it uses.
         groups: The communicators.
+        main_shards: Those of this rank.
+        main_parameters: Returns what the optimizer steps of the parameters that move, by key.
+        moves: Whether anything moves on any rank, or is copied from another dtype.
         device: Where the parameters live.
 
     Attributes:
-        buffers: By bucket.
         coming: Stages whose parameters may be on their way.
         is_due: Whether there are gradients that have not been published the update of.
-        can_wait: Whether it is due, but no rank had stepped anything when all were asked.
         is_moving: Whether any rank has published what not all have waited for; alike on all.
-        blocked_seconds: How long first uses have blocked the host since somebody set it to 0.
+        moves: As given.
     """
 
     def __init__(
-        self, plan: Plan, *, reducer: Reducer, groups: Groups, device: torch.device
+        self,
+        plan: Plan,
+        *,
+        buffers: Mapping[int, ParameterBuffer],
+        reducer: Reducer,
+        groups: Groups,
+        main_shards: Sequence[MainShard],
+        main_parameters: Callable[[], Mapping[str, nn.Parameter]],
+        moves: bool,
+        device: torch.device,
     ) -> None:
         self._plan = plan
+        self._buffers = buffers
         self._reducer = reducer
         self._groups = groups
+        self._main_shards = main_shards
+        self._main_parameters = main_parameters
         self._device = device
-        self.buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.mirrored}
-        self.buffer_of = {key: b for b in self.buffers.values() for key in b.views}
+        self.moves = moves
         self.coming: dict[int, list[Ticket]] = {}
         self.is_due = False
-        self.can_wait = False
         self.is_moving = False
-        self.blocked_seconds = 0.0
+        self._is_idle = False  # due, but no rank had stepped anything when all were asked
+        self._is_taken = False  # whether somebody has asked for what the optimizer is to step
+        self._blocked_seconds = 0.0
         self._versions: list[tuple[str, nn.Parameter, int]] = []
 
-    def publish(self, stand_ins: Iterable[StandIn], stepped: Mapping[str, nn.Parameter]) -> None:
+    @property
+    def is_taken(self) -> bool:
+        """Whether `take` was called."""
+        return self._is_taken
+
+    def take(self) -> None:
+        """Notes that somebody has asked for what the optimizer of this rank is to step."""
+        self._is_taken = True
+
+    def publish(self) -> None:
         """Sends what was stepped on its way; returns at once.
 
-        Args:
-            stand_ins: Those of this rank, which first give back what they have.
-            stepped: What the optimizer has stepped, by key: nothing may change it any more.
+        Nothing may change it until the next step's gradients are there.
 
         Sync: behind all that the current stream has done; on the comm streams.
+
+        Raises:
+            StepError: If something moves, and nobody has asked for what to step.
         """
-        for stand_in in stand_ins:
-            stand_in.give_back()
-        self._versions = [(key, tensor, tensor._version) for key, tensor in stepped.items()]
+        if self.moves and not self._is_taken:
+            raise StepError(
+                "some gradients live on other ranks, in shards or in another dtype, and nobody has "
+                "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
+                "not module.parameters()"
+            )
+        for main_shard in self._main_shards:
+            main_shard.give_back()
+        self._note_versions()
         self.send()
 
-    def send(self) -> None:
-        """Sends this rank's part on its way, as it is; returns at once.
+    def publish_if_due(self) -> None:
+        """Sends what was stepped and not sent yet.
 
         Sync: as `publish`.
         """
-        self.is_due = self.can_wait = False
-        self.is_moving = self._plan.moves
-        if not self._plan.publishes:
-            return
-        event = STEPPED(self._device)
-        after = [] if event is None else [event]
-        for publish in self._plan.publishes:
-            buffer = self.buffers[publish.bucket]
-            ticket = self._reducer.submit(
-                publish.comm_stream, partial(self._move, buffer, publish), after
-            )
-            for stage in publish.readers:
-                self.coming.setdefault(stage, []).append(ticket)
+        if self.is_due:
+            self.publish()
 
-    def expect(self, stepped: Mapping[str, nn.Parameter]) -> None:
-        """Says that there are gradients, with which the optimizer is going to step `stepped`."""
-        self.is_due, self.can_wait, self.is_moving = True, False, False
-        self._versions = [(key, tensor, tensor._version) for key, tensor in stepped.items()]
+    def publish_if_stepped(self) -> None:
+        """Sends what was stepped, if any rank has stepped anything as far as is known."""
+        if self.is_due and not self._is_idle:
+            self.publish()
 
     def ask(self) -> None:
         """Finds out whether any rank has stepped anything since there are gradients.
 
         Sync: on the current stream; one flag for all ranks, which must all call it.
         """
-        stepped = self.is_due and any(t._version != version for _, t, version in self._versions)
-        self.can_wait = not self._groups.is_anywhere(stepped)
+        main_parameters = self.is_due and any(
+            t._version != version for _, t, version in self._versions
+        )
+        self._is_idle = not self._groups.is_anywhere(main_parameters)
+
+    def send(self) -> None:
+        """Sends this rank's part on its way, as it is; returns at once.
+
+        Sync: as `publish`.
+        """
+        self.is_due = self._is_idle = False
+        self.is_moving = self._plan.moves
+        if not self._plan.publishes:
+            return
+        event = UPDATED(self._device)
+        after = [] if event is None else [event]
+        for publish in self._plan.publishes:
+            buffer = self._buffers[publish.bucket]
+            ticket = self._reducer.submit(
+                publish.comm_stream, partial(self._move, buffer, publish), after
+            )
+            for stage in publish.readers:
+                self.coming.setdefault(stage, []).append(ticket)
+
+    def expect(self) -> None:
+        """Notes that gradients are there, with which the optimizer is going to step."""
+        if self.moves:
+            self.is_due, self._is_idle, self.is_moving = True, False, False
+            self._note_versions()
 
     def check_published(self) -> None:
         """Refuses what was changed after it was published: others would not have it.
@@ -161,7 +215,7 @@ class Mirror:
         for ticket in self.coming[stage]:
             self._reducer.wait_for(ticket)
         del self.coming[stage]
-        self.blocked_seconds += time.perf_counter() - start
+        self._blocked_seconds += time.perf_counter() - start
 
     def wait(self) -> None:
         """Waits for all that is on its way, to this rank or from it.
@@ -173,19 +227,29 @@ class Mirror:
         self.is_moving = False
 
     def forget(self) -> None:
-        """Says that all ranks have the same parameters by now, whatever was stepped before."""
+        """Notes that all ranks have the same parameters by now, whatever was stepped before."""
         self.is_due = False
         self._versions.clear()
 
+    def take_blocked_seconds(self) -> float:
+        """Returns how long first uses have blocked the host since the last call."""
+        seconds, self._blocked_seconds = self._blocked_seconds, 0.0
+        return seconds
+
+    def _note_versions(self) -> None:
+        self._versions = [
+            (key, tensor, tensor._version) for key, tensor in self._main_parameters().items()
+        ]
+
     def _move(self, buffer: ParameterBuffer, publish: Publish) -> None:
-        """Moves one bucket back along one hop. On a comm stream."""
-        rank, hop = self._plan.rank, buffer.bucket.route[publish.hop]
+        """Moves one bucket back along one reduction. On a comm stream."""
+        rank, step = self._plan.rank, buffer.bucket.route[publish.step]
         what = (
-            f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {hop} "
-            f"over ranks {list(hop.ranks)}"
+            f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {step} "
+            f"over ranks {list(step.ranks)}"
         )
-        with self._reducer.telling(what):
-            region = buffer.bucket.region(rank, publish.hop)
-            group = self._groups.of(hop.ranks, publish.comm_stream)
-            with record_function(f"pipegrad bucket {buffer.bucket.index} back along {hop}"):
-                bring_back(buffer.flat[region.start : region.stop], hop.placement, group)
+        with self._reducer.reporting(what):
+            region = buffer.bucket.region(rank, publish.step)
+            group = self._groups.of(step.ranks, publish.comm_stream)
+            with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):
+                bring_back(buffer.flat[region.start : region.stop], step.placement, group)

@@ -1,6 +1,7 @@
 """What runs where?
 
-`scheduler` is the page to read first. `executor` runs a program item by item, `compute` the
-forwards and backwards, `transfers` what goes from rank to rank, and `split_backward` the backward
-in two parts. `stage` is what users give, `partition` cuts a model into stages.
+`scheduler` is the page to read first. `step` is one step from a batch to its result, `executor`
+runs a program item by item, and `compute` the forwards and backwards. `values` has the life of a
+value, and `transfers` sends it to other ranks. `split_backward` is the backward in two parts.
+`stage` is what users give, and `partition` cuts a model into stages.
 """

@@ -1,4 +1,7 @@
-"""Recompute: a stage keeps what it is given, and runs its forward again before its backward."""
+"""Activation checkpointing: a stage keeps its inputs alone, and runs its forward twice.
+
+The second forward runs right before the backward, and makes the graph that the backward needs.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,23 @@ Outputs = tuple[Tensor, ...]
 
 
 class Recompute:
-    """The forwards of one stage that will run again, as they ran: what they are given and draw.
+    """The forwards of one stage that will run again, with the same random numbers and buffers.
 
-    A buffer that a forward changes, such as a running mean, is put back for the second one: so the
-    result is the same, and what is counted is counted once.
+    A forward may change a buffer, such as a running mean. For the second forward its old value is
+    put back, so the result is the same. Afterwards the new value is put back: a counter counts each
+    forward once.
 
     Args:
-        module: The stage's.
-        device: Where it is.
+        module: The module of the stage.
+        device: Where its parameters are.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
         self._device = device
         self._devices = [] if device.type == "cpu" else [device]
-        self._changing: set[str] | None = None  # buffers that forwards change, once it is known
+        self._changing: set[str] | None = None  # names; None before the first forward
+        # Microbatch -> versions of its inputs, states of random generators, old buffers.
         self._forwards: dict[int, tuple[list[int], list[Tensor], dict[str, Tensor]]] = {}
 
     def forget(self) -> None:
@@ -37,14 +42,16 @@ class Recompute:
         self._forwards.clear()
 
     def first(self, microbatch: int, values: Values, forward: Callable[[], Outputs]) -> Outputs:
-        """Runs a forward whose graph nobody will need.
+        """Runs a forward whose graph is not needed.
 
         Raises:
-            StepError: If it changes a buffer that the first of all did not change.
+            StepError: If it changes a buffer that the very first forward did not change.
         """
         buffers = dict(self._module.named_buffers())
         before = {name: buffer._version for name, buffer in buffers.items()}
-        kept = {
+        # Nobody declares which buffers a forward changes. So the very first forward keeps a copy of
+        # all buffers, and later forwards keep only those that have changed in it.
+        copies = {
             name: buffer.clone()
             for name, buffer in buffers.items()
             if self._changing is None or name in self._changing
@@ -53,7 +60,7 @@ class Recompute:
         self._forwards[microbatch] = (
             _versions(values),
             [torch.get_rng_state(), *random],
-            kept,
+            copies,
         )
         outputs = forward()
         after = dict(self._module.named_buffers())
@@ -63,11 +70,11 @@ class Recompute:
             if after.get(name) is not buffer or buffer._version != before[name]
         }
         if self._changing is None:
-            # Some operators, as batch normalization, write without telling.
-            changed |= {name for name, old in kept.items() if not torch.equal(buffers[name], old)}
+            # Some operators, such as batch normalization, write without a new version.
+            changed |= {name for name, old in copies.items() if not torch.equal(buffers[name], old)}
             self._changing = changed
-            for name in kept.keys() - changed:
-                del kept[name]
+            for name in copies.keys() - changed:
+                del copies[name]
         elif not changed <= self._changing:
             raise StepError(
                 f"a forward that is to be recomputed changed the buffers "
@@ -78,27 +85,28 @@ class Recompute:
 
     @contextmanager
     def again(self, microbatch: int, values: Values) -> Iterator[None]:
-        """Inside, a forward is as it was; what it draws or counts is nobody's.
+        """Makes a forward inside equal to the first one, and undoes its side effects afterwards.
 
         Raises:
-            StepError: If what it was given is no longer what it was.
+            StepError: If an input was changed in place since.
         """
-        versions, random, kept = self._forwards.pop(microbatch)
+        versions, random, copies = self._forwards.pop(microbatch)
         if _versions(values) != versions:
             raise StepError(
                 "a stage that is to be recomputed, or somebody else, has changed in place what the "
                 "stage was given: copy it first"
             )
-        now = {name: self._module.get_buffer(name) for name in kept}
+        # Buffers are exchanged, not overwritten: autograd may have saved the present ones.
+        present = {name: self._module.get_buffer(name) for name in copies}
         with torch.random.fork_rng(self._devices, device_type=self._device.type):
             torch.set_rng_state(random[0])
             for device, state in zip(self._devices, random[1:], strict=True):
                 torch.get_device_module(device).set_rng_state(state, device)
-            self._put(kept)
+            self._put(copies)
             try:
                 yield
             finally:
-                self._put(now)
+                self._put(present)
 
     def _put(self, buffers: dict[str, Tensor]) -> None:
         for full, buffer in buffers.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,57 +11,51 @@ from torch import Tensor
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
-from pipegrad.interop.private import is_arriving, is_wrapper, num_holders
-from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.pipeline.activation_checkpoint import Recompute
+from pipegrad.pipeline.aliases import Aliases, check_plain
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import Spec, Transfers
-from pipegrad.pipeline.values import Key, LocalValues, Value
+from pipegrad.pipeline.values import Key, Values
+from pipegrad.pipeline.wiring import Loss
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Kind
 
 Method = Callable[[int, int], object]
-Loss = Callable[..., object]  # a tensor of one element
 
 
 class Compute:
-    """Runs the actions of one rank.
-
-    A received value is a leaf for all stages of this rank that take it: autograd itself sums what
-    they send back. A value that a stage of the same rank takes is handed over as it is.
+    """Runs the actions of one rank: F, B, I and W of its stages, and the loss.
 
     Args:
         program: What all ranks do.
-        stages: This rank's.
-        local: Where it finds values, and puts them.
-        transfers: Whose buffers values lie in.
-        sync: None in a forward-only program.
-        weights: What waits of backwards.
+        stages: The stages of this rank.
+        values: Where actions take their inputs from, and put their outputs.
+        aliases: Copies outputs and gradients that lie in memory of others.
+        sync: The gradient layer; None in a forward-only program.
+        weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
-        loss_fn: Of the last stage's outputs and a microbatch's target.
+        loss_fn: Takes the last stage's outputs and a microbatch's target.
 
     Attributes:
-        losses: Of the microbatches.
-        outputs: What the last stage made, forward-only.
+        losses: One for each microbatch, on the rank of the last stage.
+        outputs: What the last stage made, in a forward-only program.
     """
 
     def __init__(
         self,
         program: Program,
         stages: Mapping[int, Stage],
-        local: LocalValues,
+        values: Values,
         *,
-        transfers: Transfers,
+        aliases: Aliases,
         sync: GradientSync | None,
         weights: WeightGradients,
         sharded: ShardedStages,
         loss_fn: Loss | None,
     ) -> None:
-        self._program = program
         self._stages = stages
-        self._local = local
-        self._transfers = transfers
+        self._values = values
+        self._aliases = aliases
         self._sync = sync
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
@@ -78,28 +71,23 @@ class Compute:
         }
         self.forget()
 
-    def begin(
-        self,
-        inputs: Mapping[str, Sequence[object]],
-        targets: Sequence[object] | None,
-        divisor: float,
-    ) -> None:
-        """Takes what a step is given: see `Executor.run`."""
-        self._inputs = inputs
+    def begin(self, targets: Sequence[object] | None, divisor: float) -> None:
+        """Takes the targets of a step, one for each microbatch, and the divisor of every loss."""
         self._targets = targets
         self._divisor = divisor
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
-        self.begin({}, None, 1.0)
-        self._roots = dict[Key, tuple[Tensor, ...]]()
+        self.begin(None, 1.0)
+        self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
         for recompute in self._recomputes.values():
             recompute.forget()
-        self._met = set[int]()  # stages whose forward has run
-        self._own = set[int]()  # addresses of their buffers, which they may write into
-        self._bare = dict[int, list[Tensor]]()  # stage -> parameters without a gradient yet
+        self._ran_forward = set[int]()  # stages
+        self._ran_backward = set[int]()
+        # New lists: `Executor.run` returns the old ones.
         self.losses = list[Tensor]()
         self.outputs = list[tuple[Tensor, ...]]()
+        self._aliases.forget()
         self._weights.forget()
 
     def method_of(self, stage: int, kind: Kind) -> Method:
@@ -120,60 +108,42 @@ class Compute:
     # Forward.
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        values = self._given(stage, microbatch)
+        values = self._values.inputs_of(stage, microbatch)
         if stage in self._recomputes:
             forward = partial(self._stages[stage].forward, values)
             outputs = self._recomputes[stage].first(microbatch, values, forward)
         else:
             outputs = self._stages[stage].forward(values)
         if stage != self._last or self._sync is None:
-            made = [*outputs]
+            # `settled` finds out whether the module keeps an output. So the list that it is given
+            # must be the only reference to the outputs here.
+            only_reference = [*outputs]
             del outputs
-            outputs = self._settled(stage, made)
-        if stage not in self._met:
-            self._met.add(stage)
-            buffers = self._stages[stage].module.buffers()
-            self._own.update(buffer.untyped_storage().data_ptr() for buffer in buffers)
+            outputs = self._aliases.settled(stage, only_reference)
+        if stage not in self._ran_forward:
+            self._ran_forward.add(stage)
+            self._aliases.note_forward(stage)
         if stage == self._last:
             outputs = self._end(microbatch, outputs)
         else:
-            self._hand_on(stage, microbatch, outputs)
+            self._values.produce(stage, microbatch, outputs)
         if self._sync is None:
+            # `values` holds the tensors of receive buffers. A buffer goes back to the pool only if
+            # nothing else holds its storage: see [Note: held buffers].
             del values, outputs
-            self._let_go(stage, microbatch)
+            self._values.release(stage, microbatch)
         else:
+            # A stage that recomputes makes its graph right before its backward.
             self._roots[stage, microbatch] = () if stage in self._recomputes else outputs
 
-    def _given(self, stage: int, microbatch: int) -> list[object]:
-        """Returns what a stage takes."""
-        values: list[object] = []
-        for link, name in self._local.taken[stage]:
-            if link is None:
-                values += (self._inputs[name][microbatch],)
-            else:
-                values += (self._local.held[link, microbatch].tensor,)
-        return values
-
-    def _hand_on(self, stage: int, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
-        """Keeps what a stage made, for its consumers on this rank and for those on others."""
-        for link, output in zip(self._local.made[stage], outputs, strict=True):
-            spec = self._transfers.specs.get(link)
-            if (output.shape, output.dtype, output.requires_grad) != spec:
-                self._learn(link, stage, microbatch, Spec.of(output))
-            value = self._apart(output).detach()
-            self._local.leaving[link] = value
-            if num := self._local.num_consumers[link]:
-                local = value.requires_grad_() if output.requires_grad else value
-                self._local.held[link, microbatch] = Value(local, num, num)
-
     def _end(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Computes the loss of the last stage; returns what backward begins with."""
+        """Computes the loss of the last stage; returns the roots of its backward."""
         if self._sync is None:
-            self.outputs.append(tuple(map(self._apart, outputs)))
+            self.outputs.append(tuple(map(self._aliases.apart, outputs)))
         if self._targets is None:
             return ()
         loss = self._loss_of(microbatch, outputs)
-        self.losses.append(self._apart(loss.detach()).reshape(()))
+        self.losses.append(self._aliases.apart(loss.detach()).reshape(()))
         return (loss,)
 
     def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> Tensor:
@@ -182,7 +152,7 @@ class Compute:
         loss = self._loss_fn(*outputs, self._targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
-        self._check_plain(loss, "loss_fn returned its loss")
+        check_plain(loss, "loss_fn returned its loss")
         if self._sync is not None and not loss.requires_grad and self._is_trained:
             raise StepError(
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
@@ -198,56 +168,55 @@ class Compute:
             torch.autograd.backward(roots, gradients)
         else:
             self._sharded.without_backward(stage)
+        # A gradient may lie in a receive buffer, which `take_gradients` gives back to the pool if
+        # nothing else holds it: see [Note: held buffers].
         del roots, gradients
-        self._end_backward(stage, microbatch)
-        self._let_go(stage, microbatch)
+        self._values.take_gradients(stage, microbatch)
+        self._values.release(stage, microbatch)
 
     def _backward_inputs(self, stage: int, microbatch: int) -> None:
         roots, gradients = self._begin_backward(stage, microbatch)
-        lent = self._transfers.lent
-        self._weights.backward(stage, microbatch, roots, gradients, lent)
+        self._weights.backward(stage, microbatch, roots, gradients, self._aliases.lent)
         del roots, gradients
-        self._end_backward(stage, microbatch)
+        self._values.take_gradients(stage, microbatch)
 
     def _backward_weights(self, stage: int, microbatch: int) -> None:
         self._weights.compute(stage, microbatch)
-        self._let_go(stage, microbatch)
+        # The gradient of a weight is a product with a stage's input. So inputs of I are released
+        # here, and not with I.
+        self._values.release(stage, microbatch)
 
-    def _recomputed(self, compute: Method, stage: int, microbatch: int) -> None:
+    def _recomputed(self, backward: Method, stage: int, microbatch: int) -> None:
         """Runs a forward again, then its backward."""
-        values = self._given(stage, microbatch)
+        values = self._values.inputs_of(stage, microbatch)
         with self._recomputes[stage].again(microbatch, values):
             outputs = self._stages[stage].forward(values)
             if stage == self._last:
                 outputs = (self._loss_of(microbatch, outputs),)
         self._roots[stage, microbatch] = outputs
+        # The backward gives back receive buffers, and this frame must not hold them.
         del outputs, values
-        compute(stage, microbatch)
+        backward(stage, microbatch)
 
     def _begin_backward(
         self, stage: int, microbatch: int
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Returns what backward begins with, and its gradients."""
-        if stage not in self._bare:
-            parameters = self._stages[stage].module.parameters()
-            bare = [p for p in parameters if p.grad is None and p.requires_grad]
-            self._bare[stage] = [p for p in bare if not self._sharded.reduces(stage, p)]
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        for root, link in zip(self._roots[stage, microbatch], self._local.ends[stage], strict=True):
-            if not root.requires_grad:
-                continue
-            gradient = (
-                self._loss_gradient(root) if link is None else self._gradient(link, microbatch)
-            )
-            if gradient is not None:
-                roots += (root,)
-                gradients += (gradient,)
+        """Returns the roots of a backward, and their gradients."""
+        if stage not in self._ran_backward:
+            self._ran_backward.add(stage)
+            self._aliases.note_backward(stage)
+        # The table must not hold the graph any more when the backward has run.
+        outputs = self._roots[stage, microbatch]
         del self._roots[stage, microbatch]
-        return roots, gradients
+        if stage != self._last:
+            return self._values.gradients_of(stage, microbatch, outputs)
+        (loss,) = outputs
+        return ([loss], [self._loss_gradient(loss)]) if loss.requires_grad else ([], [])
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:
-        """Returns what backward begins with, behind the loss.
+        """Returns the gradient that backward begins with: one, divided as the loss is.
+
+        The division happens here, so gradients need not be scaled afterwards.
 
         Raises:
             StepError: If the loss's dtype has no such number.
@@ -261,140 +230,3 @@ class Compute:
                 f"from loss_fn, and compute it of float32"
             )
         return torch.full_like(loss, exact)
-
-    def _end_backward(self, stage: int, microbatch: int) -> None:
-        """Takes up what came back to a stage's inputs, once all that share one are done with it."""
-        self._part_gradients(stage, microbatch)
-        for link in self._local.links[stage]:
-            value = self._local.held[link, microbatch]
-            value.num_returns -= 1
-            if not value.num_returns:
-                self._local.gradients[link, microbatch] = value.tensor.grad
-                value.tensor.grad = None
-        for channel in self._local.returns[stage]:
-            buffer = self._local.arrived[channel, microbatch]
-            del self._local.arrived[channel, microbatch]
-            if buffer is not None:
-                self._transfers.give_back(channel, buffer)
-
-    def _gradient(self, link: int, microbatch: int) -> Tensor | None:
-        """Returns what came back for a value: from this rank, from another one, or summed."""
-        key = link, microbatch
-        if key in self._local.gradients:
-            gradient = self._local.gradients[key]
-            del self._local.gradients[key]
-            return gradient
-        buffer = self._local.arrived[self._local.back[link], microbatch]
-        return None if buffer is None else buffer.tensor
-
-    def _let_go(self, stage: int, microbatch: int) -> None:
-        """Frees a stage's inputs that nobody reads again."""
-        for link in self._local.links[stage]:
-            value = self._local.held[link, microbatch]
-            value.num_readers -= 1
-            if not value.num_readers:
-                del self._local.held[link, microbatch]
-                channel, buffer = value.channel, value.buffer
-                del value  # and its tensor
-                if buffer is not None:
-                    self._transfers.give_back(channel, buffer)
-
-    # What must not be mistaken.
-
-    def _learn(self, link: int, stage: int, microbatch: int, found: Spec) -> None:
-        """Takes what a value looks like from its first microbatch; refuses any other."""
-        known = self._transfers.specs.setdefault(link, found)
-        if known != found:
-            raise StepError(
-                f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
-                f"{found}, and was {known} in the first microbatch; all microbatches of all steps "
-                f"must look alike: pad them, or make another Scheduler"
-            )
-
-    @staticmethod
-    def _check_plain(output: Tensor, what: str) -> None:
-        """Refuses a tensor that is no piece of memory, which could be sent."""
-        if type(output) is Tensor and output.layout is torch.strided:
-            return
-        if is_dtensor(output):
-            advice = "return output.full_tensor(), or output.to_local() if each rank has all of it"
-        elif is_wrapper(output):
-            advice = "return a torch.Tensor of its values"
-        elif output.layout != torch.strided:
-            advice = "return output.to_dense()"
-        else:
-            return
-        raise StepError(
-            f"{what} as a {type(output).__name__} of layout {output.layout}, expected a plain "
-            f"strided tensor, which can be handed on: {advice}"
-        )
-
-    def _settled(self, stage: int, outputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Returns what a stage made, copied where the module keeps it and may write into it later.
-
-        Of a tensor that requires a gradient autograd itself notices that.
-
-        Args:
-            stage: Whose forward it was.
-            outputs: This list alone may hold them here; it is changed.
-        """
-        for i, name in enumerate(self._stages[stage].outputs):
-            if type(outputs[i]) is not Tensor and is_arriving(outputs[i]):
-                outputs[i] = outputs[i].clone()  # which waits, and is a plain tensor
-            if type(outputs[i]) is not Tensor or outputs[i].layout is not torch.strided:
-                self._check_plain(outputs[i], f"stage {stage} returned {name!r}")
-            if not outputs[i].requires_grad:
-                kept = weakref.ref(outputs[i])
-                outputs[i] = outputs[i].detach()
-                if kept() is not None or num_holders(outputs[i]) > 1:
-                    outputs[i] = outputs[i].clone()
-        return tuple(outputs)
-
-    def _apart(self, tensor: Tensor) -> Tensor:
-        """Returns `tensor`, copied if it lies where somebody else will write."""
-        address = tensor.untyped_storage().data_ptr()
-        return tensor.clone() if address in self._transfers.lent or address in self._own else tensor
-
-    def _outer(self, stage: int, microbatch: int) -> Iterator[Tensor]:
-        """Yields what a stage was given that a gradient goes into behind the step."""
-        given = [self._inputs[name] for link, name in self._local.taken[stage] if link is None]
-        if stage == self._last and self._targets is not None:
-            given.append(self._targets)
-        for values in given:
-            value = values[microbatch]
-            if isinstance(value, Tensor) and value.requires_grad:
-                yield value
-
-    @staticmethod
-    def _part(value: Tensor, taken: dict[int, None]) -> None:
-        """Copies the gradient of a value if it lies in memory that is taken; takes its memory."""
-        if value.grad is not None:
-            address = value.grad.untyped_storage().data_ptr()
-            if address in taken:
-                value.grad = value.grad.clone()
-            taken[address] = None
-
-    def _part_gradients(self, stage: int, microbatch: int) -> None:
-        """Copies gradients that share memory with one another, or with a buffer.
-
-        Autograd lets several gradients be views of one, as behind a sum, and adds to each in place
-        later on. A parameter's can share only when it is new; those in buckets lie where they must.
-        """
-        taken = {**self._transfers.lent}
-        for link in self._local.links[stage]:
-            value = self._local.held[link, microbatch].tensor
-            self._part(value, taken)
-        for value in self._outer(stage, microbatch):
-            self._part(value, taken)
-        if bare := [*self._bare[stage], *self._sharded.gathered(stage)]:
-            for parameter in bare:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.layout != torch.strided:  # its values may lie anywhere
-                    parameter.grad = parameter.grad.clone()
-                    continue
-                address = local(parameter.grad).untyped_storage().data_ptr()
-                if address in taken:
-                    parameter.grad = parameter.grad.clone()
-                taken[address] = None
-            self._bare[stage] = [p for p in self._bare[stage] if p.grad is None]

@@ -9,22 +9,16 @@ from functools import partial
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
-from pipegrad.pipeline.compute import Compute, Loss, Method
+from pipegrad.pipeline.compute import Compute, Method
 from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.stage import Stage, Wiring
-from pipegrad.pipeline.transfers import Spec, Transfers
-from pipegrad.pipeline.values import LocalValues, Value
-from pipegrad.schedules.program.program import Channel, Op, Program
+from pipegrad.pipeline.transfers import Transfers
+from pipegrad.pipeline.values import Values
+from pipegrad.schedules.program.program import Op, Program
 
-_Step = tuple[Method, int, int]
-
-
-class PeerFailedError(StepError):
-    """What a stage needs never came, since another rank failed first."""
+_Call = tuple[Method, int, int]  # and its arguments: what the item means, and a microbatch
 
 
 class Executor:
@@ -32,14 +26,13 @@ class Executor:
 
     Args:
         program: What all ranks do.
-        rank: This rank's place in the pipeline.
-        stages: This rank's.
-        wiring: How stages hang together.
-        transfers: This rank's end of them.
-        sync: Told of last backwards and final stages; waits for parameters at their first use.
-        weights: What waits of backwards.
-        sharded: Told of last backwards too.
-        loss_fn: Of the last stage's outputs and a microbatch's target.
+        rank: The pipeline rank.
+        values: Receives, sends and sums values and gradients.
+        compute: Runs forwards and backwards.
+        transfers: Posts receives, and frees what was sent.
+        sync: The gradient layer. It learns of first uses, last backwards and final stages.
+        weights: The weights' gradients that I leaves to W.
+        sharded: The stages whose parameters FSDP2 swaps. It learns of last backwards.
     """
 
     def __init__(
@@ -47,59 +40,49 @@ class Executor:
         program: Program,
         rank: int,
         *,
-        stages: Mapping[int, Stage],
-        wiring: Wiring,
+        values: Values,
+        compute: Compute,
         transfers: Transfers,
         sync: GradientSync,
         weights: WeightGradients,
         sharded: ShardedStages,
-        loss_fn: Loss | None,
     ) -> None:
-        self._program = program
         self._rank = rank
-        self._channels: Sequence[Channel] = program.channels
+        self._forward_only = program.forward_only
+        self._values = values
+        self._compute = compute
         self._transfers = transfers
         self._sync = sync
         self._sharded = sharded
-        self._local = LocalValues(program, rank, stages, wiring)
-        self._compute = Compute(
-            program,
-            stages,
-            self._local,
-            transfers=transfers,
-            sync=None if program.forward_only else sync,
-            weights=weights,
-            sharded=sharded,
-            loss_fn=loss_fn,
-        )
-        # What a rank does; the same where a profiler looks; and what is left of a step that failed.
-        self._items: list[_Step] = []
-        self._ranged: list[_Step] = []
-        self._afterwards: list[_Step] = []
-        self._labels: dict[Method, str] = {}  # of what may fail, for messages and traces
+        # Three lists of equal length: the calls of a step, the same calls inside of ranges for a
+        # profiler, and the calls that finish a failed step.
+        self._calls: list[_Call] = []
+        self._ranged_calls: list[_Call] = []
+        self._drain_calls: list[_Call] = []
+        self._labels: dict[Method, str] = {}  # for messages and traces
         self._compile(program, weights)
-        self.place = 0
+        self._position = 0  # of the next call
 
     def _compile(self, program: Program, weights: WeightGradients) -> None:
-        """Turns items into calls."""
-        transfers = self._transfers
+        """Turns items into calls, so that a step looks nothing up."""
+        transfers, values = self._transfers, self._values
         methods: dict[Op, Method] = {
             Op.FIRST_USE: self._first_use,
             Op.POST_RECEIVE: transfers.post,
-            Op.WAIT_RECEIVE: self._receive,
-            Op.JOIN: self._join,
+            Op.WAIT_RECEIVE: values.receive,
+            Op.JOIN: values.join,
             Op.LAST_BACKWARD: self._last_backward,
-            Op.SEND: self._send,
+            Op.SEND: values.send,
             Op.RELEASE: transfers.release,
             Op.FINAL: self._become_final,
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: weights.compute_shared,
         }
         self._labels[weights.compute_shared] = "shared weights of stage {0}"
-        drained: dict[Op, Method] = {
+        drain_methods: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
-            Op.WAIT_RECEIVE: self._receive_and_drop,
-            Op.SEND: self._send_nothing,
+            Op.WAIT_RECEIVE: transfers.receive_and_drop,
+            Op.SEND: transfers.send_zeros,
             Op.RELEASE: transfers.release,
         }
         for item in program.decoded(self._rank):
@@ -113,32 +96,26 @@ class Executor:
                 ranged = partial(self._in_range, method)
             elif item.op in methods:
                 method = methods[item.op]
-            else:  # LAUNCH, which leaves with what makes it final, and PUBLISH, when it was stepped
+            else:
+                # A LAUNCH is the latest time of a collective. It leaves by itself, with the last
+                # gradient of its bucket. A PUBLISH leaves after the optimizer's step.
                 continue
-            self._items.append((method, which, item.microbatch))
-            self._ranged.append((ranged or method, which, item.microbatch))
-            self._afterwards.append((drained.get(item.op, _skip), which, item.microbatch))
-
-    def _forget(self) -> None:
-        """Lets go of everything of a step."""
-        self._local.forget()
-        self._compute.forget()
-        self._transfers.lent.clear()
+            self._calls.append((method, which, item.microbatch))
+            self._ranged_calls.append((ranged or method, which, item.microbatch))
+            self._drain_calls.append((drain_methods.get(item.op, _skip), which, item.microbatch))
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether an interrupt came while a transfer began: nobody can tell what is left then."""
+        """Whether an interrupt came while a transfer began; see [Note: interrupts]."""
         return self._transfers.is_in_doubt
 
-    @property
-    def forward_only(self) -> bool:
-        """Whether it computes no gradients."""
-        return self._program.forward_only
+    def rewind(self) -> None:
+        """Goes back to the first item.
 
-    @property
-    def specs(self) -> dict[int, Spec]:
-        """What the values look like that this rank has seen, by link."""
-        return {link: spec for link, spec in self._transfers.specs.items() if spec is not None}
+        Called before anything of a step can fail: `finish_transfers` then makes all transfers of
+        a step whose first item never ran.
+        """
+        self._position = 0
 
     def run(
         self,
@@ -157,93 +134,50 @@ class Executor:
 
         Sync: all on the current stream.
         """
-        self._forget()  # an interrupt may have left something, behind any clearing up
-        self._compute.begin(inputs, targets, divisor)
-        if self.forward_only:
+        # An interrupt may have come while the last step was cleared up. So tables are emptied when
+        # a step begins, too.
+        self._forget()
+        self._values.begin(inputs, targets)
+        self._compute.begin(targets, divisor)
+        if self._forward_only:
             self._sharded.begin_evaluation()
         else:
             self._sharded.begin()
-        self.place = 0
-        items = self._ranged if is_profiled() else self._items
+        calls = self._ranged_calls if is_profiled() else self._calls
         try:
-            for method, which, microbatch in items:
+            for method, which, microbatch in calls:
                 method(which, microbatch)
-                self.place += 1
+                self._position += 1
         except BaseException as error:
-            self._tell_where(error)
+            self._add_location(error)
             raise
+        # The lists are taken first: `forget` makes new ones.
         losses, outputs = self._compute.losses, self._compute.outputs
         self._forget()
         return losses, outputs
 
     def finish_transfers(self) -> None:
-        """Makes the transfers that are left of a step that failed, of zeros.
+        """Makes the transfers that are left of a failed step, with zeros.
 
-        So all that other ranks send and wait for ends, on any backend, and no edge is out of step.
+        Other ranks still wait for messages of this rank, and send their own. After this, each of
+        these transfers ends on any backend, and the next step begins with the same messages on
+        both ends of every edge.
         """
         self._transfers.note_ended()
-        for method, index, microbatch in self._afterwards[self.place :]:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                method(index, microbatch)
-        for value in self._local.held.values():
-            if value.buffer is not None:
-                self._transfers.give_back(value.channel, value.buffer)
-        for (channel, _), buffer in self._local.arrived.items():
-            if buffer is not None:
-                self._transfers.give_back(channel, buffer)
+        # Transfers are made in the order of the program. It is proven that ranks which keep this
+        # order never wait for each other in a circle.
+        for method, which, microbatch in self._drain_calls[self._position :]:
+            with contextlib.suppress(Exception):  # the first error is the one to raise
+                method(which, microbatch)
+        # The buffers of the failed step were neither read nor released.
+        self._values.give_back_buffers()
         self._forget()
 
-    # Transfers.
-
-    def _receive(self, channel: int, microbatch: int) -> None:
-        link, kind, _, _ = self._channels[channel]
-        buffer = self._transfers.wait(channel, microbatch)
-        if kind == "B":
-            self._local.arrived[channel, microbatch] = buffer
-            return
-        if buffer is None:
-            raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
-        tensor = buffer.tensor
-        spec = self._transfers.specs[link]
-        assert spec is not None
-        if spec.differentiable and not self._program.forward_only:
-            tensor = tensor.detach().requires_grad_()
-        num = self._local.num_consumers[link]
-        value = Value(tensor, num, num, channel, buffer)
-        self._local.held[link, microbatch] = value
-
-    def _send(self, channel: int, microbatch: int) -> None:
-        link, kind, _, _ = self._channels[channel]
-        if kind == "F":
-            self._transfers.send(channel, microbatch, self._local.leaving[link])
-        else:
-            self._transfers.send(channel, microbatch, self._local.gradients[link, microbatch])
-            del self._local.gradients[link, microbatch]
-
-    def _join(self, link: int, microbatch: int) -> None:
-        """Sums in the order of ranks, so that the bits never differ."""
-        arrived = {
-            rank: self._local.arrived[c, microbatch]
-            for rank, c in self._local.incoming[link].items()
-        }
-        terms = {rank: buffer.tensor for rank, buffer in arrived.items() if buffer is not None}
-        local = self._local.gradients.pop((link, microbatch), None)
-        if local is not None:
-            terms[self._rank] = local
-        total: Tensor | None = None
-        for rank in sorted(terms):
-            total = terms[rank] if total is None else total.add_(terms[rank])
-        self._local.gradients[link, microbatch] = total
-
-    def _send_nothing(self, channel: int, microbatch: int) -> None:
-        self._transfers.send(channel, microbatch, None)
-
-    def _receive_and_drop(self, channel: int, microbatch: int) -> None:
-        buffer = self._transfers.wait(channel, microbatch)
-        if buffer is not None:
-            self._transfers.give_back(channel, buffer)
-
-    # Gradients, and what is told.
+    def _forget(self) -> None:
+        """Lets go of everything of a step."""
+        self._values.forget()
+        self._compute.forget()
+        self._transfers.forget()
 
     def _first_use(self, stage: int, _microbatch: int) -> None:
         self._sync.stage_first_use(stage)
@@ -260,8 +194,9 @@ class Executor:
         with record_function(f"pipegrad {self._labels[compute].format(stage, microbatch)}"):
             compute(stage, microbatch)
 
-    def _tell_where(self, error: BaseException) -> None:
-        method, stage, microbatch = self._items[self.place]
+    def _add_location(self, error: BaseException) -> None:
+        """Adds the failed action and this rank to an error's notes."""
+        method, stage, microbatch = self._calls[self._position]
         label = self._labels.get(method)
         if label is not None:
             where = label.format(stage, microbatch)
@@ -269,4 +204,4 @@ class Executor:
 
 
 def _skip(_index: int, _microbatch: int) -> None:
-    """What a rank that has failed does in the place of a compute."""
+    """Does nothing, in the place of an item that a failed step leaves out."""

@@ -1,4 +1,14 @@
-"""The loss of a step, on its way to all ranks beside whatever comes next."""
+"""The loss of a step, which is sent to all ranks while the next step runs.
+
+[Note: message of a loss] Each rank adds five float64 numbers to one all-reduce. They are sums:
+
+    0  the loss, divided by the number of pipelines
+    1  how many ranks have failed in this step
+    2  how many ranks have a divisor; 3 the sum of these divisors; 4 the sum of their squares
+
+If all divisors are equal, the mean of the squares is the square of the mean. So any number of ranks
+is compared with one message, and a failure is noticed by ranks that ended the step before it.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +30,33 @@ _DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks
 
 
 class StepResult:
-    """What a step found.
+    """The loss of a step, and the outputs of an evaluation.
 
     Attributes:
-        outputs: Of `Scheduler.evaluate`, on ranks with the last stage: each of its outputs, whole
-            again. Elsewhere empty.
+        outputs: Of `Scheduler.evaluate`, on ranks with the last stage: each of its outputs, all
+            microbatches in one tensor. Elsewhere empty.
 
-    Made by `Losses.send`, of which ``on_failure`` lets go of a step that failed on another rank
-    after it had ended here, and returns that rank's words.
+    Made by `Losses.send`. If the step failed on another rank after it had ended here,
+    ``on_failure`` drops what it left on this rank, and returns the words of that rank.
     """
 
     def __init__(
         self,
-        told: Tensor,
+        message: Tensor,
         work: dist.Work | None,
         outputs: tuple[Tensor, ...] = (),
         on_failure: Callable[[], str] = str,
     ) -> None:
         self.outputs = outputs
         self._on_failure = on_failure
-        self._told = told
+        self._message = message
         self._work = work
         self._read: list[float] | None = None
 
     def __repr__(self) -> str:
-        arrived = self._work is None or (self._told.is_cpu and self._work.is_completed())
+        arrived = self._work is None or (self._message.is_cpu and self._work.is_completed())
         loss = "is on its way"
-        if self._read is not None or (arrived and self._told.is_cpu):
+        if self._read is not None or (arrived and self._message.is_cpu):
             try:
                 loss = f"{self.loss:g}"
             except StepError:
@@ -68,7 +78,7 @@ class StepResult:
             self._work.wait()
             self._work = None
         if self._read is None:
-            self._read = self._told.tolist()
+            self._read = self._message.tolist()
         _, failed, number, total, squares = self._read
         if failed:
             why = self._on_failure()
@@ -80,7 +90,7 @@ class StepResult:
                 f"one: the mean of theirs is {mean:g}. The gradients are wrong. Give the same one "
                 f"on all ranks of a last stage"
             )
-        return self._told[0].float()
+        return self._message[0].float()
 
 
 class Losses:
@@ -93,7 +103,8 @@ class Losses:
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         ranks = sorted(topology.ranks)
-        # Of the last stages: replicas' losses are of different data, others' of the same.
+        # Each pipeline has a last stage, and the loss is the mean of theirs. Pipelines that are
+        # replicas have different data; others have the same data and the same loss.
         self._num_copies = len(topology.pipelines)
         self._device = device
         self._group: dist.ProcessGroup | None = None
@@ -119,21 +130,24 @@ class Losses:
         """Adds this rank's part of the loss to that of the others; returns at once.
 
         Args:
-            loss: Of this rank's last stage; zero elsewhere.
-            divisor: What it was divided by, for comparison; None if this rank has no say in it.
+            loss: Of the last stage, if it is on this rank; zero elsewhere.
+            divisor: What the loss was divided by; None if this rank has no divisor to compare.
             outputs: For the result.
             failed: Whether the step failed on this rank.
             on_failure: As that of `StepResult`.
         """
-        given = [0.0] * 3 if divisor is None else [1.0, divisor, divisor**2]
-        told = torch.tensor([0.0, float(failed), *given], dtype=torch.float64, device=self._device)
-        told[0] = loss / self._num_copies
+        terms = [0.0] * 3 if divisor is None else [1.0, divisor, divisor**2]
+        # See [Note: message of a loss].
+        numbers = [0.0, float(failed), *terms]
+        message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        message[0] = loss / self._num_copies  # stays on its device: the host waits for nothing
         work = None
         if self._group is not None:
-            work = dist.all_reduce(told, group=self._group, async_op=True)
+            work = dist.all_reduce(message, group=self._group, async_op=True)
+            # A result may be thrown away unread. Its work must live until it has ended.
             _have_ended(self._leaving)
             self._leaving.append(work)
-        return StepResult(told, work, outputs, on_failure)
+        return StepResult(message, work, outputs, on_failure)
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""
@@ -142,7 +156,7 @@ class Losses:
 
 
 def _have_ended(leaving: deque[dist.Work]) -> bool:
-    """Whether all of them have; lets go of the first that have."""
+    """Returns whether all works have ended; removes those at the front that have."""
     while leaving and leaving[0].is_completed():
         leaving.popleft()
     return not leaving

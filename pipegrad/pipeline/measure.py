@@ -1,4 +1,4 @@
-"""measure_hops: what a message takes from each rank of a pipeline to the next."""
+"""measure_hops: how long a message takes from each rank of a pipeline to the next."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _WAIT_SECONDS = 600.0  # for one hop
 def measure_hops(
     topology: Topology, *, num_bytes: int, repeats: int = 11, device: torch.device | str = "cpu"
 ) -> tuple[float, ...]:
-    """Returns what a message takes from each rank of the pipeline to the next, in seconds.
+    """Returns how long a message takes from each rank of the pipeline to the next, in seconds.
 
-    What ``hop-aware-1f1b`` wants as ``hop_seconds``. Hops are measured one after the other, as half
-    of a message there and back; the median of `repeats`, and the slowest of all pipelines. Every
-    rank of the topology must call it, and gets the same numbers.
+    The schedule ``hop-aware-1f1b`` takes it as ``hop_seconds``. Hops are measured one after the
+    other. A hop takes half of the time of a message there and back: the median of `repeats`, and
+    the slowest of all pipelines. Every rank of the topology must call it. All get the same numbers.
 
     Args:
         topology: Ranks.
-        num_bytes: Of what a stage hands on for a microbatch.
+        num_bytes: Size of the value that a stage hands on for a microbatch.
         repeats: How often each hop is measured.
         device: Where the messages are.
     """
@@ -39,22 +39,25 @@ def measure_hops(
     me = topology.coordinate(topology.pipeline)
     seconds = list[float]()
     for hop in hops:
-        mine = _ping(edges, (me, hop), num_bytes, repeats, device) if me in (hop, hop + 1) else 0.0
-        told = agree(
+        own = 0.0
+        if me in (hop, hop + 1):
+            own = _ping(edges, me, hop, num_bytes=num_bytes, repeats=repeats, device=device)
+        # All ranks meet behind each hop, so hops are measured one after the other.
+        replies = agree(
             f"hop {hop}",
-            partial(float, mine),
+            partial(float, own),
             ranks=topology.ranks,
             timeout_seconds=_WAIT_SECONDS,
         )
-        seconds.append(max(told))
+        seconds.append(max(replies))
     edges.close()
     return tuple(seconds)
 
 
 def _ping(
-    edges: Edges, place: tuple[int, int], num_bytes: int, repeats: int, device: torch.device
+    edges: Edges, me: int, hop: int, *, num_bytes: int, repeats: int, device: torch.device
 ) -> float:
-    me, hop = place
+    """Sends messages there and back; returns the median of half the time, on the rank before."""
     peer = 2 * hop + 1 - me
     (group_there, peer_there), (group_back, peer_back) = edges.to(peer), edges.of(peer)
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))

@@ -32,8 +32,8 @@ class Cut:
 def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None = None) -> Cut:
     """Returns `model` cut into stages whose largest has as few parameters as possible.
 
-    A parameter counts once in every stage that holds it. Of cuts that are equally good an even
-    one is taken, always the same. Nothing is copied: stages share the model's tensors.
+    A parameter counts once in every stage that holds it. If several cuts are equally good, the most
+    even of them is taken, always the same. Nothing is copied: stages share the model's tensors.
 
     Args:
         model: An ``nn.Sequential``: each layer takes what the one before returns.
@@ -45,7 +45,8 @@ def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None
             there are stages, or the boundaries do not cut it into `num_stages` stages.
     """
     model = only_layers(model)
-    # With layers that are there twice; and not model[a:b], which would construct a subclass anew.
+    # A layer may be there twice, and then belongs to both stages. Layers are not taken as
+    # model[a:b], which would call the constructor of a subclass.
     named = [
         (name, layer)
         for name, layer in model.named_modules(remove_duplicate=False)
@@ -66,12 +67,12 @@ def split(model: nn.Module, num_stages: int, *, boundaries: Sequence[int] | None
         )
     modules = [nn.Sequential(OrderedDict(named[a:b])) for a, b in pairwise(edges)]
     for module in modules:
-        module.training = model.training  # that of the layers is their own
+        module.training = model.training  # layers keep their own modes
     return Cut(dict(enumerate(modules)), find_tied(model), tuple(starts))
 
 
 def only_layers(model: object) -> nn.Sequential:
-    """Returns `model` if it is no more than its layers in order: stages would lose the rest.
+    """Returns `model` if it is no more than its layers in order. Stages would lose the rest.
 
     Raises:
         TopologyError: If it is anything else.
@@ -94,7 +95,7 @@ def only_layers(model: object) -> nn.Sequential:
 
 
 def _balanced(layers: Sequence[nn.Module], num_stages: int) -> list[int]:
-    """Returns boundaries whose largest stage is smallest, and the others even."""
+    """Returns boundaries that make the largest stage small, and then the others even."""
     size = _sizes(layers)
     # best[end]: cost of cutting the first `end` layers into the stages so far, and the boundaries.
     # Costs are compared by the largest stage, then by the sum of squares: an even cut.

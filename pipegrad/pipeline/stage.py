@@ -1,37 +1,46 @@
-"""Stage: a piece of the model, and the names of what it takes and makes."""
+"""Stage: a piece of the model, the names of its ends, and how its module is called."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipegrad.errors import ScheduleError, StepError
-from pipegrad.pipeline.binding import Binding, bind
-from pipegrad.schedules.program.program import Link
+from pipegrad.interop.private import script_arguments
+from pipegrad.model.wrappers import unwrapped
+
+_Parameter = inspect.Parameter
+_PLACED = (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
+_REST = None  # goes to *args
 
 
 class Stage:
-    """A module and its place in the pipeline. Names make edges.
+    """A module, and which stage of the pipeline it is. Names make edges.
 
-    An input is what the nearest earlier stage with an output of that name makes; if none does, what
-    `Scheduler.step` is given under that name. So any output may feed any later stages.
+    An input is the output of that name of the nearest earlier stage that has one. If no stage has
+    one, it is the argument of that name of `Scheduler.step`. So any output may feed any later
+    stages.
 
     Args:
         module: Takes the inputs, returns the outputs: a tensor, or a tuple, list or mapping of
             tensors. An input goes to the parameter of ``module.forward`` that has its name. If
-            there is none for any of them, all go by position. If there are some, the others take
-            the parameters that are left, in order. It may not change them in place.
+            no input has such a parameter, all go by position. If only some have, the others take
+            the parameters that are left, in order. The module may not change inputs in place.
         index: Which stage it is, from 0.
-        inputs: Names of what it takes.
-        outputs: Names of what it makes; those of the last stage go to the loss, in order.
-        recompute: Keep nothing of a forward but the inputs, and run it again right before its
-            backward (and the loss, behind the last stage): one more forward a microbatch, split
-            backward or not. Torch's random numbers are the same again, and buffers as they were;
-            what else a forward depends on must not change.
+        inputs: Names of its inputs.
+        outputs: Names of its outputs. Those of the last stage go to the loss, in order.
+        recompute: Keep only the inputs of a forward, and run it again right before its backward.
+            For the last stage the loss runs again too. This is one more forward a microbatch,
+            whether the schedule splits backwards or not. Torch's random numbers and the buffers of
+            the module are the same in both forwards. Whatever else a forward depends on must not
+            change.
     """
 
     def __init__(
@@ -62,7 +71,7 @@ class Stage:
         """Returns the outputs, in the order of their names.
 
         Args:
-            values: The inputs, in the order of theirs.
+            values: The inputs, in the order of their names.
 
         Raises:
             StepError: If the module returns something else.
@@ -73,14 +82,14 @@ class Stage:
         return self._outputs_of(out)
 
     def _outputs_of(self, out: object) -> tuple[torch.Tensor, ...]:
-        found: tuple[object, ...]
+        returned: tuple[object, ...]
         if isinstance(out, Mapping):
-            found = tuple(out.get(name) for name in self.outputs)
+            returned = tuple(out.get(name) for name in self.outputs)
         else:
-            found = tuple(out) if isinstance(out, tuple | list) else (out,)
-        tensors = tuple(value for value in found if isinstance(value, torch.Tensor))
-        if len(tensors) != len(found) or len(found) != len(self.outputs):
-            kinds = [type(value).__name__ for value in found]
+            returned = tuple(out) if isinstance(out, tuple | list) else (out,)
+        tensors = tuple(value for value in returned if isinstance(value, torch.Tensor))
+        if len(tensors) != len(returned) or len(returned) != len(self.outputs):
+            kinds = [type(value).__name__ for value in returned]
             raise StepError(
                 f"stage {self.index} returned {kinds}, expected a tensor for each of its outputs "
                 f"{list(self.outputs)}"
@@ -89,69 +98,125 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """How the stages of a pipeline hang together.
+class Binding:
+    """A function, and how it is called with values that have names.
 
     Attributes:
-        links: Values that stages hand on.
-        external: Names that `Scheduler.step` must be given, in the order of first use.
-        taken: For each stage its inputs, in order: a number in `links`, or an external name.
-        made: For each stage its outputs, in order: a number in `links`; of the last none.
+        function: What is called.
+        positions: Which values are passed by position, in this order.
+        keywords: Which values are passed by keyword.
     """
 
-    links: tuple[Link, ...]
-    external: tuple[str, ...]
-    taken: tuple[tuple[int | str, ...], ...]
-    made: tuple[tuple[int, ...], ...]
+    function: Callable[..., Any]
+    positions: tuple[int, ...]
+    keywords: tuple[tuple[int, str], ...]
+    is_in_order: bool = field(init=False)  # whether all go by position, as they come
+
+    def __post_init__(self) -> None:
+        in_order = not self.keywords and self.positions == tuple(range(len(self.positions)))
+        object.__setattr__(self, "is_in_order", in_order)
+
+    def __call__(self, *values: object) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Returns what the function returns for these values, which are in the order of names."""
+        if self.is_in_order:
+            return self.function(*values)
+        return self.function(
+            *[values[i] for i in self.positions], **{name: values[i] for i, name in self.keywords}
+        )
 
 
-def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
-    """Returns how stages hang together.
+def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Binding:
+    """Returns how to call `function` with values of these names.
+
+    A value goes to the parameter of its name. If no parameter has any of the names, all values go
+    by position. If some have, the other values take the parameters that are left, in order, and
+    then ``*args`` or ``**kwargs``. Values are passed by position where that is possible, because
+    a plain forward hook of torch sees positional arguments only.
 
     Args:
-        ends: Stage -> names of its inputs and of its outputs; all stages from 0.
+        function: A function or a module. Of a module the forward inside of torch's wrappers counts.
+        names: The names of the values, in their order.
+        what: Whose values they are, for messages.
 
     Raises:
-        ScheduleError: If a name is doubled or reserved, or a stage that is not the last makes
-            something that nobody takes.
+        ScheduleError: If only some values have parameters of their names, and these stand in
+            another order than the values do.
     """
-    num_stages = len(ends)
-    consumers: dict[tuple[int, str], list[int]] = {}
-    sources: list[list[tuple[int, str] | str]] = []
-    newest: dict[str, int] = {}
-    for stage in range(num_stages):
-        inputs, outputs = ends[stage]
-        for names, what in ((inputs, "inputs"), (outputs, "outputs")):
-            if len(set(names)) != len(names) or not names:
-                raise ScheduleError(
-                    f"stage {stage} has the {what} {list(names)}: expected one or more, each once"
-                )
-        sources.append([(newest[n], n) if n in newest else n for n in inputs])
-        for source in sources[-1]:
-            if not isinstance(source, str):
-                consumers.setdefault(source, []).append(stage)
-        newest |= dict.fromkeys(outputs, stage)
-    for stage in range(num_stages - 1):
-        wasted = [n for n in ends[stage][1] if (stage, n) not in consumers]
-        if wasted:
-            raise ScheduleError(
-                f"stage {stage} makes {wasted}, which no later stage takes: name them among the "
-                f"inputs of one, or leave them out"
-            )
-    external = tuple(dict.fromkeys(s for found in sources for s in found if isinstance(s, str)))
-    reserved = [name for name in external if name in ("target", "loss_divisor")]
-    if reserved:
+    by_position = tuple(range(len(names)))
+    parameters = _parameters_of(function)
+    if parameters is None or len(set(names)) < len(names):
+        return Binding(function, by_position, ())
+    targets = _targets(parameters, names)
+    placed = [p.name for p in parameters if p.kind in _PLACED]
+    at = [placed.index(name) for name in targets if name in placed]
+    # Some names match and some do not: then a value without a match might be passed to a parameter
+    # that was meant for another one. It is safe only if the matches are in order.
+    is_mixed = 0 < len(set(names) & {p.name for p in parameters}) < len(names)
+    if is_mixed and any(a > b for a, b in pairwise(at)):
         raise ScheduleError(
-            f"stages take {reserved} from outside, which are arguments of step() itself: rename"
+            f"{what} gives {list(names)} in this order, and the parameters are "
+            f"{[str(p).split(':')[0] for p in parameters]}: some names are the same, but the order "
+            f"is not, so values would be swapped. Use the names of the parameters for all, or the "
+            f"same order"
         )
-    order = sorted(consumers, key=lambda made: (made[0], list(ends[made[0]][1]).index(made[1])))
-    number = {made: i for i, made in enumerate(order)}
-    return Wiring(
-        tuple(Link(name, stage, tuple(consumers[stage, name])) for stage, name in order),
-        external,
-        tuple(tuple(s if isinstance(s, str) else number[s] for s in found) for found in sources),
-        tuple(
-            tuple(number[stage, name] for name in ends[stage][1] if (stage, name) in number)
-            for stage in range(num_stages)
-        ),
-    )
+    # Parameters are filled by position up to the first one without a value.
+    leading = list[int]()
+    for name in placed:
+        if name not in targets:
+            break
+        leading.append(targets.index(name))
+    rest = [i for i, name in enumerate(targets) if name is _REST]
+    keywords = [
+        (i, name) for i, name in enumerate(targets) if name is not None and i not in leading
+    ]
+    return Binding(function, (*leading, *rest), tuple(keywords))
+
+
+def _targets(parameters: Sequence[_Parameter], names: Sequence[str]) -> list[str | None]:
+    """Returns for each value the name of the parameter that it goes to, or `_REST`."""
+    known = {p.name for p in parameters if p.kind in (*_PLACED, _Parameter.KEYWORD_ONLY)}
+    takes_names = any(p.kind is _Parameter.VAR_KEYWORD for p in parameters)
+    takes_rest = any(p.kind is _Parameter.VAR_POSITIONAL for p in parameters)
+    some_known = not known.isdisjoint(names)
+    free = [
+        p.name
+        for p in parameters
+        if p.kind in _PLACED
+        and p.name not in names
+        # An option is not for a value that **kwargs can take by its name.
+        and (p.default is _Parameter.empty or not (some_known and takes_names))
+    ]
+    targets = list[str | None]()
+    for name in names:
+        if name in known:
+            targets.append(name)
+        elif free:
+            targets.append(free.pop(0))
+        elif takes_names and (some_known or not takes_rest):
+            targets.append(name)
+        else:
+            targets.append(_REST)
+    return targets
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[_Parameter] | None:
+    """Returns the parameters of a function; None if it has no signature."""
+    if isinstance(function, nn.Module):
+        function = inner_module(function).forward
+    names = script_arguments(function)
+    if names is not None:
+        return [_Parameter(name, _Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """Returns the module whose forward a wrapper of torch calls: compiled, checkpointed or DDP."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        inner = inner or getattr(module, "_checkpoint_wrapped_module", None) or unwrapped(module)
+        if not isinstance(inner, nn.Module) or inner is module:
+            return module
+        module = inner

@@ -1,32 +1,31 @@
 """Transfers: values and their gradients, from rank to rank. Each edge is first in, first out.
 
-[Note: held buffers] A module may keep what it is given, as a memory of the microbatch before or for
-a hook to look at. Then more than the buffer's own tensor holds its storage when it comes back, and
-it is left to those who hold it: the next receive makes another one.
+[Note: held buffers] A module may keep one of its inputs, for example a memory of the microbatch
+before. A hook may keep one, too. Then the storage of the receive buffer has more holders than the
+buffer's own tensor when the value is released. Such a buffer does not go back to the pool: the next
+receive makes another one, and the kept tensor is never overwritten.
 
-[Note: interrupts] Ctrl-C may come between any two lines. Between the start of a transfer and its
-entry in a table nobody could say whether it was started: `is_in_doubt` is set around the two. A
-transfer that has ended may still be in its table: gloo would wait with it for one more message.
+[Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
+transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
+set before the start and cleared after the entry. Ctrl-C may also come between the end of a transfer
+and the removal of its entry. On gloo, a second wait for such a transfer would wait for one more
+message. So `note_ended` replaces it by a `Done`.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.agreement import Board
 from pipegrad.comm.collectives import blocks_host
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.work import Done, Work
-from pipegrad.errors import PipegradError
 from pipegrad.interop.private import num_holders
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
@@ -55,6 +54,37 @@ class Spec(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} {gradient} gradient"
 
 
+class Specs:
+    """What the values of a kind of step look like, known before the step.
+
+    Args:
+        by_link: A spec for each link; None if its producer failed before it made the value.
+
+    Attributes:
+        by_link: The same.
+    """
+
+    def __init__(self, by_link: Mapping[int, Spec | None]) -> None:
+        self.by_link = by_link
+
+    def expected(self, link: int, spec: Spec) -> Spec | None:
+        """Returns what a value must look like that this rank has made.
+
+        Args:
+            link: The value.
+            spec: What it looks like.
+        """
+        return self.by_link[link]
+
+    def of_send(self, channel: Channel) -> Spec | None:
+        """Returns what crosses a channel that begins here; called before its first send."""
+        return self.by_link[channel.link]
+
+    def of_receive(self, channel: Channel) -> Spec | None:
+        """Returns what crosses a channel that ends here; called before its first receive."""
+        return self.by_link[channel.link]
+
+
 class Buffer(NamedTuple):
     """A receive buffer, and the address of its storage."""
 
@@ -63,7 +93,7 @@ class Buffer(NamedTuple):
 
 
 class BufferPool:
-    """Receive buffers, used again and again. As many as were ever held at one time."""
+    """Receive buffers, used again and again. It makes as many as are in use at one time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,13 +101,15 @@ class BufferPool:
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Buffer]] = {}
 
     def free(self, spec: Spec) -> list[Buffer]:
-        """Returns the free buffers for a spec: take from its end, and give back there."""
+        """Returns the list of free buffers for a spec; callers take from its end and append."""
         return self._free.setdefault((spec.shape, spec.dtype), [])
 
     def make(self, spec: Spec) -> Buffer:
         """Returns a new buffer, contents undefined."""
         self.num_made += 1
-        with torch.inference_mode(mode=False):  # or it could never be trained with
+        # A tensor made in inference mode can never take part in autograd, and a pool serves
+        # evaluations and training steps.
+        with torch.inference_mode(mode=False):
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         return Buffer(tensor, tensor.untyped_storage().data_ptr())
 
@@ -85,8 +117,9 @@ class BufferPool:
 class Edges:
     """The communicators of one pipeline.
 
-    On gloo one group serves all edges: messages have tags. Elsewhere each directed edge has a
-    communicator of its own, since a receive that is posted early would block the sends behind it.
+    On gloo messages have tags, so one group serves all edges. NCCL has no tags, and a receive that
+    is posted early would block the sends behind it. So on other backends than gloo each directed
+    edge has a communicator of its own.
 
     Args:
         channels: Of all ranks; every rank must give the same.
@@ -97,34 +130,37 @@ class Edges:
     def __init__(
         self, channels: Sequence[Channel], topology: Topology, device: torch.device
     ) -> None:
-        self._tagged = blocks_host(None, device)
-        self._made: list[dist.ProcessGroup] = []
+        self._is_tagged = blocks_host(None, device)
+        self._groups: list[dist.ProcessGroup] = []
         self._out: dict[int, tuple[dist.ProcessGroup, int]] = {}
         self._in: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._ending = Ending(self, groups=self._made, is_local=is_local(device))
+        self._ending = Ending(self, groups=self._groups, is_local=is_local(device))
         edges = sorted({(c.source, c.target) for c in channels})
         if not edges:
             return
         me = topology.coordinate(topology.pipeline)
         for pipeline in topology.pipelines:
-            mine = topology.rank in pipeline
-            if self._tagged:
+            # All ranks make the groups of all pipelines, in one order, as torch demands.
+            is_own = topology.rank in pipeline
+            if self._is_tagged:
                 group = new_group(pipeline, "pipegrad edges", device)
-                if mine:
-                    self._made.append(group)
+                if is_own:
+                    self._groups.append(group)
                     for peer, rank in enumerate(pipeline):
-                        place = group, dist.get_group_rank(group, rank)
-                        self._out[peer] = self._in[peer] = place
+                        end = group, dist.get_group_rank(group, rank)
+                        self._out[peer] = self._in[peer] = end
                 continue
             for source, target in edges:
                 pair = [pipeline[source], pipeline[target]]
                 group = new_group(pair, f"pipegrad edge {source} to {target}", device)
-                if mine and me in (source, target):
-                    self._made.append(group)
+                if is_own and me in (source, target):
+                    self._groups.append(group)
                     peer = target if me == source else source
-                    there = group, dist.get_group_rank(group, pipeline[peer])
-                    (self._out if me == source else self._in)[peer] = there
-                    # Connects, in one order on all ranks: else the first transfers would.
+                    end = group, dist.get_group_rank(group, pipeline[peer])
+                    (self._out if me == source else self._in)[peer] = end
+                    # NCCL connects in the first operation of a communicator, and both ranks wait
+                    # there. All ranks connect here in one order. Otherwise the first transfers
+                    # would connect, in an order that could be a deadlock.
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def to(self, target: int) -> tuple[dist.ProcessGroup, int]:
@@ -136,9 +172,9 @@ class Edges:
         return self._in[source]
 
     def cut(self) -> None:
-        """Closes this rank's connections, so that what waits for it fails at once, on gloo."""
-        if self._tagged:
-            for group in self._made:
+        """Closes this rank's connections on gloo, so that ranks that wait for it fail at once."""
+        if self._is_tagged:
+            for group in self._groups:
                 cut(group)
 
     def close(self) -> None:
@@ -150,7 +186,7 @@ class Edges:
 
 @dataclass(frozen=True)
 class _End:
-    """This rank's end of a channel, once it is known what crosses it."""
+    """This rank's end of a channel that something crosses."""
 
     group: dist.ProcessGroup
     peer: int
@@ -161,42 +197,28 @@ class _End:
 class Transfers:
     """One rank's end of all transfers of a kind of step.
 
-    What a value looks like its producer says once, when it first sends it; buffers are made then.
-
     Args:
         channels: Of the Program.
         edges: The communicators.
-        pool: The buffers.
-        board: Where producers say what they make.
-        specs: What they make, by link, where that is known already.
-        wait_seconds: How long to wait for a producer's word.
+        pool: The receive buffers.
+        specs: What values look like.
 
     Attributes:
-        specs: What is known; None for a link whose producer failed before it made anything.
-        lent: Addresses of the buffers that stages of this rank are reading.
-        is_in_doubt: Whether a transfer may have been started that nobody knows of.
+        lent: Addresses of the buffers that stages of this rank read now: a view, which changes.
+        is_in_doubt: Whether a transfer may have been started that is in no table.
     """
 
     def __init__(
-        self,
-        channels: Sequence[Channel],
-        edges: Edges,
-        pool: BufferPool,
-        board: Board,
-        specs: Mapping[int, Spec],
-        *,
-        wait_seconds: float,
+        self, channels: Sequence[Channel], edges: Edges, pool: BufferPool, specs: Specs
     ) -> None:
         self._channels = channels
         self._num_channels = len(channels)
         self._edges = edges
         self._pool = pool
-        self._board = board
-        self._wait_seconds = wait_seconds
-        self.specs: dict[int, Spec | None] = dict(specs)
-        self.lent: dict[int, None] = {}  # a set, without a call for each microbatch
+        self._specs = specs
+        self._lent: dict[int, None] = {}  # a set, without a call for each microbatch
+        self.lent = self._lent.keys()
         self.is_in_doubt = False
-        self._told = set(range(len(channels))) if specs else set[int]()
         self._ends: dict[int, _End | None] = {}  # None: nothing will ever cross
         self._receiving: dict[Key, tuple[Buffer, Work]] = {}
         self._sending: dict[Key, tuple[Work, torch.Tensor | None]] = {}
@@ -206,8 +228,9 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self._receiving_end(channel)
         if end is not None:
             buffer = end.free.pop() if end.free else self._pool.make(end.spec)
+            # The tag is different for each transfer of a step, and the same on both ranks.
             tag = microbatch * self._num_channels + channel
-            self.is_in_doubt = True
+            self.is_in_doubt = True  # see [Note: interrupts]
             work = sync_points.in_use.receive(end.group, buffer.tensor, end.peer, tag)
             self._receiving[channel, microbatch] = buffer, work
             self.is_in_doubt = False
@@ -223,28 +246,32 @@ class Transfers:
         buffer, work = self._receiving[key]
         RECEIVED(work)
         del self._receiving[key]
-        if buffer.address:  # what is empty lies nowhere
-            self.lent[buffer.address] = None
+        if buffer.address:  # a tensor without elements has no address
+            self._lent[buffer.address] = None
         return buffer
 
     def give_back(self, channel: int, buffer: Buffer) -> None:
-        """Takes a received buffer that no action reads any more; see [Note: held buffers]."""
+        """Takes a received buffer that no action reads any more; see [Note: held buffers].
+
+        Sync: none. The next receive waits for the current stream, so it writes after all reads.
+        """
         end = self._ends[channel]
         assert end is not None
         if buffer.address:
-            del self.lent[buffer.address]
+            del self._lent[buffer.address]
         if num_holders(buffer.tensor) == 1:
             end.free.append(buffer)
 
     def send(self, channel: int, microbatch: int, tensor: torch.Tensor | None) -> None:
         """Starts to send `tensor`; zeros if it is None.
 
-        Sync: reads it behind the current stream, and holds it until `release`.
+        Sync: the send waits for the current stream. The tensor is held until `release`.
         """
         end = self._ends[channel] if channel in self._ends else self._sending_end(channel)
         if end is None:
             return
         if tensor is None:
+            # The receiving rank has posted a receive, which only a message can end.
             tensor = torch.zeros(end.spec.shape, dtype=end.spec.dtype, device=self._pool.device)
         elif not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -255,11 +282,31 @@ class Transfers:
         self.is_in_doubt = False
 
     def release(self, channel: int, microbatch: int) -> None:
-        """Lets go of what was sent; it has arrived."""
+        """Lets go of a tensor that was sent.
+
+        The program has this item behind a receive that proves that the message has arrived, or at
+        the end of the step. So the wait is short.
+        """
         key = channel, microbatch
         if key in self._sending:
             SENT(self._sending[key][0])
             del self._sending[key]
+
+    def forget(self) -> None:
+        """Lets go of what a step read. Its transfers stay, until they have ended."""
+        self._lent.clear()
+
+    # After a failure.
+
+    def send_zeros(self, channel: int, microbatch: int) -> None:
+        """Sends zeros in the place of a value or a gradient that was never computed."""
+        self.send(channel, microbatch, None)
+
+    def receive_and_drop(self, channel: int, microbatch: int) -> None:
+        """Waits for a receive that no stage will read."""
+        buffer = self.wait(channel, microbatch)
+        if buffer is not None:
+            self.give_back(channel, buffer)
 
     def note_ended(self) -> None:
         """Notes which transfers have ended; see [Note: interrupts]."""
@@ -271,28 +318,18 @@ class Transfers:
                 self._sending[key] = Done(), held
 
     def _receiving_end(self, channel: int) -> _End | None:
-        link, kind, source, target = self._channels[channel]
-        if kind == "F" and link not in self.specs:
-            try:
-                seconds = timedelta(seconds=self._wait_seconds)
-                told = self._board.wait(f"{link} to {target}", seconds)
-            except PipegradError:
-                self.specs[link] = None  # for those that would wait once more
-                raise
-            self.specs[link] = pickle.loads(told)
-        group, peer = self._edges.of(source)
-        return self._end(channel, group, peer)
+        spec = self._specs.of_receive(self._channels[channel])
+        return self._end(channel, spec, *self._edges.of(self._channels[channel].source))
 
     def _sending_end(self, channel: int) -> _End | None:
-        link, kind, _, target = self._channels[channel]
-        if kind == "F" and channel not in self._told:
-            self._told.add(channel)
-            self._board.post(f"{link} to {target}", pickle.dumps(self.specs.setdefault(link, None)))
-        group, peer = self._edges.to(target)
-        return self._end(channel, group, peer)
+        spec = self._specs.of_send(self._channels[channel])
+        return self._end(channel, spec, *self._edges.to(self._channels[channel].target))
 
-    def _end(self, channel: int, group: dist.ProcessGroup, peer: int) -> _End | None:
-        spec = self.specs.get(self._channels[channel].link)
+    def _end(
+        self, channel: int, spec: Spec | None, group: dist.ProcessGroup, peer: int
+    ) -> _End | None:
+        # Both ranks of a channel must decide alike whether anything crosses it. They do, since
+        # they have the same spec: a gradient comes back only for a differentiable value.
         crosses = spec is not None and (self._channels[channel].kind == "F" or spec.differentiable)
         end = _End(group, peer, spec, self._pool.free(spec)) if spec and crosses else None
         self._ends[channel] = end

@@ -1,96 +1,311 @@
-"""The values of a step on one rank: who makes and takes them, and those that are there."""
+"""Values: what the stages of one rank take and make in a step, and the gradients of it.
+
+[Note: life of a value] Each station is a method of `Values`. The program calls them in this order:
+
+    producer's rank                       a consumer's rank
+    1. produce        its forward has run
+    2. send                               3. receive
+                                          4. inputs_of       its forward begins
+                                          5. take_gradients  its backward has run
+                                          6. send            the gradient goes back
+    8. receive        the gradient        7. release         no stage here reads it any more
+    9. join           if there are several
+    10. gradients_of  its backward begins
+    11. take_gradients
+
+In a split backward, `release` comes after W, and all the rest with I. If a consumer is a stage of
+the producer's rank, `produce` and `take_gradients` hand over without a message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipegrad.pipeline.stage import Stage, Wiring
-from pipegrad.pipeline.transfers import Buffer
+from pipegrad.errors import StepError
+from pipegrad.pipeline.aliases import Aliases
+from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.transfers import Buffer, Spec, Specs, Transfers
+from pipegrad.pipeline.wiring import Wiring
 from pipegrad.schedules.program.program import Program
 
 Key = tuple[int, int]  # a link, channel or stage, and a microbatch
 
 
+class PeerFailedError(StepError):
+    """A value never came, since another rank failed first."""
+
+
 @dataclass(slots=True)
-class Value:
+class _Value:
     """A value that stages of this rank take.
 
     Attributes:
         tensor: A leaf, if a gradient will come back.
-        num_returns: Stages of this rank that have not sent its gradient back.
-        num_readers: Those that still read it, for any gradient.
-        channel: What brought it.
-        buffer: Where it lies, if it came from another rank.
+        num_backwards: Stages of this rank whose backward has not run yet.
+        num_readers: Stages of this rank that still read it, for any gradient.
+        channel: The channel that brought it.
+        buffer: The receive buffer that it lies in, if it came from another rank.
     """
 
     tensor: Tensor
-    num_returns: int
+    num_backwards: int
     num_readers: int
     channel: int = -1
     buffer: Buffer | None = None
 
 
-class LocalValues:
-    """Who makes and takes values on this rank, and what is there of them in a step.
+class Values:
+    """All values of a step on one rank, and their gradients; see [Note: life of a value].
+
+    A received value is one leaf for all stages of this rank that take it, so autograd itself sums
+    their gradients. A stage's output is a new leaf for the stages of the same rank that take it.
 
     Args:
         program: What all ranks do.
-        rank: This rank's place in the pipeline.
-        stages: This rank's.
-        wiring: How stages hang together.
-
-    Attributes:
-        num_consumers: For each link, how many stages of this rank take it.
-        incoming: Link -> rank -> channel of a gradient that comes back from there.
-        back: Of a value that goes to one other rank alone, the channel back.
-        taken: Stage -> what it takes: links, or external names.
-        links: Stage -> the links it takes.
-        made: Stage -> the links it makes; of the last stage none.
-        ends: Stage -> what its backward begins with: the links it makes, or the loss.
-        returns: Stage -> channels of the gradients that come back to it from other ranks.
-        held: Values that stages here take, by link.
-        leaving: What was made last, by link: it leaves at once.
-        arrived: Received gradients, by channel.
-        gradients: Of values, by link, to send or to hand over.
+        rank: The pipeline rank.
+        stages: The stages of this rank.
+        wiring: Which values each stage takes and makes.
+        transfers: Sends and receives, and owns the receive buffers.
+        aliases: Copies values that lie in memory of others.
+        specs: What values look like.
     """
 
     def __init__(
-        self, program: Program, rank: int, stages: Mapping[int, Stage], wiring: Wiring
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, Stage],
+        wiring: Wiring,
+        *,
+        transfers: Transfers,
+        aliases: Aliases,
+        specs: Specs,
     ) -> None:
-        places, last = program.schedule.stage_to_rank, len(wiring.made) - 1
-        self.num_consumers = [
-            sum(places[c] == rank for c in link.consumers) for link in program.links
+        self._program = program
+        self._channels = program.channels
+        self._rank = rank
+        self._transfers = transfers
+        self._aliases = aliases
+        self._specs = specs
+        ranks, last = program.schedule.stage_to_rank, len(wiring.made) - 1
+        # How many stages of this rank take each link.
+        self._num_consumers = [
+            sum(ranks[stage] == rank for stage in link.consumers) for link in program.links
         ]
-        self.incoming: dict[int, dict[int, int]] = {}
+        # Link -> rank -> channel of the gradient that comes back from there.
+        self._incoming: dict[int, dict[int, int]] = {}
         for number, (link, kind, source, target) in enumerate(program.channels):
             if kind == "B" and target == rank:
-                self.incoming.setdefault(link, {})[source] = number
-        self.back = {link: min(channels.values()) for link, channels in self.incoming.items()}
-        self.taken: dict[int, list[tuple[int | None, str]]] = {
+                self._incoming.setdefault(link, {})[source] = number
+        # If one other rank alone takes a value: link -> channel of its gradient.
+        self._back = {link: min(channels.values()) for link, channels in self._incoming.items()}
+        # Stage -> its inputs in order: a link, or the name of an external input.
+        self._inputs: dict[int, list[tuple[int | None, str]]] = {
             stage: [(s, "") if isinstance(s, int) else (None, s) for s in wiring.taken[stage]]
             for stage in stages
         }
-        self.links = {
+        self._links_taken = {
             stage: [link for link, _ in taken if link is not None]
-            for stage, taken in self.taken.items()
+            for stage, taken in self._inputs.items()
         }
-        self.made = {stage: () if stage == last else wiring.made[stage] for stage in stages}
-        self.ends: dict[int, tuple[int | None, ...]] = {
-            stage: (None,) if stage == last else made for stage, made in self.made.items()
+        # Stage -> the external values that its backward may give a gradient.
+        self._names_taken = {
+            stage: [name for link, name in taken if link is None] + ["target"] * (stage == last)
+            for stage, taken in self._inputs.items()
         }
-        self.returns = {
-            stage: [c for link in made for c in self.incoming.get(link, {}).values()]
-            for stage, made in self.made.items()
+        self._links_made = {stage: () if stage == last else wiring.made[stage] for stage in stages}
+        # Stage -> channels of the gradients that other ranks send to it.
+        self._returns = {
+            stage: [c for link in made for c in self._incoming.get(link, {}).values()]
+            for stage, made in self._links_made.items()
         }
-        self.held: dict[Key, Value] = {}
-        self.leaving: dict[int, Tensor] = {}
-        self.arrived: dict[Key, Buffer | None] = {}
-        self.gradients: dict[Key, Tensor | None] = {}
+        self._external: Mapping[str, Sequence[object]] = {}
+        self._held: dict[Key, _Value] = {}  # values that stages here take, by link
+        self._leaving: dict[int, Tensor] = {}  # by link, the value that was made last
+        self._arrived: dict[Key, Buffer | None] = {}  # received gradients, by channel
+        self._gradients: dict[Key, Tensor | None] = {}  # to send or to hand over, by link
+
+    def begin(
+        self, external: Mapping[str, Sequence[object]], targets: Sequence[object] | None
+    ) -> None:
+        """Takes what a step is given.
+
+        Args:
+            external: External name -> its value for each microbatch.
+            targets: For each microbatch; None where no loss is computed.
+        """
+        self._external = external if targets is None else {**external, "target": targets}
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
-        for table in (self.held, self.leaving, self.arrived, self.gradients):
+        self._external = {}
+        for table in (self._held, self._leaving, self._arrived, self._gradients):
             table.clear()
+
+    # Values.
+
+    def receive(self, channel: int, microbatch: int) -> None:
+        """Waits for a value or a gradient from another rank, and keeps it.
+
+        Raises:
+            PeerFailedError: If the value never came. A gradient may be missing: then its producer
+                has no backward to run.
+        """
+        link, kind, _, _ = self._channels[channel]
+        buffer = self._transfers.wait(channel, microbatch)
+        if kind == "B":
+            self._arrived[channel, microbatch] = buffer
+            return
+        if buffer is None:
+            raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
+        tensor = buffer.tensor
+        spec = self._specs.by_link[link]
+        assert spec is not None
+        if spec.differentiable and not self._program.forward_only:
+            # The leaf is a new tensor in the same memory: the buffer's own tensor must never
+            # require a gradient, since the next receive writes into it.
+            tensor = tensor.detach().requires_grad_()
+        num = self._num_consumers[link]
+        self._held[link, microbatch] = _Value(tensor, num, num, channel, buffer)
+
+    def inputs_of(self, stage: int, microbatch: int) -> list[object]:
+        """Returns the inputs of a stage, in order: values, and external inputs."""
+        inputs: list[object] = []
+        for link, name in self._inputs[stage]:
+            if link is None:
+                inputs += (self._external[name][microbatch],)
+            else:
+                inputs += (self._held[link, microbatch].tensor,)
+        return inputs
+
+    def produce(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
+        """Takes what a stage made, for its consumers on this rank and on others.
+
+        Raises:
+            StepError: If an output does not look as in the first microbatch.
+        """
+        specs = self._specs.by_link
+        for link, output in zip(self._links_made[stage], outputs, strict=True):
+            if (output.shape, output.dtype, output.requires_grad) != specs.get(link):
+                self._check_spec(link, stage, microbatch, Spec.of(output))
+            value = self._aliases.apart(output).detach()
+            # The program sends a value right after the forward that made it. So one entry a link
+            # is enough, whatever the number of microbatches.
+            self._leaving[link] = value
+            if num := self._num_consumers[link]:
+                leaf = value.requires_grad_() if output.requires_grad else value
+                self._held[link, microbatch] = _Value(leaf, num, num)
+
+    def send(self, channel: int, microbatch: int) -> None:
+        """Starts to send a value, or the gradient of a received value."""
+        link, kind, _, _ = self._channels[channel]
+        if kind == "F":
+            self._transfers.send(channel, microbatch, self._leaving[link])
+        else:
+            self._transfers.send(channel, microbatch, self._gradients[link, microbatch])
+            del self._gradients[link, microbatch]
+
+    def release(self, stage: int, microbatch: int) -> None:
+        """Frees those inputs of a stage that no other stage of this rank reads."""
+        for link in self._links_taken[stage]:
+            value = self._held[link, microbatch]
+            value.num_readers -= 1
+            if not value.num_readers:
+                del self._held[link, microbatch]
+                # The tensor would be a second holder of the buffer's storage, and the buffer would
+                # not go back to the pool: see [Note: held buffers].
+                channel, buffer = value.channel, value.buffer
+                del value
+                if buffer is not None:
+                    self._transfers.give_back(channel, buffer)
+
+    # Gradients.
+
+    def join(self, link: int, microbatch: int) -> None:
+        """Sums the gradients of a value that several ranks took.
+
+        Floating-point sums depend on their order. Gradients are added in the order of ranks, not of
+        arrival, so the bits are the same in every run.
+        """
+        arrived = {rank: self._arrived[c, microbatch] for rank, c in self._incoming[link].items()}
+        terms = {rank: buffer.tensor for rank, buffer in arrived.items() if buffer is not None}
+        own = self._gradients.pop((link, microbatch), None)
+        if own is not None:
+            terms[self._rank] = own
+        total: Tensor | None = None
+        for rank in sorted(terms):
+            # The first term is a receive buffer or a gradient of this rank; nobody else reads it.
+            total = terms[rank] if total is None else total.add_(terms[rank])
+        self._gradients[link, microbatch] = total
+
+    def gradients_of(
+        self, stage: int, microbatch: int, outputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns those outputs of a stage that a gradient came back to, and the gradients."""
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for root, link in zip(outputs, self._links_made[stage], strict=True):
+            if not root.requires_grad:
+                continue
+            key = link, microbatch
+            gradient: Tensor | None
+            if key in self._gradients:  # it was joined, or a stage of this rank computed it
+                gradient = self._gradients[key]
+                del self._gradients[key]
+            else:
+                buffer = self._arrived[self._back[link], microbatch]
+                gradient = None if buffer is None else buffer.tensor
+            if gradient is not None:
+                roots += (root,)
+                gradients += (gradient,)
+        return roots, gradients
+
+    def take_gradients(self, stage: int, microbatch: int) -> None:
+        """Takes the gradients of a stage's inputs, and frees those of its outputs.
+
+        If several stages of this rank take a value, autograd sums their gradients in the leaf. The
+        sum is complete after the last of their backwards, so it is taken then.
+        """
+        leaves = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
+        for name in self._names_taken[stage]:
+            outer = self._external[name][microbatch]
+            if isinstance(outer, Tensor) and outer.requires_grad:
+                leaves += (outer,)
+        # Gradients are parted before any of them is handed on, and before a receive buffer that
+        # one of them may lie in goes back to the pool.
+        self._aliases.part_gradients(stage, leaves)
+        for link in self._links_taken[stage]:
+            value = self._held[link, microbatch]
+            value.num_backwards -= 1
+            if not value.num_backwards:
+                self._gradients[link, microbatch] = value.tensor.grad
+                value.tensor.grad = None
+        for channel in self._returns[stage]:
+            buffer = self._arrived[channel, microbatch]
+            del self._arrived[channel, microbatch]
+            if buffer is not None:
+                self._transfers.give_back(channel, buffer)
+
+    # Failures.
+
+    def give_back_buffers(self) -> None:
+        """Gives back the receive buffers that a failed step still holds."""
+        for value in self._held.values():
+            if value.buffer is not None:
+                self._transfers.give_back(value.channel, value.buffer)
+        for (channel, _), buffer in self._arrived.items():
+            if buffer is not None:
+                self._transfers.give_back(channel, buffer)
+
+    def _check_spec(self, link: int, stage: int, microbatch: int, spec: Spec) -> None:
+        """Refuses a value that does not look as in the first microbatch."""
+        first = self._specs.expected(link, spec)
+        if first != spec:
+            raise StepError(
+                f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
+                f"{spec}, and was {first} in the first microbatch; all microbatches of all steps "
+                f"must look alike: pad them, or make another Scheduler"
+            )

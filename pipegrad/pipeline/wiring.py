@@ -1,31 +1,167 @@
-"""What a Scheduler is made of: its schedule, the wiring of its stages, what its gradients need."""
+"""Wiring: which stage takes what other stages make, and the schedule on that.
+
+Ranks exchange the names of their stages once, in `agree_on_wiring`. The rest is computed from them,
+on every rank alike.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrad.comm.agreement import same
+from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
-from pipegrad.pipeline.binding import bind
-from pipegrad.pipeline.compute import Loss
-from pipegrad.pipeline.stage import Stage, Wiring, wire
+from pipegrad.pipeline.stage import Stage, bind
+from pipegrad.plan.check_replicas import refuse_loss_parameters
 from pipegrad.schedules import Schedule, generate, registry
-from pipegrad.schedules.program.program import Collective
+from pipegrad.schedules.program.program import Collective, Link
 from pipegrad.topology import Topology
 
+Loss = Callable[..., object]  # returns a tensor of one element
 ScheduleSpec = Schedule | str | Mapping[str, Any]
 Ends = dict[int, tuple[tuple[str, ...], tuple[str, ...]]]  # stage -> its inputs and outputs
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """How the stages of a pipeline hang together.
+
+    Attributes:
+        links: Values that stages hand on.
+        external: Names of the values that come from outside, in the order of their first use.
+        taken: For each stage its inputs, in order: a number in `links`, or an external name.
+        made: For each stage its outputs, in order: a number in `links`. The last stage has none.
+    """
+
+    links: tuple[Link, ...]
+    external: tuple[str, ...]
+    taken: tuple[tuple[int | str, ...], ...]
+    made: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class WiredPipeline:
+    """What all ranks have agreed on.
+
+    Attributes:
+        schedule: What every rank computes, for this wiring.
+        topology: With the schedule's stages.
+        wiring: How the stages hang together.
+        loss_fn: Takes the last stage's outputs and a target by position; on this rank alone.
+    """
+
+    schedule: Schedule
+    topology: Topology
+    wiring: Wiring
+    loss_fn: Loss | None
+
+
+def agree_on_wiring(
+    stages: Sequence[Stage],
+    topology: Topology,
+    *,
+    schedule: ScheduleSpec,
+    num_microbatches: int | None,
+    loss_fn: Loss | None,
+    whole: Sequence[str],
+    depth: int,
+    timeout_seconds: float,
+) -> WiredPipeline:
+    """Returns how the stages of all ranks hang together.
+
+    The arguments are those of `Scheduler`. Every rank of the topology must call it.
+
+    Raises:
+        PipegradError: If anything does not fit together; on all ranks alike.
+    """
+    own: tuple[Schedule, Topology, Loss | None] | None = None
+
+    def describe() -> tuple[str, Ends]:
+        # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
+        nonlocal own
+        generated = schedule_of(schedule, topology, num_microbatches)
+        placed = topology.with_stages(generated.stage_to_rank)
+        check_stages(generated, stages, placed)
+        own = generated, placed, bound_loss(loss_fn, stages, placed)
+        refuse_loss_parameters(loss_fn, [stage.module for stage in stages], placed)
+        ends = {s.index: (s.inputs, s.outputs) for s in stages}
+        return f"depth {depth}, whole {whole!r}\n{generated}", ends
+
+    ranks = sorted(topology.ranks)
+    replies = agree("Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds)
+    by_rank = dict(zip(ranks, replies, strict=True))
+    same("the schedule", {rank: words for rank, (words, _) in by_rank.items()})
+    # All ranks have the same replies, so an error below is raised on all of them.
+    wiring = wired({rank: ends for rank, (_, ends) in by_rank.items()})
+    check_whole(whole, wiring)
+    assert own is not None
+    generated, placed, bound = own
+    fitted = fed(generated, wiring)
+    _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
+    return WiredPipeline(fitted, placed, wiring, bound)
+
+
+def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
+    """Returns how stages hang together.
+
+    Args:
+        ends: Stage -> names of its inputs and of its outputs; all stages from 0.
+
+    Raises:
+        ScheduleError: If a name is doubled or reserved, or if a stage that is not the last makes
+            a value that no later stage takes.
+    """
+    num_stages = len(ends)
+    consumers: dict[tuple[int, str], list[int]] = {}
+    sources: list[list[tuple[int, str] | str]] = []
+    newest: dict[str, int] = {}  # name -> the nearest earlier stage that makes it
+    for stage in range(num_stages):
+        inputs, outputs = ends[stage]
+        for names, what in ((inputs, "inputs"), (outputs, "outputs")):
+            if len(set(names)) != len(names) or not names:
+                raise ScheduleError(
+                    f"stage {stage} has the {what} {list(names)}: expected one or more, each once"
+                )
+        sources.append([(newest[n], n) if n in newest else n for n in inputs])
+        for source in sources[-1]:
+            if not isinstance(source, str):
+                consumers.setdefault(source, []).append(stage)
+        newest |= dict.fromkeys(outputs, stage)
+    for stage in range(num_stages - 1):
+        wasted = [n for n in ends[stage][1] if (stage, n) not in consumers]
+        if wasted:
+            raise ScheduleError(
+                f"stage {stage} makes {wasted}, which no later stage takes: name them among the "
+                f"inputs of one, or leave them out"
+            )
+    external = tuple(dict.fromkeys(s for taken in sources for s in taken if isinstance(s, str)))
+    reserved = [name for name in external if name in ("target", "loss_divisor")]
+    if reserved:
+        raise ScheduleError(
+            f"stages take {reserved} from outside, which are arguments of step() itself: rename"
+        )
+    # Links are numbered by producer, then as its outputs are: the same on every rank.
+    order = sorted(consumers, key=lambda link: (link[0], list(ends[link[0]][1]).index(link[1])))
+    number = {link: i for i, link in enumerate(order)}
+    return Wiring(
+        tuple(Link(name, stage, tuple(consumers[stage, name])) for stage, name in order),
+        external,
+        tuple(tuple(s if isinstance(s, str) else number[s] for s in taken) for taken in sources),
+        tuple(
+            tuple(number[stage, name] for name in ends[stage][1] if (stage, name) in number)
+            for stage in range(num_stages)
+        ),
+    )
+
+
 def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | None) -> Schedule:
-    """Returns the schedule that is asked for, of this pipeline.
+    """Returns the schedule of this pipeline that `spec` stands for.
 
     Raises:
         PipegradError: If there is none, or not of these numbers.
@@ -46,13 +182,13 @@ def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | 
 
 def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:
     """Refuses stages that are not this rank's, or that reduce their gradients themselves."""
-    found = sorted(stage.index for stage in stages)
-    if found != list(topology.local_stages):
+    indices = sorted(stage.index for stage in stages)
+    if indices != list(topology.local_stages):
         raise TopologyError(
             f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
-            f"which has {found}"
+            f"which has {indices}"
         )
-    splits = any(action.kind == "W" for row in schedule.actions for action in row)
+    splits = any(action.kind == "W" for actions in schedule.actions for action in actions)
     for stage in stages:
         _ = stage.binding  # raises if the names of inputs look swapped
         if splits and any(is_dtensor(p) for p in stage.module.parameters()):
@@ -71,7 +207,7 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
 
 
 def check_whole(whole: object, wiring: Wiring) -> None:
-    """Refuses names of what is passed whole that nothing is given under."""
+    """Refuses names in `whole` that no stage takes from outside."""
     known = (*wiring.external, "target")
     if not isinstance(whole, tuple | list) or any(name not in known for name in whole):
         raise ScheduleError(
@@ -92,11 +228,19 @@ def bound_loss(loss_fn: Loss | None, stages: Sequence[Stage], topology: Topology
     return bind(loss_fn, (*last[0].outputs, "target"), "the last stage, with loss_fn's target,")
 
 
-def wired(told: Mapping[int, Ends]) -> Wiring:
-    """Returns how the stages hang together, the same in every pipeline."""
+def wired(by_rank: Mapping[int, Ends]) -> Wiring:
+    """Returns how the stages hang together.
+
+    Args:
+        by_rank: The inputs and outputs of each rank's stages.
+
+    Raises:
+        AgreementError: If replicas of a stage have other inputs or outputs.
+        ScheduleError: As `wire`.
+    """
     views: dict[int, dict[int, str]] = {}
     merged: Ends = {}
-    for rank, ends in told.items():
+    for rank, ends in by_rank.items():
         for stage, names in ends.items():
             views.setdefault(stage, {})[rank] = str(names)
             merged[stage] = names
@@ -106,13 +250,14 @@ def wired(told: Mapping[int, Ends]) -> Wiring:
 
 
 def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
-    """Returns `schedule` of stages that hang together so; the same one if they are a chain."""
+    """Returns `schedule` for this wiring; the same one if the stages are a chain."""
     sources = [set[int]() for _ in schedule.stage_to_rank]
     for link in wiring.links:
         for consumer in link.consumers:
             sources[consumer].add(link.producer)
-    feeds = tuple(tuple(sorted(found)) for found in sources)
-    is_chain = all(found == ((s - 1,) if s else ()) for s, found in enumerate(feeds))
+    # A schedule without feeds is one of a chain, which the generators are made for.
+    feeds = tuple(tuple(sorted(producers)) for producers in sources)
+    is_chain = all(feed == ((s - 1,) if s else ()) for s, feed in enumerate(feeds))
     return replace(schedule, feeds=None if is_chain else feeds)
 
 
@@ -120,27 +265,35 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
     """Returns the reductions of this rank's pipeline, as the Program sees them."""
     topology = sync.topology
     pipeline = topology.ranks_along(topology.pipeline)
-    found: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
+    collectives: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
     readers = defaultdict[tuple[int, int, tuple[int, ...]], set[int]](set)
     plans = sync.plans(pipeline).values()
     for plan in plans:
         routes = {bucket.index: bucket.route for bucket in plan.buckets}
         for publish in plan.publishes:
-            ranks = routes[publish.bucket][publish.hop].ranks
-            readers[publish.bucket, publish.hop, ranks].update(publish.readers)
+            members = routes[publish.bucket][publish.step].ranks
+            readers[publish.bucket, publish.step, members].update(publish.readers)
     for plan in plans:
         buckets = {bucket.index: bucket for bucket in plan.buckets}
         for launch in plan.launches:
             bucket = buckets[launch.bucket]
-            hop = bucket.route[launch.hop]
-            places = sorted({topology.at(r).coordinate(topology.pipeline) for r in hop.ranks})
-            name = f"bucket {bucket.index}: {hop} over ranks {list(hop.ranks)}"
-            stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in places)
-            found[launch.ready, launch.hop, launch.bucket, hop.ranks] = Collective(
-                name,
-                tuple(places),
-                stages,
-                launch.comm_stream,
-                tuple(sorted(readers[launch.bucket, launch.hop, hop.ranks])),
+            reduction_step = bucket.route[launch.step]
+            # Pipeline ranks: a reduction along another dimension may have one alone.
+            ranks = sorted(
+                {topology.at(r).coordinate(topology.pipeline) for r in reduction_step.ranks}
             )
-    return tuple(found[key] for key in sorted(found))
+            name = (
+                f"bucket {bucket.index}: {reduction_step} over ranks {list(reduction_step.ranks)}"
+            )
+            stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in ranks)
+            # Sorted by these keys, collectives are in the order in which every rank launches them.
+            collectives[launch.ready, launch.step, launch.bucket, reduction_step.ranks] = (
+                Collective(
+                    name,
+                    tuple(ranks),
+                    stages,
+                    launch.comm_stream,
+                    tuple(sorted(readers[launch.bucket, launch.step, reduction_step.ranks])),
+                )
+            )
+    return tuple(collectives[key] for key in sorted(collectives))

@@ -74,41 +74,41 @@ class Bucket:
         """Elements on the wire: the payload and one contributed flag a slot."""
         return self.payload_numel + len(self.slots)
 
-    def region(self, rank: int, num_hops: int) -> range:
-        """Returns which elements of the payload `rank` still has after so many hops: a SHARD's row.
+    def region(self, rank: int, num_steps: int) -> range:
+        """Returns which elements of the payload `rank` still has after so many reductions.
 
-        The flags of all slots follow it, wherever it ends. See [Note: rows].
+        The flags of all slots follow it, wherever it ends. See [Note: shards].
         """
         region = range(self.payload_numel)
-        for hop in self.route[:num_hops]:
-            if hop.placement is Placement.SHARD:
-                numel, row = len(region) // len(hop.ranks), hop.ranks.index(rank)
-                region = region[row * numel : (row + 1) * numel]
+        for step in self.route[:num_steps]:
+            if step.placement is Placement.SHARD:
+                numel, shard = len(region) // len(step.ranks), step.ranks.index(rank)
+                region = region[shard * numel : (shard + 1) * numel]
         return region
 
-    def pieces(self, rank: int, num_hops: int) -> tuple[Slot, ...]:
+    def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
         """Returns where what `rank` still has of each slot lies, in its region.
 
-        Of a row flat, and empty where the row has nothing of it.
+        In a shard it is flat, and empty if the shard has nothing of it.
         """
-        region = self.region(rank, num_hops)
+        region = self.region(rank, num_steps)
         if len(region) == self.payload_numel:
             return self.slots
         return tuple(_piece(slot, region) for slot in self.slots)
 
-    def nbytes(self, hop: int) -> int:
-        """Returns the bytes on the wire of a hop: payload and flags."""
-        num_shards = num_rows(self.route[:hop])
-        return (self.payload_numel // num_shards + len(self.slots)) * self.wire_dtype.itemsize
+    def nbytes(self, step: int) -> int:
+        """Returns the bytes on the wire of a reduction: payload and flags."""
+        size = self.payload_numel // num_shards(self.route[:step])
+        return (size + len(self.slots)) * self.wire_dtype.itemsize
 
-    def parameter_nbytes(self, hop: int) -> int:
-        """Returns the bytes of parameters that move back along a hop."""
-        return self.payload_numel // num_rows(self.route[:hop]) * self.parameter_dtype.itemsize
+    def parameter_nbytes(self, step: int) -> int:
+        """Returns the bytes of parameters that move back along a reduction."""
+        return self.payload_numel // num_shards(self.route[:step]) * self.parameter_dtype.itemsize
 
     @property
-    def mirrored(self) -> bool:
+    def syncs_parameters(self) -> bool:
         """Whether updated parameters come back."""
-        return any(hop.mirrored for hop in self.route)
+        return any(step.syncs_parameters for step in self.route)
 
 
 def _piece(slot: Slot, region: range) -> Slot:
@@ -118,9 +118,9 @@ def _piece(slot: Slot, region: range) -> Slot:
     return Slot(slot.key, offset, (len(part),), (1,))
 
 
-# [Note: rows] After a SHARD each rank goes on with one row of the payload, where it lies, and with
-# the flags, which are moved right behind it: over what other ranks have by now. So later hops have
-# one flat tensor as well, and nothing is copied or allocated.
+# [Note: shards] After a SHARD each rank goes on with one shard of the payload, where it lies, and
+# with the flags. The flags are moved right behind the shard, over elements that other ranks have by
+# now. So later reductions have one flat tensor as well, and nothing is copied or allocated.
 
 
 class Kind:
@@ -144,7 +144,7 @@ class Kind:
     @property
     def key(self) -> tuple[object, ...]:
         """The bucket key. Route as mesh axes, not ranks; holders as stages."""
-        back = str(self.record.dtype) if any(hop.mirrored for hop in self.route) else ""
+        back = str(self.record.dtype) if any(step.syncs_parameters for step in self.route) else ""
         dtypes = (str(self.dtype), str(self.wire_dtype), back)
         return (self.ready, self.record.holders, signature(self.route), dtypes)
 
@@ -178,14 +178,14 @@ def _cut(family: Iterable[Kind], capacity_bytes: int) -> Iterable[list[Kind]]:
     yield cut
 
 
-def _aligned(numel: int, dtype: torch.dtype, num_rows: int = 1) -> int:
-    step = max(1, _ALIGN_BYTES // dtype.itemsize) * num_rows
+def _aligned(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
+    step = max(1, _ALIGN_BYTES // dtype.itemsize) * num_shards
     return -(-numel // step) * step
 
 
-def num_rows(route: Route) -> int:
-    """Returns into how many rows a route cuts a bucket."""
-    return math.prod(len(hop.ranks) for hop in route if hop.placement is Placement.SHARD)
+def num_shards(route: Route) -> int:
+    """Returns into how many shards a route cuts a bucket."""
+    return math.prod(len(step.ranks) for step in route if step.placement is Placement.SHARD)
 
 
 def _bucket(index: int, cut: Sequence[Kind], manifest: Manifest) -> Bucket:
@@ -208,8 +208,8 @@ def _bucket(index: int, cut: Sequence[Kind], manifest: Manifest) -> Bucket:
 
 
 def _padded(numel: int, num_flags: int, kind: Kind) -> int:
-    """Returns the elements of a payload, in rows of one size, none smaller than the flags."""
-    rows = num_rows(kind.route)
+    """Returns the elements of a payload, in shards of one size, none smaller than the flags."""
+    rows = num_shards(kind.route)
     behind = num_flags * rows if rows > 1 else 0
     return _aligned(max(numel, behind), kind.wire_dtype, rows)
 

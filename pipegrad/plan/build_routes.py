@@ -10,13 +10,14 @@ from typing import get_args
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.check_routes import check_routes
-from pipegrad.plan.routes import Divisors, Route, RouteHop, Routes
+from pipegrad.plan.routes import Divisors, Route, Routes
 from pipegrad.plugins.handler import (
     Exchange,
     GradientHandler,
     ParameterRecord,
     Placement,
     Reduction,
+    ReductionStep,
 )
 from pipegrad.topology import Topology
 
@@ -62,15 +63,17 @@ def _asked_of_all(
 
 
 def _routes(manifest: Manifest, topology: Topology, asked: Asked) -> dict[str, Route]:
-    """Returns key -> route on one rank, without the hops that would stay on that rank."""
-    hops: dict[str, list[RouteHop]] = {r.key: [] for r in manifest.records(topology)}
+    """Returns key -> route on one rank, without the reductions that would stay on that rank."""
+    steps: dict[str, list[ReductionStep]] = {r.key: [] for r in manifest.records(topology)}
     for name, reduction in asked:
         ranks = tuple(sorted(reduction.ranks))
         if len(ranks) > 1:
             axes = topology.axes_of(ranks)
-            hop = RouteHop(axes, ranks, reduction.op, reduction.placement, name, reduction.exchange)
-            hops[reduction.record.key].append(hop)
-    return {key: _ordered(key, route, topology) for key, route in hops.items() if route}
+            step = ReductionStep(
+                axes, ranks, reduction.op, reduction.placement, name, reduction.exchange
+            )
+            steps[reduction.record.key].append(step)
+    return {key: _ordered(key, route, topology) for key, route in steps.items() if route}
 
 
 def _divisors(manifest: Manifest, topology: Topology, asked: Mapping[int, Asked]) -> Divisors:
@@ -170,20 +173,20 @@ def _check_hooked(name: str, reduction: Reduction) -> None:
         )
 
 
-def _ordered(key: str, hops: Sequence[RouteHop], topology: Topology) -> Route:
+def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Route:
     """Orders a route by placement, a reduction across stages last among its like."""
-    for ranks, times in Counter(hop.ranks for hop in hops).items():
+    for ranks, times in Counter(step.ranks for step in steps).items():
         if times > 1:
-            names = [h.handler for h in hops if h.ranks == ranks]
+            names = [h.handler for h in steps if h.ranks == ranks]
             raise PlanError(
                 f"{key!r} is reduced twice over ranks {list(ranks)}, by handlers {names}: drop one"
             )
-    across = {hop: hop.spans(topology.pipeline) or hop.spans("ranks") for hop in hops}
-    order = sorted(hops, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
-    for hop in order[:-1]:
-        if hop.exchange != "all-reduce":  # the sum of which ends late
+    across = {step: step.spans(topology.pipeline) or step.spans("ranks") for step in steps}
+    order = sorted(steps, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
+    for step in order[:-1]:
+        if step.exchange != "all-reduce":  # the sum of which ends late
             raise PlanError(
-                f"{key!r} is reduced by {hop}, handler {hop.handler!r}, and then by {order[-1]}: "
+                f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {order[-1]}: "
                 f"an exchange must come last; give it the exchange 'all-reduce'"
             )
     return tuple(order)

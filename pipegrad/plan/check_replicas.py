@@ -9,7 +9,7 @@ from torch import nn
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
-from pipegrad.model.suspects import Place
+from pipegrad.model.suspects import Location
 from pipegrad.model.ties import matches_any
 from pipegrad.plan.routes import Route
 from pipegrad.plugins.handler import ParameterRecord
@@ -19,11 +19,11 @@ Starts = Mapping[ParameterRecord, Sequence[str | None]]
 """A digest a rank along some dimension; None where all bits are alike, as those of zeros."""
 
 
-def refuse_loose_copies(
+def refuse_suspected_replicas(
     manifest: Manifest,
     view: Topology,
     routes: Mapping[str, Route],
-    fingerprints: Mapping[int, Mapping[Place, str]],
+    fingerprints: Mapping[int, Mapping[Location, str]],
     allow_unsynced: Sequence[str],
 ) -> None:
     """Refuses copies along a dimension of one and the same data that nobody reduces.
@@ -44,7 +44,7 @@ def refuse_loose_copies(
 
     def is_loose(record: ParameterRecord, ranks: Sequence[int]) -> bool:
         shard = manifest.shard(view.rank, record.key)
-        reduced = [hop.ranks for hop in routes.get(record.key, ())]
+        reduced = [step.ranks for step in routes.get(record.key, ())]
         reduced += [shard.members] if shard else []
         is_covered = any(set(ranks) <= set(others) for others in reduced)
         allowed = matches_any(allow_unsynced, (record.key, record.name))
@@ -90,7 +90,7 @@ def refuse_bare_replicas(
     along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
 
     def is_bare(record: ParameterRecord) -> bool:
-        reduced = [set(hop.ranks) for hop in routes.get(record.key, ())]
+        reduced = [set(step.ranks) for step in routes.get(record.key, ())]
         shard = manifest.shard(view.rank, record.key)
         reduced += [set(shard.members)] if shard else []
         rest = tuple(axis for axis, ranks in along.items() if not any(ranks <= r for r in reduced))
@@ -109,7 +109,7 @@ def refuse_bare_replicas(
 
 
 def refuse_different_buffers(
-    buffers: Mapping[int, Mapping[Place, str]], topology: Topology, allow_unsynced: Sequence[str]
+    buffers: Mapping[int, Mapping[Location, str]], topology: Topology, allow_unsynced: Sequence[str]
 ) -> None:
     """Refuses buffers that start differently on replicas of a stage: they would stay different.
 
@@ -139,14 +139,14 @@ def _refuse_reduced_shards(
 ) -> None:
     for record, digests in starts.items():
         told = dict(zip(ranks, digests, strict=True))
-        for hop in routes.get(record.key, ()):
-            along = sorted(set(hop.ranks) & set(ranks))
+        for step in routes.get(record.key, ()):
+            along = sorted(set(step.ranks) & set(ranks))
             if len({told[rank] for rank in along}) > 1:
                 raise PlanError(
-                    f"handler {hop.handler!r} reduces {record.key!r} by {hop} over ranks "
-                    f"{list(hop.ranks)}, but it starts with different bits on ranks {along}, along "
-                    f"{axis!r}: if each has a shard of its own, leave it out of the handler's "
-                    f"parameters; if they are copies, give all these ranks the same start"
+                    f"handler {step.handler!r} reduces {record.key!r} by {step} over ranks "
+                    f"{list(step.ranks)}, but it starts with different bits on ranks {along}, "
+                    f"along {axis!r}: if each has a shard of its own, leave it out of the "
+                    f"handler's parameters; if they are copies, give all these ranks the same start"
                 )
 
 

@@ -8,7 +8,7 @@ from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.ties import matches_any
 from pipegrad.model.wrappers import FSDP2
-from pipegrad.plan.routes import Route, Routes, hops_taken, shared_routes, signature
+from pipegrad.plan.routes import Route, Routes, shared_routes, signature, steps_taken
 from pipegrad.plugins.handler import (
     Placement,
 )
@@ -36,39 +36,39 @@ def _check_members(routes: Routes) -> None:
     """Every member of a reduction must have asked for the same one, or its peers would hang."""
     for rank, mine in routes.items():
         for key, route in mine.items():
-            for hop in route:
+            for step in route:
                 # All against the lowest member, and that one against all: no pair is left out.
-                for member in hop.ranks if rank == hop.ranks[0] else hop.ranks[:1]:
+                for member in step.ranks if rank == step.owner else step.ranks[:1]:
                     theirs = routes[member].get(key, ())
-                    if hop not in theirs:
+                    if step not in theirs:
                         raise PlanError(
-                            f"handler {hop.handler!r}: rank {rank} reduces {key!r} by {hop} "
-                            f"over ranks {list(hop.ranks)}, but rank {member} has "
+                            f"handler {step.handler!r}: rank {rank} reduces {key!r} by {step} "
+                            f"over ranks {list(step.ranks)}, but rank {member} has "
                             f"{[str(h) for h in theirs] or 'no reduction of it'}; a handler must "
                             f"say the same for every rank of a reduction"
                         )
 
 
 def _check_places(routes: Routes) -> None:
-    """Members of a reduction must be left with the same by those before it: a row, or the sum."""
+    """Members of a reduction must be left with the same by those before it: a shard, or the sum."""
     for rank, mine in routes.items():
         for key, route in mine.items():
-            for number, hop in enumerate(route[: hops_taken(route, rank)]):
-                for member in hop.ranks:
+            for number, step in enumerate(route[: steps_taken(route, rank)]):
+                for member in step.ranks:
                     if _left(routes[member][key], number, member) != _left(route, number, rank):
                         raise PlanError(
-                            f"{key!r}: before {hop} over ranks {list(hop.ranks)}, rank {rank} and "
-                            f"rank {member} are left with different parts of it: number the ranks "
-                            f"so that they ascend along every dimension of the mesh"
+                            f"{key!r}: before {step} over ranks {list(step.ranks)}, rank {rank} "
+                            f"and rank {member} are left with different parts of it: number the "
+                            f"ranks so that they ascend along every dimension of the mesh"
                         )
 
 
-def _left(route: Route, num_hops: int, rank: int) -> list[int | bool]:
-    """Returns which part of a gradient a rank has after so many hops."""
+def _left(route: Route, num_steps: int, rank: int) -> list[int | bool]:
+    """Returns which part of a gradient a rank has after so many reductions."""
     return [
-        h.ranks.index(rank) if h.placement is Placement.SHARD else rank == h.ranks[0]
-        for h in route[:num_hops]
-        if h.mirrored
+        h.ranks.index(rank) if h.placement is Placement.SHARD else rank == h.owner
+        for h in route[:num_steps]
+        if h.syncs_parameters
     ]
 
 
@@ -97,13 +97,13 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
             )
         rank = next(r for r in routes if stage in topology.at(r).local_stages)
         for key, route in routes[rank].items():
-            held = any(s == stage for s, _ in manifest.places(key))
-            for hop in route:
-                if held and any(map(hop.spans, topology.data_axes)):
+            held = any(s == stage for s, _ in manifest.locations(key))
+            for step in route:
+                if held and any(map(step.spans, topology.data_axes)):
                     raise PlanError(
                         f"stage {stage} is wrapped by DistributedDataParallel and handler "
-                        f"{hop.handler!r} reduces {key!r} over {hop.axes} too: it would be reduced "
-                        f"twice; unwrap the stage, or drop the handler"
+                        f"{step.handler!r} reduces {key!r} over {step.axes} too: it would be "
+                        f"reduced twice; unwrap the stage, or drop the handler"
                     )
 
 
@@ -115,14 +115,16 @@ def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> Non
             if shard is None:
                 continue
             layout = manifest.entries(key)[0].layout
-            for hop in route:
-                asked = f"handler {hop.handler!r} reduces {key!r} by {hop} over {list(hop.ranks)}"
-                if hop.mirrored:
+            for step in route:
+                asked = (
+                    f"handler {step.handler!r} reduces {key!r} by {step} over {list(step.ranks)}"
+                )
+                if step.syncs_parameters:
                     raise PlanError(
                         f"{asked}, but it is a DTensor, {layout}: only whole parameters can be "
                         f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
                     )
-                twice = set(hop.ranks) & set(shard.members)
+                twice = set(step.ranks) & set(shard.members)
                 if len(twice) > 1:
                     of_data = twice <= set(topology.at(rank).ranks_along(topology.data_axes))
                     way_out = (
@@ -135,8 +137,8 @@ def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> Non
                         f"{list(shard.members)}, which reduce it among themselves: it would be "
                         f"reduced twice; {way_out}"
                     )
-                places = {r: manifest.shard(r, key) for r in hop.ranks}
-                parts = {r: s and (s.coordinate, s.shape) for r, s in places.items()}
+                locations = {r: manifest.shard(r, key) for r in step.ranks}
+                parts = {r: s and (s.coordinate, s.shape) for r, s in locations.items()}
                 if len(set(parts.values())) > 1:
                     raise PlanError(
                         f"{asked}, where it is a DTensor, {layout}, but these ranks have different "
@@ -154,7 +156,7 @@ def _check_left_out(
         held = [
             (record.key, manifest.shard(rank, record.key))
             for record in manifest.records(topology.at(rank))
-            if record.requires_grad and any(s == stage for s, _ in manifest.places(record.key))
+            if record.requires_grad and any(s == stage for s, _ in manifest.locations(record.key))
         ]
         shards = [shard for _, shard in held if shard is not None]
         meshes = {shard.members for shard in shards if len(shard.members) > 1}
@@ -162,8 +164,8 @@ def _check_left_out(
             continue
         members = min(meshes)
         for key, shard in held:
-            covered = any(set(members) <= set(hop.ranks) for hop in routes[rank].get(key, ()))
-            names = (key, *(name for _, name in manifest.places(key)))
+            covered = any(set(members) <= set(step.ranks) for step in routes[rank].get(key, ()))
+            names = (key, *(name for _, name in manifest.locations(key)))
             if shard is None and not covered and not matches_any(allow_unsynced, names):
                 raise PlanError(
                     f"{key!r} is a whole parameter in stage {stage}, of which FSDP2 shards others "
@@ -182,12 +184,12 @@ def _check_ties(
         view = topology.at(rank)
         for record in filter(lambda r: r.shared, manifest.records(view)):
             ranks = set(view.ranks_of(record.holders))
-            covered = any(ranks <= set(hop.ranks) for hop in routes[rank].get(record.key, ()))
-            names = (record.key, *(name for _, name in manifest.places(record.key)))
+            covered = any(ranks <= set(step.ranks) for step in routes[rank].get(record.key, ()))
+            names = (record.key, *(name for _, name in manifest.locations(record.key)))
             if len(ranks) > 1 and not covered and not matches_any(allow_unsynced, names):
-                places = [f"{name!r} on stage {s}" for s, name in manifest.places(record.key)]
+                locations = [f"{name!r} on stage {s}" for s, name in manifest.locations(record.key)]
                 raise PlanError(
-                    f"{' and '.join(places)} are one parameter, but no handler reduces its "
+                    f"{' and '.join(locations)} are one parameter, but no handler reduces its "
                     f"gradient over ranks {sorted(ranks)}: add 'pipeline-shared' to the handlers, "
                     f"or name it in allow_unsynced to let the copies drift apart"
                 )

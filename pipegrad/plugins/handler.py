@@ -25,7 +25,7 @@ Exchange = Literal["all-reduce", "pairwise", "asymmetric"]
 
 
 class Placement(Enum):
-    """Where the result of a reduction lives; fixes the collective and its mirror movement."""
+    """Where the result of a reduction lives: fixes the collective, and the parameter sync."""
 
     OWNER = "owner"
     SHARD = "shard"
@@ -93,24 +93,61 @@ class Reduction:
     exchange: Exchange = "all-reduce"
 
 
-class Hop(Protocol):
-    """One reduction of a bucket's route."""
+@dataclass(frozen=True)
+class ReductionStep:
+    """One reduction of a route, over the ranks of one copy: what `GradientHandler.launch` gets.
+
+    Attributes:
+        axes: The mesh dimensions that it spans (``"dp"``, ``"pp[0,3]"``): the same on every copy.
+        ranks: Global ranks of this copy, ascending.
+        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards; in float16 before.
+        placement: Where the result lives.
+        handler: Name of the handler that asked for it.
+        exchange: How the result gets there.
+    """
+
+    axes: str
+    ranks: tuple[int, ...]
+    op: Op
+    placement: Placement
+    handler: str
+    exchange: Exchange = "all-reduce"
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks, ascending; with OWNER the first one is the owner."""
+    def owner(self) -> int:
+        """The lowest rank. With OWNER it has the result; of equal results its own counts."""
+        return self.ranks[0]
 
     @property
-    def op(self) -> Op:
-        """``"mean"`` is launched as a sum; pipegrad divides afterwards, float16 before."""
+    def tail(self) -> int:
+        """The highest rank: where a reduce chain begins and a broadcast chain ends."""
+        return self.ranks[-1]
 
     @property
-    def placement(self) -> Placement:
-        """Where the sum must be then."""
+    def signature(self) -> tuple[str, ...]:
+        """What it is, without its ranks: the same on every copy."""
+        return (self.axes, self.op, self.placement.value, self.handler, self.exchange)
 
     @property
-    def exchange(self) -> Exchange:
-        """How it gets there."""
+    def syncs_parameters(self) -> bool:
+        """Whether updated parameters come back along it after the optimizer's step."""
+        return self.placement is not Placement.REPLICATE
+
+    @property
+    def is_point_to_point(self) -> bool:
+        """True if each rank sends its partial sum to the previous rank.
+
+        The previous rank has posted the receive at the beginning of the step.
+        """
+        return self.placement is Placement.OWNER or self.exchange != "all-reduce"
+
+    def spans(self, axis: str) -> bool:
+        """Whether it goes along this mesh dimension; unknown, so False, for ``"ranks[..]"``."""
+        return axis in {part.partition("[")[0] for part in self.axes.split("+")}
+
+    def __str__(self) -> str:
+        exchange = "" if self.exchange == "all-reduce" else f"{self.exchange}-"
+        return f"{exchange}{self.placement.value}-{self.op}({self.axes})"
 
 
 class FlatBucket(Protocol):
@@ -138,14 +175,14 @@ class FlatBucket(Protocol):
     def gradients(self) -> list[torch.Tensor]:
         """Views of `payload`, one a flag, in the parameters' shapes.
 
-        Behind a SHARD what this rank's row has of each, flat; empty where that is nothing.
+        Behind a SHARD: what this rank's shard has of each, flat; empty where that is nothing.
         """
 
     @property
     def buffer(self) -> torch.Tensor:
         """Flat tensor ``(numel,)`` to be reduced in place; zero where nobody contributed."""
 
-    def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def reduce(self, reduction: ReductionStep, group: dist.ProcessGroup) -> Work:
         """Sums over `group` as the reduction's placement says: what `launch` does by itself.
 
         A mean of float16 is divided before, so that its sum does not overflow; `is_mean` is set.
@@ -158,7 +195,9 @@ class Averaging(Protocol):
     Its verbs are those of the handler that has it.
     """
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         """As `GradientHandler.launch`; it sets ``bucket.is_mean``."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,7 +253,9 @@ class GradientHandler(ABC):
         Called once on every rank, with the parameters of all stages. Pure, as `reductions`.
         """
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         """Sums ``bucket.buffer`` in place over `group`, or averages it as `hook` does.
 
         Overridden for another way to send it: with REPLICATE all of the sum must be there

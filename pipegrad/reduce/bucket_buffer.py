@@ -73,7 +73,7 @@ class BucketBuffer(FlatBuffer):
     """The flat buffer of one bucket, views of its slots, and what has been written into it.
 
     Allocated once and kept: ``(numel,)`` of the wire dtype, slots first, then one flag a slot.
-    As a route cuts it, the flags move: see [Note: rows].
+    As a route cuts it, the flags move: see [Note: shards].
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -162,19 +162,19 @@ class BucketBuffer(FlatBuffer):
             return True
         return bool(self._flags[self._flag_index[key]].item())
 
-    def row(self, key: str, begin: int, end: int) -> torch.Tensor:
+    def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Returns elements of a slot, flat, as they lie in memory."""
         offset = self.views[key].storage_offset()
         return self.buffer[offset + begin : offset + end]
 
-    def part(self, rank: int, num_hops: int) -> torch.Tensor:
-        """Returns what `rank` has left after so many hops: payload and flags, flat."""
-        region = self.bucket.region(rank, num_hops)
+    def part(self, rank: int, num_steps: int) -> torch.Tensor:
+        """Returns what `rank` has left after so many reductions: payload and flags, flat."""
+        region = self.bucket.region(rank, num_steps)
         return self.buffer[region.start : region.stop + len(self.views)]
 
-    def cut(self, rank: int, num_hops: int) -> torch.Tensor:
+    def cut(self, rank: int, num_steps: int) -> torch.Tensor:
         """Goes on with that part alone, and with the flags in it; returns it."""
-        part = self.part(rank, num_hops)
+        part = self.part(rank, num_steps)
         self._flags = part[len(part) - len(self.views) :]
         return part
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree, same
-from pipegrad.comm.work import Work
+from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import (
     AgreementError,
     PlanError,
@@ -28,7 +28,7 @@ from pipegrad.errors import (
     PluginOptionError,
     in_words,
 )
-from pipegrad.plugins.handler import FlatBucket, GradientHandler, Hop
+from pipegrad.plugins.handler import FlatBucket, GradientHandler, ReductionStep
 from pipegrad.plugins.options import closest_first, complaints_of
 from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.reduce.power_sgd import PowerSGD
@@ -52,7 +52,7 @@ Key = tuple[int, tuple[int, ...]]  # bucket and ranks
 Function = Callable[..., Any]
 
 
-class Kept(Protocol):
+class HookState(Protocol):
     """A hook of one bucket, and what it keeps from step to step."""
 
     sums_flags_first: bool
@@ -103,7 +103,7 @@ class CommunicationHook:
             raise PluginOptionError(f"the hook {spec!r} lacks 'name': which one it is")
         wrapper = options.pop("wrapper", None)
         wrap = None if wrapper is None else _found("wrapper", wrapper, _WRAPPERS)
-        self._make: Callable[[dist.ProcessGroup], Kept]
+        self._make: Callable[[dist.ProcessGroup], HookState]
         if name in _POWER_SGD:
             batched = _POWER_SGD[name]
             self._make = partial(PowerSGD, options=options, batched=batched, wrapper=wrap)
@@ -111,10 +111,12 @@ class CommunicationHook:
         else:
             function = _found("hook", name, {**_HOOKS, **dict.fromkeys(_POWER_SGD, "")})
             self._make = _plain(name, function, options, wrap)
-        self._running: dict[Key, tuple[dist.ProcessGroup, Kept]] = {}
+        self._running: dict[Key, tuple[dist.ProcessGroup, HookState]] = {}
         self._loaded: dict[Key, Mapping[str, Any]] = {}
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         """Averages a bucket over `group`; what `GradientHandler.launch` does.
 
         Sync: on a comm stream. Flags are summed by an all-reduce of their own, exactly. One bucket
@@ -123,18 +125,21 @@ class CommunicationHook:
         may start collectives in the backend's threads, they meet no others of this group. Where the
         flags decide whether the hook starts, waiting for the work blocks the host, on devices too.
         """
-        kept = self._of((bucket.index, reduction.ranks), group)
+        hook_state = self._of((bucket.index, reduction.ranks), group)
         given = TorchBucket(bucket)
         bucket.is_mean = True
         flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
-        if kept.sums_flags_first:
-            return _FlagsFirst(flags, given, kept)
-        return _Hooked(flags, _started(kept, given), given, kept)
+        if hook_state.sums_flags_first:
+            # The host reads the flags, so it waits: late, unless in a thread.
+            return LateWork(_FlagsFirst(flags, given, hook_state).wait, in_threads=False)
+        return _Hooked(flags, _started(hook_state, given), given, hook_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the hooks of this rank's buckets keep; {} if nothing."""
         buckets = {key: dict(state) for key, state in self._loaded.items()}
-        buckets.update((key, kept.state_dict()) for key, (_, kept) in self._running.items())
+        buckets.update(
+            (key, hook_state.state_dict()) for key, (_, hook_state) in self._running.items()
+        )
         buckets = {key: state for key, state in buckets.items() if state}
         return {"hook": dict(self._told), "buckets": buckets} if buckets else {}
 
@@ -152,19 +157,19 @@ class CommunicationHook:
         self._running.clear()
         self._loaded = dict(state.get("buckets", {}))
 
-    def _of(self, key: Key, group: dist.ProcessGroup) -> Kept:
+    def _of(self, key: Key, group: dist.ProcessGroup) -> HookState:
         if key not in self._running:
-            kept = self._make(group)
+            hook_state = self._make(group)
             if key in self._loaded:
-                kept.load_state_dict(self._loaded.pop(key))
-            self._running[key] = group, kept
-        of, kept = self._running[key]
+                hook_state.load_state_dict(self._loaded.pop(key))
+            self._running[key] = group, hook_state
+        of, hook_state = self._running[key]
         if of is not group:
             raise ValueError(
                 "a handler with a communication hook belongs to one GradientSync, and was given to "
                 "two: give each an instance of its own, or a table of name and options"
             )
-        return kept
+        return hook_state
 
 
 class TorchBucket:
@@ -230,9 +235,9 @@ class TorchBucket:
             payload.copy_(result.reshape(-1))
 
 
-def _started(kept: Kept, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as Kept
+def _started(hook_state: HookState, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as Kept
     with sync_points.in_use.trusting():
-        future = kept.start(bucket)
+        future = hook_state.start(bucket)
     if not hasattr(future, "wait"):
         raise TypeError(f"a communication hook returned {future!r}, expected a Future")
     return future
@@ -245,12 +250,12 @@ class _Hooked:
     flags: Work
     future: Any
     bucket: TorchBucket
-    kept: Kept
+    hook_state: HookState
 
     def wait(self) -> None:
         self.flags.wait()
         self.bucket.take(self.future.wait())
-        self.kept.end(self.bucket)
+        self.hook_state.end(self.bucket)
 
 
 @dataclass(frozen=True)
@@ -259,13 +264,14 @@ class _FlagsFirst:
 
     flags: Work
     bucket: TorchBucket
-    kept: Kept
-    blocks_host = True  # to read them
+    hook_state: HookState
 
     def wait(self) -> None:
         self.flags.wait()
         if bool(self.bucket.flat.flags.any()):
-            _Hooked(self.flags, _started(self.kept, self.bucket), self.bucket, self.kept).wait()
+            _Hooked(
+                self.flags, _started(self.hook_state, self.bucket), self.bucket, self.hook_state
+            ).wait()
 
 
 class _Plain:
@@ -294,7 +300,7 @@ class _Plain:
             self._own.load_state_dict(state)
 
 
-def load_kept(
+def load_hook_states(
     state: Mapping[str, Any],
     handlers: Mapping[str, ResolvedPlugin[GradientHandler]],
     digest: str,
@@ -311,7 +317,7 @@ def load_kept(
         launching: Those that launch something on this rank; others keep nothing here.
         ranks: All that call it, ascending.
     """
-    kept = dict(state.get("handlers", {}))
+    hook_state = dict(state.get("handlers", {}))
 
     def load() -> dict[str, str]:
         if state and state.get("plan") != digest:
@@ -319,14 +325,14 @@ def load_kept(
                 "what handlers kept is of another plan: of another model, other handlers, buckets "
                 "or ranks; error feedback fits into its own plan alone"
             )
-        if unknown := sorted(kept.keys() - handlers.keys()):
+        if unknown := sorted(hook_state.keys() - handlers.keys()):
             raise PlanError(f"what is to be loaded was kept by handlers {unknown}, not in use here")
         for name, found in handlers.items():
             try:
-                found.plugin.load_state_dict(kept.get(name, {}))
+                found.plugin.load_state_dict(hook_state.get(name, {}))
             except Exception as error:
                 raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
-        return {name: "what it kept" if kept.get(name) else "nothing" for name in launching}
+        return {name: "what it kept" if hook_state.get(name) else "nothing" for name in launching}
 
     try:
         told = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
@@ -343,7 +349,7 @@ def load_kept(
 
 def _plain(
     name: str, function: Function, options: dict[str, Any], wrap: Function | None
-) -> Callable[[dist.ProcessGroup], Kept]:
+) -> Callable[[dist.ProcessGroup], HookState]:
     """Returns what makes a bucket's hook of a function, its options checked."""
     state, takes, given = None, function, _first_two(function)
     if (told := options.pop("state", None)) is not None:

@@ -7,7 +7,7 @@ terms, so both have the bits that an all-reduce would give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from pipegrad.comm.collectives import (
     receive,
     send,
 )
-from pipegrad.comm.work import Work
+from pipegrad.comm.work import Done, LateWork, Work
 from pipegrad.plan.buckets import Bucket
 
 _ALIGN_BYTES = 8  # row numbers lie behind values of any dtype
@@ -103,11 +103,14 @@ class PairSum:
             work: Work = dist.all_reduce(self._buffer, group=group, async_op=True)
             return work
         if dist.get_rank(group) == 0:
-            return _Rest(partial(self._give, arriving, group), blocks_host=bool(self._rows))
-        collectives.pass_down(self._buffer, None, group)
+            if self._rows:  # the host reads how many rows, so it waits: late, unless in a thread
+                return LateWork(partial(self._give, arriving, group), in_threads=False)
+            self._give(arriving, group)
+            return Done()
+        collectives.reduce_chain(self._buffer, None, group)
         if not self._rows:
             self._coming = receive(self._whole(), 0, self._back, BACK)
-        return _Rest(self._take_rows if self._rows else self._take_all, ends_late=True)
+        return LateWork(self._take_rows if self._rows else self._take_all)
 
     def settle(self) -> None:
         """Waits until what this rank sent last is gone."""
@@ -122,7 +125,7 @@ class PairSum:
             self._give_rows()
         else:
             self._send(self._whole().copy_(self._buffer), BACK)
-        collectives.pass_down(self._buffer, arriving, group)
+        collectives.reduce_chain(self._buffer, arriving, group)
 
     def _take_all(self) -> None:
         """Adds what comes back to the second rank's part."""
@@ -165,15 +168,6 @@ class PairSum:
         if self._room is None:
             self._room = torch.empty_like(self._buffer)
         return self._room
-
-
-@dataclass(frozen=True)
-class _Rest:
-    """What is left to do; see `Work`."""
-
-    wait: Callable[[], None]
-    blocks_host: bool = False
-    ends_late: bool = False
 
 
 class _Message:

@@ -14,15 +14,15 @@ from torch.profiler import record_function
 
 from pipegrad.comm import collectives, sync_points
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
-from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
-from pipegrad.comm.work import Work
+from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
 from pipegrad.plan.plan import Launch, Plan, way_back
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.reduce.bucket_buffer import BucketBuffer, FlatBuffer
 from pipegrad.reduce.pair_exchange import PairSum, rows_of
-from pipegrad.reduce.reductions import HopBucket
+from pipegrad.reduce.reductions import StepBucket
 
 _POLL_SECONDS = 0.2
 _REFUSED_SECONDS = 5.0  # for a rank that was refused a verb to try it again
@@ -31,7 +31,7 @@ INBOX_FREE = sync_points.Wait(
     "reduce.inbox-free", "fresh memory may still be in use on its own stream"
 )
 COLLECTIVE = sync_points.WaitWork(
-    "reduce.collective", "the mean and the next hop read what it writes"
+    "reduce.collective", "the mean and the next reduction read what it writes"
 )
 
 
@@ -77,7 +77,7 @@ class Reducer:
         self._device = device
         self.notice = notice
         self._lock = threading.Lock()
-        self._flat = {launch: self._hop_bucket(launch) for launch in plan.launches}
+        self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
         # Owners have memory for what comes from behind, and post its receive before it is needed.
         self._expecting = [x for x in plan.launches if self._is_behind(x)]
         self._inboxes = {
@@ -85,7 +85,7 @@ class Reducer:
             for launch in self._expecting
         }
         self._complete: set[int] = set()
-        self._ending: set[int] = set()  # buckets of which a hop was put off
+        self._ending: set[int] = set()  # buckets of which a reduction was put off
         self._next = [0] * comm_streams
         self.num_launched = 0
         self._is_in_doubt = False  # whether an interrupt may have lost a collective
@@ -174,24 +174,24 @@ class Reducer:
 
     def _is_behind(self, launch: Launch) -> bool:
         """Whether another rank passes its part of a sum to this one."""
-        hop = self.buffers[launch.bucket].bucket.route[launch.hop]
-        return hop.handed_down and self._rank != hop.ranks[-1]
+        step = self.buffers[launch.bucket].bucket.route[launch.step]
+        return step.is_point_to_point and self._rank != step.tail
 
-    def _hop_bucket(self, launch: Launch) -> HopBucket:
+    def _step_bucket(self, launch: Launch) -> StepBucket:
         buffer = self.buffers[launch.bucket]
-        bucket, part = buffer.bucket, buffer.part(self._rank, launch.hop)
-        hop, pair_sum = bucket.route[launch.hop], None
-        if hop.exchange != "all-reduce":
-            region = bucket.region(self._rank, launch.hop)
-            rows = rows_of(bucket, region) if hop.exchange == "asymmetric" else ()
+        bucket, part = buffer.bucket, buffer.part(self._rank, launch.step)
+        step, pair_sum = bucket.route[launch.step], None
+        if step.exchange != "all-reduce":
+            region = bucket.region(self._rank, launch.step)
+            rows = rows_of(bucket, region) if step.exchange == "asymmetric" else ()
             pair_sum = PairSum(
-                part, rows, back=self._groups.of(hop.ranks, way_back(launch.comm_stream))
+                part, rows, back=self._groups.of(step.ranks, way_back(launch.comm_stream))
             )
-        return HopBucket(
+        return StepBucket(
             part,
             len(buffer.views),
             index=launch.bucket,
-            slots=bucket.pieces(self._rank, launch.hop),
+            slots=bucket.pieces(self._rank, launch.step),
             pair_sum=pair_sum,
         )
 
@@ -199,11 +199,11 @@ class Reducer:
         """Posts the receive of what comes from behind, unless it still is. On a comm stream."""
         bucket, flat = self.buffers[launch.bucket].bucket, self._flat[launch]
         if flat.arriving is None:
-            hop, inbox = bucket.route[launch.hop], self._inboxes[launch]
-            with self.telling(f"bucket {bucket.index}: expecting its {hop}"):
+            step, inbox = bucket.route[launch.step], self._inboxes[launch]
+            with self.reporting(f"bucket {bucket.index}: expecting its {step}"):
                 inbox.acquire(INBOX_FREE)
-                group = self._groups.of(hop.ranks, launch.comm_stream)
-                flat.arriving = collectives.expect_from_behind(inbox.buffer, group)
+                group = self._groups.of(step.ranks, launch.comm_stream)
+                flat.arriving = collectives.expect_reduce_chain(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective, or puts it off behind what it goes on from. On a comm stream."""
@@ -212,21 +212,20 @@ class Reducer:
             comm_stream.put_off(partial(self._reduce, launch))
             return
         buffer, flat = self.buffers[launch.bucket], self._flat[launch]
-        hop = buffer.bucket.route[launch.hop]
+        step = buffer.bucket.route[launch.step]
         what = (
-            f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {hop} over ranks "
-            f"{list(hop.ranks)} by handler {hop.handler!r}"
+            f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {step} over ranks "
+            f"{list(step.ranks)} by handler {step.handler!r}"
         )
-        with self.telling(what):
-            group = self._groups.of(hop.ranks, launch.comm_stream)
+        with self.reporting(what):
+            group = self._groups.of(step.ranks, launch.comm_stream)
             flat.is_mean = False
-            with record_function(f"pipegrad bucket {buffer.bucket.index} {hop}"):
-                work = self._handlers[hop.handler].launch(flat, hop, group)
+            with record_function(f"pipegrad bucket {buffer.bucket.index} {step}"):
+                work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
         end = partial(self._end, launch, work, what)
-        blocks_host = getattr(work, "blocks_host", False) and not comm_stream.is_threaded
-        if blocks_host or getattr(work, "ends_late", False):
+        if isinstance(work, LateWork) and (work.in_threads or not comm_stream.is_threaded):
             self._ending.add(launch.bucket)
             comm_stream.put_off(end)
         else:
@@ -235,30 +234,29 @@ class Reducer:
     def _end(self, launch: Launch, work: Work, what: str) -> None:
         """Waits for a collective. On a comm stream."""
         buffer = self.buffers[launch.bucket]
-        hop = buffer.bucket.route[launch.hop]
-        with self.telling(what):
+        step = buffer.bucket.route[launch.step]
+        with self.reporting(what):
             COLLECTIVE(work)
             self._ending.discard(launch.bucket)
             flat = self._flat[launch]
             flat.arriving = None
-            rest = buffer.cut(self._rank, launch.hop + 1)
-            if hop.op == "mean" and not flat.is_mean:
-                rest.div_(len(hop.ranks))
+            rest = buffer.cut(self._rank, launch.step + 1)
+            if step.op == "mean" and not flat.is_mean:
+                rest.div_(len(step.ranks))
 
     @contextmanager
-    def telling(self, what: str) -> Iterator[None]:
+    def reporting(self, what: str) -> Iterator[None]:
         """Tells the other ranks of what fails inside, and raises it as a ReduceError."""
         try:
             yield
         except BaseException as error:
-            first = self.notice.read()  # a rank that failed may have ended connections to this one
             said = error if isinstance(error, Exception) else repr(error)
             told = self.notice.post(f"{what} failed: {said}", final=True)
             if not ends_in_words(error):
                 raise
-            if first is not None and not first.startswith(f"rank {self._rank}:"):
-                told = f"a step failed on another rank: {first}"
-            raise ReduceError(told) from error
+            cause = self.notice.cause()  # a rank that failed may have ended connections to this one
+            words = told if cause is None else f"{FAILED_ELSEWHERE}: {cause}"
+            raise ReduceError(words) from error
 
     def close(self) -> None:
         """Ends the comm streams' threads."""
@@ -324,7 +322,7 @@ class Reducer:
 
         def meeting() -> None:
             assert self._groups.world is not None
-            with self.telling("meeting of all ranks"):
+            with self.reporting("meeting of all ranks"):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
 
         return self.submit(0, meeting, ())
@@ -335,9 +333,7 @@ class Reducer:
         Raises:
             ReduceError: With its words.
         """
-        message = self.notice.read()
-        if message is not None:
-            raise ReduceError(f"a step failed on another rank: {message}")
+        self.notice.refuse_failed()
 
     def _raise_refusal(self) -> None:
         """Raises if another rank was refused a verb some time ago, and is not going on."""
@@ -354,6 +350,4 @@ class Reducer:
         if message is None and not self._given_up:
             self._raise_refusal()
         if message is not None:
-            raise ReduceError(
-                f"a step failed on another rank, so its collectives never end: {message}"
-            )
+            raise ReduceError(f"{FAILED_ELSEWHERE}, so its collectives never end: {message}")

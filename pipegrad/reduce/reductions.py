@@ -10,12 +10,12 @@ import torch.distributed as dist
 from pipegrad.comm import collectives
 from pipegrad.comm.work import Done, Work
 from pipegrad.plan.buckets import Slot
-from pipegrad.plugins.handler import Hop, Placement
+from pipegrad.plugins.handler import Placement, ReductionStep
 from pipegrad.reduce.pair_exchange import PairSum
 
 
-class HopBucket:
-    """The part of a bucket that a hop reduces: what handlers launch.
+class StepBucket:
+    """The part of a bucket that a reduction reduces: what handlers launch.
 
     Args:
         buffer: Payload, then one flag a slot; flat.
@@ -27,7 +27,7 @@ class HopBucket:
     Attributes:
         is_mean: Whether what was launched last leaves the mean: a hook's, or of float16, whose sum
             may overflow where the mean does not, so that each rank divides its own part before.
-        arriving: What comes from the rank behind in this step, where it is handed down.
+        arriving: What the next rank sends in this step, if the reduction is point-to-point.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class HopBucket:
             for slot in self._slots
         ]
 
-    def reduce(self, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def reduce(self, reduction: ReductionStep, group: dist.ProcessGroup) -> Work:
         """Sums over `group` as the reduction's placement says.
 
-        Sync: on a comm stream. With SHARD this rank's row is summed, and the flags behind it.
+        Sync: on a comm stream. With SHARD this rank's shard is summed, and the flags behind it.
         """
         if reduction.op == "mean" and self.buffer.dtype == torch.float16:
             self.buffer.div_(len(reduction.ranks))
@@ -68,36 +68,36 @@ class HopBucket:
         return _REDUCE[reduction.placement](self, group)
 
 
-def _replicate(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
+def _replicate(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
     if bucket.pair_sum is not None:
         return bucket.pair_sum.begin(bucket.arriving, group)
     work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
     return work
 
 
-def _give_to_owner(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
-    collectives.pass_down(bucket.buffer, bucket.arriving, group)
+def _give_to_owner(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
+    collectives.reduce_chain(bucket.buffer, bucket.arriving, group)
     return Done()
 
 
-def _shard(bucket: HopBucket, group: dist.ProcessGroup) -> Work:
+def _shard(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
     numel = bucket.buffer.numel() - bucket.num_flags
     payload, flags = bucket.buffer[:numel], bucket.buffer[numel:]
     me, size = dist.get_rank(group), dist.get_world_size(group)
-    rows = payload.view(size, -1)
-    collectives.reduce_scatter(rows[me], rows.unbind(), group, common=flags)
-    if me + 1 < size:  # over the row behind this one, which is with its rank by now
-        behind = (me + 1) * rows.shape[1]
+    shards = payload.view(size, -1)
+    collectives.reduce_scatter(shards[me], shards.unbind(), group, common=flags)
+    if me + 1 < size:  # over the shard behind this one, which is with its rank by now
+        behind = (me + 1) * shards.shape[1]
         payload[behind : behind + bucket.num_flags].copy_(flags)
     return Done()
 
 
 def bring_back(parameters: torch.Tensor, placement: Placement, group: dist.ProcessGroup) -> None:
-    """Moves updated parameters back along a hop.
+    """Moves updated parameters back along a reduction.
 
     Args:
-        parameters: The part of a bucket that the hop reduced the gradients of, ``(numel,)``.
-        placement: The hop's.
+        parameters: The part of a bucket that the reduction reduced the gradients of, ``(numel,)``.
+        placement: The reduction's.
         group: Its communicator.
 
     Sync: on a comm stream.
@@ -109,12 +109,12 @@ def _gather(parameters: torch.Tensor, group: dist.ProcessGroup) -> None:
     collectives.all_gather(parameters.view(dist.get_world_size(group), -1).unbind(), group)
 
 
-_REDUCE: Mapping[Placement, Callable[[HopBucket, dist.ProcessGroup], Work]] = {
+_REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup], Work]] = {
     Placement.REPLICATE: _replicate,
     Placement.OWNER: _give_to_owner,
     Placement.SHARD: _shard,
 }
 _BRING_BACK: Mapping[Placement, Callable[[torch.Tensor, dist.ProcessGroup], None]] = {
-    Placement.OWNER: collectives.pass_up,
+    Placement.OWNER: collectives.broadcast_chain,
     Placement.SHARD: _gather,
 }

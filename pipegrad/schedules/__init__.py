@@ -2,18 +2,26 @@
 
 from pipegrad.errors import ScheduleError
 from pipegrad.plugins.registry import Registry, ResolvedPlugin
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Link, Program
+from pipegrad.schedules.program.verify import Proof, verify
 from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator
 from pipegrad.schedules.torch_csv import read_csv, write_csv
 
 __all__ = [
     "Action",
     "Kind",
+    "Link",
+    "Program",
+    "Proof",
     "Schedule",
     "ScheduleGenerator",
     "build",
     "generate",
+    "lower",
     "read_csv",
     "registry",
+    "verify",
     "write_csv",
 ]
 

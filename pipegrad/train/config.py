@@ -333,9 +333,9 @@ def load(
         changes.append(("--handler", ["gradient_handlers"], list(handlers)))
     if schedule is not None:
         changes.append((f"--schedule {schedule}", ["parallel", "schedule"], schedule))
-    for source, places, value in changes:
-        _assign(values, places, value)
-        key = ".".join(places)
+    for source, locations, value in changes:
+        _assign(values, locations, value)
+        key = ".".join(locations)
         sources.pop(key, None)  # the last one counts, and is the last
         sources[key] = source
     try:
@@ -370,12 +370,12 @@ def _setting(setting: str) -> tuple[list[str], Any]:
         raise ConfigError(
             f"--set {setting}: {key!r} is not a dotted key, as in --set train.steps=10"
         ) from error
-    places = []
+    locations = []
     while isinstance(inside, dict):
-        [(place, inside)] = inside.items()
-        places.append(place)
+        [(location, inside)] = inside.items()
+        locations.append(location)
     try:
-        return places, tomllib.loads(f"value = {text}")["value"]
+        return locations, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
         if text.strip().lower() in _NEARLY_TOML:
             raise ConfigError(
@@ -387,30 +387,30 @@ def _setting(setting: str) -> tuple[list[str], Any]:
                 f"--set {setting}: the value is not TOML ({error}): write words in quotes, as in "
                 f"--set \"data.files=['a.txt']\""
             ) from error
-        return places, text
+        return locations, text
 
 
-def _assign(into: dict[str, Any], places: Sequence[str], value: object) -> None:
+def _assign(into: dict[str, Any], locations: Sequence[str], value: object) -> None:
     """Puts a value in its place, through tables; a name on the way becomes a table with it."""
-    *path, last = places
-    for place in path:
-        inner = into.get(place)
+    *path, last = locations
+    for location in path:
+        inner = into.get(location)
         if not isinstance(inner, dict):
-            inner = into[place] = {"name": inner} if isinstance(inner, str) else {}
+            inner = into[location] = {"name": inner} if isinstance(inner, str) else {}
         into = inner
     into[last] = value
 
 
 def _line(detail: ErrorDetails, path: Path, sources: Mapping[str, str]) -> str:
     """Returns one error as a line: source, key, value, what is wrong, what would do."""
-    places = list(detail["loc"])
-    key = _dotted(places)
+    locations = list(detail["loc"])
+    key = _dotted(locations)
     source = _source(key, path, sources)
-    table, field = _field(places)
+    table, field = _field(locations)
     if detail["type"] == "extra_forbidden":
-        known = closest_first(str(places[-1]), table.model_fields)
+        known = closest_first(str(locations[-1]), table.model_fields)
         shown = _shown(detail["input"])
-        elsewhere = _elsewhere(str(places[-1]))
+        elsewhere = _elsewhere(str(locations[-1]))
         return f"{source}: {key} = {shown}: unknown key{elsewhere}; known, closest first: {known}"
     about = table.model_fields[field].description if field in table.model_fields else None
     hint = f" ({about})" if about else ""
@@ -433,21 +433,23 @@ def _elsewhere(name: str) -> str:
     return f", there is {' and '.join(found)}" if found else ""
 
 
-def _field(places: Sequence[int | str]) -> tuple[type[Table], str]:
+def _field(locations: Sequence[int | str]) -> tuple[type[Table], str]:
     """Returns the innermost table that a place is in, and the field of it."""
     table: type[Table] = Config
-    field = str(places[0]) if places else ""
-    for place in places[1:]:
+    field = str(locations[0]) if locations else ""
+    for location in locations[1:]:
         inner = table.model_fields[field].annotation if field in table.model_fields else None
         if isinstance(inner, type) and issubclass(inner, Table):
-            table, field = inner, str(place)
+            table, field = inner, str(location)
     return table, field
 
 
-def _dotted(places: Sequence[int | str]) -> str:
+def _dotted(locations: Sequence[int | str]) -> str:
     text = ""
-    for place in places:
-        text += f"[{place}]" if isinstance(place, int) else f".{place}" if text else place
+    for location in locations:
+        text += (
+            f"[{location}]" if isinstance(location, int) else f".{location}" if text else location
+        )
     return text
 
 

@@ -40,8 +40,8 @@ class Corpus:
         Every rank draws the same `size` places in the text, and reads its share of them.
         """
         generator = torch.Generator().manual_seed(mixed(seed, step))
-        places = torch.randint(len(self) - self._length, (size,), generator=generator)
-        own = places.chunk(num_shares)[share]
+        locations = torch.randint(len(self) - self._length, (size,), generator=generator)
+        own = locations.chunk(num_shares)[share]
         sequences = self._tokens[own[:, None] + torch.arange(self._length + 1)].long()
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 

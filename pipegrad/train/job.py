@@ -21,6 +21,7 @@ from pipegrad.model.merge import make_manifest
 from pipegrad.optimizer.main_params import refuse_unless_elementwise
 from pipegrad.pipeline.partition import Cut, only_layers, split
 from pipegrad.plan.check_replicas import refuse_bare_replicas
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
 from pipegrad.plugins.handler import GradientHandler, handlers
 from pipegrad.plugins.options import complaints_of
@@ -138,10 +139,12 @@ class Job:
             manifest,
             self.topology(),
             [(name, resolved.plugin) for name, resolved in self.handlers.items()],
-            stage_ticks=self.schedule.stage_ticks,
-            shared_ticks=self.schedule.shared_ticks,
+            GradientOptions(
+                stage_ticks=self.schedule.stage_ticks,
+                shared_ticks=self.schedule.shared_ticks,
+                **self.gradient_options,
+            ),
             ranks=ranks,
-            **self.gradient_options,
         )
         for plan in plans.values():
             refuse_bare_replicas(
@@ -151,26 +154,18 @@ class Job:
                 dict(plan.divisors),
                 self.config.gradients.allow_unsynced,
             )
-        if any(share.sharded for plan in plans.values() for share in plan.shares):
+        if any(share.sharded for plan in plans.values() for share in plan.main_ranges):
             self.check_optimizer()
         return plans
 
     @property
     def gradient_options(self) -> dict[str, Any]:
-        """What `attach` and `make_plan` both take."""
-        wanted = self.config.gradients
+        """The fields of `GradientOptions` that the configuration has, by name."""
+        found = self.config.gradients.model_dump(exclude={"clip_norm"})
         return {
-            "bucket_bytes": wanted.bucket_bytes,
-            "reduce_dtype": wanted.reduce_dtype and getattr(torch, wanted.reduce_dtype),
-            "comm_streams": wanted.comm_streams,
-            "allow_unsynced": wanted.allow_unsynced,
+            name: getattr(torch, value) if value and name.endswith("_dtype") else value
+            for name, value in found.items()
         }
-
-    @property
-    def master_dtype(self) -> torch.dtype | None:
-        """What the optimizer steps, where it is not a parameter's own dtype."""
-        stored = self.config.gradients.master_dtype
-        return None if stored is None else getattr(torch, stored)
 
     def check_optimizer(self) -> None:
         """Refuses an optimizer that cannot step rows of parameters."""

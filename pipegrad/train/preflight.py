@@ -56,8 +56,8 @@ def check_alike(config: Config, told: Mapping[int, tuple[object, Mapping[str, st
         ConfigError: Names the first parameter that differs, and two ranks.
     """
     first: dict[object, tuple[int, Mapping[str, str]]] = {}
-    for rank, (place, digests) in told.items():
-        other, expected = first.setdefault(place, (rank, digests))
+    for rank, (location, digests) in told.items():
+        other, expected = first.setdefault(location, (rank, digests))
         differs = [n for n in expected.keys() & digests.keys() if expected[n] != digests[n]]
         if differs:
             config.refuse(

@@ -44,14 +44,14 @@ def device_of_rank(config: Config) -> torch.device:
     if found is None or kind != found.type:
         there = "cpu" if found is None else f"{found.type} or cpu"
         config.refuse("train.device", f"this machine has {there}")
-    place = index if index.isdigit() else str(local)
-    if int(place) >= cards or (index and not index.isdigit()):
+    location = index if index.isdigit() else str(local)
+    if int(location) >= cards or (index and not index.isdigit()):
         config.refuse(
             "train.device",
             f"{num_local} ranks need a {kind} device each, this machine has {cards}: start fewer "
             f"ranks, choose 'cpu', or name one that is there, as in '{kind}:0'",
         )
-    return torch.device(kind, int(place))
+    return torch.device(kind, int(location))
 
 
 @contextlib.contextmanager
@@ -118,11 +118,11 @@ def _join() -> None:
         ConfigError: If not all of them come in time.
     """
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    location = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     waiting = threading.Timer(
         _SILENT_SECONDS,
         print,
-        [f"rank {rank} waits for all {size} ranks (WORLD_SIZE) to come to {place}"],
+        [f"rank {rank} waits for all {size} ranks (WORLD_SIZE) to come to {location}"],
         {"file": sys.stderr, "flush": True},
     )
     waiting.daemon = True
@@ -138,8 +138,8 @@ def _join() -> None:
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         told = str(error).partition("\n")[0]
         raise ConfigError(
-            f"rank {rank} of {size} (WORLD_SIZE) cannot join the others at {place} (MASTER_ADDR, "
-            f"MASTER_PORT): {told}"
+            f"rank {rank} of {size} (WORLD_SIZE) cannot join the others at {location} "
+            f"(MASTER_ADDR, MASTER_PORT): {told}"
         ) from error
     finally:
         waiting.cancel()

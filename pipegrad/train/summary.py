@@ -78,7 +78,7 @@ def _ties(job: Job, manifest: Manifest) -> Iterator[dict[str, Any]]:
         yield {
             "key": f"{stage}.{name}",
             "shape": list(entry.shape),
-            "places": [list(place) for place in tie],
+            "places": [list(location) for location in tie],
             "ranks": list(job.topology().ranks_of([stage for stage, _ in tie])),
         }
 
@@ -90,8 +90,8 @@ def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator
     for rank, plan in plans.items():
         routes = dict(plan.routes)
         for record in manifest.records(job.topology(rank)):
-            hops = " then ".join(map(str, routes.get(record.key, ())))
-            way = hops or "stays where it is"
+            reduction_steps = " then ".join(map(str, routes.get(record.key, ())))
+            way = reduction_steps or "stays where it is"
             seen.setdefault(record.key, way if record.requires_grad else "frozen")
             sizes[record.key] = record.numel
     for way in dict.fromkeys(seen.values()):
@@ -136,8 +136,10 @@ def rendered(told: Mapping[str, Any]) -> Iterator[RenderableType]:
         ),
     )
     for tie in told["ties"]:
-        places = " and ".join(f"{name!r} on stage {stage}" for stage, name in tie["places"])
-        yield f"one parameter {tuple(tie['shape'])}: {places}, over ranks {tie['ranks']} and alike"
+        locations = " and ".join(f"{name!r} on stage {stage}" for stage, name in tie["places"])
+        yield (
+            f"one parameter {tuple(tie['shape'])}: {locations}, over ranks {tie['ranks']} and alike"
+        )
     yield table(
         ["reduction", "parameters", "elements"],
         ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in told["routes"]),

@@ -124,8 +124,8 @@ class Trainer:
         config, begin, view = self.job.config, time.perf_counter(), self._topology
         # Dropout differs by stage, data and step, not along ranks that compute the same together;
         # and a run that goes on draws what it would have drawn.
-        place = view.coordinate((view.pipeline, *view.data_axes))
-        torch.manual_seed(mixed(config.train.seed, number, place))
+        location = view.coordinate((view.pipeline, *view.data_axes))
+        torch.manual_seed(mixed(config.train.seed, number, location))
         tokens, following = self._batch(number)
         result = self._scheduler.step(tokens, target=following)
         clip = config.gradients.clip_norm
@@ -230,8 +230,8 @@ class Trainer:
         model = job.model(topology=view)
         self._cut: Cut | None = job.cut(model)
         check_parameters(job.config, self._cut)
-        place = tuple(view.coordinate(axis) for axis in job.config.parallel.dimensions)
-        return place, digests_of(model)
+        location = tuple(view.coordinate(axis) for axis in job.config.parallel.dimensions)
+        return location, digests_of(model)
 
     def _try_out(self) -> None:
         assert self._cut is not None
@@ -260,7 +260,6 @@ class Trainer:
             loss_fn=_cross_entropy,
             tied=self._cut.tied,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
-            master_dtype=job.master_dtype,
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync
@@ -285,7 +284,7 @@ class Trainer:
         """Makes the optimizer of what this rank steps, which may be nothing."""
         config = self.job.config
         self._kept = try_out_optimizer(config, self._device)
-        if any(share.sharded for share in self.sync.plan.shares):
+        if any(main_range.sharded for main_range in self.sync.plan.main_ranges):
             self.job.check_optimizer()
         groups = self.sync.optimizer_parameters(partial(group_of, config))
         self._optimizer = make_optimizer(config, groups)

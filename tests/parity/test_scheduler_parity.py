@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from pipegrad import Schedule, Scheduler, find_tied, schedules
+from pipegrad import Scheduler, find_tied, schedules
+from pipegrad.schedules import Schedule
 from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import loss_of
 from tests.support.pipeline.schedulers import (

@@ -55,9 +55,11 @@ def test_the_commands_are_found() -> None:
     assert len(COMMANDS) == 4
 
 
-def test_the_picture_is_what_the_script_draws() -> None:
-    drawn = runpy.run_path(str(ROOT / "scripts" / "timeline.py"))["timeline"]()
-    assert (ROOT / "docs" / "timeline.svg").read_text(encoding="utf-8") == drawn
+@pytest.mark.parametrize("name", ["config.md", "timeline.svg"])
+def test_what_is_made_of_code_is_up_to_date(name: str) -> None:
+    pages = runpy.run_path(str(ROOT / "scripts" / "docs"))["pages"]()
+    path = ROOT / "docs" / name
+    assert path.read_text(encoding="utf-8") == pages[path], "run scripts/docs"
 
 
 def prose(page: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pipegrad import Topology, TopologyError
+from pipegrad import Topology
+from pipegrad.errors import TopologyError
 
 V = (0, 1, 2, 3, 3, 2, 1, 0)
 

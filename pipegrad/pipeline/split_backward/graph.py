@@ -1,17 +1,19 @@
 """Split backward: the gradients of a stage's inputs now, those of its weights later.
 
-[Note: what waits] Of a backward nobody else waits for the products that are the gradients of weight
-matrices, a third of a step's compute. `backward_inputs` runs everything but them, in one pass of
-autograd that frees its graph, and keeps their two factors; `accumulate` multiplies them. Nothing is
-computed twice, and each use of a weight is a product of its own, so uses may be many, nested, or
-shared by stages. All else, such as biases, norms and embeddings, costs little and does not wait. So
-what is not known here is right as well: weights that an autograd function, or a compiled module,
-takes have their gradients early. So have those in a checkpoint, which would have to run forward
-once more for them: a stage that is to be recomputed and split says `Stage(recompute=True)`.
+[Note: what waits] The gradients of weight matrices are products. They are a third of a step's
+compute, and no other stage needs them. `backward_inputs` runs everything except these products, in
+one pass of autograd that frees its graph, and keeps their two factors. `accumulate` multiplies
+them. Nothing is computed twice. Each use of a weight is a product of its own, so uses may be many,
+nested, or shared by stages.
 
-A product waits if its weight comes from a parameter by nodes of one successor each, such as views
-and casts, and if everything that uses the parameter waits. It is autograd's graph that tells, so
-modules may do with their weights what they like.
+Everything else, such as biases, norms and embeddings, costs little and does not wait. If a weight
+goes into an autograd function or a compiled module, its gradient is computed at once, and is right
+too. The same holds for weights in a checkpoint, which would have to run its forward once more. For
+such a stage, `Stage(recompute=True)` does both.
+
+A product waits if two things hold. From its weight to a parameter there are only nodes with one
+successor, such as views and casts. And everything that uses the parameter waits. Both are read from
+autograd's graph, so modules may do with their weights what they like.
 """
 
 from __future__ import annotations
@@ -35,18 +37,19 @@ from pipegrad.pipeline.split_backward.products import (
 )
 
 PACKED = "saved-tensor hooks (checkpointing, offloading)"
-_BEGINS_AT_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"  # whether a backward can
-# A lookup makes a value, not a weight; the others are not to be run but as part of everything.
+# Whether a backward can begin at an autograd function.
+_BEGINS_AT_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
+# A lookup makes a value, not a weight. The others can run only as part of a whole backward.
 _NOT_IN_CHAINS = ("Embedding", "Index", "Gather", "CompiledFunction", "CheckpointFunction")
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What waits of the backward of a microbatch.
+    """The part of a microbatch's backward that waits.
 
     Attributes:
-        products: In the order in which autograd came by.
-        early: What kept weights' gradients from waiting.
+        products: In the order in which autograd reached them.
+        early: Names of nodes whose weights cannot wait.
     """
 
     products: list[WeightProduct]
@@ -62,10 +65,10 @@ def backward_inputs(
     """Runs a backward, all but the products that can wait: see [Note: what waits].
 
     Args:
-        roots: What the forward made.
-        gradients: Of the roots.
-        parameters: The ids of those whose gradients may wait.
-        marked: Those of them that were marked when there were no graphs: see [Note: direct].
+        roots: The outputs of the forward.
+        gradients: The gradients of the roots.
+        parameters: Ids of the parameters whose gradients may wait.
+        marked: Ids of those that were marked when there were no graphs: see [Note: direct].
 
     Sync: as `torch.autograd.backward`.
     """
@@ -75,6 +78,9 @@ def backward_inputs(
         return Waiting([], graph.early)
     arrived = list[WeightProduct]()
     bare = [leaf for node in graph.leaves if (leaf := node.variable).grad is None]
+    # A node computes the gradient of an argument only if that leads to a needed node. The leaves of
+    # waiting weights are not needed, so their products are not computed. The nodes of products are
+    # needed themselves: some of them may lead to nothing else.
     needed = [*graph.leaves, *graph.nodes]
     hooks = [
         node.register_prehook(partial(_arrive, product, arrived))
@@ -109,12 +115,12 @@ def _arrive(
 
 @dataclass(frozen=True)
 class _Graph:
-    """What autograd's graph says of a backward.
+    """What a backward runs at once, and what waits, read from autograd's graph.
 
     Attributes:
-        leaves: That have their gradients at once.
-        nodes: That multiplied, of the products that wait.
-        products: What waits.
+        leaves: Leaves that get their gradients at once.
+        nodes: The nodes of the forward's products, one for each product that waits.
+        products: The products that wait.
         early: As in `Waiting`.
     """
 
@@ -127,10 +133,10 @@ class _Graph:
 def _explore(
     roots: Sequence[Tensor], parameters: Collection[int], marked: Collection[int]
 ) -> _Graph:
-    """Finds out what must run now, and what can wait."""
+    """Returns what must run now, and what can wait."""
     stack = list(dict.fromkeys(get_gradient_edge(root).node for root in roots))
     seen, leaves = set(stack), dict[Node, None]()
-    found, early = list[tuple[Node, Node, WeightProduct]](), dict[str, None]()
+    candidates, early = list[tuple[Node, Node, WeightProduct]](), dict[str, None]()
     while stack:
         node = stack.pop()
         name = type(node).__name__
@@ -144,7 +150,7 @@ def _explore(
                     early[product] = None
                 else:
                     waits.add(index)
-                    found.append((node, leaf, product))
+                    candidates.append((node, leaf, product))
         elif _takes_parameters(node, parameters):
             early[name] = None
         for index, (successor, _) in enumerate(node.next_functions):
@@ -153,7 +159,9 @@ def _explore(
                 stack.append(successor)
     if any(_is_reentrant(name) for name in early):
         return _Graph(early=tuple(early))
-    waiting = [(node, product) for node, leaf, product in found if leaf not in leaves]
+    # A leaf that autograd reaches by another way gets a gradient now. Then none of its uses waits,
+    # since its hooks must see one sum.
+    waiting = [(node, product) for node, leaf, product in candidates if leaf not in leaves]
     return _Graph(
         leaves=tuple(leaves),
         nodes=tuple(node for node, _ in waiting),
@@ -167,7 +175,10 @@ def _products(
     parameters: Collection[int],
     marked: Collection[int],
 ) -> Iterator[tuple[int, Node, WeightProduct | str]]:
-    """Yields which arguments of a node wait, their leaves, and what waits, or what forbids it."""
+    """Yields the arguments of a node that may wait, with their leaves.
+
+    Behind them comes the product that waits, or a string that says why it cannot.
+    """
     for index, known in PRODUCTS[type(node).__name__].items():
         successor, number = node.next_functions[index]
         chain = _chain(successor, parameters)
@@ -201,14 +212,14 @@ def _is_reentrant(name: str) -> bool:
 
 
 def _chain(node: Node | None, parameters: Collection[int]) -> tuple[Node, ...]:
-    """Returns the nodes from a weight to its parameter; none if it is not simply made of one."""
+    """Returns the nodes from a weight to its parameter; none if it is not made of one alone."""
     chain = list[Any]()
     while node is not None:
         chain.append(node)
         name = type(node).__name__
         if name == LEAF:
             return tuple(chain) if id(chain[-1].variable) in parameters else ()
-        successors = [found for found, _ in node.next_functions if found is not None]
+        successors = [successor for successor, _ in node.next_functions if successor is not None]
         if len(successors) != 1 or name in PRODUCTS or name.startswith(_NOT_IN_CHAINS):
             return ()
         (node,) = successors

@@ -1,4 +1,4 @@
-"""Products of a weight and something else, whose gradients of the weight wait."""
+"""Products of a weight and an operand. The gradient of the weight is a product too, and waits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class WeightProduct:
     """A use of a weight, whose gradient waits.
 
     Attributes:
-        parameter: Whose gradient this is a part of.
-        edge: Where the gradient of the weight goes, on its way to the parameter.
-        operand: What the weight was multiplied with.
+        parameter: The parameter that the weight is made of.
+        edge: The edge of autograd's graph by which the weight's gradient goes to the parameter.
+        operand: The factor that the weight was multiplied with.
         rule: How to compute the gradient of the weight.
-        is_direct: Whether nothing but a transposition is on that way: see [Note: direct].
-        gradient: Of what was made with the weight; None until autograd has come there.
+        is_direct: Whether that way has at most a transposition: see [Note: direct].
+        gradient: The gradient of the forward's product; None until autograd has computed it.
     """
 
     parameter: nn.Parameter
@@ -47,15 +47,15 @@ class WeightProduct:
         self._gradient_version = gradient._version
 
     def keep_apart(self, taken: Collection[int]) -> None:
-        """Copies the gradient, if it lies at one of these addresses, where others will write."""
+        """Copies the gradient if it lies at one of these addresses, which will be overwritten."""
         if self.gradient is not None and self.gradient.untyped_storage().data_ptr() in taken:
             self.keep(self.gradient.clone())
 
     def factors(self) -> Factors:
-        """Returns what the gradient is the product of.
+        """Returns the factors of the weight's gradient.
 
         Raises:
-            StepError: If what it is computed from has been changed meanwhile.
+            StepError: If one of them has been changed in place meanwhile.
         """
         assert self.gradient is not None
         versions = self.operand._version, self.gradient._version
@@ -69,7 +69,7 @@ class WeightProduct:
 
     @property
     def adds_directly(self) -> bool:
-        """Whether it may be added to the parameter's gradient as it is."""
+        """Whether the product may be added to the parameter's gradient without autograd."""
         grad = self.parameter.grad
         return (
             self.is_direct
@@ -82,15 +82,15 @@ class WeightProduct:
 
 
 def accumulate(products: Sequence[WeightProduct]) -> None:
-    """Adds all that waits of some parameters in a microbatch to their gradients.
+    """Adds the waiting products of some parameters in a microbatch to their gradients.
 
-    Autograd brings it there, in one pass: so hooks of a parameter, and whatever else lies between
-    a weight and its parameter, see the sum of all uses, as in a whole backward. Where nothing lies
-    between, products are added as they are computed, without memory of their own.
+    One pass of autograd adds them. So hooks of a parameter, and all nodes between a weight and its
+    parameter, see the sum of all uses, as in a whole backward. If nothing is between the two, a
+    product is added while it is computed, without memory of its own.
 
     Sync: all on the current stream.
     """
-    found, added = dict[GradientEdge, Tensor](), dict[int, Any]()
+    by_edge, added = dict[GradientEdge, Tensor](), dict[int, Any]()
     indirect = {id(product.parameter) for product in products if not product.adds_directly}
     with torch.no_grad():
         for product in products:
@@ -103,30 +103,32 @@ def accumulate(products: Sequence[WeightProduct]) -> None:
             gradient = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
             if product.rule.is_transposed:
                 gradient = gradient.mT
-            found[edge] = found[edge] + gradient if edge in found else gradient
+            by_edge[edge] = by_edge[edge] + gradient if edge in by_edge else gradient
         for parameter in added.values():
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                 hook(parameter)
-        if found:  # other microbatches may come by the same nodes: casts that autocast keeps
-            torch.autograd.backward(list(found), list(found.values()), retain_graph=True)
+        if by_edge:
+            # Microbatches may share nodes, such as casts that autocast keeps. So the graph stays.
+            torch.autograd.backward(list(by_edge), list(by_edge.values()), retain_graph=True)
 
 
-# [Note: direct] Autograd adds to a parameter's gradient in a node, which may have hooks of its own
-# that nobody can ask for. It lives as long as a graph that ends in it, or whoever holds it for its
-# hooks. So nodes are marked when there are no graphs, between steps, and let go of: a mark that is
-# seen again in the next step tells that somebody holds the node, and all goes through it.
+# [Note: direct] Autograd adds to a parameter's gradient in a node. The node may have hooks of its
+# own, and torch has no way to list them. Whoever wants hooks there must hold the node, or it dies
+# with the last graph that ends in it. So nodes are marked between steps, when there are no graphs,
+# and not held. If the mark is still there in the next step, then somebody holds the node, and its
+# gradients go through it. If the mark is gone, the node is new and has no hooks.
 _MARK = "pipegrad"
 
 
 def mark(parameters: Iterable[Tensor]) -> None:
-    """Marks the nodes that add to parameters' gradients; to be called when there are no graphs."""
+    """Marks the nodes that add to parameters' gradients; call it when there are no graphs."""
     for parameter in parameters:
         node: Any = get_gradient_edge(parameter).node
         node.metadata[_MARK] = True
 
 
 def is_direct(chain: Sequence[Node]) -> bool:
-    """Whether nothing but a transposition is between a weight and its parameter."""
+    """Whether there is at most a transposition between a weight and its parameter, and no mark."""
     kinds, leaf = [kind_of(step) for step in chain], chain[-1]  # type: tuple[list[str], Any]
     return kinds in ([LEAF], ["TBackward0", LEAF]) and _MARK not in leaf.metadata
 
@@ -138,8 +140,8 @@ class Rule(NamedTuple):
     """How to compute the gradient of a weight.
 
     Attributes:
-        factors: Given operand and gradient, returns what it is the product of.
-        is_transposed: Whether that is its transpose: laid out as linear layers hold their weights.
+        factors: Takes operand and gradient, returns the factors of the weight's gradient.
+        is_transposed: Whether their product is its transpose, as linear layers hold their weights.
     """
 
     factors: Callable[[Tensor, Tensor], Factors]
@@ -150,9 +152,9 @@ class Known(NamedTuple):
     """A kind of product.
 
     Attributes:
-        operand: The name under which its node saved what the weight was multiplied with.
-        rule: Given the node, and the nodes from the weight to its parameter, returns how to compute
-            the gradient of the weight; None if this product is not known after all.
+        operand: The name under which its node saved the factor that is no weight.
+        rule: Takes the node, and the nodes from the weight to its parameter. Returns how to compute
+            the gradient of the weight; None if this product cannot wait.
     """
 
     operand: str
@@ -184,12 +186,12 @@ def _kernel(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
     shape = leaf.variable.shape
 
     def factors(image: Tensor, gradient: Tensor) -> Factors:
-        kernel = gradient.new_empty(1).expand(shape)  # nobody reads it
-        asked = [False, True, False]
-        _, found, _ = torch.ops.aten.convolution_backward(
-            gradient, image, kernel, None, *options, asked
+        kernel = gradient.new_empty(1).expand(shape)  # only its shape is read
+        output_mask = [False, True, False]  # the gradient of the kernel alone
+        _, gradient_of_kernel, _ = torch.ops.aten.convolution_backward(
+            gradient, image, kernel, None, *options, output_mask
         )
-        return (found,)
+        return (gradient_of_kernel,)
 
     return Rule(factors)
 
@@ -204,5 +206,5 @@ PRODUCTS: dict[str, dict[int, Known]] = {
 
 
 def kind_of(node: Node) -> str:
-    """Returns what kind of node autograd says it is."""
+    """Returns the kind of a node, which is the name of its class."""
     return type(node).__name__

@@ -1,4 +1,4 @@
-"""What waits of this rank's backwards in a step, and which parameters are final."""
+"""The weights' gradients that I leaves to W, and which parameters are final."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.pipeline.split_backward.graph import PACKED, backward_inputs
 from pipegrad.pipeline.split_backward.products import WeightProduct, accumulate, mark
 
-_AT_ONCE_BYTES = 2**18  # of weights' gradients in one pass of autograd, which costs some 20 us
+_AT_ONCE_BYTES = 2**18  # one pass of autograd costs some 20 us, so small weights share one
 
 
 class WeightGradients:
     """The weights' gradients that I leaves to W.
 
-    A parameter is final once its stage has computed all its inputs' gradients and nothing of its
-    own waits; that is known of each one alone, and needs no hooks.
+    A parameter is final when its stage has computed all gradients of its inputs and no product of
+    the parameter waits. Products are counted for each parameter, so no hooks are needed.
 
     Args:
-        modules: This rank's, by stage.
-        sync: Told of final parameters.
+        modules: The modules of this rank, by stage.
+        sync: The gradient layer. It learns which parameters are final.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], sync: GradientSync) -> None:
         self._modules = modules
         self._sync = sync
-        self._told = set[int]()
+        self._warned = set[int]()  # stages
         self._parameters: dict[int, dict[int, nn.Parameter]] = {}  # by stage and id, in a step
         self._marked: dict[int, nn.Parameter] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of everything of a step; there are no graphs any more."""
+        """Lets go of everything of a step. No graph of it may be left: see [Note: direct]."""
         self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
         self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
         self._inputs_are_final = set[int]()
@@ -53,20 +53,20 @@ class WeightGradients:
         gradients: Sequence[Tensor | None],
         lent: Collection[int],
     ) -> None:
-        """Computes the gradients of a stage's inputs, and of what does not wait.
+        """Computes the gradients of a stage's inputs, and those of weights that cannot wait.
 
         Args:
-            stage: Whose.
-            microbatch: Which.
-            roots: What its forward made.
-            gradients: Of the roots.
-            lent: Addresses of the buffers that others will write into.
+            stage: The stage.
+            microbatch: The microbatch.
+            roots: The outputs of its forward.
+            gradients: The gradients of the roots.
+            lent: Addresses of receive buffers, which the next receives will write into.
         """
         if stage not in self._parameters:
             self._parameters[stage] = {id(p): p for p in self._modules[stage].parameters()}
         waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked)
-        if waiting.early and stage not in self._told:
-            self._told.add(stage)
+        if waiting.early and stage not in self._warned:
+            self._warned.add(stage)
             advice = "; Stage(recompute=True) can be both" if PACKED in waiting.early else ""
             warnings.warn(
                 f"stage {stage}: the gradients of weights under {', '.join(waiting.early)} are "
@@ -75,50 +75,58 @@ class WeightGradients:
                 stacklevel=2,
             )
         for product in waiting.products:
+            # The gradient of an output may lie in a receive buffer that is free after I, before W
+            # reads it.
             product.keep_apart(lent)
             self._counts[stage][id(product.parameter)] += 1
         self._waiting[stage, microbatch] = waiting.products
 
     def inputs_are_final(self, stage: int, _microbatch: int) -> None:
-        """Says which parameters are final now that nothing but weights' gradients is left."""
+        """Passes on the final parameters of a stage whose inputs have all their gradients."""
         self._inputs_are_final.add(stage)
         counts = self._counts[stage]
         final = [p for key, p in self._parameters[stage].items() if not counts[key]]
         self._sync.parameters_final(stage, final)
 
     def compute(self, stage: int, microbatch: int) -> None:
-        """Computes what waits of a microbatch."""
+        """Computes the waiting products of a microbatch."""
         products = self._waiting[stage, microbatch]
         del self._waiting[stage, microbatch]
         self._accumulate(stage, products)
 
     def compute_shared(self, stage: int, _microbatch: int) -> None:
-        """Computes what waits of the parameters that other ranks hold too, of all microbatches."""
+        """Computes the waiting products of parameters that other ranks hold too.
+
+        It does so for all microbatches: other ranks wait for these gradients, so they come before
+        the rest of the weights.
+        """
         crosses = self._sync.topology.crosses
         records = self._sync.records()
         shared = {id(self._sync.parameter(r)) for r in records if crosses(r.holders)}
         for at, microbatch in self._waiting:
             if at == stage:
                 products = self._waiting[stage, microbatch]
-                first = [p for p in products if id(p.parameter) in shared]
+                of_shared = [p for p in products if id(p.parameter) in shared]
                 products[:] = [p for p in products if id(p.parameter) not in shared]
-                self._accumulate(stage, first)
+                self._accumulate(stage, of_shared)
 
     def _accumulate(self, stage: int, products: list[WeightProduct]) -> None:
         """Computes products of a microbatch, a few at a time; lets go of each."""
+        # All uses of a weight go together, since its hooks must see their sum. The list is emptied
+        # first, so that the factors of each product are freed as soon as it is computed.
         by_parameter: dict[int, list[WeightProduct]] = {}
         for product in products:
             by_parameter.setdefault(id(product.parameter), []).append(product)
         products.clear()
-        some, nbytes = list[WeightProduct](), 0
+        chunk, nbytes = list[WeightProduct](), 0
         while by_parameter:
             uses = by_parameter.pop(next(iter(by_parameter)))
-            some += uses
+            chunk += uses
             nbytes += sum(use.parameter.nbytes for use in uses)
             if nbytes >= _AT_ONCE_BYTES or not by_parameter:
-                accumulate(some)
-                self._became_complete(stage, some)
-                some, nbytes = [], 0
+                accumulate(chunk)
+                self._became_complete(stage, chunk)
+                chunk, nbytes = [], 0
 
     def _became_complete(self, stage: int, products: Sequence[WeightProduct]) -> None:
         counts, final = self._counts[stage], list[nn.Parameter]()

@@ -309,9 +309,9 @@ class PlayedRank:
             left = sorted(Action(i >> KIND_BITS, KINDS[i & KIND_MASK], m) for i, m in self._due)
             said = ", ".join(map(str, left[:5]))
             raise ScheduleError(f"never computed: {said}\n{program.schedule.marked(left)}")
-        mirrored = {n for n in self.launched if program.collectives[n].readers}
-        if mirrored != set(self.published):
-            names = [program.collectives[n].name for n in sorted(mirrored - {*self.published})]
+        awaited = {n for n in self.launched if program.collectives[n].readers}
+        if awaited != set(self.published):
+            names = [program.collectives[n].name for n in sorted(awaited - {*self.published})]
             self.refuse(f"never published: {names}")
         local = {s for s, place in enumerate(self._places) if place == self.rank}
         if not program.forward_only and self._final != local:

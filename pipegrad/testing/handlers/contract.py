@@ -15,7 +15,9 @@ from unittest import SkipTest
 
 import torch
 
-from pipegrad import ParameterRecord, Plan, PluginOptionError, Topology, handlers
+from pipegrad import ParameterRecord, Topology, handlers
+from pipegrad.errors import PluginOptionError
+from pipegrad.plan.plan import Plan
 from pipegrad.testing.handlers import hash_seeds, scenario
 from pipegrad.testing.handlers.scenario import STEPS, TOPOLOGIES, Piece, Seen, Specs
 from pipegrad.testing.ranks import run_ranks

@@ -18,19 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 
-from pipegrad import (
-    DriftError,
-    GradientSync,
-    HandlerSpec,
-    Manifest,
-    ParameterRecord,
-    Plan,
-    StepError,
-    Topology,
-    handlers,
-    make_manifest,
-    make_plan,
-)
+from pipegrad import GradientSync, ParameterRecord, Topology, handlers, make_manifest, make_plan
+from pipegrad.errors import DriftError, StepError
+from pipegrad.model.manifest import Manifest
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import Plan
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing.ordering.checker import OrderChecker
 
 Specs = Sequence[str | Mapping[str, object]]
@@ -133,7 +126,7 @@ def plans_as_text(specs: Specs) -> str:
 
 def plan(topology: Topology, chosen: Sequence[tuple[str, Any]]) -> Plan:
     """Returns the plan of ``topology.rank``, made offline."""
-    return make_plan(_manifest(topology), topology, chosen, **_OPTIONS)
+    return make_plan(_manifest(topology), topology, chosen, GradientOptions(**_OPTIONS))
 
 
 def records(topology: Topology) -> tuple[ParameterRecord, ...]:
@@ -239,7 +232,7 @@ def _pieces(sync: GradientSync) -> Pieces:
             one.begin + one.tensor.numel(),
             None if one.tensor.grad is None else one.tensor.grad.flatten().clone(),
         )
-        for one in sync.stepped()
+        for one in sync.main_parameters()
     }
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.optimizer.main_params import Stepped
+from pipegrad.optimizer.main_params import MainParameter
 from pipegrad.train.checkpoint.checksums import (
     METADATA,
     CheckedWriter,
@@ -69,16 +69,16 @@ class State:
         self._kept: tuple[Tensor, bool] | None = None  # as packed, and whether it is this rank's
         self.kept: dict[str, Any] = {}
         # A key is "stage.name" at the lowest stage that holds it, and names are the uncut model's.
-        places = Places(sync.topology, sync.plan)
-        self._place_of_buffers = places.of()
-        names = {r.key: r.key.partition(".")[2] + places.of(r.key) for r in sync.records()}
+        locations = Places(sync.topology, sync.plan)
+        self._place_of_buffers = locations.of()
+        names = {r.key: r.key.partition(".")[2] + locations.of(r.key) for r in sync.records()}
         self._parameters = {names[record.key]: sync.parameter(record) for record in sync.records()}
-        self._stepped = {names[one.record.key]: one for one in sync.stepped()}
+        self._main_parameters = {names[one.record.key]: one for one in sync.main_parameters()}
         self._modules = modules
         self._own = {
             name for m in modules.values() for name, _ in m.named_parameters(remove_duplicate=False)
         }
-        for name, one in self._stepped.items():
+        for name, one in self._main_parameters.items():
             if one.sharded and not self._parameters[name].is_contiguous():
                 raise PlanError(
                     f"{name!r} is sharded and not contiguous, so its rows fit into no other cut's "
@@ -118,7 +118,7 @@ class State:
         told = "what handlers keep"
         agree(told, lambda: kept.update(self._pack()), timeout_seconds=_PACK_SECONDS)
         state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
-        for name, one in self._stepped.items():
+        for name, one in self._main_parameters.items():
             if one.copied:
                 state[f"stored.{name}"] = _row(one, one.tensor)
             for key, value in self._optimizer.state.get(one.tensor, {}).items():
@@ -178,9 +178,9 @@ class State:
         """Refuses optimizer state of a shape that no rows can be taken of."""
         for key, found in metadata.state_dict_metadata.items():
             name = self._owner(key)
-            if name not in self._stepped or not isinstance(found, TensorStorageMetadata):
+            if name not in self._main_parameters or not isinstance(found, TensorStorageMetadata):
                 continue
-            one = self._stepped[name]
+            one = self._main_parameters[name]
             if one.sharded and tuple(found.size) not in ((), (one.record.numel,)):
                 config.refuse(
                     "train.resume",
@@ -199,8 +199,8 @@ class State:
         state = {STEP: torch.tensor(0), **{key: held[key].contiguous().clone() for key in held}}
         for key, found in metadata.state_dict_metadata.items():
             name = self._owner(key)
-            if isinstance(found, TensorStorageMetadata) and name in self._stepped:
-                one, dtype = self._stepped[name], found.properties.dtype
+            if isinstance(found, TensorStorageMetadata) and name in self._main_parameters:
+                one, dtype = self._main_parameters[name], found.properties.dtype
                 each = tuple(found.size) == (one.record.numel,)
                 made = torch.empty_like(one.tensor, dtype=dtype, device="cpu").detach()
                 state[key] = _row(one, made) if each else torch.empty(found.size, dtype=dtype)
@@ -213,7 +213,7 @@ class State:
             if not torch.equal(tensor, state[key]):
                 tensor.copy_(state[key])
         self._sync.synchronize_parameters()
-        for name, one in self._stepped.items():
+        for name, one in self._main_parameters.items():
             stored = state.get(f"stored.{name}")
             if one.copied and isinstance(stored, Row):
                 one.tensor.detach().copy_(stored.local.view_as(one.tensor))
@@ -243,8 +243,8 @@ class State:
         told["state"] = {}
         for key, value in state.items():
             name = self._owner(key)
-            if key.startswith("optimizer.") and name in self._stepped:
-                tensor = self._stepped[name].tensor
+            if key.startswith("optimizer.") and name in self._main_parameters:
+                tensor = self._main_parameters[name].tensor
                 found = value.local.view_as(tensor) if isinstance(value, Row) else value
                 kept = told["state"].setdefault(index[id(tensor)], {})
                 kept[key.rpartition(".")[2]] = found
@@ -311,7 +311,7 @@ def _listed(keys: set[str]) -> str:
     return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
 
 
-def _row(one: Stepped, found: Tensor) -> Row:
+def _row(one: MainParameter, found: Tensor) -> Row:
     """Returns something of each element that a rank steps as part of the whole."""
     return Row.of(found.detach().reshape(-1), one.begin, one.record.numel)
 

@@ -26,9 +26,9 @@ class Row(Tensor):
     def of(local: Tensor, begin: int, numel: int) -> Row:
         """Returns what is here, flat and contiguous, in its place of `numel` elements."""
         whole = torch.empty((), dtype=local.dtype, device=local.device).expand(numel)
-        row = whole.as_subclass(Row)
-        row.local, row.begin = local, begin
-        return row
+        shard = whole.as_subclass(Row)
+        shard.local, shard.begin = local, begin
+        return shard
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)

@@ -30,12 +30,16 @@ class Places:
         view = self._view
         # Replicas along "dp" are one parameter, even if nobody makes them equal: but for experts.
         one = {view.pipeline, *(() if key in self._divisors else ("dp",))}
-        hops = [set(hop.ranks) for hop in self._routes.get(key or "", ())]
+        reduction_steps = [
+            set(reduction_step.ranks) for reduction_step in self._routes.get(key or "", ())
+        ]
         apart = [
             f"{axis}={view.coordinate(axis)}"
             for axis, size in view.axes
             if size > 1 and axis not in one
-            if not any(set(view.ranks_along(axis)) <= hop for hop in hops)
+            if not any(
+                set(view.ranks_along(axis)) <= reduction_step for reduction_step in reduction_steps
+            )
         ]
         return f"[{','.join(apart)}]" if apart else ""
 
@@ -66,8 +70,8 @@ def _places(keys: set[str]) -> dict[str, set[str]]:
     """Returns keys without their places -> the places."""
     found: dict[str, set[str]] = {}
     for key in keys:
-        stem, place = _parted(key)
-        found.setdefault(stem, set()).add(place)
+        stem, location = _parted(key)
+        found.setdefault(stem, set()).add(location)
     return found
 
 
@@ -77,5 +81,5 @@ def _parted(key: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else (key, "")
 
 
-def _in_words(places: set[str]) -> str:
-    return " ".join(place or "(everywhere the same)" for place in sorted(places))
+def _in_words(locations: set[str]) -> str:
+    return " ".join(location or "(everywhere the same)" for location in sorted(locations))

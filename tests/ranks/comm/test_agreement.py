@@ -10,8 +10,9 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from pipegrad import AgreementError, PlanError, agree
+from pipegrad.comm.agreement import agree
 from pipegrad.comm.failures import FailureNotice
+from pipegrad.errors import AgreementError, PlanError
 from pipegrad.testing import run_ranks
 
 Outcome = tuple[str, str]

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipegrad import Topology, TopologyError
+from pipegrad import Topology
+from pipegrad.errors import TopologyError
 from pipegrad.testing import run_ranks
 
 

@@ -13,17 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipegrad import (
-    GradientAccessor,
-    GradientSync,
-    MainGrad,
-    Scheduler,
-    Stage,
-    StepError,
-    Topology,
-    attach,
-    find_tied,
-)
+from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach, find_tied
+from pipegrad.errors import StepError
+from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.testing import OrderChecker, run_ranks
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import error
@@ -85,7 +77,7 @@ def megatron(schedule: str, accumulate: int) -> dict[str, Any]:
     sync = scheduler.sync
     optimizer = torch.optim.AdamW(sync.optimizer_parameters(), lr=1e-2, eps=ADAM_EPS)
     true_optimizer = torch.optim.AdamW(true.parameters(), lr=1e-2, eps=ADAM_EPS)
-    stepped = {one.record.name: one.tensor for one in sync.stepped()}
+    stepped = {one.record.name: one.tensor for one in sync.main_parameters()}
     errors, early = dict[str, float](), list[int]()
     with OrderChecker() as checker:
         for step in range(3):
@@ -99,10 +91,10 @@ def megatron(schedule: str, accumulate: int) -> dict[str, Any]:
                 errors[f"{step} loss {part}"] = error(loss, low_step(true, tokens, target, 4))
             early.append(sync.statistics().early)
             assert all(p.grad is None for p in module.parameters())
-            mains = [MainGrad().read(sync.parameter(one.record)) for one in sync.stepped()]
+            mains = [MainGrad().read(sync.parameter(one.record)) for one in sync.main_parameters()]
             assert all(
                 (m is None) == (s.tensor.grad is None)
-                for m, s in zip(mains, sync.stepped(), strict=True)
+                for m, s in zip(mains, sync.main_parameters(), strict=True)
             )
             norm = sync.clip_grad_norm_(0.5)
             errors[f"{step} norm"] = error(norm, nn.utils.clip_grad_norm_(true.parameters(), 0.5))
@@ -165,7 +157,7 @@ def torchs_split() -> dict[str, float]:
         x, target = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
         schedule.step(*([x] if 0 in modules else []), target=target if 3 in modules else None)
         nn.functional.mse_loss(true(x), target).backward()
-        for one in sync.stepped():
+        for one in sync.main_parameters():
             goal = true.get_parameter(f"{one.record.stage}.{one.record.name}")
             errors[f"{step} {one.record.key}"] = error(one.tensor.grad, goal.grad)
             one.tensor.grad = None
@@ -276,7 +268,7 @@ def fused() -> list[Tensor]:
         module(x).sum().backward()
         sync.stage_final(0)
         sync.finish()
-        (one,) = sync.stepped()
+        (one,) = sync.main_parameters()
         assert one.tensor.grad is not None
         found.append(one.tensor.grad.clone())
         one.tensor.grad = None

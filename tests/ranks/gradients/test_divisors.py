@@ -11,14 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    GradientHandler,
-    GradientSync,
-    ParameterRecord,
-    PlanError,
-    Reduction,
-    Topology,
-)
+from pipegrad import GradientHandler, GradientSync, ParameterRecord, Reduction, Topology
+from pipegrad.errors import PlanError
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.expert_parallel import ExpertParallel
@@ -46,12 +41,14 @@ def alone(ps: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
 
 def test_a_plan_lists_those_that_are_not_one_and_drops_the_free_hop_only() -> None:
     handlers = [say(over("dp", 2.5, "a")), ("other", say(alone)[1]), SHARED]
-    plans = make_plans(MODEL, PIPELINE, handlers, **OPTIONS)
+    plans = make_plans(MODEL, PIPELINE, handlers, GradientOptions(**OPTIONS))
     assert plans[0].divisors == plans[1].divisors == (("0.a", 2.5),)
     assert plans[2].divisors == plans[3].divisors == (("1.b", 3.0),)
     assert "1.b" not in dict(plans[2].routes)
     assert str(plans[0]).splitlines()[1] == "divided by 2.5 before they leave: 0.a"
-    without = make_plans(MODEL, PIPELINE, [say(over("dp", 1, "a")), SHARED], **OPTIONS)
+    without = make_plans(
+        MODEL, PIPELINE, [say(over("dp", 1, "a")), SHARED], GradientOptions(**OPTIONS)
+    )
     assert without[0].divisors == ()
     assert "divided" not in str(without[0])
     assert without[0].digest != plans[0].digest
@@ -59,7 +56,7 @@ def test_a_plan_lists_those_that_are_not_one_and_drops_the_free_hop_only() -> No
 
 def test_several_divisors_of_one_gradient_are_multiplied() -> None:
     handlers = [say(over("dp", 2, "emb", "head")), ("x", say(over("pp", 3, "emb", "head"))[1])]
-    plans = make_plans(MODEL, PIPELINE, handlers, **OPTIONS)
+    plans = make_plans(MODEL, PIPELINE, handlers, GradientOptions(**OPTIONS))
     assert all(plan.divisors == (("0.emb", 6.0),) for plan in plans.values())
 
 
@@ -90,7 +87,9 @@ def test_several_divisors_of_one_gradient_are_multiplied() -> None:
 )
 def test_divisors_that_are_none_are_refused(mistake: Reductions, fragments: list[str]) -> None:
     with pytest.raises(PlanError) as caught:
-        make_plans(MODEL, PIPELINE, [say(mistake)], allow_unsynced=["*"], **OPTIONS)
+        make_plans(
+            MODEL, PIPELINE, [say(mistake)], GradientOptions(allow_unsynced=["*"], **OPTIONS)
+        )
     assert all(fragment in str(caught.value) for fragment in ["handler", *fragments])
 
 
@@ -104,7 +103,7 @@ def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
         ("ep", ExpertParallel(placement="shard")),
         ("pipeline-shared", PipelineShared(placement="owner")),
     ]
-    plans = make_plans(model, mesh, handlers, **OPTIONS)
+    plans = make_plans(model, mesh, handlers, GradientOptions(**OPTIONS))
     assert len({plan.digest for plan in plans.values()}) == 1
     routes = {key: list(map(str, route)) for plan in plans.values() for key, route in plan.routes}
     assert routes == {
@@ -116,7 +115,9 @@ def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
     }
     assert plans[5].divisors == (("0.experts", 2.0),)
     assert plans[15].divisors == (("1.experts.whole", 2.0),)
-    dense = make_plans(model, mesh, [handlers[0], ("dp", Sharded()), handlers[2]], **OPTIONS)
+    dense = make_plans(
+        model, mesh, [handlers[0], ("dp", Sharded()), handlers[2]], GradientOptions(**OPTIONS)
+    )
     assert [str(h) for h in dict(dense[3].routes)["0.experts"]] == ["shard-mean(dp+ep)"]
 
 

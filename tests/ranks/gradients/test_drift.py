@@ -145,13 +145,13 @@ def looked() -> Any:
     module = stage(w=(4,))
     sync = replicated(module)
     found: list[int] = []
-    look = sync._drift.refuse_growing
+    look = sync._parts.drift.refuse_growing
 
     def note(num_steps: int) -> None:
         found.append(num_steps)
         look(num_steps)
 
-    sync._drift.refuse_growing = note  # type: ignore[method-assign]
+    sync._parts.drift.refuse_growing = note  # type: ignore[method-assign]
     steps(sync, module, torch.optim.SGD(module.parameters(), lr=1.0), num=9, accumulate=2)
     return found
 

@@ -20,8 +20,9 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.optim import optimizer as optimizers
 
-from pipegrad import Bucketer, GradientSync, MainGrad, Topology, agree
+from pipegrad import Bucketer, GradientSync, MainGrad, Topology
 from pipegrad.comm import agreement, failures
+from pipegrad.comm.agreement import agree
 from pipegrad.comm.ending import cut
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
@@ -73,9 +74,9 @@ def resources() -> dict[str, int]:
 
 def train(sync: GradientSync, module: nn.Module) -> None:
     step(sync, module, w=1.0)
-    if sync.stepped():
+    if sync.main_parameters():
         with torch.no_grad():
-            for one in sync.stepped():
+            for one in sync.main_parameters():
                 one.tensor.add_(1.0)
     sync.optimizer_parameters()
     sync.publish()
@@ -354,7 +355,7 @@ def timeouts() -> Any:
     module = stage(w=[4])
     sync = pair(module)
     groups = [
-        *sync._groups.made,
+        *sync._parts.groups.made,
         Topology.create(pipeline=2).group_along("pp"),
         Topology.create(pipeline=2).group_along("dp"),
     ]

@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import (
-    Exchange,
     GradientHandler,
     GradientSync,
     ParameterRecord,
     Placement,
-    PlanError,
     Reduction,
     Topology,
     make_manifest,
     make_plan,
 )
+from pipegrad.errors import PlanError
 from pipegrad.plan.buckets import Bucket, Slot
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plugins.handler import Exchange
 from pipegrad.reduce.pair_exchange import Rows, rows_of
 from pipegrad.testing import OrderChecker, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
@@ -100,8 +101,8 @@ def by_exchange(how: Exchange, handlers: Sequence[Any], **options: Any) -> Any:
                     parameter.grad = given.clone()
             sync.stage_final(here)
             sync.finish()
-            found.append({one.record.name: bits(one.tensor.grad) for one in sync.stepped()})
-            for one in sync.stepped():
+            found.append({one.record.name: bits(one.tensor.grad) for one in sync.main_parameters()})
+            for one in sync.main_parameters():
                 one.tensor.grad = None
         sync.close()
     return found, list(map(str, checker.violations)), str(sync.plan)
@@ -226,7 +227,7 @@ def test_an_exchange_of_others_is_refused_by_name(
     manifest = make_manifest({0: nn.Linear(2, 2)}, topology)
     asked = [("mine", Exchanging(ranks, placement, how))]
     with pytest.raises(PlanError, match=complaint):
-        make_plan(manifest, topology, asked, bucket_bytes=2**20)
+        make_plan(manifest, topology, asked, GradientOptions(bucket_bytes=2**20))
 
 
 def test_an_exchange_comes_last() -> None:
@@ -243,7 +244,7 @@ def test_an_exchange_comes_last() -> None:
 
     asked = [("pairs", Pairs()), ("pipeline-shared", PipelineShared())]
     with pytest.raises(PlanError, match="an exchange must come last"):
-        make_plan(manifest, topology, asked, bucket_bytes=2**20)
+        make_plan(manifest, topology, asked, GradientOptions(bucket_bytes=2**20))
 
 
 def test_another_exchange_is_another_bucket() -> None:
@@ -257,5 +258,5 @@ def test_another_exchange_is_another_bucket() -> None:
             how: Exchange = "pairwise" if record.name == "bias" else "asymmetric"
             return Reduction(record, ranks, exchange=how)
 
-    plan = make_plan(manifest, topology, [("mixed", Mixed())], bucket_bytes=2**20)
+    plan = make_plan(manifest, topology, [("mixed", Mixed())], GradientOptions(bucket_bytes=2**20))
     assert [bucket.route[0].exchange for bucket in plan.buckets] == ["pairwise", "asymmetric"]

@@ -15,14 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import (
-    Exchange,
-    GradientSync,
-    Topology,
-)
+from pipegrad import GradientSync, Topology
 from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
+from pipegrad.plugins.handler import Exchange
 from pipegrad.reduce import pair_exchange
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import outcome
@@ -157,11 +154,11 @@ def meet() -> dict[str, Any]:
 def watched(store: Any, name: str) -> Iterator[None]:
     """Says when both parts have left; takes nothing back before the first rank has gone on."""
     left: list[torch.Tensor] = []
-    pass_down, take_all = collectives.pass_down, pair_exchange.PairSum._take_all
+    reduce_chain, take_all = collectives.reduce_chain, pair_exchange.PairSum._take_all
     take_rows = pair_exchange.PairSum._take_rows
 
     def passed(tensor: torch.Tensor, *rest: Any) -> None:
-        pass_down(tensor, *rest)
+        reduce_chain(tensor, *rest)
         left.append(tensor)
         if len(left) == 2:
             store.set(f"{name} left", "")
@@ -174,7 +171,7 @@ def watched(store: Any, name: str) -> Iterator[None]:
         return taken
 
     with (
-        mock.patch.object(collectives, "pass_down", passed),
+        mock.patch.object(collectives, "reduce_chain", passed),
         mock.patch.object(pair_exchange.PairSum, "_take_all", late(take_all)),
         mock.patch.object(pair_exchange.PairSum, "_take_rows", late(take_rows)),
     ):

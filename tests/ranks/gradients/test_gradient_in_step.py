@@ -44,7 +44,7 @@ def hooked(change: Callable[[Tensor], object], *, inside: bool) -> Any:
 
     def register() -> None:
         def hook(parameter: Tensor) -> None:
-            launched.append(sync._reducer.num_launched)
+            launched.append(sync._parts.reducer.num_launched)
             assert parameter.grad is not None
             change(parameter.grad)
 
@@ -129,7 +129,7 @@ def kernels() -> Any:
     a = module.get_parameter("a")
     sync = tied(module, "a", accessor=MainGrad())
     sync.optimizer_parameters()
-    (one,) = sync.stepped()
+    (one,) = sync.main_parameters()
     found: list[Any] = []
 
     def compute(case: str) -> None:
@@ -251,7 +251,7 @@ def unequal() -> Any:
             compute(4, "a", "own")
             compute(4, "a", "own", "once")
         compute(2, "a", "own")
-        values = {s.record.name: s.tensor.grad for s in sync.stepped()}
+        values = {s.record.name: s.tensor.grad for s in sync.main_parameters()}
         found.append({n: None if g is None else g.tolist() for n, g in values.items()})
         sync.close()
     return found

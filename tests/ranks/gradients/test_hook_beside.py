@@ -14,8 +14,8 @@ from torch import nn
 from pipegrad import (
     FlatBucket,
     GradientSync,
-    Hop,
     Placement,
+    ReductionStep,
     Scheduler,
     Stage,
     Topology,
@@ -92,7 +92,9 @@ class InTurns(By):
 
     calls = 0
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         self.calls += 1
         if self.calls % 2:
             bucket.is_mean = True
@@ -186,7 +188,7 @@ def behind_a_shard() -> Any:
         sync = GradientSync({0: module}, at, handlers=[By("dp", Placement.SHARD), over])
         sync.optimizer_parameters()
         for _ in range(4):
-            for one in sync.stepped():
+            for one in sync.main_parameters():
                 one.tensor.grad = None
             sync.prepare()
             sync.stage_first_use(0)
@@ -195,7 +197,7 @@ def behind_a_shard() -> Any:
             sync.finish()
         found[name] = {
             one.record.name: set(one.tensor.grad.tolist())
-            for one in sync.stepped()
+            for one in sync.main_parameters()
             if one.tensor.grad is not None
         }
         sync.close()

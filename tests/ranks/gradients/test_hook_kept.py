@@ -10,20 +10,12 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-from pipegrad import (
-    CommunicationHook,
-    GradientSync,
-    Placement,
-    PlanError,
-    PluginError,
-    ReduceError,
-    Topology,
-    handlers,
-)
+from pipegrad import CommunicationHook, GradientSync, Placement, Topology, handlers
+from pipegrad.errors import PlanError, PluginError, ReduceError
 from pipegrad.plan.buckets import Slot
 from pipegrad.reduce import power_sgd
 from pipegrad.reduce.ddp_hooks import TorchBucket
-from pipegrad.reduce.reductions import HopBucket
+from pipegrad.reduce.reductions import StepBucket
 from tests.support.gradients.cases import Case, on, outcome, rank, replies, stage, step
 from tests.support.gradients.hooks import (
     HERE,
@@ -235,7 +227,7 @@ def test_only_means_that_live_everywhere_have_hooks(two: Any) -> None:
 def test_a_square_has_gradients_and_zeros() -> None:
     buffer = torch.full((8,), 9.0)
     slots = [Slot("a", 1, (2,), (1,)), Slot("b", 4, (1,), (1,))]
-    square = power_sgd._Square(TorchBucket(HopBucket(buffer, 2, index=0, slots=slots)))
+    square = power_sgd._Square(TorchBucket(StepBucket(buffer, 2, index=0, slots=slots)))
     assert square.buffer().tolist() == [0, 9, 9, 0, 9, 0, 0, 0, 0]
     assert [tuple(g.shape) for g in square.gradients()] == [(3, 3)]
 
@@ -243,7 +235,7 @@ def test_a_square_has_gradients_and_zeros() -> None:
 def test_torch_sees_gradients_as_they_lie_in_memory() -> None:
     buffer = torch.arange(20.0)
     slots = [Slot("t", 0, (2, 3), (1, 2)), Slot("s", 8, (), ()), Slot("none", 9, (0, 2), (2, 1))]
-    bucket = HopBucket(buffer, 3, index=7, slots=slots)
+    bucket = StepBucket(buffer, 3, index=7, slots=slots)
     seen = TorchBucket(bucket)
     assert (seen.index(), seen.is_last()) == (7, True)
     assert bucket.flags.tolist() == [17.0, 18.0, 19.0]

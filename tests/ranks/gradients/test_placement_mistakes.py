@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import FlatBucket, GradientSync, Hop, ReduceError, Work
+from pipegrad import FlatBucket, GradientSync, ReductionStep, Work
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
+from pipegrad.errors import ReduceError
 from pipegrad.model.manifest import Manifest
-from pipegrad.optimizer.param_sync import Mirror
+from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.reduce.reducer import Reducer
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.sharded import Sharded
@@ -209,7 +210,7 @@ def replaced() -> Any:
         job.module.w = nn.Parameter(torch.full((40,), 7.0))
         said_again = outcome(job.sync.prepare)
         job.sync.synchronize_parameters()
-        if any(one.tensor is job.module.w for one in job.sync.stepped()):
+        if any(one.tensor is job.module.w for one in job.sync.main_parameters()):
             job.optimizer = torch.optim.SGD(job.sync.optimizer_parameters(), lr=1.0)
         job.step()
         job.sync.wait_parameters()
@@ -432,7 +433,9 @@ def test_all_go_on_behind_a_rank_that_fails_among_launches(three: list[dict[str,
 class Fails(Sharded):
     """Rank 1 cannot send gradients of 11."""
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         if rank() == 1 and bucket.buffer[0] == 11:
             raise OSError("no route to host")
         return super().launch(bucket, reduction, group)
@@ -516,12 +519,21 @@ def test_a_first_use_that_fails_keeps_its_tickets() -> None:
     """They were taken off before they were waited for: who tried again read what had not come."""
     plan = plans(Manifest(((entry("w", 4),),), ()), grid(1, 2), [("s", By("dp", SHARD))])[0]
     never, cpu = Never(), torch.device("cpu")
-    mirror = Mirror(plan, reducer=never, groups=cast("Groups", None), device=cpu)
+    parameter_sync = ParameterSync(
+        plan,
+        buffers={},
+        reducer=never,
+        groups=cast("Groups", None),
+        main_shards=[],
+        main_parameters=dict,
+        moves=True,
+        device=cpu,
+    )
     ticket = Ticket(cpu)
-    mirror.coming[0] = [ticket]
+    parameter_sync.coming[0] = [ticket]
     for _ in range(2):
         with pytest.raises(ReduceError):
-            mirror.first_use(0)
-    mirror.first_use(0)
-    mirror.first_use(0)
+            parameter_sync.first_use(0)
+    parameter_sync.first_use(0)
+    parameter_sync.first_use(0)
     assert never.asked == [ticket] * 3

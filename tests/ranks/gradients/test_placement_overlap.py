@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipegrad import FlatBucket, GradientSync, Hop, Placement, Topology, Work
+from pipegrad import FlatBucket, GradientSync, Placement, ReductionStep, Topology, Work
 from pipegrad.reduce import reductions
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.data_parallel import DataParallel
@@ -36,7 +36,9 @@ class MeetingRows(Sharded):
 
     meeting = Meeting()
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         if bucket.buffer.numel() > 100:  # the second one's
             self.meeting.begin("shard", "replicate")
         return super().launch(bucket, reduction, group)
@@ -45,7 +47,9 @@ class MeetingRows(Sharded):
 class MeetingSums(DataParallel):
     """The first bucket's all-reduce waits until the second one's reduce-scatter has begun."""
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         if bucket.buffer.numel() < 40:
             MeetingRows.meeting.begin("replicate", "shard")
         return super().launch(bucket, reduction, group)

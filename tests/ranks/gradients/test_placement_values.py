@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import Float32Grad, GradientSync, ParameterRecord, Placement
+from pipegrad import GradientSync, ParameterRecord, Placement
 from pipegrad_handlers.sharded import Sharded
 from tests.support.gradients.cases import (
     Case,
     bits,
     give,
+    in_float32,
     on,
     outcome,
     rank,
@@ -75,7 +76,7 @@ def dtypes() -> Any:
         compute(sync, partial(give, high, w=1 + 2**-9 + rank()))
         wire = (stepped(sync), sync.plan.reduced_bytes)
         low = stage(w=torch.ones(40, dtype=torch.bfloat16))
-        sync = rows(low, placed, accessor=Float32Grad())
+        sync = rows(in_float32(low), placed)
         compute(sync, partial(give_both, low, 1.0, 2**-9))
         single = stepped(sync)
         kept = stage(w=torch.ones(40, dtype=torch.bfloat16))
@@ -87,7 +88,7 @@ def dtypes() -> Any:
             update(sync, optimizer)
             sync.wait_parameters()
             values.append(kept.get_parameter("w").unique().tolist())
-        stored = [(str(one.tensor.dtype), one.tensor.numel()) for one in sync.stepped()]
+        stored = [(str(one.tensor.dtype), one.tensor.numel()) for one in sync.main_parameters()]
         found[placed.value] = (wire, single, values, stored, outcome(sync.check_replicas))
     return found
 

@@ -15,7 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegrad import GradientSync, MainGrad, Scheduler, Stage, StepError, Topology, attach
+from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach
+from pipegrad.errors import StepError
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
@@ -67,15 +68,19 @@ def test_steps_that_reduce_nothing_add_up_as_in_one_process(way: str) -> None:
     for number, given in enumerate(({"a": 8.0}, {"a": 2.0, "b": 1.0}, {"b": 3.0}), start=1):
         add(sync, module, 4, **given)
         goals = {name: goal + given.get(name, 0.0) for name, goal in goals.items()}
-        found = {s.record.name: s.tensor.grad for s in sync.stepped()}
+        found = {s.record.name: s.tensor.grad for s in sync.main_parameters()}
         expected = {name: [goal] * 2 for name, goal in goals.items() if goal}
         assert {n: g.tolist() for n, g in found.items() if g is not None} == expected, number
     sync.clip_grad_norm_(1e-3)  # and what was clipped
-    clipped = {s.record.name: s.tensor.grad.tolist() for s in sync.stepped() if s.record.name < "c"}  # type: ignore[union-attr]
+    clipped = {
+        s.record.name: s.tensor.grad.tolist()  # type: ignore[union-attr]
+        for s in sync.main_parameters()
+        if s.record.name < "c"
+    }
     with sync.accumulate():
         add(sync, module, 2, a=1.0)
     add(sync, module, 8, a=1.0)
-    for one in sync.stepped():
+    for one in sync.main_parameters():
         if one.record.name == "a":
             assert one.tensor.grad is not None
             assert one.tensor.grad.tolist() == pytest.approx(
@@ -85,7 +90,7 @@ def test_steps_that_reduce_nothing_add_up_as_in_one_process(way: str) -> None:
         else:
             one.tensor.grad = None
     add(sync, module, 4, a=1.0, b=2.0)
-    found = {s.record.name: s.tensor.grad for s in sync.stepped()}
+    found = {s.record.name: s.tensor.grad for s in sync.main_parameters()}
     assert {n: g.tolist() for n, g in found.items() if g is not None} == {
         "a": [1.0] * 2,
         "b": [2.0] * 2,
@@ -124,12 +129,12 @@ def reduced() -> Any:
         sync.optimizer_parameters()
         add(sync, module, 1, own=1.0, a=1.0)
         found.append(outcome(sync.prepare))
-        for one in sync.stepped():
+        for one in sync.main_parameters():
             if one.record.name in ("a", "w"):
                 one.tensor.grad = None
         sync.publish()
         add(sync, module, 2, own=1.0, a=1.0)
-        found.append({s.record.name: s.tensor.grad.tolist() for s in sync.stepped()})  # type: ignore[union-attr]
+        found.append({s.record.name: s.tensor.grad.tolist() for s in sync.main_parameters()})  # type: ignore[union-attr]
         sync.close()
     module = stage(w=(256,))
     sync = replicated(module, handlers=[By("dp", SHARD)])
@@ -138,7 +143,7 @@ def reduced() -> Any:
     found.append(outcome(sync.prepare))
     optimizer.zero_grad(set_to_none=False)
     add(sync, module, 1, w=3.0)
-    found.append([set(s.tensor.grad.tolist()) for s in sync.stepped()])  # type: ignore[union-attr]
+    found.append([set(s.tensor.grad.tolist()) for s in sync.main_parameters()])  # type: ignore[union-attr]
     sync.close()
     return found
 
@@ -168,7 +173,9 @@ def zeroed_and_accumulated() -> Any:
                 with sync.accumulate():
                     add(sync, module, 2, own=1.0, a=1.0)
             add(sync, module, 4, own=2.0, a=3.0)
-            found.append({one.record.name: one.tensor.grad.tolist() for one in sync.stepped()})  # type: ignore[union-attr]
+            found.append(
+                {one.record.name: one.tensor.grad.tolist() for one in sync.main_parameters()}  # type: ignore[union-attr]
+            )
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         sync.close()

@@ -13,17 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from pipegrad import (
-    Exchange,
-    GradAttribute,
-    GradientAccessor,
-    GradientSync,
-    Scheduler,
-    Stage,
-    StepError,
-    Topology,
-)
+from pipegrad import GradientSync, Scheduler, Stage, Topology
+from pipegrad.errors import StepError
 from pipegrad.model.dtensor import local
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.plugins.handler import Exchange
 from pipegrad.testing import run_ranks
 from tests.support.gradients.hooks import POWER_SGD, hooked
 from tests.support.pipeline.pipelines import loss_of

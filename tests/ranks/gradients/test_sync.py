@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    GradientSync,
-    PlanError,
-    Topology,
-)
+from pipegrad import GradientSync, Topology
+from pipegrad.errors import PlanError
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
     SHARED,
@@ -205,8 +202,8 @@ def test_verbs_out_of_order_are_refused_and_do_no_harm(two: list[dict[str, Any]]
         assert [s.split(":")[0] for s in said] == ["StepError"] * len(said)
         expected = [
             "finish() without prepare()",
-            f"stage {here} cannot become final outside a step: call prepare() first",
-            f"stage {here} cannot become final outside a step: call prepare() first",
+            "stage_final() outside a step: call prepare() first",
+            "stage_last_backward() outside a step: call prepare() first",
             f"stage {there} is not on this rank, which has [{here}]",
             f"stage {there} is not on this rank, which has [{here}]",
             f"finish() before stage_final() of stages [{here}]",
@@ -215,7 +212,7 @@ def test_verbs_out_of_order_are_refused_and_do_no_harm(two: list[dict[str, Any]]
             "prepare() inside a step",
             f"a parameter of shape (3,) is none of those of stage {here}",
             "finish() without prepare()",
-            f"stage {here} cannot become final outside a step",
+            "stage_final() outside a step",
         ]
         assert [e for e, s in zip(expected, said, strict=True) if e not in s] == []
         assert gradients == {"a": [2.0]}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from pipegrad import (
     FlatBucket,
     GradientSync,
-    Hop,
     ParameterRecord,
     Reduction,
+    ReductionStep,
     Topology,
     Work,
 )
@@ -45,7 +45,9 @@ two = replies(2, TWO)
 class FailsOnOne(PipelineShared):
     """Fails on rank 1, for the bucket of `b` alone."""
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         if rank() == 1 and bucket.buffer[0] == 11:
             raise OSError("no route to host")
         return super().launch(bucket, reduction, group)
@@ -70,7 +72,9 @@ def comm_stream_failure() -> Any:
 class GivesNothing(PipelineShared):
     """Forgets to return what it launched."""
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         return None  # type: ignore[return-value]
 
 

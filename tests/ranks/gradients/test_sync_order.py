@@ -18,9 +18,9 @@ from pipegrad import (
     FlatBucket,
     GradientHandler,
     GradientSync,
-    Hop,
     ParameterRecord,
     Reduction,
+    ReductionStep,
     Topology,
     Work,
 )
@@ -67,7 +67,9 @@ class Gate(GradientHandler):
     ) -> Iterable[Reduction]:
         return [Reduction(p, topology.ranks_along("dp")) for p in parameters]
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         with self._changed:
             self.events.append(f"launch {bucket.buffer[0]:g}")
             mine = sum(event.startswith("launch") for event in self.events)

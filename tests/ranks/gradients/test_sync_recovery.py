@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipegrad import FlatBucket, Hop, Work
+from pipegrad import FlatBucket, ReductionStep, Work
 from pipegrad.comm.agreement import Board, agree
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
@@ -46,7 +46,9 @@ def told(function: Callable[[], object]) -> str:
 class Exits(PipelineShared):
     """Wants to end the process, on rank 1."""
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         if rank() == 1:
             raise SystemExit(0)
         return super().launch(bucket, reduction, group)
@@ -229,7 +231,9 @@ class SumsLate(PipelineShared):
 
     ended = 0
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         return LateSum(bucket, group)
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from pipegrad import (
-    Float32Grad,
     GradientHandler,
     make_plan,
 )
 from pipegrad.gradients.norm import global_norm
+from pipegrad.plan.options import GradientOptions
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
@@ -24,6 +24,7 @@ from tests.support.gradients.cases import (
     bits,
     give,
     grads,
+    in_float32,
     on,
     outcome,
     rank,
@@ -131,20 +132,24 @@ def replaced() -> Any:
     module = stage(a=torch.zeros(2, dtype=torch.bfloat16), b=(1,))
     found = []
     sync = tied(module, "a", "b")
-    for accessor in (None, Float32Grad()):
-        sync = tied(module, "a", "b", accessor=accessor)
+    for is_high in (False, True):
+        sync = tied(in_float32(module) if is_high else module, "a", "b")
         step(sync, module, a=1.0, b=1.0)
         module.a = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        if is_high:
+            in_float32(module)
         module.zero_grad()
         found.append(step(sync, module, a=2.0, b=2.0))
         kept = sync.records()[0]
         assert sync.parameter(kept) is module.a
         module.zero_grad()
     module.a = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    in_float32(module)
     said = [outcome(sync.prepare)]
     module.a = nn.Parameter(torch.ones(2))
     said += [outcome(sync.prepare)]
     module.a = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    in_float32(module)
     module.get_parameter("b").requires_grad = False
     said += [outcome(sync.prepare)]
     module.get_parameter("b").requires_grad = True
@@ -181,8 +186,8 @@ def dtypes() -> Any:
             sorted(str(b.wire_dtype) for b in sync.plan.buckets),
             sync.statistics().copies,
         )
-    module = stage(low=low, high=torch.zeros(300))
-    sync = tied(module, "low", "high", accessor=Float32Grad())
+    module = in_float32(stage(low=low, high=torch.zeros(300)))
+    sync = tied(module, "low", "high")
     parts = (values.to(torch.bfloat16), (values * 2**-9).to(torch.bfloat16))
     sync.prepare()
     for part in parts:
@@ -320,7 +325,7 @@ def grid_of_four() -> Any:
         ("pipegrad_handlers.data_parallel:DataParallel", DataParallel()),
     ]
     plans = [
-        make_plan(sync.manifest, sync.topology.at(r), handlers, bucket_bytes=25 * 2**20)
+        make_plan(sync.manifest, sync.topology.at(r), handlers, GradientOptions(comm_streams=1))
         for r in range(4)
     ]
     return found, sync.plan, plans

@@ -12,14 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import pipe_split, pipeline
 
-from pipegrad import (
-    GradientSync,
-    PlanError,
-    Topology,
-    TopologyError,
-    find_tied,
-    make_manifest,
-)
+from pipegrad import GradientSync, Topology, find_tied, make_manifest
+from pipegrad.errors import PlanError, TopologyError
 from pipegrad.model.describe import describe_rank
 from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.merge import starts_of

@@ -1,4 +1,4 @@
-"""Optimizers that would make another model of the copies or rows that they step are refused."""
+"""Optimizers that would make another model of the copies or shards that they step are refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pipegrad
-from pipegrad import GradientSync
+from pipegrad import GradientSync, Topology
 from tests.support.gradients.cases import (
     Case,
     give,
@@ -135,7 +136,9 @@ def of_module() -> Any:
 
 def test_an_optimizer_of_what_is_not_stepped_is_refused(two: list[dict[str, Any]]) -> None:
     """Issue 16, point 10 (1.14). Nothing moved, without a word."""
-    words = "StepError: an optimizer steps '0.w' itself, but its gradient is in a row or in a copy"
+    words = (
+        "StepError: an optimizer steps '0.w' itself, but its gradient is in a shard or in a copy"
+    )
     for reply in two:
         for name, value in {"rows": -2.0, "copies": -1.0}.items():
             said, values = reply["of_module"][name]
@@ -182,3 +185,18 @@ def test_an_optimizer_that_looks_at_the_whole_model_is_refused_on_stages(
         refused, taken = reply["lbfgs"]
         assert refused.startswith("PlanError: LBFGS computes one step from all gradients")
         assert taken == "1.0"
+
+
+def test_a_sync_may_go_while_torch_runs_its_hooks() -> None:
+    """Its hook left torch's table in the middle of a loop: "OrderedDict mutated"."""
+    other, topology = nn.Linear(2, 2), Topology.build(axes=(("pp", 1), ("dp", 1)))
+    syncs = [GradientSync({0: stage(w=(4,))}, topology, handlers=[])]
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    hook = register_optimizer_step_pre_hook(lambda *_: syncs.clear())
+    behind = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+        behind.remove()
+    assert syncs == []

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from pipegrad import (
     FlatBucket,
     GradientHandler,
-    HandlerSpec,
-    Hop,
     ParameterRecord,
     Placement,
     Reduction,
+    ReductionStep,
     Topology,
     Work,
     handlers,
 )
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing import HandlerContract
 from pipegrad.testing.handlers.scenario import Seen
 from pipegrad_handlers.data_parallel import DataParallel
@@ -96,18 +96,24 @@ class LooksAtItsRank(LooksAtTheProcess):
 
 
 class SendsNothing(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         return Done()
 
 
 class DoesNotWait(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         super().launch(bucket, reduction, group)
         return Done()
 
 
 class ReadsTooEarly(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         sent = bucket.buffer.clone()
         work: Work = dist.all_reduce(sent, group=group, async_op=True)
         bucket.buffer.copy_(sent)
@@ -115,14 +121,18 @@ class ReadsTooEarly(DataParallel):
 
 
 class CutsTheWire(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         if dist.get_rank() == 2:
             raise RuntimeError("the wire is cut")
         return super().launch(bucket, reduction, group)
 
 
 class StaysAway(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         return Done() if dist.get_rank() == 2 else super().launch(bucket, reduction, group)
 
 
@@ -131,7 +141,9 @@ class CarriesOver(DataParallel):
         super().__init__()
         self._carried: dict[int, torch.Tensor] = {}
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         before = self._carried.get(id(bucket))
         self._carried[id(bucket)] = bucket.buffer.clone()
         if before is not None:
@@ -140,31 +152,41 @@ class CarriesOver(DataParallel):
 
 
 class AddsSomething(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         bucket.buffer.add_(1e-9)
         return super().launch(bucket, reduction, group)
 
 
 class RoundsByRank(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         dist.all_reduce(bucket.buffer, group=group)
         bucket.buffer.mul_(1 + 2e-7 * dist.get_rank())
         return Done()
 
 
 class KeepsToItself(Sharded):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         return Done()
 
 
 class SumsWhole(Sharded):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
         return work
 
 
 class GivesHalf(Owned):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         bucket.buffer.mul_(0.5 if dist.get_rank(group) else 1)
         return super().launch(bucket, reduction, group)
 

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    GradientSync,
-    ParameterRecord,
-    Placement,
-    PlanError,
-    PluginOptionError,
-    Reduction,
-    Topology,
-    handlers,
-)
+from pipegrad import GradientSync, ParameterRecord, Placement, Reduction, Topology, handlers
+from pipegrad.errors import PlanError, PluginOptionError
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.expert_parallel import ExpertParallel
@@ -91,12 +84,14 @@ def test_a_model_without_what_is_named_as_experts_is_refused() -> None:
     options: dict[str, Any] = {"bucket_bytes": 64}
     for size in (1, 2):
         mesh = Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", size)), data=("dp", "ep"))
-        assert make_plans(moe, mesh, [("ep", ExpertParallel(experts=["moe.*"]))], **options)
+        assert make_plans(
+            moe, mesh, [("ep", ExpertParallel(experts=["moe.*"]))], GradientOptions(**options)
+        )
         if size == 1:
-            assert make_plans(moe, mesh, [("ep", ExpertParallel())], **options)
+            assert make_plans(moe, mesh, [("ep", ExpertParallel())], GradientOptions(**options))
             continue
         with pytest.raises(PlanError, match=r"handler 'ep': check.*experts is .* matches none"):
-            make_plans(moe, mesh, [("ep", ExpertParallel())], **options)
+            make_plans(moe, mesh, [("ep", ExpertParallel())], GradientOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +133,7 @@ def gradients_of(placement: str) -> dict[str, list[torch.Tensor | None]]:
     sync.stage_final(0)
     sync.finish()
     found: dict[str, list[torch.Tensor | None]] = {n: [None] * 4 for n in module}
-    for one in sync.stepped():
+    for one in sync.main_parameters():
         assert one.tensor.grad is not None
         for i, value in enumerate(one.tensor.grad.flatten()):
             found[one.record.name][one.begin + i] = value.clone()

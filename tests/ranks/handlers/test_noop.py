@@ -10,6 +10,7 @@ from torch import nn
 
 from pipegrad import GradientSync, Topology, handlers, make_plan
 from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan
 from pipegrad.testing import HandlerContract, run_ranks
 
@@ -33,7 +34,7 @@ def test_it_plans_what_the_real_handlers_reduce() -> None:
 
     def plan(rank: int, *names: str) -> Plan:
         chosen = [(name, handlers.resolve(name).plugin) for name in names]
-        return make_plan(manifest, topology.at(rank), chosen, bucket_bytes=2**20)
+        return make_plan(manifest, topology.at(rank), chosen, GradientOptions(bucket_bytes=2**20))
 
     for rank in range(4):
         real, free = plan(rank, "pipeline-shared", "data-parallel"), plan(rank, "noop")

@@ -13,12 +13,12 @@ from pipegrad import (
     GradientSync,
     ParameterRecord,
     Placement,
-    PluginOptionError,
     Reduction,
     Topology,
     find_tied,
     handlers,
 )
+from pipegrad.errors import PluginOptionError
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.schedulers import error
@@ -176,7 +176,7 @@ def owners_step_on_three_ranks() -> tuple[list[str], dict[str, torch.Tensor]]:
     sync.publish()
     sync.stage_first_use(here)
     found = {name: p.detach().clone() for name, p in mine.named_parameters()}
-    stepped = [one.record.name for one in sync.stepped()]
+    stepped = [one.record.name for one in sync.main_parameters()]
     sync.close()
     return stepped, found
 

@@ -7,15 +7,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pipegrad import (
-    ParameterRecord,
-    PlanError,
-    PluginOptionError,
-    Reduction,
-    Topology,
-    TopologyError,
-    handlers,
-)
+from pipegrad import ParameterRecord, Reduction, Topology, handlers
+from pipegrad.errors import PlanError, PluginOptionError, TopologyError
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.testing import HandlerContract
 from pipegrad_handlers.sequence_parallel import SequenceParallel
@@ -82,12 +76,17 @@ def test_patterns_that_match_nothing_of_the_whole_model_are_refused() -> None:
     options: dict[str, Any] = {"bucket_bytes": 64}
     chosen = [("mine", SequenceParallel(parameters=["*nrom*"]))]
     with pytest.raises(PlanError) as caught:
-        make_plans(model, CUBE, chosen, **options)
+        make_plans(model, CUBE, chosen, GradientOptions(**options))
     assert "handler 'mine': check() failed: ValueError" in str(caught.value)
     assert "parameters is ['*nrom*'], which matches none of the model's 2" in str(caught.value)
     flat = Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 1)))
     for patterns, mesh in ((["*nrom*"], flat), ([], CUBE), (["norm"], CUBE)):  # on one stage alone
-        assert make_plans(model, mesh, [("mine", SequenceParallel(parameters=patterns))], **options)
+        assert make_plans(
+            model,
+            mesh,
+            [("mine", SequenceParallel(parameters=patterns))],
+            GradientOptions(**options),
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import GradientSync, ParameterRecord, Placement, Reduction, Topology, TopologyError
+from pipegrad import GradientSync, ParameterRecord, Placement, Reduction, Topology
+from pipegrad.errors import TopologyError
 from pipegrad.testing import HandlerContract, run_ranks
 from pipegrad_handlers.sharded import Sharded
 from tests.support.pipeline.schedulers import error

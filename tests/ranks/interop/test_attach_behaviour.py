@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import ScheduleGPipe, _ScheduleForwardOnly
 
-from pipegrad import Float32Grad, Topology, attach
+from pipegrad import Topology, attach
 from pipegrad.testing import run_ranks
 from tests.support.pipeline.pipelines import Case, Cut, TorchSchedule
 from tests.support.pipeline.training import CountingData, CountingShared, launches
@@ -66,7 +66,9 @@ def differences(topology: Topology, *, fp32_gradients: bool) -> dict[str, Any]:
 
     cut = Cut(Case("1F1B", model="half-precision"), topology)
     schedule = cut.schedule()
-    chosen = {"accessor": Float32Grad()} if fp32_gradients else {"reduce_dtype": torch.float32}
+    chosen = {} if fp32_gradients else {"reduce_dtype": torch.float32}
+    for parameter in cut.parameters() if fp32_gradients else ():
+        parameter.grad_dtype = torch.float32
     sync = attach(schedule, topology=topology, tied=cut.tied, handlers=HANDLERS, **chosen)
     gradients = step(schedule, cut)
     wrong, num_rounded = [], 0

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard
 
 import pipegrad
 from pipegrad import (
-    Float32Grad,
     GradientSync,
     MainGrad,
     PipegradError,
@@ -28,6 +27,7 @@ from pipegrad import (
     find_tied,
 )
 from pipegrad.testing import run_ranks
+from tests.support.gradients.cases import in_float32
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import MOST, error
 from tests.support.pipeline.sharded import batch, build
@@ -87,8 +87,8 @@ def stored_in_fp32(mesh: DeviceMesh) -> None:
 def float32_grad(mesh: DeviceMesh) -> None:
     modules = stages(mesh)
     for module in modules.values():
-        module.bfloat16()
-    synced(mesh, modules, accessor=Float32Grad())
+        in_float32(module.bfloat16())
+    synced(mesh, modules)
 
 
 def main_grad(mesh: DeviceMesh) -> None:
@@ -96,7 +96,7 @@ def main_grad(mesh: DeviceMesh) -> None:
 
 
 def another_accessor_on_one_rank(mesh: DeviceMesh) -> None:
-    synced(mesh, accessor=Float32Grad() if mesh.get_rank() == 3 else None)
+    synced(mesh, accessor=MainGrad() if mesh.get_rank() == 3 else None)
 
 
 def cut_along_columns_on_one_stage(mesh: DeviceMesh) -> None:
@@ -182,12 +182,12 @@ REFUSALS: dict[Callable[[DeviceMesh], None], tuple[str, ...]] = {
         "FSDP2 has MixedPrecisionPolicy",
     ),
     float32_grad: (
-        "torch.float32 by Float32Grad",
+        "torch.float32 by GradAttribute",
         "by Shard(dim=0) over dp of 2",
         "FSDP2 has MixedPrecisionPolicy",
     ),
     main_grad: ("by MainGrad", "by Shard(dim=0) over dp of 2", "FSDP2 has MixedPrecisionPolicy"),
-    another_accessor_on_one_rank: ("ranks disagree on accessor", "ranks [3]: Float32Grad"),
+    another_accessor_on_one_rank: ("ranks disagree on accessor", "ranks [3]: MainGrad"),
     cut_along_columns_on_one_stage: (LAYOUT, "(33, 6) by Shard(dim=1) over dp of 2"),
     numbered_the_other_way_on_one_stage: ("different parts of it", "number the ranks"),
     undeclared: ("nobody declared them tied", "{0: '0.weight', 1: '3.weight'}"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipegrad import HandlerSpec, Topology, attach, find_tied
+from pipegrad import Topology, attach, find_tied
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing import OrderChecker, run_ranks
 from pipegrad.testing.ordering.checker import Entry
 from tests.support.gradients.cases import replicated

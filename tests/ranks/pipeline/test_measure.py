@@ -7,8 +7,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from pipegrad import Topology, Work, measure_hops
+from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
+from pipegrad.pipeline.measure import measure_hops
 from pipegrad.testing import run_ranks
 
 SLOW_SECONDS = 0.05

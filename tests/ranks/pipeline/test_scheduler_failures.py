@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad import StepError, Topology
+from pipegrad import Topology
+from pipegrad.errors import StepError
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import DATA, Case, Replies, on, rank, replies
 from tests.support.pipeline.scales import (

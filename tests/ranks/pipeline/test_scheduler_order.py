@@ -124,7 +124,7 @@ def checks_of_four() -> Any:
 
 UNCHECKED = {  # what nobody waits for would be no harm to a checker that did not see it -> where
     "transfer.sending": "plain",
-    "mirror.stepped": "placed",
+    "parameter-sync.updated": "placed",
     "comm-stream.result in Reducer.wait_for": "placed",
 }
 
@@ -181,7 +181,7 @@ def keeps_no_value() -> AbstractContextManager[object]:
 
     def early(self: Compute, stage: int, microbatch: int) -> None:
         inputs(self, stage, microbatch)
-        self._let_go(stage, microbatch)
+        self._values.release(stage, microbatch)
 
     def late(self: Compute, stage: int, microbatch: int) -> None:
         self._weights.compute(stage, microbatch)

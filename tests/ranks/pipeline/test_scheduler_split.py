@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import GradientSync, Schedule, Scheduler, Stage, find_tied
+from pipegrad import GradientSync, Scheduler, Stage, find_tied
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.pipeline.split_backward import products
-from pipegrad.schedules import Action, Kind
+from pipegrad.schedules import Action, Kind, Schedule
 from tests.support.gradients.cases import DATA, SHARED, Case, Replies, on, replies
 from tests.support.pipeline.chains import make as make_chain
 from tests.support.pipeline.chains import watched

@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from pipegrad import FlatBucket, GradientHandler, Hop, Scheduler, Stage, Work
+from pipegrad import FlatBucket, GradientHandler, ReductionStep, Scheduler, Stage, Work
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import DATA, Case, Replies, on, rank, replies
@@ -140,7 +140,9 @@ class Noted:
 
 
 class Notes(GradientHandler):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         began = time.monotonic_ns()
         return Noted(super().launch(bucket, reduction, group), began)
 

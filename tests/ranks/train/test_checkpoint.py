@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipegrad import ConfigError
+from pipegrad.errors import ConfigError
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer

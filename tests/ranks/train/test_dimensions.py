@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad import HandlerSpec, Scheduler, Stage, Topology
+from pipegrad import Scheduler, Stage, Topology
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
@@ -128,7 +129,7 @@ def stepped_once(case: Case) -> Seen:
     largest = max(float(g.abs().max()) for g in true.values() if g is not None)
     error, elements = 0.0, {}
     sync.optimizer_parameters()
-    for one in sync.stepped():
+    for one in sync.main_parameters():
         name = one.record.key.partition(".")[2]
         expected = true[name]
         assert expected is not None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipegrad import ConfigError, PlanError
+from pipegrad.errors import ConfigError, PlanError
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import Config, load
 from pipegrad.train.data import mixed

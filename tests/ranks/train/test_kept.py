@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipegrad import PlanError
+from pipegrad.errors import PlanError
 from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint import checkpoint
 from pipegrad.train.config import load

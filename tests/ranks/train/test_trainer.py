@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from pipegrad import StepError
+from pipegrad.errors import StepError
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipegrad import ConfigError
 from pipegrad.cli import main
+from pipegrad.errors import ConfigError
 from pipegrad.train import process
 from pipegrad.train.config import load
 from pipegrad.train.job import Job

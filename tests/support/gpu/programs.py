@@ -17,7 +17,7 @@ import torch
 from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.sync_points import sites
-from pipegrad.optimizer.param_sync import STEPPED
+from pipegrad.optimizer.param_sync import UPDATED
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.reduce.bucket_buffer import RELEASED, WRITTEN, BucketBuffer, FlatBuffer
 from pipegrad.testing import OrderChecker
@@ -169,7 +169,7 @@ def published(where: Where, slow: Slow) -> list[list[float]]:
     for result in results:
         _pause(where, slow, "optimizer")
         parameter.add_(1)
-        event = STEPPED(where.device)
+        event = UPDATED(where.device)
         ticket = comm_stream.submit(move, [] if event is None else [event])
         ticket.wait(10)
         result.copy_(parameter)
@@ -209,7 +209,7 @@ TWINS: dict[str, Twin] = {
     "comm-stream.result": Twin(two_steps, {"comm_stream": 1}),
     "comm-stream.last": Twin(given_up, {"comm_stream": 1}),
     "comm-stream.closed": Twin(given_up, {"comm_stream": 1}),
-    "mirror.stepped": Twin(published, {"optimizer": 1}),
+    "parameter-sync.updated": Twin(published, {"optimizer": 1}),
 }
 _SUMS = (
     "needs a process group: tests/support/ordering/programs.py; on a card test_ranks_on_one_card.py"

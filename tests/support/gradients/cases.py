@@ -21,9 +21,9 @@ from pipegrad import (
     FlatBucket,
     GradientHandler,
     GradientSync,
-    Hop,
     ParameterRecord,
     Reduction,
+    ReductionStep,
     Topology,
     Work,
 )
@@ -154,6 +154,14 @@ def replicated(module: nn.Module, **options: Any) -> GradientSync:
     return GradientSync({0: module}, Topology.create(pipeline=1), **options)
 
 
+def in_float32(module: nn.Module) -> nn.Module:
+    """Has gradients of parameters of lower precision accumulate in fp32."""
+    for parameter in module.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = torch.float32
+    return module
+
+
 def step(
     sync: GradientSync, module: nn.Module, **gradients: float | torch.Tensor
 ) -> dict[str, Any]:
@@ -194,7 +202,9 @@ class Silent(GradientHandler):
     ) -> Iterable[Reduction]:
         return [Reduction(p, topology.ranks_of(p.holders)) for p in parameters if p.shared]
 
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         return Done()
 
 

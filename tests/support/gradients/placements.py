@@ -78,7 +78,7 @@ def stepped(sync: GradientSync) -> dict[str, Any]:
     """Key -> (first element, gradient) of what this rank's optimizer steps."""
     return {
         one.record.key: (one.begin, None if one.tensor.grad is None else one.tensor.grad.clone())
-        for one in sync.stepped()
+        for one in sync.main_parameters()
     }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, Plan, Reduction, Topology
+from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
 from pipegrad.model.manifest import Manifest, ParameterEntry
-from pipegrad.plan.plan import make_plan
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import Plan, make_plan
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 
@@ -52,10 +54,15 @@ def plans(
     topology: Topology,
     handlers: Handlers = BOTH,
     bucket_bytes: int = 2**20,
-    **options: object,
+    **options: Any,
 ) -> dict[int, Plan]:
     return {
-        rank: make_plan(manifest, topology.at(rank), handlers, bucket_bytes=bucket_bytes, **options)
+        rank: make_plan(
+            manifest,
+            topology.at(rank),
+            handlers,
+            GradientOptions(bucket_bytes=bucket_bytes, **options),
+        )
         for rank in topology.ranks
     }
 

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology, measure_hops
+from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
 from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
+from pipegrad.pipeline.measure import measure_hops
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker

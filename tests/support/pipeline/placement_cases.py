@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from pipegrad import GradientHandler, Schedule, schedules
+from pipegrad import GradientHandler, schedules
 from pipegrad.plugins.handler import handlers as registry
+from pipegrad.schedules import Schedule
 from tests.support.pipeline.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
 from tests.support.pipeline.schedulers import ROWS, batch
 from tests.support.rounding import ADAM_EPS, rounding

@@ -220,7 +220,7 @@ class Run:
             self.seen.losses.append(result.loss.item())
         if step == 0:
             self.seen.first = self._pieces(of_gradients=True)
-            used = {id(one.tensor) for one in self.sync.stepped()}
+            used = {id(one.tensor) for one in self.sync.main_parameters()}
             left = [(name, p) for name, p in self._named() if p.grad is not None]
             self.seen.idle = [name for name, p in left if id(p) not in used]
 
@@ -236,7 +236,7 @@ class Run:
             self.seen.read = self.seen.read or self._parameters()
 
     def _pieces(self, *, of_gradients: bool = False) -> list[Piece]:
-        stepped = [(one, one.tensor) for one in self.sync.stepped()]
+        stepped = [(one, one.tensor) for one in self.sync.main_parameters()]
         return [
             Piece(one.record.name, one.begin, _copy(tensor.grad if of_gradients else tensor))
             for one, tensor in stepped
@@ -250,7 +250,7 @@ class Run:
         return {name: p.detach().clone() for name, p in self._named()}
 
     def _count(self) -> None:
-        for one in self.sync.stepped():
+        for one in self.sync.main_parameters():
             state = self.optimizer.state.get(one.tensor, {})
             held = [state[name] for name in ("momentum_buffer", "exp_avg") if name in state]
             self.seen.state[one.record.name] = sum(tensor.numel() for tensor in held)

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Schedule, Scheduler, Stage, Topology, lower, verify
-from pipegrad.schedules import Action, Kind
+from pipegrad import Scheduler, Stage, Topology
+from pipegrad.schedules import Action, Kind, Schedule, lower, verify
 from pipegrad.testing import run_ranks
 from tests.support.pipeline.models import TOKENS, VOCAB
 from tests.support.pipeline.pipelines import stage_module

@@ -21,8 +21,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 import pipegrad
-from pipegrad import Exchange, GradientSync, Scheduler, Stage, Topology, find_tied
+from pipegrad import GradientSync, Scheduler, Stage, Topology, find_tied
 from pipegrad.model.dtensor import local
+from pipegrad.plugins.handler import Exchange
 from pipegrad.testing import OrderChecker
 from tests.support.pipeline.pipelines import CPU, VEES, loss_of
 from tests.support.pipeline.schedulers import digest, error
@@ -130,7 +131,7 @@ class Run:
         self.case, self.mesh = case, mesh
         data = "dp" if mesh["dp"].size() > 1 else "outer"
         self.topology = Topology.from_mesh(mesh, data=data, stage_to_rank=case.places)
-        self.shares = mesh["outer"].size() * mesh["dp"].size()
+        self.num_shares = mesh["outer"].size() * mesh["dp"].size()
         here = mesh.get_coordinate()
         assert here is not None
         self.share = here[1] * mesh["dp"].size() + here[2]
@@ -145,7 +146,7 @@ class Run:
             lr=1e-2,
             eps=ADAM_EPS,
         )
-        self.truth = truth_of(case, self.shares)
+        self.truth = truth_of(case, self.num_shares)
 
     def stage(self, model: nn.Sequential, stage: int) -> nn.Sequential:
         number = LAYERS // len(self.case.places)
@@ -238,9 +239,9 @@ class Run:
 
     def take(self, number: int, part: int) -> Tensor | None:
         """Takes a part of a step; returns the loss where there is one."""
-        tokens, target = given(self.case, self.shares, number, part)
+        tokens, target = given(self.case, self.num_shares, number, part)
         accumulating = part < self.case.accumulate - 1
-        mine = [t.chunk(self.shares)[self.share] for t in (tokens, target)]
+        mine = [t.chunk(self.num_shares)[self.share] for t in (tokens, target)]
         adding = self.sync.accumulate() if accumulating else contextlib.nullcontext()
         with adding, counting() as calls:
             loss: Tensor | None = self.step(*mine)
@@ -269,7 +270,7 @@ class Truth:
     parameters: dict[str, Tensor | None] = field(default_factory=dict)
 
 
-def truth_of(case: Case, shares: int) -> Truth:
+def truth_of(case: Case, num_shares: int) -> Truth:
     """Returns what one process has, which knows of a case how it trains and what it is given."""
     alone = Case(
         "",
@@ -278,17 +279,17 @@ def truth_of(case: Case, shares: int) -> Truth:
         accumulate=case.accumulate,
         low=case.low,
     )
-    return _truth(alone, shares)
+    return _truth(alone, num_shares)
 
 
 @functools.cache
-def _truth(case: Case, shares: int) -> Truth:
+def _truth(case: Case, num_shares: int) -> Truth:
     model, true = build(), Truth()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=ADAM_EPS)
     named = dict(model.named_parameters(remove_duplicate=False))
     for number in range(case.steps):
-        parts = [given(case, shares, number, part) for part in range(case.accumulate)]
-        true.losses.append([true_step(case, shares, model, *part) for part in parts])
+        parts = [given(case, num_shares, number, part) for part in range(case.accumulate)]
+        true.losses.append([true_step(case, num_shares, model, *part) for part in parts])
         if number == 0:
             grads = {name: p.grad for name, p in named.items()}
             true.gradients = {n: None if g is None else g.clone() for n, g in grads.items()}
@@ -299,17 +300,17 @@ def _truth(case: Case, shares: int) -> Truth:
     return true
 
 
-def given(case: Case, shares: int, number: int, part: int) -> tuple[Tensor, Tensor]:
+def given(case: Case, num_shares: int, number: int, part: int) -> tuple[Tensor, Tensor]:
     """Returns tokens and targets of a part of a step, of all ranks."""
-    return batch(10 * number + part, ROWS * case.num_microbatches * shares)
+    return batch(10 * number + part, ROWS * case.num_microbatches * num_shares)
 
 
 def true_step(
-    case: Case, shares: int, model: nn.Sequential, tokens: Tensor, target: Tensor
+    case: Case, num_shares: int, model: nn.Sequential, tokens: Tensor, target: Tensor
 ) -> Tensor:
     """Forward and backward of the uncut model; returns the loss."""
     if case.low:
-        return low_step(model, tokens, target, case.num_microbatches * shares)
+        return low_step(model, tokens, target, case.num_microbatches * num_shares)
     true_loss = loss_of(model(tokens), target)
     true_loss.backward()
     return true_loss.detach()

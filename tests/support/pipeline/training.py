@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad import FlatBucket, GradientSync, Hop, Topology, Work
+from pipegrad import FlatBucket, GradientSync, ReductionStep, Topology, Work
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.models import build
@@ -139,13 +139,17 @@ launches: list[str] = []
 
 
 class CountingShared(PipelineShared):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         launches.append("shared")
         return super().launch(bucket, reduction, group)
 
 
 class CountingData(DataParallel):
-    def launch(self, bucket: FlatBucket, reduction: Hop, group: dist.ProcessGroup) -> Work:
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
         launches.append("data")
         return super().launch(bucket, reduction, group)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Schedule, Scheduler, find_tied
+from pipegrad import Scheduler, find_tied
+from pipegrad.schedules import Schedule
 from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import loss_of
 from tests.support.pipeline.schedulers import batch, compare, cut, error, named, topology

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pipegrad import ScheduleError
+from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.program.verify import verify
 from tests.support.schedules.programs import with_items

@@ -7,24 +7,20 @@ import dataclasses
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pipegrad import (
-    AgreementError,
-    Float32Grad,
-    GradAttribute,
-    ParameterRecord,
-    PlanError,
-    Topology,
-    TopologyError,
-)
-from pipegrad.model.describe import check_arguments, describe_rank, device_of
+from pipegrad import ParameterRecord, Topology
+from pipegrad.errors import AgreementError, PlanError, TopologyError
+from pipegrad.model.describe import check_stages, describe_rank, device_of
+from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
 from pipegrad.model.merge import make_manifest, merge
 from pipegrad.model.ties import declared
+from pipegrad.plan.options import GradientOptions
 
 Modules = Mapping[int, nn.Module]
 
@@ -96,7 +92,8 @@ def test_a_rank_describes_its_stages() -> None:
 def test_strides_and_gradient_dtypes_are_described() -> None:
     image = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     low = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    manifest = describe_rank({0: stage(image=image, low=low)}, Float32Grad(), {})
+    low.grad_dtype = torch.float32
+    manifest = describe_rank({0: stage(image=image, low=low)}, GradAttribute(), {})
     (_, (first, second)), *_ = manifest.stages
     assert first.stride == (48, 1, 12, 3)
     assert (second.dtype, second.gradient_dtype) == (torch.bfloat16, torch.float32)
@@ -139,25 +136,34 @@ def test_a_rank_refuses_what_it_cannot_train() -> None:
             "'weight' of stage 0 is on the meta device: materialise",
         ),
         ({"modules": {}}, TopologyError, r"rank 0 was given modules for stages \[\]"),
-        ({"bucket_bytes": -1}, PlanError, "bucket_bytes=-1 must be at least 0"),
-        ({"comm_streams": 0}, PlanError, "comm_streams=0 at least 1"),
-        ({"stage_ticks": (1, 2)}, PlanError, "stage_ticks has 2 entries for 1 stages"),
         ({"topology": topology(2)}, TopologyError, r"ranks \[0, 1\], the default process group 1"),
     ],
 )
 def test_arguments_that_one_rank_sees_to_be_wrong(
     arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    right: dict[str, object] = {
-        "modules": {0: nn.Module()},
-        "topology": topology(1),
-        "bucket_bytes": 0,
-        "comm_streams": 1,
-        "stage_ticks": None,
-    }
-    check_arguments(**right)  # type: ignore[arg-type]
+    right: dict[str, Any] = {"modules": {0: nn.Module()}, "topology": topology(1)}
+    check_stages(**right)
     with pytest.raises(error, match=message):
-        check_arguments(**right | arguments)  # type: ignore[arg-type]
+        check_stages(**right | arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_bytes": -1}, "bucket_bytes=-1 must be at least 0"),
+        ({"comm_streams": 0}, "comm_streams=0 at least 1"),
+        ({"stage_ticks": (1, 2)}, "stage_ticks has 2 entries for 1 stages"),
+        ({"shared_ticks": ()}, "shared_ticks has 0 entries for 1 stages"),
+        ({"reduce_dtype": torch.int32}, "reduce_dtype is torch.int32, expected one of floats"),
+        ({"allow_unsynced": "*.bias"}, r"allow_unsynced is '\*.bias', expected a list"),
+        ({"bucket_byte": 1}, "has no option 'bucket_byte'; allowed, closest first: bucket_bytes"),
+    ],
+)
+def test_options_that_are_wrong_on_any_model(options: dict[str, Any], message: str) -> None:
+    GradientOptions.of({}).check(topology(1))
+    with pytest.raises(PlanError, match=message):
+        GradientOptions.of(options).check(topology(1))
 
 
 def test_a_rank_without_parameters_takes_the_others_device_type() -> None:
@@ -206,7 +212,7 @@ def test_records_of_every_rank() -> None:
     ]
     assert manifest.records(topology(3))[0].shared
     assert not manifest.records(topology(3))[1].shared
-    assert manifest.places("0.emb") == ((0, "emb"), (2, "head"))
+    assert manifest.locations("0.emb") == ((0, "emb"), (2, "head"))
     assert manifest.entries("0.emb") == (entry("emb", 4, 2), entry("head", 4, 2))
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from pipegrad import PlanError, find_tied
+from pipegrad import find_tied
+from pipegrad.errors import PlanError
 from pipegrad.model.describe import describe_rank
 from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.merge import starts_of
-from pipegrad.model.suspects import Place, Start, likely_ties
+from pipegrad.model.suspects import Location, Start, likely_ties
 from pipegrad.model.ties import (
     Tie,
     declared,
@@ -123,15 +124,15 @@ def test_declarations_in_every_form() -> None:
     ) == (
         Tie(names=("wte.weight", "lm_head.weight")),
         Tie(names=("a", "b", "c")),
-        Tie(places=((0, "a"), (3, "y"))),
-        Tie(places=((0, "embed.weight"), (12, "head.weight")), traced=True),
+        Tie(locations=((0, "a"), (3, "y"))),
+        Tie(locations=((0, "embed.weight"), (12, "head.weight")), traced=True),
     )
     assert declared([]) == ()
 
 
 def test_a_declaration_prints_as_the_user_wrote_it() -> None:
     assert str(Tie(names=("a", "b"))) == "['a', 'b']"
-    assert str(Tie(places=((0, "a"), (3, "y")))) == "{0: 'a', 3: 'y'}"
+    assert str(Tie(locations=((0, "a"), (3, "y")))) == "{0: 'a', 3: 'y'}"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_link_local_refuses_what_cannot_be_one(other: torch.Tensor | None, found
 # --- by suspicion
 
 
-def prints(modules: Mapping[int, nn.Module]) -> dict[Place, Start]:
+def prints(modules: Mapping[int, nn.Module]) -> dict[Location, Start]:
     return starts_of([describe_rank(modules, GradAttribute(), {})])
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from pipegrad import ScheduleError, Stage
-from pipegrad.pipeline.binding import bind
+from pipegrad import Stage
+from pipegrad.errors import ScheduleError
+from pipegrad.pipeline.stage import bind
 
 TAKES: dict[str, tuple[Callable[..., Any], str, Any]] = {
     "in order": (lambda x, skip: (x, skip), "x skip", ("x", "skip")),

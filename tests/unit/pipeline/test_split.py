@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import TopologyError, find_tied, split
+from pipegrad import find_tied, split
+from pipegrad.errors import TopologyError
 
 
 class Scaled(nn.Sequential):

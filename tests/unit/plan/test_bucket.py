@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipegrad import Placement, Plan
+from pipegrad import Placement
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import Bucket, Slot, localised
-from pipegrad.plan.plan import Launch, Share
+from pipegrad.plan.plan import Launch, MainRange, Plan
 from tests.support.gradients.plans import (
     BOTH,
     FLOAT,
@@ -53,12 +53,15 @@ def test_a_plan_as_a_whole() -> None:
         rank=5,
         buckets=(norm, emb),
         launches=(
-            Launch(bucket=0, hop=0, ready=0, comm_stream=0),
-            Launch(bucket=3, hop=0, ready=2, comm_stream=1),
-            Launch(bucket=3, hop=1, ready=3, comm_stream=1),
+            Launch(bucket=0, step=0, ready=0, comm_stream=0),
+            Launch(bucket=3, step=0, ready=2, comm_stream=1),
+            Launch(bucket=3, step=1, ready=3, comm_stream=1),
         ),
         publishes=(),
-        shares=(Share("2.ln", 0, 3, sharded=False), Share("0.emb", 0, 15, sharded=False)),
+        main_ranges=(
+            MainRange("2.ln", 0, 3, sharded=False),
+            MainRange("0.emb", 0, 15, sharded=False),
+        ),
         trained_numel=18,
         moves=False,
         routes=(("2.ln", (mean,)), ("0.emb", (mean, tie))),
@@ -219,7 +222,7 @@ def test_holders_that_disagree_on_strides_use_row_major() -> None:
 def test_after_an_owner_only_owners_launch_the_later_hops() -> None:
     handlers = [*BOTH[:1], ("owner", Placed(Placement.OWNER))]
     found = plans(TIED, grid(3, 2), handlers)
-    taken = {rank: [(x.bucket, x.hop) for x in plan.launches] for rank, plan in found.items()}
+    taken = {rank: [(x.bucket, x.step) for x in plan.launches] for rank, plan in found.items()}
     assert taken == {
         0: [(2, 0), (3, 0), (3, 1)],
         1: [(2, 0), (3, 0)],
@@ -238,7 +241,7 @@ def test_shards_are_planned_before_replicas() -> None:
     assert [str(h) for h in found[1].buckets[1].route] == [
         "shard-sum(dp)", "replicate-sum(pp[0,2])",
     ]  # fmt: skip
-    assert [(x.bucket, x.hop) for x in found[1].launches] == [(2, 0), (3, 0), (3, 1)]
+    assert [(x.bucket, x.step) for x in found[1].launches] == [(2, 0), (3, 0), (3, 1)]
 
 
 # --- any model, by property

@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrad import ParameterRecord, Placement, Plan, PlanError, Topology, make_plan, make_plans
+from pipegrad import ParameterRecord, Placement, Topology, make_plan
+from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.buckets import Bucket
-from pipegrad.plan.plan import Share
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import MainRange, Plan, make_plans
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, members
 from tests.support.gradients.plans import FLOAT, HALF, Handlers, entry, grid
@@ -45,7 +47,9 @@ class Case:
 
     @cached_property
     def plans(self) -> dict[int, Plan]:
-        return make_plans(self.manifest, self.topology, self.handlers, **self.options)
+        return make_plans(
+            self.manifest, self.topology, self.handlers, GradientOptions(**self.options)
+        )
 
     @property
     def comm_streams(self) -> int:
@@ -129,8 +133,8 @@ def steppers(case: Case, record: ParameterRecord) -> list[set[int]]:
     """Returns for each element of a parameter the ranks whose optimizer steps it."""
     found: list[set[int]] = [set() for _ in range(record.numel)]
     for rank, plan in case.plans.items():
-        for share in (s for s in plan.shares if s.key == record.key):
-            for element in range(share.begin, share.end):
+        for main_range in (s for s in plan.main_ranges if s.key == record.key):
+            for element in range(main_range.begin, main_range.end):
                 assert rank not in found[element], "stepped twice on one rank"
                 found[element].add(rank)
     return found
@@ -170,9 +174,11 @@ def test_every_element_is_stepped_by_exactly_the_ranks_that_should(case: Case) -
     for plan in case.plans.values():
         held = case.manifest.records(case.topology.at(plan.rank))
         assert plan.trained_numel == sum(r.numel for r in held if r.requires_grad)
-        assert plan.stepped_numel == sum(s.end - s.begin for s in plan.shares)
+        assert plan.main_numel == sum(s.end - s.begin for s in plan.main_ranges)
         keys = [r.key for r in held]
-        assert [s.key for s in plan.shares] == sorted({s.key for s in plan.shares}, key=keys.index)
+        assert [s.key for s in plan.main_ranges] == sorted(
+            {s.key for s in plan.main_ranges}, key=keys.index
+        )
 
 
 @quick
@@ -181,15 +187,15 @@ def test_a_share_is_what_the_rank_has_the_sums_of(case: Case) -> None:
     for rank, plan in case.plans.items():
         numels = {r.key: r.numel for r in case.manifest.records(case.topology.at(rank))}
         places = {slot.key: (b, slot.offset) for b in plan.buckets for slot in b.slots}
-        for share in plan.shares:
-            if not share.sharded:
-                assert (share.begin, share.end) == (0, numels[share.key])
+        for main_range in plan.main_ranges:
+            if not main_range.sharded:
+                assert (main_range.begin, main_range.end) == (0, numels[main_range.key])
                 continue
-            bucket, offset = places[share.key]
+            bucket, offset = places[main_range.key]
             region = bucket.region(rank, len(bucket.route))
-            assert 0 <= share.begin < share.end <= numels[share.key]
-            assert region.start <= offset + share.begin
-            assert offset + share.end <= region.stop
+            assert 0 <= main_range.begin < main_range.end <= numels[main_range.key]
+            assert region.start <= offset + main_range.begin
+            assert offset + main_range.end <= region.stop
 
 
 # --- rows
@@ -202,17 +208,18 @@ def test_rows_partition_what_was_left_aligned_and_no_smaller_than_the_flags(case
     for rank, plan in case.plans.items():
         for bucket in plan.buckets:
             before = range(bucket.payload_numel)
-            for number, hop in enumerate(bucket.route, 1):
+            for number, reduction_step in enumerate(bucket.route, 1):
                 mine = bucket.region(rank, number)
-                if hop.placement is not SHARD:
+                if reduction_step.placement is not SHARD:
                     assert mine == before
                     continue
                 theirs = [
-                    in_plan(case, member, bucket).region(member, number) for member in hop.ranks
+                    in_plan(case, member, bucket).region(member, number)
+                    for member in reduction_step.ranks
                 ]
                 assert list(itertools.chain(*theirs)) == list(before)
                 assert len({len(row) for row in theirs}) == 1
-                assert mine == theirs[hop.ranks.index(rank)]
+                assert mine == theirs[reduction_step.ranks.index(rank)]
                 assert mine.start * bucket.wire_dtype.itemsize % 64 == 0
                 assert len(mine) >= len(bucket.slots)
                 before = mine
@@ -229,12 +236,12 @@ def test_bytes_are_those_of_rows_and_flags(case: Case) -> None:
         expected = 0
         for bucket in plan.buckets:
             left = bucket.payload_numel
-            for hop in bucket.route:
+            for reduction_step in bucket.route:
                 expected += (left + len(bucket.slots)) * bucket.wire_dtype.itemsize
-                if hop.placement is OWNER and plan.rank != min(hop.ranks):
+                if reduction_step.placement is OWNER and plan.rank != min(reduction_step.ranks):
                     break
-                if hop.placement is SHARD:
-                    left //= len(hop.ranks)
+                if reduction_step.placement is SHARD:
+                    left //= len(reduction_step.ranks)
         assert plan.reduced_bytes == expected
 
 
@@ -243,13 +250,13 @@ def test_bytes_of_one_bucket_by_hand() -> None:
     topology = Topology.build(axes=(("pp", 1), ("dp", 2), ("tp", 2)))
     handlers = [("a", By("dp", SHARD)), ("b", By("tp", REPLICATE))]
     model = Manifest(((entry("w", 70),),), ())
-    for plan in make_plans(model, topology, handlers, bucket_bytes=0).values():
+    for plan in make_plans(model, topology, handlers, GradientOptions(bucket_bytes=0)).values():
         (bucket,) = plan.buckets
         assert (bucket.payload_numel, bucket.numel) == (96, 97)
-        assert [bucket.nbytes(hop) for hop in (0, 1)] == [4 * 97, 4 * 49]
+        assert [bucket.nbytes(reduction_step) for reduction_step in (0, 1)] == [4 * 97, 4 * 49]
         assert plan.reduced_bytes == 4 * 97 + 4 * 49
         begin = 48 * (plan.rank // 2)
-        assert plan.shares == (Share("0.w", begin, min(begin + 48, 70), sharded=True),)
+        assert plan.main_ranges == (MainRange("0.w", begin, min(begin + 48, 70), sharded=True),)
 
 
 # --- there and back: a simulation of all ranks
@@ -282,20 +289,22 @@ class World:
             for slot in bucket.slots
         }
         for rank, plan in plans.items():
-            for share in plan.shares:
-                if (rank, share.key) in self.offsets:
-                    index, offset, _ = self.offsets[rank, share.key]
-                    self.memory[rank, index][offset + share.begin : offset + share.end] = 1
+            for main_range in plan.main_ranges:
+                if (rank, main_range.key) in self.offsets:
+                    index, offset, _ = self.offsets[rank, main_range.key]
+                    self.memory[rank, index][
+                        offset + main_range.begin : offset + main_range.end
+                    ] = 1
 
     def run(self, seed: int) -> None:
         """Takes items in an order that `seed` chooses, until none can be taken."""
         rng = random.Random(seed)
         while ready := [place for place, queue in self.waiting.items() if self._can(place, queue)]:
             rank, comm_stream = rng.choice(ready)
-            kind, index, hop = self.waiting[rank, comm_stream][0]
+            kind, index, reduction_step = self.waiting[rank, comm_stream][0]
             if kind == "publish":
-                self._move_back(rank, index, hop)
-            for member in self._members(rank, index, hop):
+                self._move_back(rank, index, reduction_step)
+            for member in self._members(rank, index, reduction_step):
                 self.waiting[member, comm_stream].pop(0)
 
     @property
@@ -311,8 +320,8 @@ class World:
             if not bool(self.memory[rank, index][offset : offset + numel].all())
         ]
 
-    def _members(self, rank: int, index: int, hop: int) -> tuple[int, ...]:
-        return self.buckets[rank, index].route[hop].ranks
+    def _members(self, rank: int, index: int, reduction_step: int) -> tuple[int, ...]:
+        return self.buckets[rank, index].route[reduction_step].ranks
 
     def _can(self, place: tuple[int, int], queue: list[Item]) -> bool:
         if not queue:
@@ -322,12 +331,12 @@ class World:
         return all(other and other[0] == queue[0] for other in others)
 
     def _move_back(self, rank: int, index: int, number: int) -> None:
-        hop = self.buckets[rank, index].route[number]
-        regions = {m: self.buckets[m, index].region(m, number) for m in hop.ranks}
+        reduction_step = self.buckets[rank, index].route[number]
+        regions = {m: self.buckets[m, index].region(m, number) for m in reduction_step.ranks}
         assert len(set(regions.values())) == 1
         here = slice(regions[rank].start, regions[rank].stop)
-        parts = [self.memory[m, index][here] for m in hop.ranks]
-        if hop.placement is SHARD:
+        parts = [self.memory[m, index][here] for m in reduction_step.ranks]
+        if reduction_step.placement is SHARD:
             rows = [p.view(len(parts), -1)[i] for i, p in enumerate(parts)]
             result = torch.cat(rows)
         else:
@@ -338,10 +347,10 @@ class World:
 
 def items(plan: Plan, comm_stream: int) -> list[Item]:
     there: list[Item] = [
-        ("launch", x.bucket, x.hop) for x in plan.launches if x.comm_stream == comm_stream
+        ("launch", x.bucket, x.step) for x in plan.launches if x.comm_stream == comm_stream
     ]
     back: list[Item] = [
-        ("publish", x.bucket, x.hop) for x in plan.publishes if x.comm_stream == comm_stream
+        ("publish", x.bucket, x.step) for x in plan.publishes if x.comm_stream == comm_stream
     ]
     return there + back + there
 
@@ -359,10 +368,10 @@ def test_nothing_waits_for_each_other_and_all_have_what_was_stepped(case: Case, 
 def test_publishes_go_backwards_along_a_route_once_each(case: Case) -> None:
     for rank, plan in case.plans.items():
         for bucket in plan.buckets:
-            back = [x.hop for x in plan.publishes if x.bucket == bucket.index]
-            taken = {x.hop for x in plan.launches if x.bucket == bucket.index}
-            mirrored = [h for h in taken if bucket.route[h].placement is not REPLICATE]
-            assert back == sorted(mirrored, reverse=True)
+            back = [x.step for x in plan.publishes if x.bucket == bucket.index]
+            taken = {x.step for x in plan.launches if x.bucket == bucket.index}
+            with_parameter_sync = [h for h in taken if bucket.route[h].placement is not REPLICATE]
+            assert back == sorted(with_parameter_sync, reverse=True)
         assert all(x.comm_stream == x.bucket % case.comm_streams for x in plan.publishes)
         assert_waited_for(case, rank, plan)
 
@@ -373,8 +382,8 @@ def assert_waited_for(case: Case, rank: int, plan: Plan) -> None:
     buckets = {b.index: b for b in plan.buckets}
     for publish in plan.publishes:
         bucket = buckets[publish.bucket]
-        hop = bucket.route[publish.hop]
-        comes = hop.placement is SHARD or rank != min(hop.ranks)
+        reduction_step = bucket.route[publish.step]
+        comes = reduction_step.placement is SHARD or rank != min(reduction_step.ranks)
         assert set(publish.readers) == (set(local).intersection(bucket.holders) if comes else set())
 
 
@@ -388,7 +397,10 @@ def test_any_rank_plans_the_same_whatever_the_order_of_handlers(
     ranks = case.topology.ranks
     for rank in {ranks[0], ranks[-1]}:
         view = case.topology.at(rank)
-        assert make_plan(case.manifest, view, handlers, **case.options) == case.plans[rank]
+        assert (
+            make_plan(case.manifest, view, handlers, GradientOptions(**case.options))
+            == case.plans[rank]
+        )
 
 
 @quick
@@ -421,18 +433,18 @@ def test_a_permuted_mesh_whose_parts_do_not_fit_is_refused(handlers: Handlers) -
     """Ranks 3 and 1 are last and first of their rows: they would sum other parts of `w`."""
     permuted = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 2, 1))
     with pytest.raises(PlanError, match=r"'0\.w': before .* ascend along every dimension"):
-        make_plans(TIE, permuted, handlers, bucket_bytes=0)
+        make_plans(TIE, permuted, handlers, GradientOptions(bucket_bytes=0))
     straight = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 5, 9))
-    assert len(make_plans(TIE, straight, handlers, bucket_bytes=0)) == 4
+    assert len(make_plans(TIE, straight, handlers, GradientOptions(bucket_bytes=0))) == 4
 
 
 @pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
 def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int]) -> None:
     """By first use alone an owner that holds the later stage passed on stale rows of the other."""
     handlers = [("tie", By("pp", OWNER)), ("data", By("dp", SHARD))]
-    found = make_plans(TIE, grid(2, 2, stages), handlers, bucket_bytes=0)
+    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
     own, other = stages  # on ranks 0 and 1, and on those behind
-    back = {rank: [(x.hop, x.readers) for x in plan.publishes] for rank, plan in found.items()}
+    back = {rank: [(x.step, x.readers) for x in plan.publishes] for rank, plan in found.items()}
     owners, others = [(1, (own,)), (0, ())], [(0, (other,))]
     assert back == {0: owners, 1: owners, 2: others, 3: others}
     world = World(found, 1)
@@ -443,8 +455,8 @@ def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int])
 @pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
 def test_owners_pass_on_what_they_are_given(stages: tuple[int, int]) -> None:
     handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
-    found = make_plans(TIE, grid(2, 2, stages), handlers, bucket_bytes=0)
-    back = {rank: [x.hop for x in plan.publishes] for rank, plan in found.items()}
+    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
+    back = {rank: [x.step for x in plan.publishes] for rank, plan in found.items()}
     assert back == {0: [1, 0], 1: [0], 2: [1, 0], 3: [0]}
     world = World(found, 1)
     world.run(0)
@@ -459,12 +471,23 @@ def turned(found: Mapping[int, Plan], rank: int) -> dict[int, Plan]:
 
 def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_other() -> None:
     handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
-    world = World(turned(make_plans(TIE, grid(2, 2), handlers, bucket_bytes=0), 2), 1)
+    world = World(
+        turned(
+            make_plans(TIE, grid(2, 2), handlers, GradientOptions(bucket_bytes=0, comm_streams=1)),
+            2,
+        ),
+        1,
+    )
     world.run(0)
     assert (world.stuck, world.stale) == ([], [(3, "0.w")])
     two = Manifest(((entry("a", 4), entry("b", 4)),), ())
     rows = [("data", By("dp", SHARD))]
-    world = World(turned(make_plans(two, grid(1, 2), rows, bucket_bytes=0), 1), 1)
+    world = World(
+        turned(
+            make_plans(two, grid(1, 2), rows, GradientOptions(bucket_bytes=0, comm_streams=1)), 1
+        ),
+        1,
+    )
     world.run(0)
     assert world.stuck == [(0, 0), (1, 0)]
 
@@ -472,7 +495,9 @@ def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_othe
 def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:
     """One parameter of 3 elements beside 40 empty ones: 41 flags did not fit into 16 elements."""
     model = Manifest(((entry("w", 3), *(entry(f"e{i}", 0) for i in range(40))),), ())
-    for plan in make_plans(model, grid(1, 2), [("s", By("dp", SHARD))], bucket_bytes=64).values():
+    for plan in make_plans(
+        model, grid(1, 2), [("s", By("dp", SHARD))], GradientOptions(bucket_bytes=64)
+    ).values():
         (bucket,) = plan.buckets
         assert (len(bucket.slots), bucket.payload_numel) == (41, 2 * 48)
         assert len(bucket.region(plan.rank, 1)) == 48

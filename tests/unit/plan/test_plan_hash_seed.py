@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from pipegrad import Topology, find_tied, make_manifest, make_plan
+from pipegrad.plan.options import GradientOptions
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.models import build
@@ -23,7 +24,12 @@ def plans() -> str:
     manifest = make_manifest(stages, topology, tied=find_tied(model))
     handlers = [("pipeline-shared", PipelineShared()), ("data-parallel", DataParallel())]
     made = [
-        make_plan(manifest, topology.at(rank), handlers, bucket_bytes=1024, comm_streams=3)
+        make_plan(
+            manifest,
+            topology.at(rank),
+            handlers,
+            GradientOptions(bucket_bytes=1024, comm_streams=3),
+        )
         for rank in topology.ranks
     ]
     assert len({plan.digest for plan in made}) == 1

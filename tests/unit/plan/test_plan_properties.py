@@ -10,10 +10,11 @@ from functools import cache, cached_property
 import pytest
 import torch
 
-from pipegrad import Placement, Plan, Topology
+from pipegrad import Placement, Topology
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.buckets import Bucket
-from pipegrad.plan.routes import hops_taken, signature
+from pipegrad.plan.plan import Plan
+from pipegrad.plan.routes import signature, steps_taken
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.plans import (
@@ -167,14 +168,14 @@ def test_all_ranks_share_layout_groups_and_digest(seeds: Iterable[int]) -> None:
             for index, bucket in buckets.items():
                 layout = tuple(getattr(bucket, name) for name in LAYOUT)
                 layouts.setdefault(index, set()).add((layout, signature(bucket.route)))
-                for hop in bucket.route:
-                    assert rank in hop.ranks, seed
-                    same = {b.index: b for b in found[hop.ranks[0]].buckets}[index].route
-                    assert hop in same, seed
+                for reduction_step in bucket.route:
+                    assert rank in reduction_step.ranks, seed
+                    same = {b.index: b for b in found[reduction_step.ranks[0]].buckets}[index].route
+                    assert reduction_step in same, seed
             for launch in plan.launches:
-                launching.add((buckets[launch.bucket].route[launch.hop].ranks, launch.comm_stream))
+                launching.add((buckets[launch.bucket].route[launch.step].ranks, launch.comm_stream))
             for pack in plan.packs:
-                launching.update((hop.ranks, 0) for hop in pack.route)
+                launching.update((reduction_step.ranks, 0) for reduction_step in pack.route)
         assert all(len(layout) == 1 for layout in layouts.values()), seed
         assert sorted(layouts) == list(range(len(layouts))), seed
         groups = next(iter(found.values())).groups
@@ -187,13 +188,15 @@ def test_launches_are_sorted_and_complete(seeds: Iterable[int]) -> None:
     for seed in seeds:
         case = random_case(seed)
         for rank, plan in case.plans.items():
-            assert sorted((x.bucket, x.hop) for x in plan.launches) == [
-                (b.index, hop) for b in plan.buckets for hop in range(hops_taken(b.route, rank))
+            assert sorted((x.bucket, x.step) for x in plan.launches) == [
+                (b.index, reduction_step)
+                for b in plan.buckets
+                for reduction_step in range(steps_taken(b.route, rank))
             ], seed
-            order = [(x.ready, x.hop, x.bucket) for x in plan.launches]
+            order = [(x.ready, x.step, x.bucket) for x in plan.launches]
             assert order == sorted(order), seed
             ready = {bucket.index: bucket.ready for bucket in plan.buckets}
-            assert all(x.ready == ready[x.bucket] + x.hop for x in plan.launches), seed
+            assert all(x.ready == ready[x.bucket] + x.step for x in plan.launches), seed
             assert all(x.comm_stream == x.bucket % case.comm_streams for x in plan.launches), seed
 
 
@@ -218,10 +221,10 @@ def stuck(found: Mapping[int, Plan], comm_streams: int) -> list[tuple[int, int]]
         for (rank, comm_stream), queue in waiting.items():
             if not queue:
                 continue
-            head = (queue[0].bucket, queue[0].hop)
+            head = (queue[0].bucket, queue[0].step)
             members = [(m, comm_stream) for m in routes[rank][head[0]][head[1]].ranks]
             if all(
-                waiting[m] and (waiting[m][0].bucket, waiting[m][0].hop) == head for m in members
+                waiting[m] and (waiting[m][0].bucket, waiting[m][0].step) == head for m in members
             ):
                 for member in members:
                     waiting[member].pop(0)
@@ -242,7 +245,7 @@ def test_the_simulation_finds_a_deadlock() -> None:
         ((entry("a", 4), entry("b", 4)), (entry("b", 4), entry("a", 4))),
         (((0, "a"), (1, "a")), ((0, "b"), (1, "b"))),
     )
-    found = plans(model, grid(2), bucket_bytes=0)
+    found = plans(model, grid(2), bucket_bytes=0, comm_streams=1)
     assert stuck(found, 1) == []
     crossed = {0: found[0], 1: dataclasses.replace(found[1], launches=found[1].launches[::-1])}
     assert stuck(crossed, 1) == [(0, 0), (1, 0)]

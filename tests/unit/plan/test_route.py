@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, PlanError, Reduction, Topology
+from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad.errors import PlanError
 from pipegrad.model.dtensor import Layout, Shard
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.build_routes import make_routes
-from pipegrad.plan.routes import RouteHop, Routes, hops_taken, shared_routes
+from pipegrad.plan.routes import Routes, shared_routes, steps_taken
+from pipegrad.plugins.handler import ReductionStep
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.plan.manifests import Reductions, Say, entry, manifest, say
@@ -34,14 +36,14 @@ def routes(
     return make_routes(model, topology, handlers, allow_unsynced)[0]
 
 
-def hop(
+def reduction_step(
     axes: str,
     ranks: tuple[int, ...],
     op: str,
     handler: str,
     placement: Placement = REPLICATE,
-) -> RouteHop:
-    return RouteHop(axes, ranks, op, placement, handler)  # type: ignore[arg-type]
+) -> ReductionStep:
+    return ReductionStep(axes, ranks, op, placement, handler)  # type: ignore[arg-type]
 
 
 # --- what comes out
@@ -49,8 +51,8 @@ def hop(
 
 def test_routes_of_all_ranks() -> None:
     found = routes(SHARED, DATA)
-    mean = {p: hop("dp", (2 * p, 2 * p + 1), "mean", "data-parallel") for p in range(4)}
-    tie = {d: hop("pp[0,3]", (d, 6 + d), "sum", "pipeline-shared") for d in range(2)}
+    mean = {p: reduction_step("dp", (2 * p, 2 * p + 1), "mean", "data-parallel") for p in range(4)}
+    tie = {d: reduction_step("pp[0,3]", (d, 6 + d), "sum", "pipeline-shared") for d in range(2)}
     assert found == {
         0: {"0.emb": (mean[0], tie[0]), "0.a": (mean[0],)},
         1: {"0.emb": (mean[0], tie[1]), "0.a": (mean[0],)},
@@ -110,8 +112,8 @@ def test_an_axis_whose_name_is_part_of_another_is_another_axis() -> None:
     mesh = Topology.build(axes=(("pp", 2), ("p", 2)), data="p")
     wrapped = manifest(["emb"], ["head"], wrappers=((0, "DistributedDataParallel"),))
     assert list(make_routes(wrapped, mesh, [SHARED], ())[0][0]) == ["0.emb"]
-    assert hop("pp[0,3]+dp", (0, 1, 6, 7), "sum", "x").spans("pp")
-    assert not hop("ranks[0, 3]", (0, 3), "sum", "x").spans("dp")
+    assert reduction_step("pp[0,3]+dp", (0, 1, 6, 7), "sum", "x").spans("pp")
+    assert not reduction_step("ranks[0, 3]", (0, 3), "sum", "x").spans("dp")
 
 
 def test_reductions_over_one_rank_are_dropped() -> None:
@@ -130,13 +132,13 @@ def test_reductions_over_one_rank_are_dropped() -> None:
 
 
 def test_after_an_owner_the_later_hops_are_the_owners_alone() -> None:
-    mean = hop("dp", (0, 1), "sum", "x", OWNER)
-    tie = hop("pp", (0, 2), "sum", "y")
-    assert [hops_taken((mean, tie), rank) for rank in (0, 1)] == [2, 1]
-    assert [hops_taken((tie, mean), rank) for rank in (0, 1)] == [2, 2]
-    shard = hop("dp", (0, 1), "sum", "x", SHARD)
-    assert [hops_taken((shard, tie), rank) for rank in (0, 1)] == [2, 2]
-    assert hops_taken((), 0) == 0
+    mean = reduction_step("dp", (0, 1), "sum", "x", OWNER)
+    tie = reduction_step("pp", (0, 2), "sum", "y")
+    assert [steps_taken((mean, tie), rank) for rank in (0, 1)] == [2, 1]
+    assert [steps_taken((tie, mean), rank) for rank in (0, 1)] == [2, 2]
+    shard = reduction_step("dp", (0, 1), "sum", "x", SHARD)
+    assert [steps_taken((shard, tie), rank) for rank in (0, 1)] == [2, 2]
+    assert steps_taken((), 0) == 0
 
 
 # --- a handler's mistakes

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipegrad import ScheduleError, schedules
-from pipegrad.errors import PluginOptionError
+from pipegrad import schedules
+from pipegrad.errors import PluginOptionError, ScheduleError
 from pipegrad.schedules import Action, Schedule
 
 NAME = "hop-aware-1f1b"

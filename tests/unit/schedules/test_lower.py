@@ -9,7 +9,8 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 
-from pipegrad import ScheduleError, schedules
+from pipegrad import schedules
+from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Action, Schedule
 from pipegrad.schedules.program.lower import chain, lower
 from pipegrad.schedules.program.program import Channel, Collective, Item, Link, Op, Program
@@ -322,15 +323,15 @@ def leaving(program: Program, rank: int, final: set[int]) -> set[int]:
 @quick
 @given(program=programs())
 def test_mirrored_parameters_are_awaited_before_use_and_sent_at_the_end(program: Program) -> None:
-    mirrored = [(n, c) for n, c in enumerate(program.collectives) if c.readers]
+    awaited = [(n, c) for n, c in enumerate(program.collectives) if c.readers]
     for rank in ranks_of(program):
         items = list(program.decoded(rank))
-        stages = {s for _, c in mirrored for s in c.readers}
+        stages = {s for _, c in awaited for s in c.readers}
         for stage in {action.stage for _, action in computes(program, rank)}:
             (first, *_) = [at for at, a in computes(program, rank) if a.stage == stage]
             uses = [at for at, i in places_of(program, rank, Op.FIRST_USE) if i.which == stage]
             assert uses == ([first - 1] if stage in stages else [])
-        due = [Item(Op.PUBLISH, n, 0) for n, c in mirrored if rank in c.ranks]
+        due = [Item(Op.PUBLISH, n, 0) for n, c in awaited if rank in c.ranks]
         assert items[len(items) - len(due) :] == due
         assert len(places_of(program, rank, Op.PUBLISH)) == len(due)
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipegrad import ScheduleError, schedules
-from pipegrad.errors import PluginOptionError
+from pipegrad import schedules
+from pipegrad.errors import PluginOptionError, ScheduleError
 from pipegrad.schedules import Action, Kind, Schedule, ScheduleGenerator
 from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
 from pipegrad.schedules.builtin.gpipe import GPipe

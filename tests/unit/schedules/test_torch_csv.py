@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from pipegrad import ScheduleError, schedules
+from pipegrad import schedules
+from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Action, Schedule, read_csv, torch_csv, write_csv
 
 OPTIONS: dict[str, dict[str, object]] = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrad import ScheduleError
+from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Action, Schedule
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
 from pipegrad.schedules.program.lower import lower

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipegrad import ConfigError
+from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config, Data, Model
 from pipegrad.train.data import Corpus, read_corpus
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from pipegrad import ParameterRecord
-from pipegrad.optimizer.main_params import Stepped, grouped
+from pipegrad.optimizer.main_params import MainParameter, grouped
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 
@@ -46,8 +46,10 @@ def test_norms_and_biases_may_be_spared() -> None:
     spared = config(name="SGD", lr=1.0, weight_decay=0.5, decay_norms_and_biases=False)
     given = parameters()
     records = [record(index, p.shape) for index, p in enumerate(given)]
-    rows = [Stepped(r, p, 0) for r, p in zip(records, given, strict=True)]
-    rows[3] = Stepped(records[3], nn.Parameter(given[3].detach().flatten()), 0)  # a row of a matrix
+    rows = [MainParameter(r, p, 0) for r, p in zip(records, given, strict=True)]
+    rows[3] = MainParameter(
+        records[3], nn.Parameter(given[3].detach().flatten()), 0
+    )  # a row of a matrix
     made = make_optimizer(spared, grouped(records, rows, partial(group_of, spared)))
     decayed, undecayed = made.param_groups
     assert [p.shape for p in decayed["params"]] == [(2, 3), (3,)]
@@ -61,7 +63,7 @@ def test_norms_and_biases_may_be_spared() -> None:
 def test_a_rank_with_vectors_only_has_both_groups() -> None:
     spared = config(decay_norms_and_biases=False)
     records = [record(0, (2, 3)), record(1, (3,))]
-    own = [Stepped(records[1], nn.Parameter(torch.ones(3)), 0)]
+    own = [MainParameter(records[1], nn.Parameter(torch.ones(3)), 0)]
     made = make_optimizer(spared, grouped(records, own, partial(group_of, spared)))
     assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == [(0, 0.01), (1, 0)]
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipegrad import ConfigError, Topology
+from pipegrad import Topology
+from pipegrad.errors import ConfigError
+from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
 from pipegrad.train.checkpoint.layout import Places, check_places
 from pipegrad.train.config import Config, Model
@@ -25,7 +27,7 @@ def places(
 ) -> list[str]:
     """Returns the place of each parameter, and of buffers."""
     view = Topology.build(axes=axes, rank=rank, data=data)
-    plan = make_plans(MODEL, view, handlers, bucket_bytes=0, ranks=[rank])[rank]
+    plan = make_plans(MODEL, view, handlers, GradientOptions(bucket_bytes=0), ranks=[rank])[rank]
     found = Places(view, plan)
     return [found.of(record.key) for record in MODEL.records(view)] + [found.of()]
 

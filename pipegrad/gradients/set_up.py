@@ -1,0 +1,209 @@
+"""Set-up: the parts of a GradientSync, made of what the ranks have agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from pipegrad.comm.agreement import slow_seconds
+from pipegrad.comm.ending import Ending
+from pipegrad.comm.failures import FailedSteps, FailureNotice
+from pipegrad.comm.process_groups import Groups, is_local
+from pipegrad.gradients.drift import DriftCheck
+from pipegrad.gradients.negotiate import Agreed
+from pipegrad.gradients.norm import GlobalNorm
+from pipegrad.gradients.optimizer_watch import steps_alike
+from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.replicas import Lookup
+from pipegrad.gradients.step import Step
+from pipegrad.model.module_tree import ModuleTree
+from pipegrad.model.ties import named
+from pipegrad.model.wrappers import unwrapped
+from pipegrad.optimizer.main_params import MainShard, has_main_shard, master_dtype_of
+from pipegrad.optimizer.param_sync import ParameterBuffer, ParameterSync, parameter_buffers
+from pipegrad.plan.routes import has_result
+from pipegrad.plugins.handler import keeps_state
+from pipegrad.reduce.bucket_buffer import BucketBuffer
+from pipegrad.reduce.reducer import Reducer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a GradientSync is made of.
+
+    Attributes:
+        groups: The communicators.
+        reducer: Launches collectives, and waits for them.
+        failures: Of all steps.
+        ending: Ends threads and groups.
+        parameters: This rank's, by key.
+        lookup: Key -> the parameter that is in its module now.
+        parameter_sync: What comes back after the optimizer's step.
+        drift: Compares copies.
+        norm: Of all ranks' gradients.
+        step: The step at hand.
+    """
+
+    groups: Groups
+    reducer: Reducer
+    failures: FailedSteps
+    ending: Ending
+    parameters: Mapping[str, LiveParameter]
+    lookup: Lookup
+    parameter_sync: ParameterSync
+    drift: DriftCheck
+    norm: GlobalNorm
+    step: Step
+
+
+def set_up(
+    owner: object, agreed: Agreed, modules: Mapping[int, nn.Module], *, agree_seconds: float
+) -> Parts:
+    """Makes all parts; every rank must call it, since process groups are made in it.
+
+    Args:
+        owner: The GradientSync, held weakly: when nobody holds it, threads and groups end.
+        agreed: What the ranks agreed on.
+        modules: This rank's stages.
+        agree_seconds: How long the ranks wait for each other.
+    """
+    plan, topology, device = agreed.plan, agreed.topology, agreed.device
+    ranks = sorted(topology.ranks)
+    notice = FailureNotice(agreed.name)
+    groups = Groups(plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains)
+    reducer = Reducer(
+        plan,
+        comm_streams=agreed.options.comm_streams,
+        groups=groups,
+        handlers=agreed.plugins,
+        notice=notice,
+        device=device,
+    )
+    ending = Ending(
+        owner, threads=reducer.comm_streams, groups=groups.made, is_local=is_local(device)
+    )
+    # Else destroying a group would take what another rank has not received yet.
+    ending.call(reducer.let_leave)
+    failures = FailedSteps(notice, reducer.wait)
+    trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
+    buffers = parameter_buffers(plan, device)
+    parameters = live_parameters(
+        agreed,
+        modules,
+        trees,
+        buffers=reducer.buffer_of,
+        parameter_buffers={key: buffer for buffer in buffers.values() for key in buffer.views},
+    )
+    lookup = partial(_lookup, parameters)
+    parameter_sync = ParameterSync(
+        plan,
+        buffers=buffers,
+        reducer=reducer,
+        groups=groups,
+        main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
+        main_parameters=partial(_moving, parameters),
+        moves=agreed.moves,
+        device=device,
+    )
+    drift = DriftCheck(
+        plan.packs,
+        lookup,
+        groups=groups,
+        ranks=ranks,
+        agree_seconds=slow_seconds(device, agree_seconds),
+    )
+    step = Step(
+        plan,
+        parameters,
+        trees,
+        reducer=reducer,
+        parameter_sync=parameter_sync,
+        failures=failures,
+        drift=drift,
+        ending=ending,
+        wrapped=agreed.wrapped,
+        alike=steps_alike(agreed.manifest, plan, topology),
+        keeps_state=any(keeps_state(plugin) for plugin in agreed.plugins.values()),
+        keeps_equal=all(plugin.keeps_equal for plugin in agreed.plugins.values()),
+    )
+    norm = GlobalNorm(agreed.manifest, plan, topology, master_dtype=agreed.options.master_dtype)
+    return Parts(
+        groups,
+        reducer,
+        failures,
+        ending,
+        parameters,
+        lookup,
+        parameter_sync,
+        drift,
+        norm,
+        step,
+    )
+
+
+def live_parameters(
+    agreed: Agreed,
+    modules: Mapping[int, nn.Module],
+    trees: Mapping[int, ModuleTree],
+    *,
+    buffers: Mapping[str, BucketBuffer],
+    parameter_buffers: Mapping[str, ParameterBuffer],
+) -> dict[str, LiveParameter]:
+    """Returns this rank's parameters by key, with their main shards.
+
+    Args:
+        agreed: What they are.
+        modules: Where they are.
+        trees: Where they are looked up.
+        buffers: Key -> where its gradient is reduced.
+        parameter_buffers: Key -> the memory of the parameter, if it may come from other ranks.
+    """
+    manifest, plan = agreed.manifest, agreed.plan
+    routes, divisors = dict(plan.routes), dict(plan.divisors)
+    homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}
+    main_shards = _main_shards(agreed)
+    parameters: dict[str, LiveParameter] = {}
+    for record in manifest.records(agreed.topology):
+        local = {p[0]: homes[p] for p in manifest.locations(record.key) if p[0] in modules}
+        parameters[record.key] = LiveParameter(
+            record,
+            local,
+            agreed.accessor,
+            buffers.get(record.key),
+            has_result=has_result(routes.get(record.key, ()), plan.rank),
+            parameter_buffer=parameter_buffers.get(record.key),
+            main_shard=main_shards.get(record.key),
+            divisor=divisors.get(record.key, 1.0),
+            # DistributedDataParallel has reduced its gradients when the whole backward is done.
+            may_leave_early=manifest.reduced_by_ddp.isdisjoint(local),
+        )
+    return parameters
+
+
+def _main_shards(agreed: Agreed) -> dict[str, MainShard]:
+    """Returns what the optimizer of this rank steps in a parameter's place, by key."""
+    manifest, master_dtype = agreed.manifest, agreed.options.master_dtype
+    records = {record.key: record for record in manifest.records(agreed.topology)}
+    return {
+        main_range.key: MainShard(
+            main_range,
+            master_dtype_of(records[main_range.key], master_dtype),
+            manifest.entries(main_range.key)[0].gradient_dtype,
+        )
+        for main_range in agreed.plan.main_ranges
+        if main_range.sharded
+        or has_main_shard(records[main_range.key], agreed.accessor, master_dtype)
+    }
+
+
+def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
+    return parameters[key].parameter
+
+
+def _moving(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
+    """Returns what this rank's optimizer steps of the parameters that move, by key."""
+    found = {key: p.main_parameter for key, p in parameters.items() if p.placed.moves}
+    return {key: tensor for key, tensor in found.items() if tensor is not None}

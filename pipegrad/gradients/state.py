@@ -1,0 +1,90 @@
+"""The states of a GradientSync, and the verbs that lead from one to the next: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from pipegrad.errors import StepError
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the last finished step did on this rank.
+
+    Attributes:
+        steps: Steps finished so far.
+        collectives: Collectives launched.
+        reduced_bytes: Bytes they reduced, as gradients: a communication hook sends fewer.
+        copies: Gradients copied out of a bucket; 0 where all are views.
+        early: Parameters whose gradient left before their stage's backward ended.
+        published_bytes: Bytes of parameters that move back after it, to this rank or from it.
+        exposed_seconds: Time that `finish` was blocked, waiting for collectives; and before it
+            `stage_first_use`, for parameters.
+    """
+
+    steps: int = 0
+    collectives: int = 0
+    reduced_bytes: int = 0
+    copies: int = 0
+    early: int = 0
+    published_bytes: int = 0
+    exposed_seconds: float = 0.0
+
+
+class State(Enum):
+    """What a GradientSync is in the middle of."""
+
+    BETWEEN = "between two steps"
+    OPEN = "gradients accumulate"
+    LEAVING = "some gradients are final, and may be on their way"
+    CLOSED = "closed"
+
+
+# The whole of a step: each verb, the states in which it may be called, and the state behind it. In
+# any other state it is refused. A step that only adds up stays OPEN through all of them.
+_INSIDE = {State.OPEN: State.OPEN, State.LEAVING: State.LEAVING}
+_BETWEEN = {State.BETWEEN: State.BETWEEN}
+TRANSITIONS: Mapping[str, Mapping[State, State]] = {
+    "prepare": {State.BETWEEN: State.OPEN, State.OPEN: State.OPEN},
+    "stage_first_use": _BETWEEN | _INSIDE,
+    "stage_last_backward": _INSIDE,
+    "parameters_final": {State.OPEN: State.LEAVING, State.LEAVING: State.LEAVING},
+    "stage_final": {State.OPEN: State.LEAVING, State.LEAVING: State.LEAVING},
+    "finish": {State.OPEN: State.BETWEEN, State.LEAVING: State.BETWEEN},
+    "drop_gradients": dict.fromkeys(State, State.BETWEEN) | {State.CLOSED: State.CLOSED},
+    "publish_if_due": _BETWEEN | _INSIDE,
+    **dict.fromkeys(
+        (
+            "publish",
+            "wait_parameters",
+            "clip_grad_norm_",
+            "check_replicas",
+            "synchronize_parameters",
+            "state_dict",
+            "load_state_dict",
+        ),
+        _BETWEEN,
+    ),
+    "close": dict.fromkeys(State, State.CLOSED),
+}
+
+
+def refuse(verb: str, state: State) -> None:
+    """Refuses a verb in a state that `TRANSITIONS` does not list for it.
+
+    Raises:
+        StepError: Says what to call first.
+    """
+    if state in TRANSITIONS[verb]:
+        return
+    if state is State.CLOSED:
+        raise StepError("this GradientSync is closed: make another one, on all ranks")
+    if verb == "prepare":
+        raise StepError("prepare() inside a step whose gradients are leaving: call finish()")
+    if verb == "finish":
+        raise StepError("finish() without prepare(): there is no step to finish")
+    if state is State.BETWEEN:
+        raise StepError(f"{verb}() outside a step: call prepare() first")
+    raise StepError(f"{verb}() inside a step: call finish() first")

@@ -1,0 +1,356 @@
+"""One step of a GradientSync: what each of its verbs does on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from pipegrad.comm.ending import Ending
+from pipegrad.comm.failures import FailedSteps
+from pipegrad.errors import PipegradError, StepError
+from pipegrad.gradients.drift import DriftCheck
+from pipegrad.gradients.optimizer_watch import OptimizerWatch
+from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.state import TRANSITIONS, State, Statistics, refuse
+from pipegrad.model.module_tree import ModuleTree
+from pipegrad.model.wrappers import reshard
+from pipegrad.optimizer.param_sync import ParameterSync
+from pipegrad.plan.plan import Plan
+from pipegrad.reduce.bucket_buffer import RELEASED
+from pipegrad.reduce.reducer import Reducer
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+class Step:
+    """The step at hand on this rank. `GradientSync` has the same verbs, with their contracts.
+
+    Args:
+        plan: This rank's.
+        parameters: This rank's, by key.
+        trees: Where they are looked up, by stage.
+        reducer: Launches and waits.
+        parameter_sync: What comes back after the optimizer's step.
+        failures: Of all steps.
+        drift: Compares copies.
+        ending: Ends threads and groups when nobody holds the GradientSync any more.
+        wrapped: What FSDP2 has wrapped of this rank's stages.
+        alike: As `OptimizerWatch`.
+        keeps_state: Whether a handler keeps something from step to step.
+        keeps_equal: Whether all handlers keep copies of a parameter equal.
+
+    Attributes:
+        state: What it is in the middle of.
+        is_accumulating: Whether this step only adds up.
+        statistics: Of the last step that ended.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, LiveParameter],
+        trees: Mapping[int, ModuleTree],
+        *,
+        reducer: Reducer,
+        parameter_sync: ParameterSync,
+        failures: FailedSteps,
+        drift: DriftCheck,
+        ending: Ending,
+        wrapped: Sequence[FSDPModule],
+        alike: bool,
+        keeps_state: bool,
+        keeps_equal: bool,
+    ) -> None:
+        self.state = State.BETWEEN
+        self.is_accumulating = False
+        self.statistics = Statistics()
+        self._plan = plan
+        self._parameters = parameters
+        self._trees = trees
+        self._reducer = reducer
+        self._parameter_sync = parameter_sync
+        self._failures = failures
+        self._drift = drift
+        self._ending = ending
+        self._wrapped = wrapped
+        self._keeps_state = keeps_state
+        self._keeps_equal = keeps_equal
+        # Backward reaches the last parameter of a stage first: gradients leave in that order.
+        self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(trees)}
+        for parameter in reversed(list(parameters.values())):
+            parameter.connect(self._on_accumulated)
+            for stage in sorted(parameter.stages):
+                self._by_stage[stage].append(parameter)
+        self._by_id = {id(p.live): p for p in parameters.values()}
+        self._adds_up = False  # whether the step at hand began as one that only adds up
+        self._last_backwards: set[int] = set()  # stages of which the next backward is the last
+        self._final_stages: set[int] = set()
+        self._late_error: StepError | None = None
+        self._watch = OptimizerWatch(parameters.values(), alike=alike, on_refusal=self._refused)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun that has not ended."""
+        return self.state in (State.OPEN, State.LEAVING)
+
+    def check(self, verb: str) -> None:
+        """Refuses a verb that the state at hand does not allow; see `TRANSITIONS`.
+
+        Raises:
+            StepError: Says what to call first.
+        """
+        refuse(verb, self.state)
+
+    def refuse_closed(self) -> None:
+        """Raises StepError behind `close`."""
+        if self.state is State.CLOSED:
+            refuse("prepare", self.state)
+
+    def _go(self, verb: str) -> None:
+        self.state = TRANSITIONS[verb][self.state]
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Has the steps inside add up, and nothing else."""
+        before, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = before
+
+    # The verbs of a step, in order.
+
+    def prepare(self, divisor: float) -> None:
+        """Gives gradients zeroed slots to go to, or continues a step that only added up."""
+        self.refuse_closed()
+        with self._failures.refusing():
+            self._prepare(divisor)
+
+    def _prepare(self, divisor: float) -> None:
+        self._failures.refuse()
+        self.check("prepare")
+        continues = self.is_open
+        self._parameter_sync.publish_if_due()
+        self._parameter_sync.check_published()
+        if not continues:  # else FSDP2 may go on with what it has gathered
+            reshard(self._wrapped)
+        self._refresh(continues=continues)
+        self._failures.begin()
+        self._late_error = None
+        zeroed = {
+            key: p for key, p in self._parameters.items() if p.open(divisor, continuing=continues)
+        }
+        # One zeroing for each buffer, ahead of every producer that writes into it.
+        for buffer in self._reducer.buffers.values():
+            buffer.reset([key for key in buffer.views if key in zeroed])
+        for parameter in zeroed.values():
+            parameter.use_view()
+        for parameter in self._parameters.values():
+            parameter.watch()
+        self._reducer.begin()
+        if not self.is_accumulating:
+            # Receives of partial sums are posted before the first backward: a rank that is ahead
+            # sends without waiting for this one.
+            self._reducer.expect()
+        self._last_backwards.clear()
+        self._final_stages.clear()
+        self._by_id = {id(p.live): p for p in self._parameters.values()}
+        self._watch.follow(self._by_id)
+        self._adds_up = self.is_accumulating
+        self._go("prepare")
+        self._ending.note_in_vain(True)
+
+    def stage_last_backward(self, stage: int) -> None:
+        """Lets parameters become final one by one in the next backward of a stage."""
+        self._check_stage("stage_last_backward", stage)
+        if not self.is_accumulating:
+            self._last_backwards.add(stage)
+
+    def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes some gradients of a stage as final."""
+        self._check_stage("parameters_final", stage)
+        if self.is_accumulating:
+            return
+        for tensor in parameters:
+            parameter = self._by_id.get(id(tensor))
+            if parameter is None or stage not in parameter.stages:
+                raise StepError(
+                    f"a parameter of shape {tuple(tensor.shape)} is none of those of stage "
+                    f"{stage} that the ranks agreed on: make a new GradientSync on all ranks"
+                )
+            self._leave(parameter, stage)
+
+    def stage_final(self, stage: int) -> None:
+        """Takes all gradients of a stage as final; complete buckets leave, in order."""
+        self._check_stage("stage_final", stage)
+        if self.is_accumulating:
+            return
+        if stage in self._final_stages:
+            raise StepError(f"stage {stage} is final already: call stage_final() once a step")
+        self._go("stage_final")
+        self._final_stages.add(stage)
+        self._last_backwards.discard(stage)
+        for parameter in self._by_stage[stage]:
+            self._leave(parameter, stage)
+
+    def finish(self) -> bool:
+        """Waits until every gradient is in place; returns whether copies are to be compared."""
+        if self.is_accumulating and self.state is not State.CLOSED:
+            self._failures.end()
+            return False
+        self.check("finish")
+        with self._failures.refusing():
+            unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
+            if unfinished:
+                raise StepError(f"finish() before stage_final() of stages {unfinished}")
+        try:
+            if self._late_error is not None:
+                raise self._late_error
+            exposed_seconds = self._reducer.wait()
+            compares = self._keeps_equal and self._drift.count(self._failures.step)
+            if compares:
+                # A rank that failed comes to this meeting too, so nobody compares alone.
+                self._reducer.wait_for(self._reducer.meet())
+            self._reducer.refuse_failed()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        self._put_in_place(exposed_seconds)
+        return compares
+
+    def _put_in_place(self, exposed_seconds: float) -> None:
+        parameters = self._parameters.values()
+        early = sum(parameter.left_early for parameter in parameters)
+        copies = sum(parameter.finish() for parameter in parameters)
+        for buffer in self._reducer.buffers.values():
+            buffer.release(RELEASED)
+        self._go("finish")
+        self._ending.note_in_vain(False)
+        self._parameter_sync.expect()
+        self._failures.end()
+        launched = self._reducer.num_launched
+        assert launched == len(self._plan.launches)
+        self.statistics = Statistics(
+            steps=self.statistics.steps + 1,
+            collectives=launched,
+            reduced_bytes=self._plan.reduced_bytes,
+            copies=copies,
+            early=early,
+            published_bytes=self._plan.published_bytes,
+            exposed_seconds=exposed_seconds + self._parameter_sync.take_blocked_seconds(),
+        )
+
+    def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
+        """Ends a step that failed here; see `GradientSync.abort`."""
+        if self.state is State.CLOSED:
+            return None
+        if self._failures.knows(error):
+            return self._failures.cause()
+        if not begun:
+            self._failures.settle()
+            if self._failures.are_final:
+                return None  # `prepare` has said so
+        is_left = self.is_open or not begun
+        self._go("drop_gradients")
+        reduces = is_left and not (self._adds_up if begun else self.is_accumulating)
+        launches = reduces and bool(self._plan.launches)
+        final = final or (launches and (self._keeps_state or self._reducer.has_failed))
+        cause = self._failures.tell(error, begun=begun, final=final)
+        if is_left:
+            self.drop_gradients()
+        if reduces and not final:
+            # In the order of a step that ends: the collectives, the meeting, the parameters that
+            # other ranks may publish behind it.
+            if launches:
+                self._give_up(begun=begun)
+            if self._keeps_equal and self._drift.count(self._failures.step):
+                self._reducer.meet()
+            if launches:
+                self._parameter_sync.send()
+        return cause
+
+    def drop_gradients(self) -> None:
+        """Takes all gradients away, those of accumulated steps as well: they are None."""
+        self._go("drop_gradients")
+        for parameter in self._parameters.values():
+            parameter.drop()
+
+    def close(self) -> None:
+        """Refuses all verbs from now on, and takes all hooks away."""
+        self._go("close")
+        self._watch.remove()
+        for parameter in self._parameters.values():
+            parameter.unwatch()
+
+    # Inside.
+
+    def _check_stage(self, verb: str, stage: int) -> None:
+        if self.state is not State.CLOSED and stage not in self._by_stage:
+            raise StepError(f"stage {stage} is not on this rank, which has {list(self._by_stage)}")
+        self.check(verb)
+        if stage in self._parameter_sync.coming:
+            raise StepError(
+                f"stage {stage} has computed while its parameters were on their way: call "
+                f"stage_first_use({stage}) before its first forward"
+            )
+
+    def _refresh(self, *, continues: bool) -> None:
+        """Looks up what this step begins with, and refuses what would make it wrong."""
+        for tree in self._trees.values():
+            tree.check()
+        for buffer in self._reducer.buffers.values():
+            buffer.look_again()
+        for parameter in self._parameters.values():
+            parameter.refresh(continuing=continues)
+
+    def _on_accumulated(self, parameter: LiveParameter) -> None:
+        """Called by autograd, possibly in its own threads, after each accumulation."""
+        if not parameter.waiting <= self._last_backwards or not self.is_open:
+            return
+        parameter.note_last_firing()
+        if parameter.final:
+            self._late_error = StepError(
+                f"autograd added to the gradient of {parameter.record.key!r} after it was final; "
+                f"a module that runs backward inside backward must do so in every step, and where "
+                f"a stage has several backwards (an auxiliary loss, say) stage_last_backward() is "
+                f"called before the very last one, or not at all"
+            )
+        elif parameter.is_complete:
+            self._finalize(parameter)
+
+    def _leave(self, parameter: LiveParameter, stage: int) -> None:
+        """Finalizes a parameter, if no other local stage will still add to it."""
+        if parameter.leave(stage):
+            self._finalize(parameter)
+
+    def _finalize(self, parameter: LiveParameter) -> None:
+        self._go("parameters_final")
+        try:
+            gradient = parameter.close()
+        except StepError as error:  # `finish` raises it, and other ranks learn of it there
+            self._late_error = self._late_error or error
+            return
+        if parameter.buffer is not None:
+            self._reducer.announce(
+                parameter.record.key, gradient, contributed=parameter.contributed
+            )
+
+    def _give_up(self, *, begun: bool) -> None:
+        """Launches what is left of a step that failed, and what `prepare` would have."""
+        if not begun:
+            if self._parameter_sync.is_taken:
+                self._parameter_sync.publish_if_due()
+            self._reducer.begin()
+            for buffer in self._reducer.buffers.values():
+                buffer.reset(list(buffer.views))
+            self._reducer.expect()
+        self._reducer.give_up()
+
+    def _refused(self, error: PipegradError) -> None:
+        """Ends the step on ranks that do not step, when an optimizer is refused on this one."""
+        if not self.is_open:
+            self.abort(error, begun=False)

@@ -1,0 +1,156 @@
+"""Aliases: tensors of a step that share memory, and the copies that keep them apart.
+
+[Note: shared memory] In a step, four kinds of memory are written while other tensors may lie in it:
+
+- A receive buffer. When its value is released, the next receive writes into it.
+- A buffer of a module, such as a running mean. The next forward may write into it.
+- A tensor that a module returns and also keeps. The module may change it later.
+- A gradient. Autograd adds to it in place, in each further backward.
+
+A stage may return a view of any of these, and autograd may make two gradients views of one tensor.
+So whatever outlives a forward or a backward is compared by the address of its storage. It is copied
+only if the address is taken: in most models nothing is copied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import StepError
+from pipegrad.interop.fsdp import ShardedStages
+from pipegrad.interop.private import is_arriving, is_wrapper, num_holders
+from pipegrad.model.dtensor import is_dtensor, local
+from pipegrad.pipeline.stage import Stage
+
+
+class Aliases:
+    """Copies tensors that lie in memory of others; see [Note: shared memory].
+
+    Args:
+        stages: The stages of this rank.
+        sharded: The stages whose parameters FSDP2 swaps.
+        lent: Addresses of the receive buffers that stages read now: a view, which changes.
+
+    Attributes:
+        lent: The same view.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Stage], sharded: ShardedStages, lent: Collection[int]
+    ) -> None:
+        self._stages = stages
+        self._sharded = sharded
+        self.lent = lent
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self._module_buffers = set[int]()  # addresses
+        self._without_gradient = dict[int, list[nn.Parameter]]()  # by stage
+
+    def note_forward(self, stage: int) -> None:
+        """Notes where a stage's buffers lie, right after its first forward in a step.
+
+        The first forward may make buffers, so their addresses are not known before it.
+        """
+        buffers = self._stages[stage].module.buffers()
+        self._module_buffers.update(buffer.untyped_storage().data_ptr() for buffer in buffers)
+
+    def note_backward(self, stage: int) -> None:
+        """Notes which parameters have no gradient, right before a stage's first backward.
+
+        Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
+        gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
+        """
+        parameters = self._stages[stage].module.parameters()
+        missing = [p for p in parameters if p.grad is None and p.requires_grad]
+        self._without_gradient[stage] = [p for p in missing if not self._sharded.reduces(stage, p)]
+
+    def settled(self, stage: int, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Returns the outputs of a stage, copied where the module keeps them.
+
+        Args:
+            stage: The stage that returned them.
+            outputs: No other reference to them may exist in pipegrad; the list is changed.
+
+        Raises:
+            StepError: If an output is not a plain tensor.
+        """
+        for i, name in enumerate(self._stages[stage].outputs):
+            if type(outputs[i]) is not Tensor and is_arriving(outputs[i]):
+                outputs[i] = outputs[i].clone()  # which waits, and is a plain tensor
+            if type(outputs[i]) is not Tensor or outputs[i].layout is not torch.strided:
+                check_plain(outputs[i], f"stage {stage} returned {name!r}")
+            # If the output requires a gradient, autograd itself notices a change in place.
+            if not outputs[i].requires_grad:
+                # The list has the only reference of pipegrad. If the tensor survives without it,
+                # or if its storage has a second holder, then the module keeps the output.
+                before = weakref.ref(outputs[i])
+                outputs[i] = outputs[i].detach()
+                if before() is not None or num_holders(outputs[i]) > 1:
+                    outputs[i] = outputs[i].clone()
+        return tuple(outputs)
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """Returns `tensor`, copied if it lies in a receive buffer or in a buffer of a module."""
+        address = tensor.untyped_storage().data_ptr()
+        is_shared = address in self.lent or address in self._module_buffers
+        return tensor.clone() if is_shared else tensor
+
+    def part_gradients(self, stage: int, values: Sequence[Tensor]) -> None:
+        """Copies new gradients that share memory with one another or with a receive buffer.
+
+        Args:
+            stage: The stage whose backward has just run.
+            values: The leaves that its forward read.
+        """
+        # Gradients are compared with each other, too: autograd may give a value and a parameter,
+        # such as the terms of a sum, views of one gradient.
+        taken = set(self.lent)
+        for value in values:
+            if value.grad is not None:
+                address = value.grad.untyped_storage().data_ptr()
+                if address in taken:
+                    value.grad = value.grad.clone()
+                taken.add(address)
+        # FSDP2 gives its gathered parameters new gradients in each backward; see `note_backward`
+        # for the others.
+        if candidates := [*self._without_gradient[stage], *self._sharded.gathered(stage)]:
+            for parameter in candidates:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.layout != torch.strided:  # its values may lie anywhere
+                    parameter.grad = parameter.grad.clone()
+                    continue
+                address = local(parameter.grad).untyped_storage().data_ptr()
+                if address in taken:
+                    parameter.grad = parameter.grad.clone()
+                taken.add(address)
+            missing = [p for p in self._without_gradient[stage] if p.grad is None]
+            self._without_gradient[stage] = missing
+
+
+def check_plain(output: Tensor, what: str) -> None:
+    """Refuses a tensor that is no piece of memory, since only memory can be sent.
+
+    Raises:
+        StepError: Begins with `what`.
+    """
+    if type(output) is Tensor and output.layout is torch.strided:
+        return
+    if is_dtensor(output):
+        advice = "return output.full_tensor(), or output.to_local() if each rank has all of it"
+    elif is_wrapper(output):
+        advice = "return a torch.Tensor of its values"
+    elif output.layout != torch.strided:
+        advice = "return output.to_dense()"
+    else:
+        return
+    raise StepError(
+        f"{what} as a {type(output).__name__} of layout {output.layout}, expected a plain "
+        f"strided tensor, which can be handed on: {advice}"
+    )

@@ -1,0 +1,170 @@
+"""The first step of a kind: ranks learn what values look like.
+
+[Note: first step] A rank can make a receive buffer only if it has the shape and dtype of the value.
+Nobody declares them, so the first step of each kind (training, evaluation) finds them:
+
+1. The Program of the first step posts no receive ahead: each stands directly before its wait.
+2. A stage runs its forward. Before the first send of a value, its rank posts a `Spec` of the value
+   on a `Board`, a key for each receiving rank. A rank that has failed posts None instead, and then
+   nothing crosses that channel in either direction.
+3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
+   then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
+4. All ranks exchange their specs, their loss_divisor and the number of rows of their batches. These
+   must fit together. If a rank failed, all ranks raise, and the next step is a first step again.
+5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
+   no channel back. All later steps of the kind must look like the first one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from pipegrad.comm.agreement import Board, agree, same
+from pipegrad.comm.failures import FAILED_ELSEWHERE
+from pipegrad.errors import PipegradError, StepError
+from pipegrad.pipeline.loss import StepResult
+from pipegrad.pipeline.microbatch import Batch
+from pipegrad.pipeline.step import StepContext, StepKind
+from pipegrad.pipeline.transfers import Spec, Specs
+from pipegrad.schedules.program.program import Channel
+
+
+class LearnedSpecs(Specs):
+    """What values look like, learned during a step; see [Note: first step].
+
+    Args:
+        board: Where producers post specs.
+        wait_seconds: How long to wait for a producer.
+    """
+
+    def __init__(self, board: Board, wait_seconds: float) -> None:
+        self._by_link: dict[int, Spec | None] = {}
+        super().__init__(self._by_link)
+        self._board = board
+        self._timeout = timedelta(seconds=wait_seconds)
+
+    def expected(self, link: int, spec: Spec) -> Spec | None:
+        """Returns what the first microbatch looked like; `spec` itself if it is the first."""
+        return self._by_link.setdefault(link, spec)
+
+    def of_send(self, channel: Channel) -> Spec | None:
+        """Posts what a value looks like; None if this rank failed before it made the value."""
+        if channel.kind == "F":
+            spec = self._by_link.setdefault(channel.link, None)
+            self._board.post(f"{channel.link} to {channel.target}", pickle.dumps(spec))
+        return self._by_link.get(channel.link)
+
+    def of_receive(self, channel: Channel) -> Spec | None:
+        """Waits until the producer has posted what its value looks like.
+
+        Raises:
+            AgreementError: If it did not in time.
+        """
+        if channel.kind == "F" and channel.link not in self._by_link:
+            try:
+                message = self._board.wait(f"{channel.link} to {channel.target}", self._timeout)
+            except PipegradError:
+                # Later calls for this link, such as those that end the failed step, must not wait
+                # as long once more.
+                self._by_link[channel.link] = None
+                raise
+            self._by_link[channel.link] = pickle.loads(message)
+        return self._by_link.get(channel.link)
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What the first step of a kind has shown on one rank.
+
+    Attributes:
+        specs: By link, of the values that this rank made or received.
+        rows: Of the tensors of its batch, by name.
+        divisor: Its loss_divisor; None if this rank has none.
+    """
+
+    specs: dict[int, Spec]
+    rows: dict[str, int]
+    divisor: float | None
+
+
+def run_first_step(
+    context: StepContext,
+    batch: Batch,
+    *,
+    forward_only: bool,
+    wait_seconds: float,
+) -> tuple[StepKind, StepResult]:
+    """Runs the first step of a kind; returns the kind for all later steps, and the result.
+
+    Args:
+        context: What all kinds of step share.
+        batch: What the step is given.
+        forward_only: Which kind it is: evaluation or training.
+        wait_seconds: How long ranks wait for each other. Kernels may be compiled meanwhile.
+
+    Raises:
+        StepError: If the step failed on another rank.
+        AgreementError: If what ranks have learned does not fit together.
+        Exception: What failed in the step on this rank.
+    """
+    topology, links = context.topology, context.wiring.links
+    # Each pipeline has a board of its own: replicas may have batches of another size.
+    pipeline = topology.ranks_along(topology.pipeline)
+    board = Board(f"{context.name}/{context.notice.step}/{pipeline[0]}")
+    specs = LearnedSpecs(board, wait_seconds)
+    first = StepKind(context, links, specs, depth=0, forward_only=forward_only)
+    outcomes: list[StepResult | BaseException] = []
+
+    def learn() -> _Learned | None:
+        # An error is not raised inside of `agree`, which would raise it on all ranks in its own
+        # words. It is raised behind `agree`, when all ranks have ended the step.
+        try:
+            outcomes.append(first.run(batch))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            outcomes.append(error)
+            return None
+        known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
+        return _Learned(known, first.batches.rows, first.divisors(batch)[1])
+
+    ranks = sorted(topology.ranks)
+    # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
+    replies = agree(
+        f"the first {'evaluation' if forward_only else 'step'} of a Scheduler",
+        learn,
+        ranks=ranks,
+        timeout_seconds=wait_seconds,
+    )
+    outcome = outcomes[0]
+    if isinstance(outcome, BaseException):
+        raise outcome
+    learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}
+    if len(learned) < len(ranks):
+        raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
+    _check_alike(context, learned)
+    # Each rank has seen the values that it made or received. All ranks of a pipeline together have
+    # seen all of them, and a rank needs them all to lower the programs of the others.
+    by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
+    kind = StepKind(
+        context,
+        [
+            link._replace(differentiable=by_link[number].differentiable)
+            for number, link in enumerate(links)
+        ],
+        Specs(by_link),
+        depth=context.depth,
+        forward_only=forward_only,
+        first=first.batches,
+    )
+    return kind, outcome
+
+
+def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
+    """Refuses different divisors, and batches of one pipeline with different numbers of rows."""
+    divisors = {rank: reply.divisor for rank, reply in learned.items()}
+    same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
+    for pipeline in context.topology.pipelines:
+        rows = {r: str(max(learned[r].rows.values())) for r in pipeline if learned[r].rows}
+        same("how many rows their tensors have", rows)

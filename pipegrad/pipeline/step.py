@@ -1,0 +1,272 @@
+"""Step: one kind of step, training or evaluation, from a batch to its result."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
+from pipegrad.errors import StepError
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.interop.fsdp import ShardedStages
+from pipegrad.pipeline.aliases import Aliases
+from pipegrad.pipeline.compute import Compute
+from pipegrad.pipeline.executor import Executor
+from pipegrad.pipeline.loss import Losses, StepResult
+from pipegrad.pipeline.microbatch import Batch, Batches, joined
+from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.transfers import BufferPool, Edges, Specs, Transfers
+from pipegrad.pipeline.values import PeerFailedError, Values
+from pipegrad.pipeline.wiring import Loss, Wiring
+from pipegrad.schedules import Schedule
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Collective, Link, Program
+from pipegrad.schedules.program.verify import Proof, verify
+from pipegrad.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class StepContext:
+    """What all kinds of step of a Scheduler share on this rank.
+
+    Attributes:
+        name: The same on all ranks, and of no other Scheduler.
+        schedule: What every rank computes.
+        topology: With the schedule's stages.
+        wiring: How the stages hang together.
+        collectives: The reductions of this rank's pipeline.
+        depth: How many receives of an edge are posted ahead.
+        program: Of training steps in which every value has a gradient.
+        proof: What that program needs.
+        stages: The stages of this rank.
+        loss_fn: Takes the last stage's outputs and a microbatch's target.
+        whole: Names of external values that every microbatch gets whole.
+        sync: The gradient layer.
+        weights: The weights' gradients that I leaves to W.
+        sharded: The stages whose parameters FSDP2 swaps.
+        edges: The communicators between stages.
+        pool: The receive buffers.
+        losses: Sends losses to all ranks.
+        notice: Where ranks post that a step has failed. It counts the steps of all kinds.
+    """
+
+    name: str
+    schedule: Schedule
+    topology: Topology
+    wiring: Wiring
+    collectives: Sequence[Collective]
+    depth: int
+    program: Program
+    proof: Proof
+    stages: Mapping[int, Stage]
+    loss_fn: Loss | None
+    whole: frozenset[str]
+    sync: GradientSync
+    weights: WeightGradients
+    sharded: ShardedStages
+    edges: Edges
+    pool: BufferPool
+    losses: Losses
+    notice: FailureNotice
+
+    def proven(
+        self, links: Sequence[Link], *, depth: int, forward_only: bool
+    ) -> tuple[Program, Proof]:
+        """Returns the Program of a kind of step, and its proof.
+
+        Raises:
+            ScheduleError: If the proof fails.
+        """
+        # The proof of a large schedule takes long, and most models need no other program.
+        if (tuple(links), depth, forward_only) == (self.program.links, self.depth, False):
+            return self.program, self.proof
+        program = lower(
+            self.schedule,
+            links=links,
+            depth=depth,
+            collectives=self.collectives,
+            forward_only=forward_only,
+        )
+        return program, verify(program)
+
+
+class StepKind:
+    """One kind of step: its program, and everything on this rank that runs it.
+
+    Args:
+        context: What all kinds of step share.
+        links: The values that stages hand on, differentiable or not.
+        specs: What these values look like.
+        depth: How many receives of an edge are posted ahead.
+        forward_only: Whether it is evaluation.
+        first: The batches of the first step of this kind; None if this is the first.
+
+    Attributes:
+        program: What all ranks do.
+        proof: What that needs.
+        batches: Cuts batches into microbatches.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        links: Sequence[Link],
+        specs: Specs,
+        *,
+        depth: int,
+        forward_only: bool,
+        first: Batches | None = None,
+    ) -> None:
+        self._context = context
+        self._has_last_stage = context.topology.num_stages - 1 in context.stages
+        self.program, self.proof = context.proven(links, depth=depth, forward_only=forward_only)
+        stages, rank = context.stages, context.topology.coordinate(context.topology.pipeline)
+        transfers = Transfers(self.program.channels, context.edges, context.pool, specs)
+        aliases = Aliases(stages, context.sharded, transfers.lent)
+        values = Values(
+            self.program,
+            rank,
+            stages,
+            context.wiring,
+            transfers=transfers,
+            aliases=aliases,
+            specs=specs,
+        )
+        compute = Compute(
+            self.program,
+            stages,
+            values,
+            aliases=aliases,
+            sync=None if forward_only else context.sync,
+            weights=context.weights,
+            sharded=context.sharded,
+            loss_fn=context.loss_fn,
+        )
+        self._executor = Executor(
+            self.program,
+            rank,
+            values=values,
+            compute=compute,
+            transfers=transfers,
+            sync=context.sync,
+            weights=context.weights,
+            sharded=context.sharded,
+        )
+        self.batches = Batches(
+            context.wiring,
+            stages,
+            context.schedule.num_microbatches,
+            needs_target=self._has_last_stage and not forward_only,
+            takes_target=self._has_last_stage,
+            has_loss=context.loss_fn is not None,
+            whole=context.whole,
+            first=first,
+        )
+
+    def run(self, batch: Batch) -> StepResult:
+        """Runs a step.
+
+        Sync: all on the current stream.
+
+        Raises:
+            StepError: If the batch does not fit, or if the step failed on another rank first.
+            Exception: What failed on this rank.
+        """
+        context, executor = self._context, self._executor
+        training = not self.program.forward_only
+        executor.rewind()
+        begun = False
+        try:
+            if not training:
+                # All ranks must take part, also one that refuses its batch below.
+                context.sync.publish_if_due()
+            divisor, own_divisor = self.divisors(batch)
+            inputs, targets = self.batches.cut(batch)
+            # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
+            if training:
+                context.sync.prepare()
+            begun = True
+            losses, outputs = executor.run(inputs, targets, divisor)
+            whole_outputs = joined(outputs)
+            # All microbatches have their gradients now: see [Note: outer graphs].
+            self.batches.outer.backward()
+            if training:
+                context.sync.finish()
+            if not training or context.sync.is_accumulating:
+                # A training step that reduces has looked for failures of other ranks in `finish`.
+                context.notice.refuse_failed(PeerFailedError)
+        except BaseException as error:
+            self._fail(error, begun=begun)
+            raise
+        device = context.sync.device
+        # Without a target the loss of an evaluation is nan. Other stages add zero to the sum.
+        loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=device)
+        if losses:
+            loss = torch.stack(losses).float().sum() / divisor
+        # A result may be kept for longer than the Scheduler, and must not keep its communicators
+        # and buffers. So it holds the context weakly.
+        on_failure = partial(_drop_failed, weakref.ref(context), context.notice.step)
+        return context.losses.send(loss, own_divisor, whole_outputs, on_failure=on_failure)
+
+    def divisors(self, batch: Batch) -> tuple[float, float | None]:
+        """Returns the divisor of losses, and the divisor to compare with those of other ranks.
+
+        The second is None if this rank neither has the last stage nor was given a ``loss_divisor``:
+        then its default may differ from theirs, and does no harm.
+
+        Raises:
+            StepError: If it is not a number above 0.
+        """
+        own = batch.loss_divisor
+        divisor = float(self._context.schedule.num_microbatches if own is None else own)
+        if not (math.isfinite(divisor) and divisor > 0):
+            raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
+        return divisor, divisor if self._has_last_stage or own is not None else None
+
+    def _fail(self, error: BaseException, *, begun: bool) -> None:
+        """Ends a failed step: posts the error, and sends everything that other ranks wait for.
+
+        Raises:
+            StepError: If another rank failed first. It has the words of that rank.
+        """
+        context, executor = self._context, self._executor
+        # The notice comes first. Ranks that receive zeros below may fail on them, and must then
+        # find the cause there.
+        cause = context.notice.fail(error)
+        if not self.program.forward_only:
+            context.sync.abort(error, begun=begun, final=executor.is_in_doubt)
+        if executor.is_in_doubt:
+            # It is unknown which messages were sent, so no edge can be used again. Connections are
+            # closed, and ranks that wait fail at once.
+            context.edges.cut()
+        else:
+            executor.finish_transfers()
+        context.sharded.forget()
+        with contextlib.suppress(RuntimeError):  # another rank has died
+            zero = torch.zeros((), device=context.sync.device)
+            # Every rank sends a loss in every step, or later losses would be added to this one.
+            context.losses.send(zero, None, failed=True)
+        # An interrupt stays one, whichever rank failed first. An error before the step has begun,
+        # such as that of a batch that does not fit, is this rank's own.
+        is_interrupt = not isinstance(error, Exception)
+        if begun and not is_interrupt and cause is not None:
+            raise StepError(f"{FAILED_ELSEWHERE}: {cause}") from error
+
+
+def _drop_failed(reference: weakref.ref[StepContext], step: int) -> str:
+    """Drops the gradients of a step that failed on another rank; returns that rank's words.
+
+    Does nothing if another step has begun since: the gradients are its own then.
+    """
+    context = reference()
+    if context is None or step != context.notice.step:
+        return ""
+    context.sync.drop_gradients()
+    return f": {context.notice.read()}"
