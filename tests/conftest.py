@@ -15,11 +15,25 @@ import pytest
 
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
+from pipegrad.testing import ranks
 from tests.support.distributions import write_distribution
 from tests.support.plugins import GROUP, Handlers, Install
 from tests.support.worlds import note_selected
 
 TESTS = Path(__file__).parent
+
+
+def is_named(config: pytest.Config) -> bool:
+    """Returns whether the command line has a path or -k."""
+    return config.args_source is config.ArgsSource.ARGS or bool(config.option.keyword)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Saves the quick run the imports of files that have no quick test."""
+    if config.option.markexpr or is_named(config) or collection_path.suffix != ".py":
+        return None
+    is_unit = TESTS / "unit" in collection_path.parents
+    return None if is_unit or "smoke" in collection_path.read_text() else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
@@ -30,12 +44,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("full")
         if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
             item.add_marker("quick")
-    is_named = config.args_source is config.ArgsSource.ARGS or config.option.keyword
-    config.option.markexpr = config.option.markexpr or ("full" if is_named else "quick")
+    config.option.markexpr = config.option.markexpr or ("full" if is_named(config) else "quick")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     note_selected(session.items)
+    preload()
+
+
+def preload() -> None:
+    """Lets the fork server import what the tests share; else every rank of every spawn does it."""
+    ours = ("pipegrad.", "pipegrad_handlers.", "tests.support.")
+    shared = [name for name in sys.modules if name.startswith(ours)]
+    ranks._fork_server().set_forkserver_preload([*ranks._PRELOADED, "pytest", *shared])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,9 +24,12 @@ TIMEOUT_SECONDS = 120.0
 WAITING = ("Reducer.wait", "Reducer.wait_for", "Bucketer._wait")  # who waits for a Ticket
 
 
+_kills = Counter[str]()  # of each program, of the mutants before
+
+
 def killed_by(mutant: str) -> str | None:
     """Returns which program notices that a site is off, and how; None if none does."""
-    for name in PROGRAMS:
+    for name in sorted(PROGRAMS, key=lambda name: -_kills[name]):  # each is a spawn
         try:
             replies = run_ranks(run_programs, 2, [name], mutant, timeout_seconds=TIMEOUT_SECONDS)
         except TimeoutError:
@@ -34,6 +38,7 @@ def killed_by(mutant: str) -> str | None:
             return f"{name}: {type(error).__name__}"
         noticed = [found for reply in replies if (found := wrong(name, reply[name]))]
         if noticed:
+            _kills[name] += 1
             return f"{name}: {noticed[0].splitlines()[0]}"
     return None
 

@@ -177,9 +177,7 @@ def test_the_built_in_handlers_use_public_names_only() -> None:
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources(HANDLERS)
         for name, _ in imports(path)
-        if name.split(".")[0] == "pipegrad"
-        and name not in public
-        and not name.startswith(contract)
+        if name.split(".")[0] == "pipegrad" and name not in public and not name.startswith(contract)
     ]
     assert wrong == []
 

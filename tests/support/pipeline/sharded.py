@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,12 +131,11 @@ class Run:
         self.case, self.mesh = case, mesh
         data = "dp" if mesh["dp"].size() > 1 else "outer"
         self.topology = Topology.from_mesh(mesh, data=data, stage_to_rank=case.places)
-        self.main_ranges = mesh["outer"].size() * mesh["dp"].size()
+        self.num_shares = mesh["outer"].size() * mesh["dp"].size()
         here = mesh.get_coordinate()
         assert here is not None
         self.share = here[1] * mesh["dp"].size() + here[2]
         model = build()
-        self.true = copy.deepcopy(model)
         self.modules = {s: self.stage(model, s) for s in self.topology.local_stages}
         self.shared = find_tied(model)
         self.found = Found()
@@ -146,7 +146,7 @@ class Run:
             lr=1e-2,
             eps=ADAM_EPS,
         )
-        self.true_optimizer = torch.optim.AdamW(self.true.parameters(), lr=1e-2, eps=ADAM_EPS)
+        self.truth = truth_of(case, self.num_shares)
 
     def stage(self, model: nn.Sequential, stage: int) -> nn.Sequential:
         number = LAYERS // len(self.case.places)
@@ -217,20 +217,18 @@ class Run:
 
     def train(self) -> Found:
         for number in range(self.case.steps):
-            losses = [self.both(number, part) for part in range(self.case.accumulate)]
-            for part, (loss, true_loss) in enumerate(losses):
+            for part in range(self.case.accumulate):
+                loss, true_loss = self.take(number, part), self.truth.losses[number][part]
                 if loss is not None and self.scheduler is not None:
                     self.found.errors[f"{number} loss {part}"] = error(loss, true_loss)
             if number == 0:
-                self.compare("gradient")
+                self.compare("gradient", self.truth.gradients)
             norm = self.sync.clip_grad_norm_(0.5)
-            true_norm = nn.utils.clip_grad_norm_(self.true.parameters(), 0.5)
-            self.found.errors[f"{number} norm"] = error(norm, true_norm)
-            for optimizer in (self.optimizer, self.true_optimizer):
-                optimizer.step()
-                optimizer.zero_grad()
+            self.found.errors[f"{number} norm"] = error(norm, self.truth.norms[number])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             self.found.early.append(self.sync.statistics().early)
-        self.compare("parameter")
+        self.compare("parameter", self.truth.parameters)
         self.sync.check_replicas()
         self.found.bits = {n: digest(local(p)) for n, p in self.named().items() if n in TIED}
         if self.scheduler is not None:
@@ -239,39 +237,83 @@ class Run:
             self.sync.close()
         return self.found
 
-    def both(self, number: int, part: int) -> tuple[Tensor | None, Tensor]:
-        tokens, target = batch(
-            10 * number + part, ROWS * self.case.num_microbatches * self.main_ranges
-        )
+    def take(self, number: int, part: int) -> Tensor | None:
+        """Takes a part of a step; returns the loss where there is one."""
+        tokens, target = given(self.case, self.num_shares, number, part)
         accumulating = part < self.case.accumulate - 1
-        mine = [t.chunk(self.main_ranges)[self.share] for t in (tokens, target)]
+        mine = [t.chunk(self.num_shares)[self.share] for t in (tokens, target)]
         adding = self.sync.accumulate() if accumulating else contextlib.nullcontext()
         with adding, counting() as calls:
-            loss = self.step(*mine)
+            loss: Tensor | None = self.step(*mine)
         self.found.reduce_scatters.append(calls["reduce_scatter"])
-        return loss, self.true_step(tokens, target)
+        return loss
 
-    def true_step(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """Forward and backward of the uncut model; returns the loss."""
-        if self.case.low:
-            return low_step(
-                self.true, tokens, target, self.case.num_microbatches * self.main_ranges
-            )
-        true_loss = loss_of(self.true(tokens), target)
-        true_loss.backward()
-        return true_loss.detach()
-
-    def compare(self, what: str) -> None:
-        true = dict(self.true.named_parameters(remove_duplicate=False))
+    def compare(self, what: str, true: Mapping[str, Tensor | None]) -> None:
         for name, parameter in self.named().items():
-            ours, theirs = (p.grad if what == "gradient" else p for p in (parameter, true[name]))
+            ours, theirs = parameter.grad if what == "gradient" else parameter, true[name]
             if ours is None or theirs is None:
                 self.found.missing.add(name)
                 assert ours is theirs, name
                 continue
             assert isinstance(ours, DTensor)
             found: Any = ours.detach()
-            self.found.errors[f"{what} {name}"] = error(found.full_tensor(), theirs.detach())
+            self.found.errors[f"{what} {name}"] = error(found.full_tensor(), theirs)
+
+
+@dataclass
+class Truth:
+    """What one process has: losses by step and part, norms by step, the first step's gradients."""
+
+    losses: list[list[Tensor]] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    parameters: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+def truth_of(case: Case, num_shares: int) -> Truth:
+    """Returns what one process has, which knows of a case how it trains and what it is given."""
+    alone = Case(
+        "",
+        num_microbatches=case.num_microbatches,
+        steps=case.steps,
+        accumulate=case.accumulate,
+        low=case.low,
+    )
+    return _truth(alone, num_shares)
+
+
+@functools.cache
+def _truth(case: Case, num_shares: int) -> Truth:
+    model, true = build(), Truth()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=ADAM_EPS)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for number in range(case.steps):
+        parts = [given(case, num_shares, number, part) for part in range(case.accumulate)]
+        true.losses.append([true_step(case, num_shares, model, *part) for part in parts])
+        if number == 0:
+            grads = {name: p.grad for name, p in named.items()}
+            true.gradients = {n: None if g is None else g.clone() for n, g in grads.items()}
+        true.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    true.parameters = {name: p.detach() for name, p in named.items()}
+    return true
+
+
+def given(case: Case, num_shares: int, number: int, part: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens and targets of a part of a step, of all ranks."""
+    return batch(10 * number + part, ROWS * case.num_microbatches * num_shares)
+
+
+def true_step(
+    case: Case, num_shares: int, model: nn.Sequential, tokens: Tensor, target: Tensor
+) -> Tensor:
+    """Forward and backward of the uncut model; returns the loss."""
+    if case.low:
+        return low_step(model, tokens, target, case.num_microbatches * num_shares)
+    true_loss = loss_of(model(tokens), target)
+    true_loss.backward()
+    return true_loss.detach()
 
 
 def batch(seed: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -324,9 +366,11 @@ def run_cases(cases: Sequence[Case]) -> Mapping[Case, Found]:
     for case in cases:
         if case.replicate not in meshes:
             meshes[case.replicate] = mesh_of(case, torch.distributed.get_world_size())
+        mesh = meshes[case.replicate]
+        truth_of(case, mesh.size() // PIPELINE)  # computed once, unwatched
         try:
             with OrderChecker() as checker:
-                found[case] = Run(case, meshes[case.replicate]).train()
+                found[case] = Run(case, mesh).train()
             found[case].violations = list(map(str, checker.violations))
         except Exception as error:
             error.add_note(f"in the case: {case}")

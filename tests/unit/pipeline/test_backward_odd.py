@@ -195,14 +195,23 @@ graphs = [
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-@pytest.mark.parametrize("graph", graphs, ids=str)
+every = pytest.mark.parametrize(
+    "graph",
+    [
+        pytest.param(graph, id=str(graph), marks=[pytest.mark.slow] * ("compiled" in str(graph)))
+        for graph in graphs
+    ],
+)
+
+
+@every
 @pytest.mark.parametrize("preset", [False, True], ids=["None", "preset"])
 @pytest.mark.parametrize("plan", [LATE, BETWEEN], ids=["late", "between"])
 def test_gradients_are_those_of_a_whole_backward(graph: Graph, plan: str, *, preset: bool) -> None:
     assert differences(split(graph, plan, preset=preset), whole(graph), graph.error) == {}
 
 
-@pytest.mark.parametrize("graph", graphs, ids=str)
+@every
 def test_what_waits_and_what_is_early(graph: Graph) -> None:
     for waiting in split(graph, LATE, preset=True).waiting:
         assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)

@@ -28,9 +28,9 @@ def test_shares_are_parts_of_the_whole_batch() -> None:
     corpus = Corpus(bytes(range(200)), 5)
     whole = corpus.batch(3, seed=0, size=8)
     torch.rand(7)  # the global generator is another's
-    main_ranges = [corpus.batch(3, seed=0, size=8, share=k, num_shares=4) for k in range(4)]
+    shares = [corpus.batch(3, seed=0, size=8, share=k, num_shares=4) for k in range(4)]
     for part in (0, 1):
-        assert torch.equal(torch.cat([share[part] for share in main_ranges]), whole[part])
+        assert torch.equal(torch.cat([share[part] for share in shares]), whole[part])
 
 
 def test_steps_and_seeds_differ() -> None:
