@@ -54,7 +54,7 @@ def build(name: str) -> Schedule:
     return pipegrad.schedules.build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES, **options)
 
 
-def main_ranges(seconds: Seconds, stages_per_rank: int) -> dict[Kind, float]:
+def shares(seconds: Seconds, stages_per_rank: int) -> dict[Kind, float]:
     """Returns what each of a rank's stages sleeps."""
     return {kind: each / stages_per_rank for kind, each in seconds.items()}
 
@@ -65,7 +65,7 @@ def torchs(
     """Returns a step of a schedule of torch's."""
     indices = [stage for stage, rank in enumerate(stage_to_rank) if rank == dist.get_rank()]
     last = len(stage_to_rank) - 1
-    modules = [SleepingStage(main_ranges(seconds, len(indices))) for _ in indices]
+    modules = [SleepingStage(shares(seconds, len(indices))) for _ in indices]
     stages = [
         PipelineStage(module, index, len(stage_to_rank), torch.device("cpu"))
         for index, module in zip(indices, modules, strict=True)
@@ -86,7 +86,7 @@ def torchs(
 def pipegrads(seconds: Seconds, batch: Batch, *, name: str) -> Step:
     """Returns a step of one of pipegrad's schedules."""
     schedule = build(name)
-    return ours(schedule, main_ranges(seconds, len(schedule.stage_to_rank) // RANKS), batch)
+    return ours(schedule, shares(seconds, len(schedule.stage_to_rank) // RANKS), batch)
 
 
 def named(*names: str) -> dict[str, Way]:
@@ -115,7 +115,7 @@ SPLIT_WAYS: dict[str, Way] = {
 def measure(ways: dict[str, Way], seconds: Seconds, kib: int, rounds: int) -> dict[str, Any]:
     """Returns everything that is measured of one size of activations, in seconds."""
     batch = Batch(MICROBATCHES, kib)
-    alone = {count: compute_seconds(main_ranges(seconds, count), batch) for count in (1, 2)}
+    alone = {count: compute_seconds(shares(seconds, count), batch) for count in (1, 2)}
     hops = hop_seconds(kib)
     costs.update(hop_seconds=hops, compute_seconds=alone[1]["F"] + alone[1]["B"])
     steps = {name: way(seconds, batch) for name, way in ways.items()}

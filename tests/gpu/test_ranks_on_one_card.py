@@ -423,16 +423,16 @@ def schedule(device: torch.device) -> Any:
     made = PipelineStage(module, here, 2, device, group=topology.group_along("pp"))
     schedule = Schedule1F1B(made, 4, loss_fn=loss_of)
     sync = pipegrad.attach(schedule, topology=topology, tied=pipegrad.find_tied(cut))
-    main_ranges, share = topology.size("dp"), topology.coordinate("dp")
+    shares, share = topology.size("dp"), topology.coordinate("dp")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (whole, module)]
     worst = 0.0
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCAB, (4 * main_ranges, TOKENS), generator=generator).to(device)
+        tokens = torch.randint(VOCAB, (4 * shares, TOKENS), generator=generator).to(device)
         target = (5 * tokens + 3) % VOCAB
         loss_of(whole(tokens), target).backward()
-        mine = target.chunk(main_ranges)[share] if here else None
-        schedule.step(*(() if here else (tokens.chunk(main_ranges)[share],)), target=mine)
+        mine = target.chunk(shares)[share] if here else None
+        schedule.step(*(() if here else (tokens.chunk(shares)[share],)), target=mine)
         for name, parameter in module.named_parameters():
             true, found = whole.get_parameter(name).grad, parameter.grad
             assert true is not None

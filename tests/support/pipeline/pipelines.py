@@ -139,9 +139,9 @@ class Cut:
 
     def inputs(self, step: int = 0, part: int = 0) -> dict[str, Any]:
         """Returns this rank's share of a batch, as ``schedule.step`` wants it."""
-        main_ranges, share = self.placed.size("dp"), self.placed.coordinate("dp")
-        whole = self.case.batch(step, part, main_ranges)
-        tokens, target = (tensor.chunk(main_ranges)[share] for tensor in whole)
+        shares, share = self.placed.size("dp"), self.placed.coordinate("dp")
+        whole = self.case.batch(step, part, shares)
+        tokens, target = (tensor.chunk(shares)[share] for tensor in whole)
         first, last = 0 in self.modules, self.placed.num_stages - 1 in self.modules
         return {"args": (tokens,) if first else (), "target": target if last else None}
 
