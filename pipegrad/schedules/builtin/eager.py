@@ -7,7 +7,7 @@ from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
 
 
 class EagerOneForwardOneBackward(ScheduleGenerator):
-    """Hides transfers in both directions, and needs about twice the live activations of 1f1b.
+    """Hides transfers both ways, for about twice the live activations of 1f1b.
 
     For 3 ranks and 6 microbatches::
 

@@ -7,7 +7,7 @@ from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
 
 
 class GPipe(ScheduleGenerator):
-    """Runs all forwards, then all backwards. It has the most live activations.
+    """All forwards, then all backwards: the most live activations, the fewest surprises.
 
     For 3 ranks and 3 microbatches::
 

@@ -11,7 +11,7 @@ from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
 
 
 class HopAwareOneForwardOneBackward(ScheduleGenerator):
-    """Hides the transfers of slow hops. Ranks before a slow hop hold more live activations.
+    """Hides the transfers of slow hops, each for more live activations on the ranks before it.
 
     For 3 ranks and 5 microbatches, with `hop_seconds` (0, 0.5) and `compute_seconds` 1::
 

@@ -8,7 +8,7 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerato
 
 
 class InterleavedOneForwardOneBackward(ScheduleGenerator):
-    """Each rank holds every P-th stage. More stages make the bubble smaller, but add transfers.
+    """Each rank holds every P-th stage: a bubble smaller by their number, for more transfers.
 
     For 2 ranks, 2 stages a rank and 2 microbatches::
 

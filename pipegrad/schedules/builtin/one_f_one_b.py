@@ -31,7 +31,7 @@ def in_turns(name: str, num_warmups: Sequence[int], num_microbatches: int) -> Sc
 
 
 class OneForwardOneBackward(ScheduleGenerator):
-    """Runs each backward as soon as possible: as fast as GPipe, at most P live activations.
+    """A backward as soon as there is one: as long as GPipe, with at most P live activations.
 
     For 3 ranks and 4 microbatches::
 

@@ -6,7 +6,7 @@ from pipegrad.schedules.schedule import Action, Schedule, ScheduleGenerator
 
 
 class ZeroBubbleH1(ScheduleGenerator):
-    """1f1b with W in its idle time. Every rank holds as many live activations as rank 0.
+    """1f1b whose idle time W fills, for as many live activations on every rank as on its first.
 
     For 3 ranks and 4 microbatches::
 

@@ -9,7 +9,7 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerato
 
 
 class ZeroBubbleV(ScheduleGenerator):
-    """Two stages on each rank, in a V. Stages 0 and 2P-1 are on rank 0, so their tie costs nothing.
+    """Two stages a rank, in a V: the first and the last are on rank 0, where a tie costs nothing.
 
     For 2 ranks and 3 microbatches::
 
