@@ -87,18 +87,18 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     import torch.distributed as dist
 
     from pipegrad.comm.agreement import once_a_machine
-    from pipegrad.train.process import world
+    from pipegrad.train.process import process_group
     from pipegrad.train.report import Report
     from pipegrad.train.summary import rendered
     from pipegrad.train.trainer import Trainer
 
-    with _usage_errors(), world():
+    with _usage_errors(), process_group():
         console = _console(quiet=dist.get_rank() != 0)
         try:
             trainer = Trainer(loaded)
             _print(console, trainer.notes)
             if dry_run:
-                _print(console, rendered(trainer.outline) if trainer.outline else [])
+                _print(console, rendered(trainer.summary) if trainer.summary else [])
             else:
                 _run(trainer, Report(console, trainer.job.config))
         except KeyboardInterrupt:
@@ -138,7 +138,7 @@ def _run(trainer: Trainer, report: Report) -> None:
 
     config, is_first_rank = trainer.job.config, dist.get_rank() == 0
     folder = trainer.make_folder(
-        lambda folder: report.begin(folder, manifest_of(config, trainer.outline))
+        lambda folder: report.begin(folder, manifest_of(config, trainer.summary))
     )
     with report.running() if is_first_rank else nullcontext():
         for step in range(trainer.first_step, config.train.steps + 1):
@@ -154,7 +154,7 @@ def _run(trainer: Trainer, report: Report) -> None:
     except DriftError as error:
         drift = error
     if is_first_rank:
-        report.close(folder, trainer.outline["device"], "DIFFER" if drift else "bit-identical")
+        report.close(folder, trainer.summary["device"], "DIFFER" if drift else "bit-identical")
     if drift:
         raise drift
 
@@ -168,22 +168,22 @@ def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None
     from pipegrad.train.summary import rendered
 
     with _usage_errors():
-        plan_data = _planned(loaded(), ranks)
+        summary = _planned(loaded(), ranks)
     if as_json:
-        click.echo(json.dumps(plan_data, indent=2))
+        click.echo(json.dumps(summary, indent=2))
     else:
-        _print(_console(), rendered(plan_data))
+        _print(_console(), rendered(summary))
 
 
 def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
     from pipegrad.train.job import Job
-    from pipegrad.train.summary import outline
+    from pipegrad.train.summary import make_summary
 
     job = Job(config, ranks)
 
     def planned(device: str) -> dict[str, Any]:
         cut = job.cut(job.model(device))
-        return outline(job, cut, job.manifest(cut))
+        return make_summary(job, cut, job.manifest(cut))
 
     try:
         return planned("meta")

@@ -18,7 +18,7 @@ from pipegrad import (
 
 
 class Done:
-    """Work that is over before it began."""
+    """Work that is done from the start."""
 
     def wait(self) -> None:
         """Returns at once."""

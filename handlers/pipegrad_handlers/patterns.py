@@ -9,7 +9,7 @@ from pipegrad import ParameterRecord
 
 
 class Patterns:
-    """Shell-style patterns of parameters; upper and lower case are different.
+    """Shell-style patterns of parameter names. They are case-sensitive.
 
     Args:
         option: Name of the option, for messages.
