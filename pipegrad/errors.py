@@ -73,6 +73,7 @@ class PluginOptionError(PluginError, ValueError):
 
 def root_of(error: BaseException) -> BaseException:
     """Returns the first error of a chain of ``raise ... from``."""
+    # torch wraps errors in others. The first error says what went wrong.
     while error.__cause__ is not None:
         error = error.__cause__
     return error

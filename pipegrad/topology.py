@@ -126,6 +126,7 @@ class Topology:
                     f"the mesh has no dimension {name!r}, only {list(names)}: name its dimensions, "
                     f"or say which ones are pipeline= and data="
                 )
+        # Ranks agree over the default group. With a mesh of only some ranks, the others would wait.
         if mesh.mesh.numel() != dist.get_world_size():
             raise TopologyError(
                 f"the mesh has ranks {mesh.mesh.flatten().tolist()}, the default process group "
@@ -260,6 +261,7 @@ class Topology:
         names a reduction without naming ranks. Ranks that do not form a box are listed one by one.
         """
         coordinates = [self._coordinates[rank] for rank in ranks]
+        # Ranks form a box if they are all combinations of their coordinates.
         spans = [sorted(set(column)) for column in zip(*coordinates, strict=True)]
         if sorted(coordinates) != list(itertools.product(*spans)):
             return f"ranks{list(ranks)}"

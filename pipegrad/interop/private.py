@@ -1,4 +1,4 @@
-"""Every private name of torch that pipegrad uses, behind a name of its own."""
+"""Every private name of torch that pipegrad uses, each with a public name here."""
 
 from __future__ import annotations
 

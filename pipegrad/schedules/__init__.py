@@ -61,6 +61,8 @@ def generate(
             f"a schedule has at least 1 rank and 1 microbatch, not {num_ranks} and "
             f"{num_microbatches}"
         )
+    # A generator is a plug-in. A schedule of another size would fail much later, in a message that
+    # names no plug-in.
     schedule = generator.plugin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
     expected = (num_microbatches, num_ranks, set(range(num_ranks)))
     if (schedule.num_microbatches, schedule.num_ranks, set(schedule.stage_to_rank)) != expected:

@@ -172,6 +172,8 @@ class Schedule:
             ScheduleError: If an action is missing, doubled or on the wrong rank. The message shows
                 the grid, with the wrong actions marked.
         """
+        # All errors of a schedule are collected, and the message shows the first five. So an author
+        # can correct several of them at once.
         counts = Counter(action for actions in self.actions for action in actions)
         wrong = {action: f"{action} {n} times" for action, n in counts.items() if n > 1}
         for rank, actions in enumerate(self.actions):
@@ -216,6 +218,7 @@ class Schedule:
                 yield self._input_gradient(consumer, microbatch)
 
     def _input_gradient(self, stage: int, microbatch: int) -> Action:
+        # A stage may split the backward of some microbatches only.
         full = Action(stage, "B", microbatch)
         return full if full in self._present else Action(stage, "I", microbatch)
 
@@ -242,6 +245,7 @@ def _is_action(cell: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
+    # bool is a subclass of int, and a stage `True` is a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 
 

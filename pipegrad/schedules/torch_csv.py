@@ -42,6 +42,7 @@ def read_csv(
         lines = list(csv.reader(text.rstrip().splitlines()))
     except csv.Error as error:
         raise ScheduleError(f"{name} is not a CSV file: {error}") from error
+    # The file has no map from stages to ranks. The line of a stage's first action is its rank.
     rank_of: dict[int, int] = {}
     actions = tuple(_line_actions(name, rank, cells, rank_of) for rank, cells in enumerate(lines))
     if not actions:
@@ -98,6 +99,8 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
             yield from _actions(part.strip(), where)
         return
     stage, kind, microbatch = match.groups() if (match := _CELL.fullmatch(cell)) else ("", "", "")
+    # Transfers of a file are refused, not skipped. Their order was made for torch's runtime, and
+    # pipegrad proves only the order that it has made itself.
     if kind in _TRANSFERS:
         raise ScheduleError(
             f"{where}: {cell} is a transfer; give the compute-only file, pipegrad lowers transfers "
@@ -112,8 +115,8 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
         )
 
 
-def _check_numbers(name: str, what: str, numbers: set[int]) -> None:
+def _check_numbers(name: str, kind: str, numbers: set[int]) -> None:
     if missing := sorted(set(range(len(numbers))) - numbers):
         raise ScheduleError(
-            f"{name} has a {what} {max(numbers)} but no {what} {missing[0]}; expected all from 0 on"
+            f"{name} has a {kind} {max(numbers)} but no {kind} {missing[0]}; expected all from 0 on"
         )

@@ -51,17 +51,17 @@ class Report:
     traceback: str = ""
 
 
-def pickled(value: object, what: str) -> bytes:
+def pickled(value: object, subject: str) -> bytes:
     """Returns a value as bytes.
 
     Raises:
-        TypeError: If it cannot be pickled. The message begins with `what`.
+        TypeError: If it cannot be pickled. The message begins with `subject`.
     """
     # multiprocessing's pickler is not used: torch makes it send tensors as shared memory.
     try:
         return pickle.dumps(value)
     except Exception as error:
-        raise TypeError(f"{what} cannot be pickled: {error}") from error
+        raise TypeError(f"{subject} cannot be pickled: {error}") from error
 
 
 def serve(task: Task, connection: Connection, *outputs: Connection) -> NoReturn:

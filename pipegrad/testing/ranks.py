@@ -253,5 +253,5 @@ def _unpickled(report: Report) -> object:
     try:
         return pickle.loads(report.payload)
     except Exception as error:
-        what = report.summary or "the result"
-        raise TypeError(f"rank {report.rank} sent what cannot be unpickled: {what}") from error
+        subject = report.summary or "the result"
+        raise TypeError(f"rank {report.rank} sent what cannot be unpickled: {subject}") from error

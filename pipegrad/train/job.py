@@ -107,10 +107,12 @@ class Job:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
+        # A factory is code of the user. A SystemExit would end this rank alone, and the others
+        # would wait. So it becomes an error of the configuration, too.
         try:
             with torch.device(device):
                 model = factory(**options)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
             self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
         if isinstance(model, nn.Sequential) and not len(model):
             self.config.refuse("model.factory", "it returns an nn.Sequential without any layer")
@@ -174,6 +176,7 @@ class Job:
 
     def check_optimizer(self) -> None:
         """Refuses an optimizer that cannot step shards of parameters."""
+        # An unknown name is refused where the optimizer is made, with a list of known names.
         kind = getattr(torch.optim, self.config.optimizer.name, None)
         try:
             if kind is not None:
@@ -234,6 +237,7 @@ class Job:
 
     def _handlers(self) -> dict[str, ResolvedPlugin[GradientHandler]]:
         specs = [choice.spec for choice in self.config.gradient_handlers]
+        # Each handler is resolved alone first, so that its error names its entry of the list.
         for index, spec in enumerate(specs):
             self._refusing(f"gradient_handlers[{index}]", handlers.resolve, spec)
         return handlers.resolve_all(specs)
@@ -249,7 +253,7 @@ class Job:
     def _factory(self) -> Callable[..., object]:
         try:
             factory: Any = pkgutil.resolve_name(self.config.model.factory)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
             self.config.refuse(
                 "model.factory", f"cannot be imported: {in_words(error)}", cause=error
             )
@@ -261,7 +265,7 @@ class Job:
         """Returns the function's result; its errors become errors about the key."""
         try:
             return function(*arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's plug-in
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a plug-in
             self.config.refuse(key, in_words(error), cause=error)
 
 

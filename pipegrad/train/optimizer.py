@@ -36,9 +36,11 @@ def make_optimizer(config: Config, groups: Sequence[dict[str, Any]]) -> torch.op
     for option, value in choice.options.items():
         if isinstance(value, float) and not math.isfinite(value):
             config.refuse(f"optimizer.{option}", "should be a finite number")
+    # An option that has no effect is an error: the user believes that it works.
     decay = "weight_decay" in inspect.signature(kind).parameters
     if not (choice.decay_norms_and_biases or decay):
         config.refuse("optimizer.decay_norms_and_biases", f"{choice.name} has no weight decay")
+    # torch checks values of options itself, with many kinds of errors.
     try:
         optimizer: torch.optim.Optimizer = kind(list(groups), **choice.options)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option

@@ -91,6 +91,7 @@ def try_out_stages(config: Config, cut: Cut) -> None:
         for name, buffer in layer.named_buffers(recurse=False)
     ]
     value: Tensor = tokens[None]
+    # Random numbers that are drawn here, for example by dropout, must not change the training.
     with torch.random.fork_rng(devices=[]):
         for stage, module in enumerate(modules):
             value = _sent(config, stage, module, value)
@@ -118,7 +119,7 @@ def _sent(config: Config, stage: int, module: nn.Module, value: Tensor) -> Tenso
     name = f"stage {stage} (layers {layers[0]} to {layers[-1]})"
     try:
         output: object = module(value)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
         words = f"{name} fails on {value.dtype} {tuple(value.shape)}: {in_words(error)}"
         config.refuse("model", words, cause=error)
     if not isinstance(output, Tensor) or not output.is_floating_point():

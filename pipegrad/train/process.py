@@ -38,6 +38,7 @@ _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 
 def device_of_rank(config: Config) -> torch.device:
     """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA card."""
+    # Without torchrun this process is the only rank of its machine.
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     cards = torch.accelerator.device_count() if accelerator is not None else 0
@@ -81,6 +82,8 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
         return
     _join()
+    # From here on every way out ends in `os._exit`. The exit code must be right all the same, as
+    # torchrun decides by it whether the job has failed.
     rank, code = dist.get_rank(), 0
     try:
         yield
@@ -147,6 +150,7 @@ def _join() -> None:
     try:
         joining = rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS))
         store, of_rank, of_size = next(joining)
+        # The timeout to join must not become the timeout of every later use of the store.
         store.set_timeout(timedelta(minutes=30))  # as torch does
         dist.init_process_group(
             store=PrefixStore("default_pg", store), rank=of_rank, world_size=of_size

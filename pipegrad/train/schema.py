@@ -18,6 +18,8 @@ from pipegrad.plugins.handler import BUCKET_BYTES
 class Table(BaseModel):
     """A table whose keys are all known."""
 
+    # Strict and without unknown keys: a typing error must not become a default value. Infinite
+    # numbers are refused, as they would only fail in a later step.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 

@@ -95,6 +95,7 @@ def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator
             route = reduction_steps or "stays where it is"
             route_of.setdefault(record.key, route if record.requires_grad else "frozen")
             sizes[record.key] = record.numel
+    # Routes keep the order in which parameters take them first, so the table is stable.
     for route in dict.fromkeys(route_of.values()):
         keys = [key for key, own_route in route_of.items() if own_route == route]
         elements = sum(sizes[key] for key in keys)

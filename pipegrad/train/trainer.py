@@ -118,6 +118,7 @@ class Trainer:
         norm = self.sync.clip_grad_norm_(math.inf if clip is None else clip).item()
         if not math.isfinite(norm):
             self._refuse_step(number, norm)
+        # Parameters are sent as soon as they are stepped. They arrive during the next forwards.
         self._optimizer.step()
         self.sync.publish()
         self._optimizer.zero_grad()

@@ -47,6 +47,8 @@ class ZeroBubbleH1(ScheduleGenerator):
 def _actions_of(rank: int, num_warmup: int, num_microbatches: int) -> list[Action]:
     actions = [Action(rank, "F", m) for m in range(min(num_warmup, num_microbatches))]
     for microbatch in range(num_microbatches + rank):
+        # I comes first, because the previous rank waits for it. W needs no other rank. Delayed by
+        # `rank` microbatches, it fills the time in which 1f1b would wait.
         late, ahead = microbatch - rank, microbatch + num_warmup
         if microbatch < num_microbatches:
             actions.append(Action(rank, "I", microbatch))

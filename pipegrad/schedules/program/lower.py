@@ -179,7 +179,7 @@ class _Lowering:
             yield encode(Op.LAST_BACKWARD, stage)
 
     def _inputs_final(self, stage: int, launches: Launches) -> Iterable[int]:
-        """Yields the items for a stage of which only weight gradients are left."""
+        """Yields the items for a stage that has only weight gradients left."""
         yield encode(Op.INPUTS_FINAL, stage)
         if self._schedule.head_w_first and launches.is_shared(stage):
             yield encode(Op.SHARED_WEIGHTS, stage)

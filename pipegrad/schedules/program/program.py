@@ -180,6 +180,7 @@ class Program:
         return Action(stage, KINDS[kind], item.microbatch)
 
 
+# The peer of a transfer, as it stands in messages.
 _TRANSFERS: Mapping[Op, str] = {
     Op.POST_RECEIVE: "from rank {c.source}",
     Op.WAIT_RECEIVE: "from rank {c.source}",

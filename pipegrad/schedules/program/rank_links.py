@@ -36,6 +36,8 @@ class RankLinks:
         num_readers: dict[int, int] = {}
         incoming: dict[int, int] = {}
         back = defaultdict[int, list[int]](list)
+        # A link has one channel to this rank for its value, and one from each other rank for the
+        # gradient that comes back.
         for number, (link, kind, _, target) in enumerate(program.channels):
             if target == rank and kind == "F":
                 incoming[link] = number

@@ -278,6 +278,7 @@ class SimulatedRank:
         self._announced.add(stage)
 
     def _become_final(self, stage: int, _microbatch: int) -> None:
+        # Gradients of weights come from B, or from W if the backward is split.
         for microbatch in range(self._num_microbatches):
             kinds = (_FULL, _WEIGHT)
             if not any((stage * 4 + kind, microbatch) in self._done for kind in kinds):
@@ -301,6 +302,7 @@ class SimulatedRank:
         self._shared_are_first.add(stage)
 
     def _launch(self, number: int, _microbatch: int) -> None:
+        # Each rank checks its own stages. Stages of other ranks are checked on their ranks.
         collective = self._program.collectives[number]
         local = {s for s in collective.stages if self._rank_of[s] == self.rank}
         if self.rank not in collective.ranks or number in self.launched:

@@ -57,6 +57,7 @@ def verify(program: Program) -> Proof:
     Raises:
         ScheduleError: If the proof fails. The message shows the grid, with the wrong cell marked.
     """
+    # The simulation relies on the earlier checks: known ranks, and edges whose two ends agree.
     _check_actions(program)
     _check_collective_ranks(program)
     _check_edges(program)
@@ -209,6 +210,7 @@ def _check_collectives(program: Program, ranks: Sequence[SimulatedRank]) -> None
 
 
 def _refuse_cycle(program: Program, stuck: Sequence[SimulatedRank]) -> NoReturn:
+    # Every stuck rank waits for another stuck rank, so the message shows them all.
     cells = [cell_of(program, rank.rank, rank.position) for rank in stuck]
     lines = "\n".join(
         f"  rank {rank.rank}: {program.words(decode(rank.items[rank.position]))}, for {cell}"

@@ -86,6 +86,8 @@ class HandlerContract(Rehearsed):
             )
 
     def test_a_plan_made_again_is_the_same(self) -> None:
+        # pipegrad may plan several times with one instance, also for other ranks. So a call must
+        # not depend on earlier calls.
         for where, every in self._planned().items():
             for first in every:
                 view, used = TOPOLOGIES[where].at(first.rank), scenario.instances(self._specs())
@@ -112,6 +114,8 @@ class HandlerContract(Rehearsed):
 
     def test_no_plan_depends_on_hash_seeds(self) -> None:
         self._planned()
+        # Strings hash differently in each Python process, and this order cannot be changed in a
+        # running process. So plans are made in other processes.
         first, second = hash_seeds.plans_under_seeds(self._specs(), "1", "4242")
         for process in (first, second):
             self._check(

@@ -28,6 +28,7 @@ _processes: dict[tuple[str, str], _Process] = {}
 
 def plans_under_seeds(specs: Specs, *seeds: str) -> list[subprocess.CompletedProcess[str]]:
     """Returns the plans of these handlers from other processes, one for each PYTHONHASHSEED."""
+    # A process finds modules by its path, so another `sys.path` needs another process.
     path = os.pathsep.join(sys.path)
     for seed in seeds:
         if (seed, path) not in _processes:
@@ -46,6 +47,8 @@ class _Process:
 
     def ask(self, specs: Specs) -> subprocess.CompletedProcess[str]:
         """Returns the plans of some handlers."""
+        # A handler may have ended the process, for example by a signal. The next question must not
+        # fail because of it.
         if self._process.poll() is not None:
             self._end()
             self._process = self._start()
@@ -82,6 +85,8 @@ class _Process:
 def answer() -> None:
     """Answers each line of standard input with a line: exit code, plans, and what went wrong."""
     for question in sys.stdin:
+        # Only the fork imports a handler. So its modules and its changes of global state disappear
+        # with the fork.
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -94,6 +99,7 @@ def answer() -> None:
         os.close(writing)
         with os.fdopen(reading) as file:
             reply = file.read()
+        # The pipe is read to its end before the wait. A fork that writes much would block else.
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if not reply:
             timeout = f" within {_TIMEOUT_SECONDS} s" if code == -signal.SIGALRM else ""

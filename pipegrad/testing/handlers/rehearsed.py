@@ -138,10 +138,10 @@ class Rehearsed:
         error = (actual.double() - expected.double()).abs().max()
         return bool(error <= allowed * expected.double().abs().max())
 
-    def _check_ended(self, outcome: object, what: str) -> None:
+    def _check_ended(self, outcome: object, complaint: str) -> None:
         error = outcome if isinstance(outcome, Exception) else None
         notes = "\n".join(getattr(error, "__notes__", ()))
-        self._check(error is None, f"{what}: {type(error).__name__}: {error}\n{notes}")
+        self._check(error is None, f"{complaint}: {type(error).__name__}: {error}\n{notes}")
 
     def _check(self, good: bool, complaint: str) -> None:
         __tracebackhide__ = True  # of pytest

@@ -148,6 +148,7 @@ def gradient_of(step: str, rank: int, name: str) -> torch.Tensor | None:
     if name == "frozen" or (step == "missing" and rank not in _RANKS_WITH_GRADIENT.get(name, ())):
         return None
     shape, dtype = _PARAMETERS[name]
+    # Every rank and parameter has another scale, so a gradient of a wrong rank is noticed.
     scale = math.sqrt(2 + rank + 4 * list(_PARAMETERS).index(name))
     values = torch.linspace(1, 2, math.prod(shape), dtype=torch.float64) * scale
     return values.reshape(shape).to(dtype)
@@ -187,6 +188,7 @@ def steps(specs: Specs) -> Seen:
             handlers=specs,
             **_OPTIONS,
         )
+        # With a rate of 1, a step from zeros leaves the negative gradient in the parameter.
         optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
         for step in STEPS:
             optimizer.zero_grad()
@@ -229,9 +231,9 @@ def _wait_for_early_peers() -> None:
 
 
 def _store() -> Store:
-    world = dist.group.WORLD
-    assert world is not None
-    return world.get_group_store()
+    default_group = dist.group.WORLD
+    assert default_group is not None
+    return default_group.get_group_store()
 
 
 def _pieces(sync: GradientSync) -> Pieces:

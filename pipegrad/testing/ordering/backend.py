@@ -46,6 +46,8 @@ class CheckedBackend(sync_points.Backend):
         self._order = HappensBefore()
         self._threads: set[str] = set()
         self._names = itertools.count(1)
+        # Operators of all threads go through one lock, so clocks and accesses change together. It
+        # is reentrant, because a recording holds it around the check of an operator.
         self._lock = threading.RLock()
         self._local = threading.local()
 
@@ -82,6 +84,8 @@ class CheckedBackend(sync_points.Backend):
 
     def record(self, device: torch.device, stream: object = None) -> torch.Event | None:
         """Returns an event that carries the clock of a stream."""
+        # Only events of virtual streams carry a clock. The clock of a CUDA event comes from torch's
+        # trace, in `cuda_trace`.
         name = self._virtual_name(device, stream)
         if name is None:
             return super().record(device, cast("torch.Stream | None", stream))
@@ -116,6 +120,8 @@ class CheckedBackend(sync_points.Backend):
     @property
     def _thread(self) -> str:
         """Name of this thread's strand."""
+        # Names of threads are not unique, and the system reuses their numbers. A number of our own
+        # keeps the strands of two threads apart.
         if not hasattr(self._local, "thread"):
             self._local.thread = f"{threading.current_thread().name} #{next(self._names)}"
             self._threads.add(self._local.thread)

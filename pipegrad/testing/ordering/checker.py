@@ -89,6 +89,7 @@ class OrderChecker(CheckedBackend):
 
     def __enter__(self) -> Self:
         self._exit.enter_context(sync_points.using(self))
+        # `wait` is replaced on the class, because torch itself and hooks call it too.
         waits = mock.patch.object(dist.Work, "wait", self._noting_wait(dist.Work.wait))
         self._exit.enter_context(waits)
         self._exit.enter_context(self._watching())
@@ -129,6 +130,8 @@ class OrderChecker(CheckedBackend):
         def noted(work: dist.Work, *args: object, **kwargs: object) -> bool:
             result = wait(work, *args, **kwargs)
             with self._locked():
+                # A Work of a comm stream ends on that stream, others on the strand that waits. An
+                # unknown Work orders nothing.
                 _, home, clock = self._flights.pop(id(work), (work, None, {}))
                 strand = self.on_now if self._virtual else self._thread
                 self._order.join(home or strand, clock)
@@ -148,6 +151,8 @@ class OrderChecker(CheckedBackend):
     @contextlib.contextmanager
     def running(self, stream: object) -> Iterator[None]:
         """Makes a comm stream's stream current, and watches its operators."""
+        # Operators on a comm stream's own thread must be watched too. A trace of torch's dispatcher
+        # sees only the thread that entered it.
         before, self._local.in_comm_stream = getattr(self._local, "in_comm_stream", False), True
         current: contextlib.AbstractContextManager[object]
         if isinstance(stream, VirtualStream):

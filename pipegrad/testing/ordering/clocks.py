@@ -138,6 +138,7 @@ class HappensBefore:
 
 
 def _conflict(old: Access, new: Access) -> bool:
+    # If torch itself keeps the memory alive until the access has ended, a free cannot be too early.
     if new.kind is Kind.FREE:
         return old.held
     return Kind.WRITE in (old.kind, new.kind)
@@ -145,6 +146,8 @@ def _conflict(old: Access, new: Access) -> bool:
 
 def _replaces(new: Access, old: Access) -> bool:
     """True if every access that would race with `old` also races with `new`, ordered after it."""
+    # A free races only with accesses that are held. So an access that is not held cannot stand in
+    # for one that is.
     if old.held and not new.held:
         return False
     stronger = new.kind is not Kind.READ or (old.kind is Kind.READ and old.strand == new.strand)
@@ -153,6 +156,7 @@ def _replaces(new: Access, old: Access) -> bool:
 
 def _overlap(a: Sequence[Span], b: Sequence[Span]) -> Span | None:
     """Returns the first common byte range of two ascending lists."""
+    # Both lists are sorted, so one pass is enough. Tensors with strides may have many ranges.
     i = j = 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -167,5 +171,6 @@ def _overlap(a: Sequence[Span], b: Sequence[Span]) -> Span | None:
 
 def _covers(outer: Sequence[Span], inner: Sequence[Span]) -> bool:
     """True if one range of `outer` covers all of `inner`. False if several ranges together do."""
+    # A wrong False keeps an access longer than needed. A wrong True would lose a violation.
     low, high = inner[0][0], inner[-1][1]
     return any(start <= low and high <= end for start, end in outer)

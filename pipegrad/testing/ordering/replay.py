@@ -72,6 +72,7 @@ class Recording(OrderChecker):
 
     def differing(self, orders: Iterable[Sequence[int]]) -> tuple[int, int]:
         """Returns the number of these orders, and of those that end with different bits."""
+        # The order of the recording is the one in which operators really ran. It is the reference.
         serial = self._run(range(len(self._operations)))
         results = [self._run(order) == serial for order in orders]
         return len(results), results.count(False)
@@ -136,6 +137,8 @@ class Recording(OrderChecker):
         return [bytes(memory.numpy()) for memory, _ in self._storages.values()]
 
     def _repeat(self, collective: _Collective, operation: Operation) -> None:
+        # Other inputs mean that an operator ran too early or too late. What the peers would send is
+        # then unknown, and NaN makes the difference visible.
         same = all(
             torch.equal(_bits(now), _bits(then))
             for now, then in zip(operation.writes, collective.inputs, strict=True)

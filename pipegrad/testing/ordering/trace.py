@@ -79,6 +79,8 @@ class Trace(TorchDispatchMode):
     ) -> object:
         """Calls `func` and reports it, except for other kinds of tensors, such as fake tensors."""
         kwargs = kwargs or {}
+        # Fake tensors have no memory. Wrappers such as DTensor call operators on their parts, and
+        # the trace sees these calls.
         if not all(t in _PLAIN for t in types):
             return func(*args, **kwargs)
         arguments = _tensors((*args, *kwargs.values()))
@@ -97,6 +99,8 @@ def spans(tensor: torch.Tensor) -> tuple[Span, ...]:
     size, start = tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous():
         return ((start, start + tensor.numel() * size),)
+    # Dimensions are taken from the smallest stride. While they have no gaps they form one dense
+    # range, and the other dimensions repeat this range.
     dims = sorted(zip(map(int, tensor.stride()), map(int, tensor.shape), strict=True))
     dense, rest = size, list[tuple[int, int]]()
     for stride, length in dims:
@@ -117,6 +121,7 @@ def spans(tensor: torch.Tensor) -> tuple[Span, ...]:
 
 def call_site() -> str:
     """Returns the innermost line outside of torch and of this package."""
+    # The user looks for the own line, not for lines of torch or of this tool.
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
         frame = frame.f_back

@@ -124,6 +124,8 @@ class TrainingState:
         subject = "what handlers keep"
         agree(subject, lambda: handler_state.update(self._pack()), timeout_seconds=_PACK_SECONDS)
         state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
+        # State with the shape of a main parameter is written as a chunk of the whole parameter.
+        # Other state, such as a step count, has no elements to divide and is written whole.
         for name, main in self._main_parameters.items():
             if main.copied:
                 state[f"stored.{name}"] = _chunk(main, main.tensor)
@@ -226,6 +228,7 @@ class TrainingState:
             (state[key_of_handlers], key_of_handlers == own_key()) if key_of_handlers else None
         )
         for key, tensor in held.items():
+            # An expanded constant cannot be written to. If its value is right, it stays.
             if not torch.equal(tensor, state[key]):
                 tensor.copy_(state[key])
         # This makes replicas equal and sets main parameters from the parameters. Master copies are

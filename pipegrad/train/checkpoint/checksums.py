@@ -155,6 +155,7 @@ def damaged(folder: Path, pieces: Iterable[Piece]) -> list[str]:
 
 def _damage(path: Path, pieces: Sequence[Piece]) -> str:
     try:
+        # Pieces are sorted by offset, so the file is read from its begin to its end.
         with path.open("rb") as file:
             whole = os.fstat(file.fileno()).st_size
             for piece in pieces:
@@ -171,6 +172,7 @@ def _damage(path: Path, pieces: Sequence[Piece]) -> str:
 
 def _crc_of(file: int, offset: int, length: int) -> int:
     """Returns the CRC-32 of some bytes of an open file."""
+    # A piece may be larger than the memory that is free, so it is read in parts.
     crc = 0
     for begin in range(offset, offset + length, _CHUNK_BYTES):
         size = min(_CHUNK_BYTES, offset + length - begin)

@@ -35,6 +35,7 @@ class Chunk(Tensor):
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
         data = TensorWriteData(chunk=self._chunk, properties=properties, size=self.size())
+        # The offset is part of the index, so torch finds the chunks of all ranks under one name.
         index = MetadataIndex(fqn, self._chunk.offsets)
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 

@@ -30,6 +30,8 @@ def read_metadata(config: Config, folder: Path) -> tuple[Metadata, Checksums | N
     """
     if "\0" in str(folder):
         config.refuse("train.resume", "is no path: it has a null character")
+    # Checksums come first: they verify `.metadata`, which torch unpickles. Each error names what is
+    # wrong and what the user can do.
     try:
         checksums = read_checksums(folder)
         return FileSystemReader(folder).read_metadata(), checksums
@@ -77,6 +79,7 @@ def check_names(config: Config, saved_keys: set[str], own_keys: set[str]) -> Non
     Raises:
         ConfigError: If names differ.
     """
+    # Only names of the model are compared. Keys of the optimizer are checked with its own message.
     saved = {key for key in saved_keys if key.startswith("model.")}
     complaints = []
     if extra := saved - own_keys:
