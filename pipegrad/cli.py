@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pipegrad.train.report import Report
     from pipegrad.train.trainer import Trainer
 
-_INTERRUPTED = 130  # what a shell says of SIGINT
-_PLAIN_WIDTH = 160  # where there is no terminal to fit into
+_INTERRUPTED = 130  # the exit code of a shell for SIGINT
+_PLAIN_WIDTH = 160  # columns without a terminal
 _CHANGES = (
     click.argument("config", type=Path),
     click.option(
@@ -51,7 +51,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def _configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command a configuration to load: the file, and the options that change it."""
+    """Gives a command a function that loads its configuration, from the file and the options."""
 
     @functools.wraps(command)
     def configured(
@@ -59,13 +59,15 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
         handlers: Sequence[str],
         schedule: str | None,
         settings: Sequence[str],
-        **others: object,
+        **other_options: object,
     ) -> None:
         from pipegrad.train.config import load
 
-        command(partial(load, config, settings, handlers=handlers, schedule=schedule), **others)
+        command(
+            partial(load, config, settings, handlers=handlers, schedule=schedule), **other_options
+        )
 
-    return functools.reduce(lambda made, add: add(made), reversed(_CHANGES), configured)
+    return functools.reduce(lambda decorated, add: add(decorated), reversed(_CHANGES), configured)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -85,45 +87,47 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     import torch.distributed as dist
 
     from pipegrad.comm.agreement import once_a_machine
-    from pipegrad.train.process import world
+    from pipegrad.train.process import process_group
     from pipegrad.train.report import Report
     from pipegrad.train.summary import rendered
     from pipegrad.train.trainer import Trainer
 
-    with _refusing(), world():
+    with _usage_errors(), process_group():
         console = _console(quiet=dist.get_rank() != 0)
         try:
             trainer = Trainer(loaded)
             _print(console, trainer.notes)
             if dry_run:
-                _print(console, rendered(trainer.outline) if trainer.outline else [])
+                _print(console, rendered(trainer.summary) if trainer.summary else [])
             else:
                 _run(trainer, Report(console, trainer.job.config))
         except KeyboardInterrupt:
             console.print("stopped; the run's folder holds what was done")
             sys.exit(_INTERRUPTED)
         except PipegradError as error:
+            # A failed reduction has another message on each rank, so each rank prints its own.
+            # Other errors are alike on all ranks, so one rank of each machine prints them.
             if isinstance(error, ReduceError) and not isinstance(error, DriftError):
-                click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)  # its own words
+                click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)
             else:
                 once_a_machine(partial(click.echo, f"Error: {error}", err=True))
             sys.exit(1)
-        except SystemExit as error:  # of somebody's code: our own are outside of what is tried
-            click.echo(f"Error on rank {dist.get_rank()}: {_ended(error)}", err=True)
+        except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
+            click.echo(f"Error on rank {dist.get_rank()}: {_exit_message(error)}", err=True)
             sys.exit(1)
         trainer.close()
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """Says in one line what is refused; where there is a world of ranks it says so itself."""
+def _usage_errors() -> Iterator[None]:
+    """Turns errors before and outside of a run into one line; a run prints its own errors."""
     try:
         yield
     except PipegradError as error:
         raise click.ClickException(str(error)) from error
 
 
-def _ended(error: SystemExit) -> str:
+def _exit_message(error: SystemExit) -> str:
     return f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
 
 
@@ -132,24 +136,25 @@ def _run(trainer: Trainer, report: Report) -> None:
 
     from pipegrad.train.report import manifest_of
 
-    config, first = trainer.job.config, dist.get_rank() == 0
+    config, is_first_rank = trainer.job.config, dist.get_rank() == 0
     folder = trainer.make_folder(
-        lambda folder: report.begin(folder, manifest_of(config, trainer.outline))
+        lambda folder: report.begin(folder, manifest_of(config, trainer.summary))
     )
-    with report.running() if first else nullcontext():
-        for number in range(trainer.first_step, config.train.steps + 1):
-            metrics = trainer.step(number)
-            if first:
+    with report.running() if is_first_rank else nullcontext():
+        for step in range(trainer.first_step, config.train.steps + 1):
+            metrics = trainer.step(step)
+            if is_first_rank:
                 report.step(metrics)
-            if config.train.saves_after(number):
-                trainer.save(folder / f"checkpoint-{number}", number)
+            if config.train.saves_after(step):
+                trainer.save(folder / f"checkpoint-{step}", step)
+    # The report is written first, even if copies differ. All ranks raise the same DriftError.
     drift = None
     try:
         trainer.sync.check_replicas()
     except DriftError as error:
         drift = error
-    if first:
-        report.close(folder, trainer.outline["device"], "DIFFER" if drift else "bit-identical")
+    if is_first_rank:
+        report.close(folder, trainer.summary["device"], "DIFFER" if drift else "bit-identical")
     if drift:
         raise drift
 
@@ -162,27 +167,29 @@ def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None
     """Print what all ranks of CONFIG will do, without starting any."""
     from pipegrad.train.summary import rendered
 
-    with _refusing():
-        told = _planned(loaded(), ranks)
+    with _usage_errors():
+        summary = _planned(loaded(), ranks)
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(summary, indent=2))
     else:
-        _print(_console(), rendered(told))
+        _print(_console(), rendered(summary))
 
 
 def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
     from pipegrad.train.job import Job
-    from pipegrad.train.summary import outline
+    from pipegrad.train.summary import make_summary
 
     job = Job(config, ranks)
 
     def planned(device: str) -> dict[str, Any]:
         cut = job.cut(job.model(device))
-        return outline(job, cut, job.manifest(cut))
+        return make_summary(job, cut, job.manifest(cut))
 
     try:
         return planned("meta")
-    except Exception:  # noqa: BLE001 - a factory that reads its own tensors needs real ones
+    # Without memory first: a plan of a large model fits anywhere. A factory that reads its own
+    # tensors fails on "meta", and needs real ones.
+    except Exception:  # noqa: BLE001 - any error of the factory
         return planned("cpu")
 
 
@@ -203,14 +210,14 @@ def list_schedules(as_json: bool) -> None:
 
 
 def _list(plugins: Iterable[Plugin], as_json: bool) -> None:
-    rows = [asdict(plugin) | {"summary": plugin.summary} for plugin in plugins]
+    entries = [asdict(plugin) | {"summary": plugin.summary} for plugin in plugins]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps(entries, indent=2))
         return
     from pipegrad.train.tables import table
 
     columns = ["name", "distribution", "version", "summary"]
-    _print(_console(), [table(columns, ([row[c] for c in columns] for row in rows))])
+    _print(_console(), [table(columns, ([entry[c] for c in columns] for entry in entries))])
 
 
 def _console(*, quiet: bool = False) -> Console:

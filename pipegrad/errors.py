@@ -1,4 +1,4 @@
-"""The whole error tree. A message says what was found, what was expected and what to do."""
+"""All errors of pipegrad. A message says what was found, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class PipegradError(Exception):
-    """Anything pipegrad raises on purpose."""
+    """Base class of all errors that pipegrad raises on purpose."""
 
 
 class TopologyError(PipegradError, ValueError):
@@ -16,89 +16,95 @@ class TopologyError(PipegradError, ValueError):
 
 
 class PlanError(PipegradError, ValueError):
-    """These gradients cannot be reduced as asked: names parameter, handler and ranks."""
+    """Gradients cannot be reduced as configured. Names parameter, handler and ranks."""
 
 
 class ScheduleError(PipegradError, ValueError):
-    """Actions of a schedule are missing, doubled or never possible; the message holds the grid."""
+    """Actions of a schedule are missing, doubled or never possible. The message has the grid."""
 
 
 class ConfigError(PipegradError, ValueError):
-    """A configuration cannot be used: names file, key and value, and says what would do."""
+    """A configuration cannot be used. Names file, key and value, and what would be accepted."""
 
 
 class StepError(PipegradError, RuntimeError):
-    """The verbs of a step were called out of order, or a gradient changed after it was final."""
+    """Methods of a step were called in a wrong order, or a gradient changed after it was final."""
 
 
 class AgreementError(PipegradError, RuntimeError):
-    """Ranks disagree, or one of them failed or stayed away; raised alike on every rank."""
+    """Ranks disagree, or a rank failed or did not come. All ranks raise the same message."""
 
 
 class ReduceError(PipegradError, RuntimeError):
-    """A collective failed; carries bucket, process group ranks and, for a peer, its own words."""
+    """A collective failed. Names bucket and ranks; if a peer failed, it has the peer's message."""
 
 
 class DriftError(ReduceError):
-    """Copies of a parameter differ; names parameters and ranks, alike on every rank."""
+    """Copies of a parameter differ. Names parameters and ranks, the same on every rank."""
 
 
 class OrderError(PipegradError, RuntimeError):
-    """Two accesses to one memory are left to luck; names both, their call sites, and the wait."""
+    """Two accesses to one memory are not ordered. Names both, their call sites, and the wait."""
 
 
 class PluginError(PipegradError):
-    """A plug-in could not be used: names plug-in, distribution and version."""
+    """A plug-in could not be used. Names plug-in, distribution and version."""
 
 
 class PluginNotFoundError(PluginError, LookupError):
-    """No plug-in has this name; lists the known names and the close ones."""
+    """No plug-in has this name. Lists the known names, the closest first."""
 
 
 class PluginConflictError(PluginError, ValueError):
-    """Two plug-ins claim one name; shows both and how to pick one."""
+    """Two plug-ins have the same name. Shows both and how to choose."""
 
 
 class PluginLoadError(PluginError, ImportError):
-    """The plug-in's import failed; other plug-ins stay usable."""
+    """The import of a plug-in failed. Other plug-ins stay usable."""
 
 
 class PluginContractError(PluginError, TypeError):
-    """The loaded object is not what its entry-point group asks for."""
+    """The loaded object is not of the type that its entry-point group needs."""
 
 
 class PluginOptionError(PluginError, ValueError):
-    """A plug-in was given an unknown option, or not given one it needs."""
+    """A plug-in got an unknown option, or lacks a required one."""
 
 
 def root_of(error: BaseException) -> BaseException:
-    """Returns the error that the first ``raise ... from`` of a chain came from."""
+    """Returns the first error of a chain of ``raise ... from``."""
+    # torch wraps errors in others. The first error says what went wrong.
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def ends_in_words(error: BaseException) -> bool:
-    """Whether the rank concerned raises an error of pipegrad's own in the place of this one.
+    """True if a rank replaces this error by an error of pipegrad.
 
-    A SystemExit would end the process without a word, and with code 0 where it says so. What the
-    caller or the user asked for (KeyboardInterrupt, asyncio's CancelledError) is raised as it is.
+    A SystemExit would end the process without a message, perhaps even with code 0. What the caller
+    or the user requested (KeyboardInterrupt, asyncio's CancelledError) is raised unchanged.
     """
     return isinstance(error, (Exception, SystemExit))
 
 
 def in_words(error: BaseException) -> str:
-    """Returns what an error says; of somebody else's also where: innermost, outside of torch."""
+    """Returns the message of an error; for other libraries' errors also the place of its origin.
+
+    The place is the innermost line outside of torch, pipegrad and importlib.
+    """
     if isinstance(error, PipegradError):
         return str(error)
-    ours = (
+    # Lines of these packages do not help: a user looks for the own line that went wrong.
+    skipped = (
         f"{os.sep}torch{os.sep}",
         f"{Path(__file__).parent}{os.sep}",
         f"{os.sep}importlib{os.sep}",
     )
-    places = [
+    locations = [
         f" ({Path(frame.filename).name}:{frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and not any(part in frame.filename for part in ours)
+        if not frame.filename.startswith("<")
+        and not any(part in frame.filename for part in skipped)
     ]
-    return f"{error!r}{places[-1] if places else ''}"
+    return f"{error!r}{locations[-1] if locations else ''}"

@@ -1,4 +1,4 @@
-"""Where stages live: ranks as a named mesh, pipeline outermost. Plain data, seen from one rank."""
+"""Topology: the ranks as a named mesh, and the rank of each stage. Plain data, for one rank."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[_Mesh, DeviceMesh]] = WeakKey
 
 @dataclass(frozen=True)
 class Topology:
-    """A mesh of global ranks, the stages along its pipeline dimension, and one rank's view of both.
+    """A mesh of global ranks with the stages along its pipeline dimension, as one rank sees it.
 
     Attributes:
         axes: Mesh dimensions, outermost first: ``(("pp", 4), ("dp", 2))``.
         ranks: Global ranks of the mesh, flat, last dimension fastest.
         stage_to_rank: For each stage its coordinate along the pipeline dimension.
-        rank: The global rank that looks.
+        rank: The global rank whose view this is.
         pipeline: Name of the pipeline dimension.
         data: The dimension, or dimensions, along which ranks see different data.
-        mesh: The DeviceMesh it was made of; None for plain data.
+        mesh: The DeviceMesh that it was made from; None for plain data.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -53,15 +53,16 @@ class Topology:
         stage_to_rank: Mapping[int, int] | Sequence[int] | None = None,
         device_type: str | None = None,
     ) -> Topology:
-        """Returns the topology of this job: pipeline outermost, what is left is data parallel.
+        """Returns the topology of this job. The pipeline is outermost, the rest is data parallel.
 
         Args:
             pipeline: Size of the pipeline dimension, ``"pp"``.
             dimensions: Names and sizes of dimensions inside of ``"dp"``, outermost first, as in
-                ``{"tp": 2}``; the size of ``"dp"`` is what is left of the world.
+                ``{"tp": 2}``. All remaining ranks are the size of ``"dp"``.
             data: The dimension, or dimensions, along which ranks see different data.
-            stage_to_rank: Stage -> pipeline coordinate; one stage per coordinate unless given.
-            device_type: For the DeviceMesh; the accelerator if the backend serves one, or "cpu".
+            stage_to_rank: Stage -> pipeline coordinate. By default one stage per coordinate.
+            device_type: Device type of the DeviceMesh. By default the accelerator if the backend
+                supports it, else "cpu".
 
         Raises:
             TopologyError: If the sizes do not divide or a coordinate holds no stage.
@@ -70,13 +71,13 @@ class Topology:
             raise TopologyError(
                 "there is no default process group: call torch.distributed.init_process_group()"
             )
-        world = dist.get_world_size()
-        if pipeline < 1 or world % pipeline:
+        num_ranks = dist.get_world_size()
+        if pipeline < 1 or num_ranks % pipeline:
             raise TopologyError(
-                f"a world of {world} ranks cannot be cut into pipelines of {pipeline}: "
-                f"choose a pipeline size that divides {world}"
+                f"a world of {num_ranks} ranks cannot be cut into pipelines of {pipeline}: "
+                f"choose a pipeline size that divides {num_ranks}"
             )
-        axes = cls.axes_for(world, pipeline, dimensions or {})
+        axes = cls.axes_for(num_ranks, pipeline, dimensions or {})
         mesh = _mesh_of(device_type or _device_type(), axes)
         return cls.from_mesh(mesh, data=data, stage_to_rank=stage_to_rank)
 
@@ -84,10 +85,10 @@ class Topology:
     def axes_for(
         world: int, pipeline: int, dimensions: Mapping[str, int]
     ) -> tuple[tuple[str, int], ...]:
-        """Returns names and sizes of the mesh that `create` makes of so many ranks.
+        """Returns names and sizes of the mesh that `create` makes of `world` ranks.
 
         Raises:
-            TopologyError: If the sizes do not divide, or a name is taken.
+            TopologyError: If the sizes do not divide, or a name is reserved.
         """
         for name, size in dimensions.items():
             if name in ("pp", "dp") or size < 1:
@@ -125,6 +126,7 @@ class Topology:
                     f"the mesh has no dimension {name!r}, only {list(names)}: name its dimensions, "
                     f"or say which ones are pipeline= and data="
                 )
+        # Ranks agree over the default group. With a mesh of only some ranks, the others would wait.
         if mesh.mesh.numel() != dist.get_world_size():
             raise TopologyError(
                 f"the mesh has ranks {mesh.mesh.flatten().tolist()}, the default process group "
@@ -152,16 +154,16 @@ class Topology:
         pipeline: str = "pp",
         data: str | tuple[str, ...] = "dp",
     ) -> Topology:
-        """Returns a topology from plain data: needs no process group, so plans work offline.
+        """Returns a topology from plain data. It needs no process group, so plans work offline.
 
         Raises:
             TopologyError: If sizes, ranks and stages do not fit together.
         """
         axes = tuple((str(name), int(size)) for name, size in axes)
         sizes = dict(axes)
-        world = torch.Size(sizes.values()).numel()
-        members = tuple(range(world)) if ranks is None else tuple(int(r) for r in ranks)
-        if len(sizes) != len(axes) or len(members) != world or len(set(members)) != world:
+        num_ranks = torch.Size(sizes.values()).numel()
+        members = tuple(range(num_ranks)) if ranks is None else tuple(int(r) for r in ranks)
+        if len(sizes) != len(axes) or len(members) != num_ranks or len(set(members)) != num_ranks:
             raise TopologyError(f"ranks {members} do not fill the mesh {axes} once each")
         if rank not in members:
             raise TopologyError(f"rank {rank} is not in the mesh of ranks {members}")
@@ -182,11 +184,16 @@ class Topology:
         return dataclasses.replace(self, stage_to_rank=stages)
 
     def at(self, rank: int) -> Topology:
-        """Returns this topology as `rank` sees it."""
+        """Returns this topology as `rank` sees it.
+
+        Raises:
+            TopologyError: If the rank is not in the mesh.
+        """
         if rank not in self._coordinates:
             raise TopologyError(f"rank {rank} is not in the mesh of ranks {self.ranks}")
         view = dataclasses.replace(self, rank=rank)
-        vars(view).update(_coordinates=self._coordinates, _rank_at=self._rank_at)  # the same there
+        # These tables are the same for every rank. Plans make many views, so they are shared.
+        vars(view).update(_coordinates=self._coordinates, _rank_at=self._rank_at)
         return view
 
     @property
@@ -197,8 +204,8 @@ class Topology:
     @property
     def local_stages(self) -> tuple[int, ...]:
         """Stages that this rank holds, ascending."""
-        here = self.coordinate(self.pipeline)
-        return tuple(s for s, place in enumerate(self.stage_to_rank) if place == here)
+        coordinate = self.coordinate(self.pipeline)
+        return tuple(s for s, rank in enumerate(self.stage_to_rank) if rank == coordinate)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -206,7 +213,7 @@ class Topology:
         return _names(self.data)
 
     def coordinate(self, axis: str | tuple[str, ...]) -> int:
-        """Returns this rank's index along a mesh dimension; along several, the first outermost."""
+        """Returns this rank's index along a mesh dimension, or several with the first outermost."""
         index = 0
         for name in _names(axis):
             index = index * self.size(name) + self._coordinates[self.rank][self._axis(name)]
@@ -217,7 +224,7 @@ class Topology:
         return math.prod(self.axes[self._axis(name)][1] for name in _names(axis))
 
     def group_along(self, axis: str) -> dist.ProcessGroup:
-        """Returns the DeviceMesh's process group of `ranks_along`, as pipeline stages want it.
+        """Returns the DeviceMesh's process group of `ranks_along`, for example for torch's stages.
 
         Raises:
             TopologyError: If this topology is plain data, without process groups.
@@ -227,35 +234,36 @@ class Topology:
         return self.mesh.get_group(axis)
 
     def ranks_along(self, axis: str | tuple[str, ...]) -> tuple[int, ...]:
-        """Returns the global ranks that differ from this one in `axis` alone, itself included.
+        """Returns the global ranks that differ from this rank only in `axis`, with this rank.
 
-        Several dimensions span a box; none, as an empty tuple, this rank alone.
+        Several dimensions span a box. An empty tuple gives only this rank.
         """
         return self._select({name: range(self.size(name)) for name in _names(axis)})
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The global ranks of every pipeline of the mesh; the same seen from any rank."""
-        found = {self.at(rank).ranks_along(self.pipeline) for rank in self.ranks}
-        return tuple(sorted(found))
+        """The global ranks of every pipeline of the mesh, the same for every rank."""
+        pipelines = {self.at(rank).ranks_along(self.pipeline) for rank in self.ranks}
+        return tuple(sorted(pipelines))
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Returns the global ranks of this pipeline that hold `stages`: each once, ascending."""
+        """Returns the global ranks of this pipeline that hold `stages`, each once, ascending."""
         return self._select({self.pipeline: {self.stage_to_rank[s] for s in stages}})
 
     def crosses(self, stages: Iterable[int]) -> bool:
-        """Whether stages are on more than one rank of a pipeline."""
+        """True if stages are on more than one rank of a pipeline."""
         return len({self.stage_to_rank[stage] for stage in stages}) > 1
 
     def axes_of(self, ranks: Sequence[int]) -> str:
-        """Returns what `ranks` are along the mesh dimensions: ``"dp"``, ``"pp[0,3]"``.
+        """Returns the mesh dimensions that `ranks` span, as text: ``"dp"``, ``"pp[0,3]"``.
 
-        The same for every rank that takes part and for every parallel copy of the group, so it
-        names a reduction without naming ranks. Ranks that do not form a box are named one by one.
+        The text is the same for all these ranks and for every parallel copy of the group. So it
+        names a reduction without naming ranks. Ranks that do not form a box are listed one by one.
         """
-        places = [self._coordinates[rank] for rank in ranks]
-        spans = [sorted(set(column)) for column in zip(*places, strict=True)]
-        if sorted(places) != list(itertools.product(*spans)):
+        coordinates = [self._coordinates[rank] for rank in ranks]
+        # Ranks form a box if they are all combinations of their coordinates.
+        spans = [sorted(set(column)) for column in zip(*coordinates, strict=True)]
+        if sorted(coordinates) != list(itertools.product(*spans)):
             return f"ranks{list(ranks)}"
         return "+".join(
             name if len(span) == size else f"{name}[{','.join(map(str, span))}]"
@@ -265,12 +273,12 @@ class Topology:
 
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
-        places = itertools.product(*(range(size) for _, size in self.axes))
-        return dict(zip(self.ranks, places, strict=True))
+        coordinates = itertools.product(*(range(size) for _, size in self.axes))
+        return dict(zip(self.ranks, coordinates, strict=True))
 
     @cached_property
     def _rank_at(self) -> dict[tuple[int, ...], int]:
-        return {place: rank for rank, place in self._coordinates.items()}
+        return {coordinates: rank for rank, coordinates in self._coordinates.items()}
 
     def _axis(self, name: str) -> int:
         names = [axis for axis, _ in self.axes]
@@ -278,11 +286,16 @@ class Topology:
             raise TopologyError(f"the mesh has no dimension {name!r}, only {names}")
         return names.index(name)
 
-    def _select(self, wanted: Mapping[str, Iterable[int]]) -> tuple[int, ...]:
-        """Returns the ranks at the wanted coordinates, at this rank's own along the other axes."""
-        here = self._coordinates[self.rank]
-        spans = [wanted.get(name, (at,)) for (name, _), at in zip(self.axes, here, strict=True)]
-        return tuple(sorted(self._rank_at[place] for place in itertools.product(*spans)))
+    def _select(self, selected: Mapping[str, Iterable[int]]) -> tuple[int, ...]:
+        """Returns the ranks at the selected coordinates; other axes keep this rank's own."""
+        own = self._coordinates[self.rank]
+        spans = [
+            selected.get(name, (own_index,))
+            for (name, _), own_index in zip(self.axes, own, strict=True)
+        ]
+        return tuple(
+            sorted(self._rank_at[coordinates] for coordinates in itertools.product(*spans))
+        )
 
 
 def _names(axis: str | Sequence[str]) -> tuple[str, ...]:
@@ -290,14 +303,13 @@ def _names(axis: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _mesh_of(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    """Returns the mesh of these dimensions, made once for each default process group.
-
-    torch keeps the groups of a mesh, with their threads and connections, until the default process
-    group is destroyed; so a second mesh of the same ranks would only add to them.
-    """
+    """Returns the mesh of these dimensions, made once for each default process group."""
+    # torch keeps the groups of a mesh, with their threads and connections, until the default
+    # process group is destroyed. A second mesh of the same ranks would add more of them. The table
+    # is weak, so a new default group gets a new mesh.
     assert dist.group.WORLD is not None
-    known = _meshes.setdefault(dist.group.WORLD, {})
-    if (device_type, axes) not in known:
+    meshes = _meshes.setdefault(dist.group.WORLD, {})
+    if (device_type, axes) not in meshes:
         mesh = init_device_mesh(
             device_type,
             tuple(size for _, size in axes),
@@ -305,11 +317,12 @@ def _mesh_of(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
         )
         for group in mesh.get_all_groups():
             keep_timeout(group, torch.device(device_type))
-        known[device_type, axes] = mesh
-    return known[device_type, axes]
+        meshes[device_type, axes] = mesh
+    return meshes[device_type, axes]
 
 
 def _device_type() -> str:
+    # gloo moves tensors of the CPU. An accelerator on the machine does not change that.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_backend() == dist.Backend.GLOO:
         return "cpu"
@@ -331,4 +344,4 @@ def _stage_list(
         raise TopologyError(
             f"stages {list(stage_to_rank)} must use every pipeline coordinate 0..{pipeline - 1}"
         )
-    return tuple(int(place) for place in stage_to_rank)
+    return tuple(int(rank) for rank in stage_to_rank)

@@ -1,1 +1,1 @@
-"""Gradient handlers that come with pipegrad: one handler a file, public names only."""
+"""The gradient handlers that come with pipegrad. They use only public names of pipegrad."""

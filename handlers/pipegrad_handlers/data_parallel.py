@@ -1,4 +1,4 @@
-"""Gradients are averaged over the ranks that hold the same stage and saw different data."""
+"""data-parallel: averages gradients over the ranks that hold the same stage, with other data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipegrad import CommunicationHook, GradientHandler, ParameterRecord, Reduct
 class DataParallel(GradientHandler):
     """Averages every gradient over the data-parallel dimension.
 
-    A mean: the loss of each rank is a mean over its share of the batch.
+    It takes a mean, because the loss of each rank is a mean over its share of the batch.
 
     Args:
-        axis: The mesh dimension; by default all data dimensions of the topology. Behind
-            ``sharded`` an outer one, over which shards are averaged.
-        hook: How they are sent, a communication hook of torch's DistributedDataParallel by name:
-            ``"bf16_compress_hook"``, or a table of name and options, ``{name = "powerSGD_hook",
-            matrix_approximation_rank = 2}``; see `pipegrad.CommunicationHook`.
+        axis: The mesh dimension; by default all data dimensions of the topology. After ``sharded``
+            it is an outer dimension, over which shards are averaged.
+        hook: How gradients are sent: a communication hook of torch's DistributedDataParallel. It is
+            a name, ``"bf16_compress_hook"``, or a table of name and options, ``{name =
+            "powerSGD_hook", matrix_approximation_rank = 2}``. See `pipegrad.CommunicationHook`.
     """
 
     def __init__(
@@ -29,6 +29,6 @@ class DataParallel(GradientHandler):
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:
-        """Returns one mean for each parameter; free where the dimension has size 1."""
+        """Returns one mean for each parameter. It costs nothing if the dimension has size 1."""
         ranks = topology.ranks_along(self._axis or topology.data)
         return [Reduction(p, ranks, "mean") for p in parameters]

@@ -1,4 +1,4 @@
-"""Experts live on a rank each and are given tokens of many; all else is data parallel."""
+"""expert-parallel: each rank holds other experts; everything else is data parallel."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PLACEMENTS = {"replicate": Placement.REPLICATE, "shard": Placement.SHARD}
 class ExpertParallel(GradientHandler):
     """Averages experts over the ranks that hold the same ones, everything else over all data ranks.
 
-    In the place of ``data-parallel`` or ``sharded``. An expert's gradient has the tokens of all
-    ranks along `axis` in it, and the loss is the mean over all data ranks: so besides the mean over
-    its copies it is divided by the size of `axis`. Without that experts would learn faster than
-    the rest, by that factor.
+    Use it instead of ``data-parallel`` or ``sharded``. An expert's gradient contains the tokens of
+    all ranks along `axis`, and the loss is the mean over all data ranks. So the gradient is
+    averaged over its copies and also divided by the size of `axis`. Without this division, experts
+    would learn faster than the rest, by that factor.
 
     Args:
-        experts: Shell-style patterns of names, case-sensitive: what lives on its rank along `axis`
-            alone.
-        axis: The mesh dimension that tokens are exchanged along; one of the topology's ``data``.
-        placement: ``replicate``, or ``shard``: each rank steps a shard of what it averages.
-        hook: With ``replicate``, how they are sent, as in ``data-parallel``.
+        experts: Shell-style patterns of the names of experts, case-sensitive. Along `axis`, each
+            rank has other experts.
+        axis: The mesh dimension along which tokens are exchanged, one of the topology's ``data``.
+        placement: ``replicate``, or ``shard``: each rank steps a shard of the average.
+        hook: With ``replicate``, how gradients are sent, as in ``data-parallel``.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class ExpertParallel(GradientHandler):
         self.hook = None if hook is None else CommunicationHook(hook)
 
     def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
-        """Refuses patterns that match nothing: all experts would become one."""
+        """Refuses patterns that match nothing."""
+        # Without a match all experts would be averaged over all data ranks, as if they were copies.
         if topology.size(self._axis) > 1:
             self._experts.check(parameters)
 
@@ -69,9 +70,10 @@ class ExpertParallel(GradientHandler):
                 f"choose one of these, or add {self._axis!r} to the topology's data dimensions"
             )
         copies = topology.ranks_along(tuple(axis for axis in axes if axis != self._axis))
-        divisor, everyone = topology.size(self._axis), topology.ranks_along(axes)
+        # Copies of an expert are on the ranks that differ in the other data dimensions.
+        divisor, all_ranks = topology.size(self._axis), topology.ranks_along(axes)
         for p in parameters:
             if self._experts.match(p):
                 yield Reduction(p, copies, "mean", self._placement, divisor)
             else:
-                yield Reduction(p, everyone, "mean", self._placement)
+                yield Reduction(p, all_ranks, "mean", self._placement)

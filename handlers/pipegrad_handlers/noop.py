@@ -1,4 +1,4 @@
-"""Everything but the wire: what a run would cost if communication were free."""
+"""noop: does everything except communication, to measure what communication costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipegrad import (
 
 
 class Done:
-    """Work that is over before it began."""
+    """Work that is done from the start."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -27,16 +27,18 @@ class Done:
 class Noop(GradientHandler):
     """Plans what ``pipeline-shared`` and ``data-parallel`` would reduce, and sends nothing.
 
-    For measuring only: copies drift apart, gradients stay each rank's own. Buckets are filled,
-    launched and finished as usual, so the difference to a real run is the communication.
+    Use it only for measurements: copies drift apart, and each rank keeps its own gradients. Buckets
+    are filled, launched and finished as usual, so the difference to a real run is communication.
     """
 
+    # Drift is expected, so pipegrad must not refuse it.
     keeps_equal = False
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:
-        """Returns the sums that would be sent; a mean would divide what nobody summed."""
+        """Returns the reductions that would be sent."""
+        # All are sums. A mean would also divide gradients that were never summed.
         for p in parameters:
             yield Reduction(p, topology.ranks_along(topology.data))
             if p.shared:

@@ -1,4 +1,4 @@
-"""Which parameters an option means: shell-style patterns, as handlers take them."""
+"""Patterns: shell-style patterns of parameter names, as options of handlers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pipegrad import ParameterRecord
 
 
 class Patterns:
-    """Shell-style patterns of parameters; upper and lower case are different.
+    """Shell-style patterns of parameter names. They are case-sensitive.
 
     Args:
-        option: Which option they are of.
-        patterns: As a user gave them.
+        option: Name of the option, for messages.
+        patterns: The value of the option.
 
     Raises:
-        ValueError: If they are not a list of strings.
+        ValueError: If the value is not a list of strings.
     """
 
     def __init__(self, option: str, patterns: Sequence[str]) -> None:
-        listed = isinstance(patterns, list | tuple)
-        if not listed or not all(isinstance(pattern, str) for pattern in patterns):
+        is_list = isinstance(patterns, list | tuple)
+        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
                 f"{option} is {patterns!r}, expected a list of patterns, as in ['*norm*']"
             )
@@ -29,18 +29,20 @@ class Patterns:
         self._patterns = tuple(patterns)
 
     def match(self, record: ParameterRecord) -> bool:
-        """Whether one matches a parameter's name here, or that at its key's stage."""
+        """True if a pattern matches the parameter's name on this stage, or in its key."""
+        # A tied parameter has another name on each stage. Its key has the name at its lowest
+        # holder, so a pattern of that name matches on all stages.
         names = (record.name, record.key.partition(".")[2])
         return any(fnmatchcase(name, pattern) for name in names for pattern in self._patterns)
 
     def check(self, parameters: Sequence[ParameterRecord]) -> None:
-        """Does nothing if a parameter matches, or if there are no patterns.
+        """Checks that a parameter matches. An empty list of patterns is accepted.
 
         Args:
-            parameters: All of the model.
+            parameters: All parameters of the model.
 
         Raises:
-            ValueError: If none matches.
+            ValueError: If no parameter matches.
         """
         if self._patterns and parameters and not any(map(self.match, parameters)):
             raise ValueError(

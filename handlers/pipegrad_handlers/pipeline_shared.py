@@ -1,4 +1,4 @@
-"""Gradients of parameters that several pipeline stages hold are summed over those stages."""
+"""pipeline-shared: sums the gradients of tied parameters over the stages that hold them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ _PLACEMENTS = {"replicate": Placement.REPLICATE, "owner": Placement.OWNER}
 class PipelineShared(GradientHandler):
     """Sums a tied parameter's gradient over its holders, so that it is what one process has.
 
-    A sum, not a mean: each stage saw a different use of the parameter, and one process would have
-    added their gradients.
+    It takes a sum, not a mean. Each stage uses the parameter in another way, and one process would
+    add the gradients of all uses.
 
     Args:
-        placement: ``replicate``: every holder gets the sum, and steps. ``owner``: the lowest rank
-            of them does alone; the others' parts leave as soon as they are final, and the updated
-            parameter comes back under the next step's first forwards. The optimizer is then made
-            of ``sync.optimizer_parameters()``.
-        exchange: With ``replicate``, how the parts of two ranks meet. ``all-reduce``: once both are
-            final. ``pairwise``: by one message each way, the later stages' while the pipeline
-            drains, the first ones' while it fills again; for as much memory again on each rank, and
-            twice on the lower. ``asymmetric``: the same, but from the lower rank only the rows come
-            back that it used: for an embedding tied to the head. Ties of more ranks all-reduce.
+        placement: ``replicate``: every holder gets the sum and steps the parameter. ``owner``: only
+            the lowest rank of the holders steps it. The parts of the others leave as soon as they
+            are final, and the updated parameter comes back during the next step's first forwards.
+            The optimizer must then be made from ``sync.optimizer_parameters()``.
+        exchange: With ``replicate``, how two ranks exchange their parts. ``all-reduce`` runs when
+            both are final. ``pairwise`` sends one message in each direction: that of the later
+            stage while the pipeline drains, that of the first stage while it fills again. It needs
+            the memory of the gradient once more on each rank, and twice on the lower rank.
+            ``asymmetric`` is like ``pairwise``, but the lower rank sends back only the rows that it
+            used. Use it for an embedding that is tied to the head. Ties of more than two ranks
+            always use ``all-reduce``.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class PipelineShared(GradientHandler):
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:
-        """Returns one sum for each shared parameter; free where one rank holds all its stages."""
+        """Returns one sum for each tied parameter. It costs nothing if one rank has all holders."""
         return [self._sum(p, topology.ranks_of(p.holders)) for p in parameters if p.shared]
 
     def _sum(self, record: ParameterRecord, ranks: tuple[int, ...]) -> Reduction:
+        # The two-way exchanges are messages between two ranks. A tie of more ranks needs a
+        # collective.
         exchange = self._exchange if len(ranks) == 2 else "all-reduce"
         return Reduction(record, ranks, "sum", self._placement, exchange=exchange)

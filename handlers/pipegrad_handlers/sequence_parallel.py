@@ -1,4 +1,4 @@
-"""Gradients of parameters that are whole on every tensor-parallel rank, which sees a part."""
+"""sequence-parallel: reduces gradients of parameters that tensor-parallel ranks replicate."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pipegrad_handlers.patterns import Patterns
 class SequenceParallel(GradientHandler):
     """Sums the gradients of parameters that a tensor- or sequence-parallel dimension replicates.
 
-    Each of its ranks has the gradient of its part of the sequence or of the heads: of norms, of
-    biases behind a row-parallel layer, of embeddings. What is sharded over the dimension, weights
-    of column- and row-parallel layers, is not to be listed. Goes with ``data-parallel``,
-    ``sharded`` and ``pipeline-shared``.
+    Each rank has the gradient of its part of the sequence or of the heads. This concerns norms,
+    biases after a row-parallel layer, and embeddings. Do not list parameters that are sharded over
+    the dimension, such as weights of column- and row-parallel layers. The handler works together
+    with ``data-parallel``, ``sharded`` and ``pipeline-shared``.
 
     Args:
-        parameters: Shell-style patterns of names, case-sensitive: what is replicated.
+        parameters: Shell-style patterns of the names of replicated parameters, case-sensitive.
         axis: The mesh dimension.
-        op: ``sum`` of parts. ``mean`` where every rank has the whole gradient already: copies then
-            stay equal to the last bit, and count once in the norm instead of once a rank.
+        op: ``sum`` adds the parts. Use ``mean`` if every rank already has the whole gradient.
+            Copies then stay equal to the last bit. They count once in the norm, not once for each
+            rank.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class SequenceParallel(GradientHandler):
         self._op: Literal["sum", "mean"] = op
 
     def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
-        """Refuses patterns that match nothing, where there are ranks to sum over."""
+        """Refuses patterns that match nothing, if the dimension has more than one rank."""
         if topology.size(self._axis) > 1:
             self._parameters.check(parameters)
 

@@ -1,4 +1,4 @@
-"""Each data-parallel rank gets, and steps, its part of the averaged gradients: ZeRO's idea."""
+"""sharded: each data-parallel rank gets and steps a shard of the averaged gradients, as in ZeRO."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Top
 class Sharded(GradientHandler):
     """Averages every gradient over the data-parallel dimension, a shard of the result on each rank.
 
-    In the place of ``data-parallel``: half of its traffic behind backward, the other half, updated
-    parameters, under the next forward; optimizer state and steps are divided by the ranks. The
-    optimizer is made of ``sync.optimizer_parameters()``, and looks at each element by itself.
+    Use it instead of ``data-parallel``. Half of the traffic runs during and after backward. The
+    other half sends updated parameters, during the next forwards. Optimizer state and steps are
+    divided among the ranks. Make the optimizer from ``sync.optimizer_parameters()``. The optimizer
+    must be elementwise, because it sees flat shards.
 
     Args:
         axis: The mesh dimension; by default all data dimensions of the topology.
@@ -24,6 +25,6 @@ class Sharded(GradientHandler):
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:
-        """Returns one mean for each parameter; free where the dimension has size 1."""
+        """Returns one mean for each parameter. It costs nothing if the dimension has size 1."""
         ranks = topology.ranks_along(self._axis or topology.data)
         return [Reduction(p, ranks, "mean", Placement.SHARD) for p in parameters]

@@ -1,4 +1,4 @@
-"""FSDP2 inside stages: gathers in the first forward, reduces in the last backward."""
+"""FSDP2 inside stages: it gathers in the first forward and reduces in the last backward."""
 
 from __future__ import annotations
 
@@ -17,61 +17,71 @@ if TYPE_CHECKING:
 
 
 class ShardedStages:
-    """Tells FSDP2 which backward of a stage is its last: that one reduces, and reshards.
+    """Marks the last backward of each stage for FSDP2. Only that backward reduces and reshards.
 
-    So a stage has one reduce-scatter of each of its groups in a step, under its last backward, and
-    FSDP2's hooks tell the `GradientSync` of each parameter as it is reduced.
+    So each FSDP2 group of a stage has one reduce-scatter in a step, and it runs during the last
+    backward. FSDP2's hooks call the `GradientSync` for each parameter when it is reduced.
 
     Args:
-        modules: This rank's, by stage.
-        sync: Asked whether a step only adds up: then no backward is the last.
+        modules: Stage -> module, for the stages of this rank.
+        sync: The gradient layer. While it accumulates, no backward is the last.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], sync: GradientSync) -> None:
         self._parts = {stage: parts for stage, parts in fsdp_modules(modules).items() if parts}
         self._sync = sync
         self._modules = modules
-        self._own = frozenset[int]()  # what the ranks agreed on, in a step
+        # Parameters that the ranks agreed on, set in each step. FSDP2 puts other parameters in
+        # their place while they are gathered.
+        self._own_parameter_ids = frozenset[int]()
 
     def reduces(self, stage: int, parameter: nn.Parameter) -> bool:
-        """Whether a parameter of a stage is FSDP2's, gathered or not."""
-        return stage in self._parts and (is_dtensor(parameter) or id(parameter) not in self._own)
+        """True if FSDP2 manages a parameter of a stage, gathered or not."""
+        return stage in self._parts and (
+            is_dtensor(parameter) or id(parameter) not in self._own_parameter_ids
+        )
 
     def gathered(self, stage: int) -> list[nn.Parameter]:
-        """Returns what stands in the place of shards now: autograd adds to its gradients."""
+        """Returns the gathered parameters of a stage; autograd adds to their gradients."""
         if stage not in self._parts:
             return []
-        return [p for p in self._modules[stage].parameters() if id(p) not in self._own]
+        return [
+            p for p in self._modules[stage].parameters() if id(p) not in self._own_parameter_ids
+        ]
 
     def begin(self) -> None:
-        """Starts a step: backwards add up, until one is the last."""
+        """Starts a step: backwards accumulate until the last backward."""
         if self._parts:
-            self._own = frozenset(id(self._sync.parameter(r)) for r in self._sync.records())
+            self._own_parameter_ids = frozenset(
+                id(self._sync.parameter(r)) for r in self._sync.records()
+            )
         for parts in self._parts.values():
-            _tell(parts, is_last=False)
+            _set_last_backward(parts, is_last=False)
 
     def begin_evaluation(self) -> None:
-        """Lets go of what an earlier forward has left gathered, for it may be out of date."""
+        """Frees parameters that an earlier forward left gathered. They may be out of date."""
         for parts in self._parts.values():
             reshard(parts)
 
     def last_backward(self, stage: int) -> None:
-        """Says that the next backward of a stage is its last."""
+        """Marks the next backward of a stage as its last."""
         if stage in self._parts and not self._sync.is_accumulating:
-            _tell(self._parts[stage], is_last=True)
+            _set_last_backward(self._parts[stage], is_last=True)
 
     def forget(self) -> None:
-        """Lets go of what is left of a step that failed: nobody may add to it."""
+        """Drops the gradients of a failed step, so that the next step does not add to them."""
         for parts in self._parts.values():
             forget_backwards(parts)
 
     def without_backward(self, stage: int) -> None:
-        """Ends a backward that had nothing to begin with: what adds up may have to be reduced."""
+        """Ends a backward that had no gradient to start from. Accumulated gradients are reduced."""
         for part in self._parts.get(stage, ()):
             end_backward(part)
 
 
-def _tell(parts: list[FSDPModule], *, is_last: bool) -> None:
+def _set_last_backward(parts: list[FSDPModule], *, is_last: bool) -> None:
+    # Before the last backward, parameters stay gathered and gradients are not reduced. So a step
+    # gathers and reduces once for each group, not once for each microbatch.
     for part in parts:
         part.set_is_last_backward(is_last)
         part.set_reshard_after_backward(is_last, recurse=False)

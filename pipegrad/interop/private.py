@@ -1,4 +1,4 @@
-"""Every private name of torch that pipegrad uses, behind a name of its own."""
+"""Every private name of torch that pipegrad uses, each with a public name here."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["PipelineStageBase", "TorchDispatchMode", "gpu_trace"]
 
 
 def is_profiled() -> bool:
-    """Whether a torch profiler is recording. Asking costs less than a range that nobody records."""
+    """True if a torch profiler is recording. The check is cheaper than an unused range."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its schema is C++'s
-    """Returns the names of what a scripted or traced function takes; None of any other."""
+    """Returns the argument names of a scripted or traced function; None for any other function."""
     if not isinstance(function, torch.ScriptMethod | torch.ScriptFunction):
         return None
     schema: Any = function.schema
@@ -35,31 +35,35 @@ def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its s
 
 
 def is_arriving(tensor: torch.Tensor) -> bool:
-    """Returns whether a collective of torch, of tensor parallelism say, still writes a tensor."""
+    """Returns True if a collective of torch, for example of tensor parallelism, still writes."""
     module = "torch.distributed._functional_collectives"
     return is_imported_kind(tensor, module, "AsyncCollectiveTensor")
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has no memory of its own, but stands for other tensors."""
+    """Returns True if a tensor has no memory of its own and wraps other tensors."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """Returns how many tensors share the memory of one, itself included."""
+    """Returns how many tensors share the memory of `tensor`, which counts too."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # but for `storage` itself
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself does not count
 
 
 def end_backward(part: FSDPModule) -> None:
-    """Does for an outermost FSDP2 module what autograd calls FSDP2 for behind each backward."""
+    """Ends a backward of an outermost FSDP2 module, as autograd's final callback does."""
+    # If no gradient reaches the module, autograd never queues FSDP2's final callback. Gradients
+    # of earlier backwards would then stay unreduced.
     state = part._get_fsdp_state()
     if state._is_root:
         state._root_post_backward_final_callback()
 
 
 def forget_backwards(parts: Iterable[FSDPModule]) -> None:
-    """Lets go of all that FSDP2 keeps of a step that failed, what has added up as well."""
+    """Drops the state that FSDP2 keeps of a failed step, and its accumulated gradients."""
+    # FSDP2 keeps accumulated gradients in one of two attributes. Both are cleared, or the next
+    # step would add to them.
     for part in parts:
         state = part._get_fsdp_state()
         for group in state._fsdp_param_groups:
@@ -72,5 +76,5 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
 
 
 def activate_gpu_trace() -> None:
-    """Has torch call what listens to `gpu_trace`; there is no way back."""
+    """Makes torch call the callbacks of `gpu_trace`. It cannot be undone."""
     torch._C._activate_gpu_trace()

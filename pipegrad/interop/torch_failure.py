@@ -1,4 +1,9 @@
-"""A step of a torch schedule that fails on one rank: run to its end on zeros, told to all ranks."""
+"""A step of a torch schedule that fails on one rank: it ends with zeros, and all ranks raise.
+
+[Note: failed torch step] torch's ranks wait in blocking receives. If a failed rank stopped, other
+ranks would wait until the timeout. So it makes all transfers of the step, in their order, with
+zeros. It computes nothing. At the end all ranks look at the failure notice.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +22,25 @@ from pipegrad.interop.torch_schedule import TorchSchedule, replace, stages_of
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import fsdp_modules
 
-_FAILED = "pipegrad: this stage has failed"  # sent in the place of what its outputs look like
+_FAILED = "pipegrad: this stage has failed"  # sent instead of the metadata of its outputs
 _INITIALIZE = ("_initialize_pp_stages", "_initialize_stage", "_initialize_stages")  # by version
 _instances = itertools.count()
 
 
 class TorchFailure:
-    """What fails in a step of a torch schedule on this rank, and how the step ends all the same.
+    """The failure of a step of a torch schedule on this rank; see [Note: failed torch step].
 
-    The parts of a step are guarded: when one has raised, those behind it make zeros in the place of
-    values, and compute nothing. So all transfers of the step are made, on any backend, and no rank
-    waits for this one. The ranks look at the end whether one of them has failed.
+    The parts of a step are guarded. After one part has raised, later parts make zeros and compute
+    nothing. So all transfers of the step are made, on any backend, and no rank waits for this one.
+    At the end of a step all ranks check whether a rank has failed.
 
     Args:
-        schedule: Whose steps.
-        sync: Its gradients are dropped.
+        schedule: The schedule whose steps are guarded.
+        sync: The gradient layer. Gradients of a failed step are dropped.
 
     Attributes:
-        error: The first one of this step; None if nothing has failed here.
-        reduced: Stages whose gradients torch has called final in this step.
+        error: The first error of this step on this rank; None without one.
+        reduced: Stages for which torch has called the reduction of gradients in this step.
     """
 
     def __init__(self, schedule: TorchSchedule, sync: GradientSync) -> None:
@@ -45,31 +50,31 @@ class TorchFailure:
         self.error: BaseException | None = None
         self.reduced = set[int]()
         self._cause: str | None = None
-        self._begun = False  # whether the gradients of this step have been prepared
-        self._entered = False  # whether torch has come to the first transfer of a value
-        self._is_learning = False  # whether stages tell each other what their values look like
-        self._has_heard = False  # whether this stage has received what its neighbour has sent
+        self._begun = False  # the gradients of this step have been prepared
+        self._entered = False  # torch has come to the first transfer of a value
+        self._is_learning = False  # stages exchange the metadata of their values
+        self._has_received = False  # this stage has received its neighbour's metadata
         name = next(name for name in _INITIALIZE if hasattr(schedule, name))
         self._initialize: Callable[..., Any] = getattr(schedule, name)
-        losses = {"_maybe_compute_loss": self._lose, "_maybe_get_loss": self._nothing}
+        losses = {"_maybe_compute_loss": self._add_zero_loss, "_maybe_get_loss": self._nothing}
         guarded = {n: self.guard(getattr(schedule, n), instead) for n, instead in losses.items()}
         replace(schedule, {name: self._initialized, **guarded})
 
     def begin(self) -> None:
-        """Turns to a step, or an evaluation."""
+        """Begins a step or an evaluation."""
         self._notice.next_step()
         self.error = self._cause = None
         self._begun = self._entered = False
         self.reduced.clear()
 
     def prepared(self) -> None:
-        """Says that this step's gradients have a place to go to."""
+        """Notes that the gradients of this step have been prepared."""
         self._begun = self._schedule._has_backward
 
     def guard(
         self, method: Callable[..., Any], instead: Callable[..., Any], kind: str = ""
     ) -> Callable[..., Any]:
-        """Returns `method`, but `instead` where something has failed in this step."""
+        """Returns `method`, replaced by `instead` once something has failed in this step."""
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
@@ -83,7 +88,8 @@ class TorchFailure:
         return guarded
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """Tells the other ranks of the first error of a step."""
+        """Posts the first error of a step to the other ranks."""
+        # Only the first error counts. Later errors on this rank are often its consequences.
         if self.error is not None:
             return
         self.error = error
@@ -95,9 +101,11 @@ class TorchFailure:
                 forget_backwards(parts)
 
     def finish_transfers(self) -> None:
-        """Runs the microbatches, of zeros, if the step failed before torch had come to them."""
+        """Runs the microbatches with zeros, if the step failed before torch came to them."""
         if self._entered:
             return
+        # Other ranks are in their microbatches already, and wait for this rank's messages. Every
+        # guarded part sees `error` and makes zeros.
         for stage in stages_of(self._schedule):
             stage.has_backward = self._schedule._has_backward
             stage.clear_runtime_states()
@@ -112,18 +120,20 @@ class TorchFailure:
         self._notice.refuse_failed()
 
     def raise_first(self) -> None:
-        """Raises what has failed here, or what another rank said that failed before."""
+        """Raises the error of this rank, or that of another rank if it failed earlier."""
         error, self.error = self.error, None
         if error is None:
             return
         self._schedule._internal_losses.clear()
-        is_interrupt = not isinstance(error, Exception)  # it stays one, whoever was first
+        # An interrupt stays an interrupt, even if another rank failed first. An error before the
+        # step has begun, such as that of a wrong batch, is this rank's own.
+        is_interrupt = not isinstance(error, Exception)
         counts = self._begun or not self._schedule._has_backward
         if self._cause is not None and counts and not is_interrupt:
             raise ReduceError(f"{FAILED_ELSEWHERE}: {self._cause}") from error
         raise error
 
-    # What takes part in the rest of a step that has failed.
+    # The rest of a failed step.
 
     def follow(self, stage: Any) -> None:  # noqa: ANN401 - torch's, with private names
         """Guards the parts of a stage."""
@@ -139,55 +149,62 @@ class TorchFailure:
             for name, instead, kind in parts
         }
         if hasattr(stage, "_recv_meta"):
-            methods["_recv_meta"] = self._hearing(stage._recv_meta)
+            methods["_recv_meta"] = self._noting_receive(stage._recv_meta)
             for name, sign in (("_prepare_forward_infra", 1), ("_prepare_backward_infra", -1)):
-                instead = functools.partial(self._pass_on, stage, sign)
-                methods[name] = self._deaf(self.guard(getattr(stage, name), instead))
+                instead = functools.partial(self._pass_failure_on, stage, sign)
+                methods[name] = self._noting_begin(self.guard(getattr(stage, name), instead))
         replace(stage, methods)
 
     def _nothing(self, *_args: object, **_kwargs: object) -> None:
         """Does nothing."""
 
-    def _lose(self, stage: Any, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
+    def _add_zero_loss(self, stage: Any, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
         if stage.is_last and self._schedule._loss_fn is not None:
             self._schedule._internal_losses.append(torch.zeros((), device=stage.device))
 
     def _initialized(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
         self._is_learning = False
-        done = self._initialize(*args, **kwargs)
+        result = self._initialize(*args, **kwargs)
         self._entered = True
-        if self.error is not None and self._is_learning:  # or torch would take them for ready
+        # The metadata of this rank was never learned. Without an error here torch would mark the
+        # stages as ready, and later steps would use wrong shapes.
+        if self.error is not None and self._is_learning:
             raise self.error
-        return done
+        return result
 
-    def _hearing(self, receive: Callable[..., Any]) -> Callable[..., Any]:
-        def heard(*args: Any) -> Any:  # noqa: ANN401 - torch's signature
-            self._has_heard = True
+    def _noting_receive(self, receive: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:  # noqa: ANN401 - torch's signature
+            self._has_received = True
             return receive(*args)
 
-        return heard
+        return noted
 
-    def _deaf(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    # These wrappers note whether the stage has already received its neighbour's metadata. If it
+    # fails after that, `_pass_failure_on` must not receive it again.
+
+    def _noting_begin(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def begun(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
-            self._has_heard, self._is_learning = False, True
+            self._has_received, self._is_learning = False, True
             return method(*args, **kwargs)
 
         return begun
 
-    def _pass_on(self, stage: Any, sign: int, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
-        """Tells a stage's neighbour, who waits for what its outputs or gradients look like."""
+    def _pass_failure_on(self, stage: Any, sign: int, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
+        """Sends a mark of failure to the neighbour, which waits for a stage's metadata."""
+        # In torch's dynamic mode each stage receives metadata from one neighbour and sends its own
+        # to the other. Both messages must be made here, or the neighbours wait for ever.
         if stage._inference_mode is None or stage._inference_mode.name != "DYNAMIC":
             return
-        before, behind = stage.stage_index - sign, stage.stage_index + sign
-        known = range(stage.num_stages)
-        if before in known and not stage._is_same_rank(before) and not self._has_heard:
-            stage._recv_meta(before)
-        if behind in known and not stage._is_same_rank(behind):
-            stage._send_meta(_FAILED, behind)
+        previous, following = stage.stage_index - sign, stage.stage_index + sign
+        stages = range(stage.num_stages)
+        if previous in stages and not stage._is_same_rank(previous) and not self._has_received:
+            stage._recv_meta(previous)
+        if following in stages and not stage._is_same_rank(following):
+            stage._send_meta(_FAILED, following)
 
 
 def output_metas(stage: Any) -> Sequence[Any] | None:  # noqa: ANN401 - torch's, private
-    """Returns what a stage's outputs look like; None where torch does not know."""
+    """Returns the metadata of a stage's outputs; None if torch has none."""
     if hasattr(stage, "_stage_meta"):
         outputs: Sequence[Any] | None = stage._stage_meta.outputs
         return outputs
@@ -195,10 +212,10 @@ def output_metas(stage: Any) -> Sequence[Any] | None:  # noqa: ANN401 - torch's,
 
 
 def refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with private names
-    """Refuses outputs that would not fit into the next stage's buffers: torch sends them as well.
+    """Refuses outputs that do not fit into the next stage's buffers. torch itself sends them.
 
     Raises:
-        StepError: Names stage, microbatch, and both shapes.
+        StepError: If an output has another shape or dtype. Names stage, microbatch and both shapes.
     """
     metas = output_metas(stage)
     if stage.is_last or metas is None:
@@ -222,7 +239,7 @@ def _forward_zeros(
     _kwargs: object = None,
     save_forward_output: bool = True,
 ) -> Any:  # noqa: ANN401 - torch's signature
-    """Does what is left of a forward where something has failed: its outputs are zeros."""
+    """Stands in for a forward of a failed step: its outputs are zeros."""
     metas = output_metas(stage) or ()
     zeros = tuple(torch.zeros(m.shape, dtype=m.dtype, device=stage.device) for m in metas)
     stage.fwd_cache[chunk] = zeros, []
@@ -237,12 +254,14 @@ def _backward_zeros(
     *_args: object,
     **_kwargs: object,
 ) -> None:
-    """Does what is left of a backward where something has failed: nothing comes back."""
+    """Stands in for a backward of a failed step: its gradients are zeros."""
     if not stage.has_backward:
         return
+    # torch sends the contents of `bwd_cache` back. Newer versions replace None by zeros. Older
+    # versions need real zeros, with the shapes of the received values.
     stage.fwd_cache.pop(chunk, None)
     infos = stage.args_recv_info[chunk]
-    if hasattr(stage, "_get_grad_send_meta"):  # which sends zeros where there is no gradient
+    if hasattr(stage, "_get_grad_send_meta"):
         stage.bwd_cache[chunk] = (None,) * len(infos)
         return
     buffers = [getattr(info, "buffer", None) for info in infos]

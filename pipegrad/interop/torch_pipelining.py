@@ -1,13 +1,13 @@
 """attach: exact gradients on any schedule of torch.distributed.pipelining, with one line.
 
-A torch schedule tells us of a step through
-``schedule.step``, of a stage's forwards through ``stage.forward_one_chunk``, of its last backward
-through ``stage.backward_one_chunk``, and of its final gradients (REDUCE_GRAD) through
-``stage.perform_reduce_grad`` or, in the oldest runtime, ``stage.scale_grads``. These are replaced
-on the instances; torch itself is left alone.
+`attach` replaces methods on instances and leaves torch itself alone. Each method marks an event:
 
-Where something of a step raises on a rank, the rank runs the rest of the step all the same, on
-zeros: so no other rank waits for it in torch's receives, and all raise at the end of the step.
+- ``schedule.step``: a step.
+- ``stage.forward_one_chunk``: a forward of a stage.
+- ``stage.backward_one_chunk``: a backward, and whether it is the last.
+- ``stage.perform_reduce_grad``, in the oldest runtime ``stage.scale_grads``: gradients are final.
+
+If a step raises on a rank, see [Note: failed torch step] in `torch_failure`.
 """
 
 from __future__ import annotations
@@ -53,37 +53,38 @@ def attach(
 ) -> GradientSync:
     """Makes ``schedule.step`` leave the gradients that one process would have computed.
 
-    Call it on all ranks, once, before the optimizer is made of ``sync.optimizer_parameters()``, or
-    after it where all placements are REPLICATE. From then on each step prepares, reduces and
-    finishes by itself, and forwards wait for parameters that are on their way; the schedule divides
-    by the number of microbatches (``scale_grads``) once for each parameter, when it is final.
+    Call it on all ranks, once, before you make the optimizer from ``sync.optimizer_parameters()``.
+    If all placements are REPLICATE, you may also call it after. Then each step prepares, reduces
+    and finishes by itself, and forwards wait for the parameter sync. The schedule divides a
+    gradient by the number of microbatches (``scale_grads``) once, when it is final.
     ``schedule.eval`` and schedules without a loss reduce nothing. To accumulate over several steps,
-    run all but the last one under ``with sync.accumulate():``.
+    run all steps but the last under ``with sync.accumulate():``.
 
-    What raises in a step on one rank is an error on all: they make all transfers of the step, of
-    zeros, and raise at its end in the words of the first. A rank that has ended the step by then,
-    and has no gradient to reduce with one that failed, does not hear of it. An interrupt within one
-    of torch's own receives cannot be told, nor what raises among the collectives of FSDP2.
+    If a step raises on one rank, all ranks raise. They make all transfers of the step with zeros,
+    and raise at its end with the message of the first error. There are three exceptions. A rank
+    that has already ended the step, and that reduces no gradient with the failed rank, does not
+    raise. An interrupt inside a receive of torch cannot be passed on. An error among the
+    collectives of FSDP2 cannot be passed on either.
 
-    Of stages that FSDP2 shards, which reduces over the data ranks, give ``["pipeline-shared"]`` as
-    handlers: ties are summed behind FSDP2's own reduction.
+    FSDP2 reduces over the data ranks. For stages that FSDP2 shards, give ``["pipeline-shared"]`` as
+    handlers. Ties are then summed after FSDP2's own reduction.
 
     Args:
-        schedule: Any schedule of ``torch.distributed.pipelining``, its stages manual or traced.
-        topology: Ranks; which stage is where is taken from the schedule.
+        schedule: Any schedule of ``torch.distributed.pipelining``, with manual or traced stages.
+        topology: The ranks. The ranks of the stages are taken from the schedule.
         tied: Parameters that several stages hold: `find_tied` of the uncut model, mappings
             stage -> name, or ``pipe.replicated_params`` of a traced model.
         handlers: Which gradients take which reduction.
         **options: Further arguments of `GradientSync`.
 
     Returns:
-        The `GradientSync` that does it: for clipping, statistics, its plan.
+        The `GradientSync` of the schedule, for clipping, statistics and its plan.
 
     Raises:
-        PlanError: If the schedule is attached already, or splits backward on torch before 2.13,
-            whose split gradients are wrong (pytorch#180952); or splits it where FSDP2 reshards
-            after forward, for which torch loses gradients; or if its loss has parameters that no
-            stage holds. On all ranks alike.
+        PlanError: If the schedule is attached already. If it splits backward on torch before 2.13,
+            whose split gradients are wrong (pytorch#180952). If it splits backward and FSDP2
+            reshards after forward, because torch then loses gradients. If its loss has parameters
+            that no stage holds. On all ranks alike.
         PipegradError: As `GradientSync` does.
     """
     stages = stages_of(schedule)
@@ -99,9 +100,11 @@ def attach(
         placed = placed_on(topology, stages[0])
         refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], placed)
 
+    # Anything that can fail on one rank alone is checked inside `agree`, so all ranks raise. Only
+    # then are methods replaced.
     agree("attach", check, timeout_seconds=options.get("agree_seconds", AGREE_SECONDS))
-    for followed in (schedule, *stages):
-        leave(followed)  # to an earlier one, which is closed
+    for instance in (schedule, *stages):
+        leave(instance)  # removes the methods of an earlier attach, which is closed
     placed = placed_on(topology, stages[0])
     sync = GradientSync(
         {stage.stage_index: stage.submod for stage in stages},
@@ -133,7 +136,7 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync, failure: TorchFail
             result = step(*args, **kwargs)
             if failure.error is None:
                 _end_step(schedule, sync, failure)
-        except BaseException as error:  # noqa: BLE001 - raised below, or what came before it
+        except BaseException as error:  # noqa: BLE001 - `raise_first` raises this or an earlier one
             failure.fail(error)
             failure.finish_transfers()
         failure.raise_first()
@@ -152,13 +155,15 @@ def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
 
 def _end_step(schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure) -> None:
     if schedule._has_backward:
-        for stage in stages_of(schedule):  # a hand-written order may have no REDUCE_GRAD
+        # A hand-written order may have no REDUCE_GRAD. Then gradients become final here.
+        for stage in stages_of(schedule):
             if stage.stage_index not in failure.reduced:
                 stage.scale_grads(1)
         if failure.error is not None:
             return
         sync.finish()
-    if not schedule._has_backward or sync.is_accumulating:  # else finish has looked
+    # `finish` checks for failed ranks itself. A step without it checks here.
+    if not schedule._has_backward or sync.is_accumulating:
         failure.refuse_failed()
 
 
@@ -173,7 +178,8 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        # A dw_builder writes gradients behind autograd's back: then only the stage's end counts.
+        # A dw_builder writes gradients without autograd. Then no hook sees a parameter become
+        # final, and only the end of the stage counts.
         if stage.has_backward and last_backward and full_backward and stage.dw_builder is None:
             sync.stage_last_backward(index)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
@@ -189,11 +195,11 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
         return output
 
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
-        # GPipe and 1F1B come here in eval() too, and would divide gradients that are already there.
+        # GPipe and 1F1B call this in eval() too, and would divide existing gradients once more.
         if stage.has_backward:
             failure.reduced.add(index)
             if reduce and is_fsdp2(stage.submod) and not sync.is_accumulating:
-                reduce(1)  # FSDP2's own reduction alone
+                reduce(1)  # only FSDP2's own reduction; scaling is done elsewhere
             sync.stage_final(index)
 
     methods: dict[str, Callable[..., object]] = {

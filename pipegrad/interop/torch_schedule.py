@@ -1,4 +1,4 @@
-"""What a torch schedule says of itself, and how its methods are replaced."""
+"""Reads torch schedules, and replaces methods of their instances."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 _BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient, input gradient
 
 
-def replace(followed: object, methods: Mapping[str, Callable[..., object]]) -> None:
-    """Puts methods in the place of an instance's own, which `leave` brings back."""
-    before = vars(followed).setdefault("_pipegrad_before", {})
+def replace(instance: object, methods: Mapping[str, Callable[..., object]]) -> None:
+    """Replaces methods of an instance. `leave` restores them."""
+    # Several wrappers may replace one method, one after the other. Only the first original counts:
+    # it is the method from before `attach`, or None if it was the class's.
+    originals = vars(instance).setdefault("_pipegrad_before", {})
     for name, method in methods.items():
-        before.setdefault(name, vars(followed).get(name))
-        vars(followed)[name] = method
+        originals.setdefault(name, vars(instance).get(name))
+        vars(instance)[name] = method
 
 
-def leave(followed: object) -> None:
-    """Gives an instance the methods back that it had before `attach`."""
-    for name, method in vars(followed).pop("_pipegrad_before", {}).items():
-        del vars(followed)[name]
+def leave(instance: object) -> None:
+    """Restores the methods that an instance had before `attach`."""
+    for name, method in vars(instance).pop("_pipegrad_before", {}).items():
+        del vars(instance)[name]
         if method is not None:
-            vars(followed)[name] = method
+            vars(instance)[name] = method
 
 
 def stages_of(schedule: TorchSchedule) -> list[PipelineStageBase]:
@@ -46,15 +48,19 @@ def stages_of(schedule: TorchSchedule) -> list[PipelineStageBase]:
 
 
 def divisor(schedule: TorchSchedule) -> float:
-    """Returns what torch divides gradients by."""
+    """Returns the number by which torch divides gradients."""
     return float(schedule._n_microbatches) if schedule.scale_grads else 1.0
 
 
 def placed_on(topology: Topology, stage: PipelineStageBase) -> Topology:
-    """Returns `topology` with the schedule's stages on it."""
-    world = dist.group.WORLD
-    assert world is not None
-    ranks = dist.get_process_group_ranks(stage.group or world)
+    """Returns `topology` with the schedule's stages.
+
+    Raises:
+        TopologyError: If the stages use other pipeline ranks than the topology.
+    """
+    default_group = dist.group.WORLD
+    assert default_group is not None
+    ranks = dist.get_process_group_ranks(stage.group or default_group)
     pipeline = topology.ranks_along(topology.pipeline)
     if ranks != list(pipeline):
         raise TopologyError(
@@ -63,18 +69,18 @@ def placed_on(topology: Topology, stage: PipelineStageBase) -> Topology:
             f"{topology.pipeline!r})"
         )
     mapping = stage.stage_index_to_group_rank
-    places = tuple(mapping[index] for index in range(stage.num_stages))
-    one_each = tuple(range(len(pipeline)))
-    if topology.stage_to_rank not in (places, one_each):
+    stage_to_rank = tuple(mapping[index] for index in range(stage.num_stages))
+    one_stage_each = tuple(range(len(pipeline)))
+    if topology.stage_to_rank not in (stage_to_rank, one_stage_each):
         raise TopologyError(
-            f"the schedule puts stages on pipeline ranks {places}, the topology on "
+            f"the schedule puts stages on pipeline ranks {stage_to_rank}, the topology on "
             f"{topology.stage_to_rank}: leave stage_to_rank out, attach takes the schedule's"
         )
-    return topology.with_stages(places)
+    return topology.with_stages(stage_to_rank)
 
 
 def check_split_backward(schedule: TorchSchedule) -> None:
-    """Refuses a split backward of a torch that computes wrong gradients then."""
+    """Refuses a split backward on a torch version that computes wrong gradients with it."""
     splits = any(letter in ("I", "W") for _, _, letter in _backwards(schedule))
     if splits and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         raise PlanError(
@@ -84,12 +90,14 @@ def check_split_backward(schedule: TorchSchedule) -> None:
 
 
 def check_sharded(schedule: TorchSchedule, stages: Sequence[PipelineStageBase]) -> None:
-    """Refuses FSDP2 where torch looks for gathered parameters that are not there any more."""
+    """Refuses FSDP2 with a split backward that needs parameters which were resharded."""
+    # torch computes W later than the backward. If FSDP2 has resharded a module after its forward,
+    # the parameters that W would write to are gone, and torch drops their gradients silently.
     splits = any(letter == "W" for _, _, letter in _backwards(schedule))
     for stage in stages if splits else ():
         for part in fsdp_modules({0: stage.submod})[0]:
             state = part._get_fsdp_state()
-            is_root = stage.submod in state._modules  # which torch itself keeps gathered
+            is_root = stage.submod in state._modules  # torch itself keeps the root gathered
             if any(g._reshard_after_forward and not is_root for g in state._fsdp_param_groups):
                 raise PlanError(
                     f"{type(schedule).__name__} splits backward, and stage {stage.stage_index} has "
@@ -99,7 +107,7 @@ def check_sharded(schedule: TorchSchedule, stages: Sequence[PipelineStageBase]) 
 
 
 def stage_ticks(schedule: TorchSchedule, topology: Topology) -> list[int] | None:
-    """Returns when each stage's last backward is, in the schedule's own time steps."""
+    """Returns the time step of each stage's last backward; None if the schedule has none."""
     ticks: dict[int, int] = {}
     for tick, stage, letter in _backwards(schedule):
         if letter != "I":
@@ -110,13 +118,14 @@ def stage_ticks(schedule: TorchSchedule, topology: Topology) -> list[int] | None
 
 
 def _backwards(schedule: TorchSchedule) -> Iterable[tuple[int, int, str]]:
-    """Yields time step, stage and letter of every backward; nothing for one stage a rank.
+    """Yields time step, stage and letter of every backward; nothing for one stage on each rank.
 
-    There torch's list has no idle steps, so it tells no time, and nothing splits backward.
+    With one stage on each rank torch's list has no idle steps, so its positions are no times. Such
+    schedules never split backward.
     """
     order = schedule.pipeline_order if isinstance(schedule, PipelineScheduleMulti) else {}
-    for row in order.values():
-        for tick, action in enumerate(row):
+    for actions in order.values():
+        for tick, action in enumerate(actions):
             for part in (action and action.sub_actions) or (action,):
                 if part is not None and part.computation_type.value in _BACKWARDS:
                     yield tick, part.stage_index, part.computation_type.value

@@ -25,7 +25,8 @@ __all__ = [
     "write_csv",
 ]
 
-# mypy takes type[T] for something to be called (python/mypy#4717); a base is only compared with.
+# mypy refuses an abstract class as type[T], because it could be called (python/mypy#4717). The
+# registry only compares with it.
 registry = Registry("pipegrad.schedules", ScheduleGenerator)  # type: ignore[type-abstract]
 
 
@@ -36,11 +37,11 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: object
         name: A name of the entry-point group ``pipegrad.schedules``, or ``module:attr``.
         num_ranks: Size of the pipeline, at least 1.
         num_microbatches: Microbatches of a step, at least 1.
-        **options: The schedule's own.
+        **options: Options of the schedule.
 
     Raises:
-        PluginError: If there is no such schedule, or not with these options.
-        ScheduleError: If it is not defined for these numbers.
+        PluginError: If there is no such schedule, or it does not take these options.
+        ScheduleError: If the schedule is not defined for these numbers.
     """
     generator = registry.resolve({"name": name, **options})
     return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -49,23 +50,27 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, **options: object
 def generate(
     generator: ResolvedPlugin[ScheduleGenerator], *, num_ranks: int, num_microbatches: int
 ) -> Schedule:
-    """Returns the generator's schedule, which is what was asked for and can be run.
+    """Returns the generator's schedule, checked: it has the requested size and can be run.
 
     Raises:
-        ScheduleError: If it is not; or is not defined for these numbers.
+        ScheduleError: If the schedule has another size or can never be run, or if the generator is
+            not defined for these numbers.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"a schedule has at least 1 rank and 1 microbatch, not {num_ranks} and "
             f"{num_microbatches}"
         )
-    made = generator.plugin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    asked = (num_microbatches, num_ranks, set(range(num_ranks)))
-    if (made.num_microbatches, made.num_ranks, set(made.stage_to_rank)) != asked:
+    # A generator is a plug-in. A schedule of another size would fail much later, in a message that
+    # names no plug-in.
+    schedule = generator.plugin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    expected = (num_microbatches, num_ranks, set(range(num_ranks)))
+    if (schedule.num_microbatches, schedule.num_ranks, set(schedule.stage_to_rank)) != expected:
         raise ScheduleError(
             f"plug-in {generator} was asked for {num_ranks} ranks and {num_microbatches} "
-            f"microbatches, and made a schedule of {made.num_ranks} ranks and "
-            f"{made.num_microbatches} microbatches, with stages on ranks {made.stage_to_rank}"
+            f"microbatches, and made a schedule of {schedule.num_ranks} ranks and "
+            f"{schedule.num_microbatches} microbatches, with stages on ranks "
+            f"{schedule.stage_to_rank}"
         )
-    _ = made.ticks  # raises if it can never be run
-    return made
+    _ = schedule.ticks  # raises if it can never be run
+    return schedule

@@ -18,7 +18,8 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 class Action(NamedTuple):
     """One compute: ``2F0`` is stage 2, forward, microbatch 0.
 
-    Kinds: F forward, B full backward; or, split, I the input's gradient and W the weights'.
+    Kinds: F is a forward, B a whole backward. A split backward has two parts: I computes the
+    gradients of the stage's inputs, W those of its weights.
     """
 
     stage: int
@@ -34,18 +35,18 @@ class Schedule:
     """What every rank of a pipeline computes, in order.
 
     Attributes:
-        name: What it is called in messages.
+        name: Its name in messages.
         num_microbatches: Number of microbatches of a step.
         stage_to_rank: For each stage its pipeline rank.
         actions: For each pipeline rank its actions, in order.
-        head_w_first: Whether, behind the last input's gradient of a stage, the weights' gradients
-            that other ranks wait for are computed before all others, of all microbatches.
+        head_w_first: True if the weight gradients that other ranks wait for are computed first.
+            This happens after the last I of a stage, for all microbatches.
         feeds: For each stage the earlier stages whose outputs it takes. None means a chain: each
-            stage takes what the one before it makes. `Scheduler` fills it in from its stages.
+            stage takes the output of the previous stage. `Scheduler` fills it in from its stages.
 
     Raises:
-        ScheduleError: If these are not actions, ranks and numbers. Whether the schedule is complete
-            and can be run is checked by `ticks` and `verify`.
+        ScheduleError: If a value is not an action, a rank or a number. `ticks` and `verify` check
+            whether the schedule is complete and can be run.
     """
 
     name: str
@@ -66,9 +67,9 @@ class Schedule:
         self._check_stages()
 
     def _check_cells(self) -> None:
-        """Refuses what is no action."""
-        for rank, row in enumerate(self.actions):
-            for number, cell in enumerate(row):
+        """Refuses anything that is not an action."""
+        for rank, actions in enumerate(self.actions):
+            for number, cell in enumerate(actions):
                 if not _is_action(cell):
                     raise ScheduleError(
                         f"cell {number} of rank {rank} is {cell!r}, expected an Action of a stage, "
@@ -77,7 +78,7 @@ class Schedule:
                     )
 
     def _check_stages(self) -> None:
-        """Refuses stages on ranks that there are not, or that take something from later ones."""
+        """Refuses stages on unknown ranks, and stages that take a value of a later stage."""
         ranks, stages = range(len(self.actions)), range(len(self.stage_to_rank))
         if not stages or any(not _is_number(r) or r not in ranks for r in self.stage_to_rank):
             raise ScheduleError(
@@ -98,84 +99,93 @@ class Schedule:
 
     @cached_property
     def ticks(self) -> dict[Action, int]:
-        """When each action begins if all take one unit of time and transfers none.
+        """When each action begins, if each action takes one unit of time and a transfer takes none.
 
         Raises:
             ScheduleError: If an action is missing, doubled, on the wrong rank, or never possible.
         """
         self.check_complete()
-        found: dict[Action, int] = {}
+        ticks: dict[Action, int] = {}
         heads, free = [0] * self.num_ranks, [0] * self.num_ranks
-        moved = True
-        while moved:
-            moved = False
-            for rank, row in enumerate(self.actions):
-                while heads[rank] < len(row):
-                    action = row[heads[rank]]
+        progressed = True
+        # Each pass lets every rank go on until the inputs of its next action are missing. If a
+        # pass moves no rank, the ranks that are left wait for each other.
+        while progressed:
+            progressed = False
+            for rank, actions in enumerate(self.actions):
+                while heads[rank] < len(actions):
+                    action = actions[heads[rank]]
                     needed = list(self._needs(action))
-                    if any(need not in found for need in needed):
+                    if any(need not in ticks for need in needed):
                         break
-                    found[action] = max(free[rank], *(found[need] + 1 for need in needed), 0)
-                    free[rank] = found[action] + 1
+                    ticks[action] = max(free[rank], *(ticks[need] + 1 for need in needed), 0)
+                    free[rank] = ticks[action] + 1
                     heads[rank] += 1
-                    moved = True
-        stuck = {r: row[heads[r]] for r, row in enumerate(self.actions) if heads[r] < len(row)}
+                    progressed = True
+        stuck = {
+            r: actions[heads[r]]
+            for r, actions in enumerate(self.actions)
+            if heads[r] < len(actions)
+        }
         if stuck:
             raise ScheduleError(
                 f"schedule {self.name!r} cannot go on: ranks and the actions whose inputs never "
                 f"come: { {r: str(a) for r, a in stuck.items()} }; order them after what they need"
                 f"\n{self.marked(stuck.values())}"
             )
-        return found
+        return ticks
 
     @property
     def stage_ticks(self) -> tuple[int, ...]:
-        """For each stage the tick of its last backward: from then on its gradients are final."""
+        """For each stage the tick of its last backward, which makes its gradients final."""
         return self._last_ticks(("B", "W"))
 
     @property
     def shared_ticks(self) -> tuple[int, ...]:
-        """The same, of parameters that stages on other ranks hold too."""
+        """The same for parameters that stages on other ranks hold too."""
         return self._last_ticks(("B", "I")) if self.head_w_first else self.stage_ticks
 
     @property
     def grid(self) -> tuple[tuple[Action | None, ...], ...]:
-        """For each rank what it does at each tick, None where it is idle."""
+        """For each rank its action at each tick; None if it is idle."""
         width = 1 + max(self.ticks.values())
-        rows = [[None] * width for _ in self.actions]  # type: list[list[Action | None]]
-        for row, actions in zip(rows, self.actions, strict=True):
+        grid = [[None] * width for _ in self.actions]  # type: list[list[Action | None]]
+        for cells, actions in zip(grid, self.actions, strict=True):
             for action in actions:
-                row[self.ticks[action]] = action
-        return tuple(map(tuple, rows))
+                cells[self.ticks[action]] = action
+        return tuple(map(tuple, grid))
 
     def __str__(self) -> str:
         try:
-            return _rows(self.grid)
-        except ScheduleError:  # it has no grid; each rank's actions in order
-            return _rows(self.actions)
+            return _as_text(self.grid)
+        except ScheduleError:  # without ticks there is no grid: show the actions in order
+            return _as_text(self.actions)
 
     def marked(self, actions: Iterable[Action]) -> str:
         """Returns the actions of every rank, in order, with ``>1B0<`` around some of them."""
-        return _rows(self.actions, frozenset(actions))
+        return _as_text(self.actions, frozenset(actions))
 
     def check_complete(self) -> None:
-        """Raises unless each stage and microbatch has F and B, or F, I and W, once, on its rank.
+        """Checks that each stage and microbatch has F and B, or F, I and W, once, on its rank.
 
         Raises:
-            ScheduleError: Shows the grid, with what is wrong marked.
+            ScheduleError: If an action is missing, doubled or on the wrong rank. The message shows
+                the grid, with the wrong actions marked.
         """
-        counts = Counter(action for row in self.actions for action in row)
+        # All errors of a schedule are collected, and the message shows the first five. So an author
+        # can correct several of them at once.
+        counts = Counter(action for actions in self.actions for action in actions)
         wrong = {action: f"{action} {n} times" for action, n in counts.items() if n > 1}
-        for rank, row in enumerate(self.actions):
-            places = dict(enumerate(self.stage_to_rank))
-            wrong |= {a: f"{a} on rank {rank}" for a in row if places.get(a.stage) != rank}
+        for rank, actions in enumerate(self.actions):
+            rank_of = dict(enumerate(self.stage_to_rank))
+            wrong |= {a: f"{a} on rank {rank}" for a in actions if rank_of.get(a.stage) != rank}
         for stage in range(len(self.stage_to_rank)):
             for microbatch in range(self.num_microbatches):
                 kinds = {k for k in _KINDS if (stage, k, microbatch) in counts}
                 if kinds not in ({"F", "B"}, {"F", "I", "W"}):
-                    said = f"stage {stage} microbatch {microbatch} has {sorted(kinds)}"
-                    found = [Action(stage, k, microbatch) for k in _KINDS if k in kinds]
-                    wrong |= dict.fromkeys(found or [Action(stage, "F", microbatch)], said)
+                    complaint = f"stage {stage} microbatch {microbatch} has {sorted(kinds)}"
+                    present = [Action(stage, k, microbatch) for k in _KINDS if k in kinds]
+                    wrong |= dict.fromkeys(present or [Action(stage, "F", microbatch)], complaint)
         extra = [a for a in counts if not 0 <= a.microbatch < self.num_microbatches]
         wrong |= {a: f"{a} of {self.num_microbatches} microbatches" for a in extra}
         if wrong:
@@ -193,8 +203,10 @@ class Schedule:
         return tuple(last)
 
     def _needs(self, action: Action) -> Iterator[Action]:
-        """Yields what must have been computed before `action`, on whichever rank."""
+        """Yields the actions, of any rank, that must run before `action`."""
         stage, kind, microbatch = action
+        # A forward needs the outputs of the stages that feed it. A backward needs its own forward,
+        # and the input gradients of the stages that it feeds. W reads only what I has computed.
         if kind == "F":
             for source in self._sources[stage]:
                 yield Action(source, "F", microbatch)
@@ -206,6 +218,7 @@ class Schedule:
                 yield self._input_gradient(consumer, microbatch)
 
     def _input_gradient(self, stage: int, microbatch: int) -> Action:
+        # A stage may split the backward of some microbatches only.
         full = Action(stage, "B", microbatch)
         return full if full in self._present else Action(stage, "I", microbatch)
 
@@ -222,7 +235,7 @@ class Schedule:
 
     @cached_property
     def _present(self) -> frozenset[Action]:
-        return frozenset(action for row in self.actions for action in row)
+        return frozenset(action for actions in self.actions for action in actions)
 
 
 def _is_action(cell: object) -> bool:
@@ -232,21 +245,22 @@ def _is_action(cell: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
+    # bool is a subclass of int, and a stage `True` is a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _rows(
-    rows: tuple[tuple[Action | None, ...], ...], marked: frozenset[Action] = frozenset()
+def _as_text(
+    grid: tuple[tuple[Action | None, ...], ...], marked: frozenset[Action] = frozenset()
 ) -> str:
     def cell(action: Action | None) -> str:
         if action is None:
             return ""
         return f">{action}<" if action in marked else str(action)
 
-    width = max((len(cell(action)) for row in rows for action in row), default=1)
+    width = max((len(cell(action)) for cells in grid for action in cells), default=1)
     lines = (
-        f"rank {rank}  " + " ".join(cell(action).ljust(width) for action in row)
-        for rank, row in enumerate(rows)
+        f"rank {rank}  " + " ".join(cell(action).ljust(width) for action in cells)
+        for rank, cells in enumerate(grid)
     )
     return "\n".join(line.rstrip() for line in lines)
 
@@ -254,13 +268,16 @@ def _rows(
 class ScheduleGenerator(ABC):
     """Makes schedules: the contract of the entry-point group ``pipegrad.schedules``.
 
-    Options are keyword-only arguments of ``__init__``.
+    The options of a schedule are keyword-only arguments of ``__init__``.
     """
 
     @abstractmethod
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Returns the schedule of a pipeline. Pure: every rank makes the same.
+        """Returns the schedule of a pipeline.
+
+        The function is pure: every rank makes the same schedule.
 
         Raises:
-            ScheduleError: If it is not defined for these numbers; says for which it is.
+            ScheduleError: If the schedule is not defined for these numbers. The message says for
+                which numbers it is.
         """

@@ -13,7 +13,7 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule
 _COMPUTE: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 _SKIPPED = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 _TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-# Nine digits: a number is no way to fill the memory.
+# At most nine digits, so that a huge number in a file cannot fill the memory.
 _CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
@@ -23,18 +23,18 @@ def read_csv(
 ) -> Schedule:
     """Returns the schedule that torch's compute-only CSV notation describes.
 
-    A line is a rank, in order; its cells are what it computes: ``2F0``, ``1B3``, or, of a split
-    backward, ``2I0`` and ``2W0``. ``(0F1;1B0)OVERLAP_F_B`` is 0F1, then 1B0. An empty cell is idle;
-    UNSHARD, RESHARD and REDUCE_GRAD are skipped: these are the executor's own decisions.
+    Each line is a rank, in order. Its cells are its actions: ``2F0``, ``1B3``, or, for a split
+    backward, ``2I0`` and ``2W0``. ``(0F1;1B0)OVERLAP_F_B`` is 0F1, then 1B0. An empty cell is idle.
+    UNSHARD, RESHARD and REDUCE_GRAD are skipped, because pipegrad decides these itself.
 
     Args:
         text: The content of the file.
-        name: What the schedule is called, also in errors.
-        feeds: As in `Schedule`; needed where stages are no chain.
+        name: Name of the schedule, also in errors.
+        feeds: As in `Schedule`. Needed if the stages are not a chain.
 
     Raises:
-        ScheduleError: If a cell is none of these, a stage is on two lines, or numbers of stages or
-            microbatches are left out; or if the schedule is not complete or never possible.
+        ScheduleError: If a cell is none of these, a stage is on two lines, a number of a stage or
+            microbatch is left out, or the schedule is not complete or can never be run.
 
     Source: ``_load_csv`` and ``_Action.from_str`` in torch/distributed/pipelining/schedules.py.
     """
@@ -42,26 +42,27 @@ def read_csv(
         lines = list(csv.reader(text.rstrip().splitlines()))
     except csv.Error as error:
         raise ScheduleError(f"{name} is not a CSV file: {error}") from error
-    places: dict[int, int] = {}
-    rows = tuple(_row(name, rank, cells, places) for rank, cells in enumerate(lines))
-    if not rows:
+    # The file has no map from stages to ranks. The line of a stage's first action is its rank.
+    rank_of: dict[int, int] = {}
+    actions = tuple(_line_actions(name, rank, cells, rank_of) for rank, cells in enumerate(lines))
+    if not actions:
         raise ScheduleError(f"{name} has no cells; expected a line for each rank, such as 0F0,0B0")
-    microbatches = {action.microbatch for row in rows for action in row}
-    _check_numbers(name, "stage", set(places))
+    microbatches = {action.microbatch for own in actions for action in own}
+    _check_numbers(name, "stage", set(rank_of))
     _check_numbers(name, "microbatch", microbatches)
-    stage_to_rank = tuple(places[stage] for stage in range(len(places)))
-    made = Schedule(name, len(microbatches), stage_to_rank, rows, feeds=feeds)
-    _ = made.ticks  # raises if it can never be run
-    return made
+    stage_to_rank = tuple(rank_of[stage] for stage in range(len(rank_of)))
+    schedule = Schedule(name, len(microbatches), stage_to_rank, actions, feeds=feeds)
+    _ = schedule.ticks  # raises if it can never be run
+    return schedule
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Returns the schedule's grid in that notation, with its idle cells, a line a rank.
+    """Returns the schedule's grid in torch's notation, with idle cells, one line for each rank.
 
-    What `read_csv` makes of it has the same actions.
+    `read_csv` of the result has the same actions.
 
     Raises:
-        ScheduleError: If the schedule is not complete or never possible.
+        ScheduleError: If the schedule is not complete or can never be run.
 
     Source: ``_dump_csv`` in torch/distributed/pipelining/schedules.py, for its ``compute_only``.
     """
@@ -70,22 +71,24 @@ def write_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def _row(name: str, rank: int, cells: list[str], places: dict[int, int]) -> tuple[Action, ...]:
-    """Returns the actions of a line; notes in `places` the rank of each stage."""
-    row = list[Action]()
+def _line_actions(
+    name: str, rank: int, cells: list[str], rank_of: dict[int, int]
+) -> tuple[Action, ...]:
+    """Returns the actions of a line, and adds the rank of each stage to `rank_of`."""
+    actions = list[Action]()
     for number, cell in enumerate(cells, start=1):
         where = f"{name}, line {rank + 1}, cell {number}"
         for action in _actions(cell.strip(), where):
-            holder = places.setdefault(action.stage, rank)
+            holder = rank_of.setdefault(action.stage, rank)
             if holder != rank:
                 raise ScheduleError(
                     f"{where}: {action} is of stage {action.stage}, which line {holder + 1} has "
                     f"already; a stage is on one rank"
                 )
-            row.append(action)
-    if not row:
+            actions.append(action)
+    if not actions:
         raise ScheduleError(f"{name}, line {rank + 1} has no cells; each rank holds a stage")
-    return tuple(row)
+    return tuple(actions)
 
 
 def _actions(cell: str, where: str) -> Iterator[Action]:
@@ -95,7 +98,9 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
         for part in overlapped[1].split(";"):
             yield from _actions(part.strip(), where)
         return
-    stage, kind, microbatch = found.groups() if (found := _CELL.fullmatch(cell)) else ("", "", "")
+    stage, kind, microbatch = match.groups() if (match := _CELL.fullmatch(cell)) else ("", "", "")
+    # Transfers of a file are refused, not skipped. Their order was made for torch's runtime, and
+    # pipegrad proves only the order that it has made itself.
     if kind in _TRANSFERS:
         raise ScheduleError(
             f"{where}: {cell} is a transfer; give the compute-only file, pipegrad lowers transfers "
@@ -110,8 +115,8 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
         )
 
 
-def _check_numbers(name: str, what: str, found: set[int]) -> None:
-    if missing := sorted(set(range(len(found))) - found):
+def _check_numbers(name: str, kind: str, numbers: set[int]) -> None:
+    if missing := sorted(set(range(len(numbers))) - numbers):
         raise ScheduleError(
-            f"{name} has a {what} {max(found)} but no {what} {missing[0]}; expected all from 0 on"
+            f"{name} has a {kind} {max(numbers)} but no {kind} {missing[0]}; expected all from 0 on"
         )

@@ -1,4 +1,4 @@
-"""Text as bytes, and the batches of a run: the same on every rank, whatever the cut."""
+"""Text as bytes, and the batches of a run. They are the same on every rank and for every cut."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from pipegrad.train.config import Config, path_of
 
-_FEWEST_BYTES = 2  # a byte, and the one that follows it
+_FEWEST_BYTES = 2  # a byte and its successor
 
 
 class Corpus:
-    """A text in memory, a byte a token.
+    """A text in memory. Each byte is a token.
 
     Args:
         text: The bytes.
-        sequence_length: Tokens of a sequence; each is followed by one more, the last target.
+        sequence_length: Tokens of a sequence. One more token follows it, as the last target.
     """
 
     def __init__(self, text: bytes, sequence_length: int) -> None:
@@ -35,10 +35,9 @@ class Corpus:
     def batch(
         self, step: int, *, seed: int, size: int, share: int = 0, num_shares: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Returns tokens and what follows each of them, both int64 ``(size / num_shares, length)``.
-
-        Every rank draws the same `size` places in the text, and reads its share of them.
-        """
+        """Returns tokens and their successors, both int64 ``(size / num_shares, length)``."""
+        # Every rank draws the same `size` positions in the text and reads its share of them. So a
+        # batch depends on seed and step alone, not on the number of ranks.
         generator = torch.Generator().manual_seed(mixed(seed, step))
         locations = torch.randint(len(self) - self._length, (size,), generator=generator)
         own = locations.chunk(num_shares)[share]
@@ -47,15 +46,15 @@ class Corpus:
 
 
 def mixed(*numbers: int) -> int:
-    """Returns one seed made of several numbers; of 32 bits, torch's CPU generator takes no more."""
+    """Returns one seed from several numbers. It has 32 bits, the most of torch's CPU generator."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:4])
 
 
 def read_corpus(config: Config) -> Corpus:
-    """Returns the text of all files in order; without files, what CPython's help says (466 KB).
+    """Returns the text of all files in order; without files the text of CPython's help (466 KB).
 
     Raises:
-        ConfigError: If a file is missing, empty, or is not text, or all of it is too short.
+        ConfigError: If a file is missing, empty or not text, or if the whole text is too short.
     """
     files, length = config.data.files, config.data.sequence_length
     if files:
@@ -73,16 +72,17 @@ def read_corpus(config: Config) -> Corpus:
 
 
 def _matching(config: Config, file: str) -> list[Path]:
-    """Returns the files that one entry of ``data.files`` stands for."""
+    """Returns the files of one entry of ``data.files``, which may be a pattern."""
+    # A file whose name looks like a pattern is taken as a file.
     path = path_of(file)
     if glob.has_magic(file) and not os.path.lexists(path):
         try:
-            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            paths = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         except ValueError as error:
             config.refuse("data.files", f"{file}: {error}", cause=error)
-        if not found:
+        if not paths:
             config.refuse("data.files", f"no file matches {file}, seen from the working directory")
-        return found
+        return paths
     return [path]
 
 
@@ -102,8 +102,10 @@ def _read(config: Config, path: Path) -> bytes:
     try:
         zero = text.decode().find("\0")
     except UnicodeDecodeError as error:
-        found = f"byte {text[error.start]:#04x} at {error.start}"
-        config.refuse("data.files", f"{path} is not UTF-8 text: {found}; convert it", cause=error)
+        position = f"byte {text[error.start]:#04x} at {error.start}"
+        config.refuse(
+            "data.files", f"{path} is not UTF-8 text: {position}; convert it", cause=error
+        )
     if zero >= 0:
         config.refuse("data.files", f"{path} is binary, not text: it has a zero byte")
     return text

@@ -1,4 +1,4 @@
-"""What a configuration means for a number of ranks. Needs no process group: plans work offline."""
+"""Job: a configuration for a number of ranks. It needs no process group, so plans work offline."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from pipegrad.train.config import Config
 
 
 class Job:
-    """A configuration applied to a number of ranks, or refused; nothing here communicates.
+    """A configuration applied to a number of ranks. Nothing here communicates.
 
     Args:
         config: The configuration.
-        num_ranks: All ranks; if None as many as the configuration asks for.
+        num_ranks: Number of all ranks. None means as many as the configuration needs.
 
     Attributes:
-        num_ranks: All ranks.
-        pipeline: Pipeline ranks.
+        num_ranks: Number of all ranks.
+        pipeline: Number of pipeline ranks.
         data: Size of the dimension ``dp``.
-        num_shares: Into how many parts a batch is cut: the size of all data dimensions.
-        generator: The schedule's plug-in.
+        num_shares: Number of parts of a batch, which is the size of all data dimensions.
+        generator: The plug-in of the schedule.
         schedule: What every pipeline rank computes.
         handlers: The handlers by name.
 
@@ -54,29 +54,30 @@ class Job:
 
     def __init__(self, config: Config, num_ranks: int | None = None) -> None:
         self.config = config
-        wanted = config.parallel
-        inside = math.prod(wanted.dimensions.values())
-        self.num_ranks = num_ranks or (wanted.pipeline or 1) * (wanted.data or 1) * inside
+        parallel = config.parallel
+        inside = math.prod(parallel.dimensions.values())
+        self.num_ranks = num_ranks or (parallel.pipeline or 1) * (parallel.data or 1) * inside
         self.pipeline, self.data = self._sizes()
         self.num_shares = self._num_shares()
-        share = self.num_shares * wanted.microbatches
+        share = self.num_shares * parallel.microbatches
         if config.data.batch_size % share:
             config.refuse(
                 "data.batch_size",
-                f"{self.num_shares} replicas x {wanted.microbatches} microbatches do not divide "
+                f"{self.num_shares} replicas x {parallel.microbatches} microbatches do not divide "
                 f"it: choose a multiple of {share}",
             )
+        # Factories and handlers may be modules beside the configuration.
         folder = str(config.path.resolve().parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # factories and handlers may lie beside the configuration
+            sys.path.insert(0, folder)
         self.handlers = self._handlers()
-        self.generator: ResolvedPlugin[ScheduleGenerator] = self._said(
-            "parallel.schedule", schedules.resolve, wanted.schedule.spec
+        self.generator: ResolvedPlugin[ScheduleGenerator] = self._refusing(
+            "parallel.schedule", schedules.resolve, parallel.schedule.spec
         )
-        self.schedule: Schedule = self._said("parallel.schedule", self._schedule)
+        self.schedule: Schedule = self._refusing("parallel.schedule", self._schedule)
 
     def topology(self, rank: int = 0) -> Topology:
-        """Returns the topology as plain data, seen from a rank."""
+        """Returns the topology of a rank as plain data."""
         axes = (("pp", self.pipeline), ("dp", self.data), *self.config.parallel.dimensions.items())
         return Topology.build(
             axes=axes,
@@ -86,26 +87,32 @@ class Job:
         )
 
     def model(self, device: str = "cpu", topology: Topology | None = None) -> nn.Sequential:
-        """Returns the uncut model; every call and every rank gets the same start.
+        """Returns the uncut model. Every call and every rank gets the same initial values.
 
         Args:
-            device: Where the factory's tensors are made: ``"meta"`` to plan without memory.
-            topology: For a factory that has a parameter of this name: what rank it is on. Plain
-                data, as rank 0 sees it, if None.
+            device: Device of the factory's tensors; ``"meta"`` plans without memory.
+            topology: Passed to a factory that has a parameter of this name. None means the plain
+                topology of rank 0.
+
+        Raises:
+            ConfigError: If the factory fails or does not return layers in order.
         """
         factory, options = self._factory, self.config.model.options
-        given = {"topology"} & set(_parameters_of(factory))
-        if complaint := complaints_of(factory, options, given=given):
+        passed = {"topology"} & set(_parameters_of(factory))
+        if complaint := complaints_of(factory, options, given=passed):
             self.config.refuse("model", f"the factory {complaint}")
-        options |= dict.fromkeys(given, topology or self.topology())
+        options |= dict.fromkeys(passed, topology or self.topology())
+        # A factory may draw from any of these generators.
         seed = self.config.train.seed
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
+        # A factory is code of the user. A SystemExit would end this rank alone, and the others
+        # would wait. So it becomes an error of the configuration, too.
         try:
             with torch.device(device):
                 model = factory(**options)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
             self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
         if isinstance(model, nn.Sequential) and not len(model):
             self.config.refuse("model.factory", "it returns an nn.Sequential without any layer")
@@ -125,15 +132,15 @@ class Job:
             self.config.refuse(key, str(error), cause=error)
 
     def manifest(self, cut: Cut) -> Manifest:
-        """Returns what the ranks will agree on."""
+        """Returns the manifest that the ranks will agree on."""
         return make_manifest(cut.modules, self.topology(), tied=cut.tied)
 
     def plans(self, manifest: Manifest, ranks: Sequence[int] | None = None) -> dict[int, Plan]:
-        """Returns the plans of some ranks, or of all.
+        """Returns the plans of some ranks, or of all ranks.
 
         Raises:
-            PlanError: As `make_plan` does; and if a trained parameter's replicas would drift apart
-                for want of a handler.
+            PlanError: As `make_plan` does. Also if replicas of a trained parameter would drift
+                apart because no handler reduces them.
         """
         plans = make_plans(
             manifest,
@@ -161,14 +168,15 @@ class Job:
     @property
     def gradient_options(self) -> dict[str, Any]:
         """The fields of `GradientOptions` that the configuration has, by name."""
-        found = self.config.gradients.model_dump(exclude={"clip_norm"})
+        options = self.config.gradients.model_dump(exclude={"clip_norm"})
         return {
             name: getattr(torch, value) if value and name.endswith("_dtype") else value
-            for name, value in found.items()
+            for name, value in options.items()
         }
 
     def check_optimizer(self) -> None:
-        """Refuses an optimizer that cannot step rows of parameters."""
+        """Refuses an optimizer that cannot step shards of parameters."""
+        # An unknown name is refused where the optimizer is made, with a list of known names.
         kind = getattr(torch.optim, self.config.optimizer.name, None)
         try:
             if kind is not None:
@@ -176,17 +184,24 @@ class Job:
         except PlanError as error:
             self.config.refuse("optimizer.name", str(error), cause=error)
 
+    # Sizes are checked in an order: the most specific message comes first. So one rank of a larger
+    # job is refused before anything is divided.
+
     def _sizes(self) -> tuple[int, int]:
-        wanted = self.config.parallel
-        pipeline, data, inside = wanted.pipeline, wanted.data, math.prod(wanted.dimensions.values())
-        named = {f"parallel.dimensions.{n}": size for n, size in wanted.dimensions.items()}
+        parallel = self.config.parallel
+        pipeline, data, inside = (
+            parallel.pipeline,
+            parallel.data,
+            math.prod(parallel.dimensions.values()),
+        )
+        named = {f"parallel.dimensions.{n}": size for n, size in parallel.dimensions.items()}
         if len(named) > 1:
             named["parallel.dimensions"] = inside
         needed = (pipeline or 1) * (data or 1) * inside
         if self.num_ranks == 1 < needed:
-            shown = "pipeline" if pipeline else "data" if data else "dimensions"
+            key_name = "pipeline" if pipeline else "data" if data else "dimensions"
             self.config.refuse(
-                f"parallel.{shown}",
+                f"parallel.{key_name}",
                 f"this is one rank of {needed}: start them by `torchrun --nproc-per-node {needed} "
                 f"-m pipegrad train {self.config.path}`",
             )
@@ -197,7 +212,7 @@ class Job:
                     f"{self.num_ranks} ranks cannot be cut into groups of {size}: start a multiple "
                     f"of {size}, or choose a divisor of {self.num_ranks}",
                 )
-        known = {"pipeline": pipeline, "data": data, **wanted.dimensions}
+        known = {"pipeline": pipeline, "data": data, **parallel.dimensions}
         sizes = {name: size for name, size in known.items() if size is not None}
         product = math.prod(sizes.values())
         whole = pipeline is not None and data is not None
@@ -213,17 +228,18 @@ class Job:
 
     def _num_shares(self) -> int:
         """Returns the size of the data dimensions."""
-        wanted = self.config.parallel
-        sizes = {"dp": self.data, **wanted.dimensions}
-        names = wanted.data_dimensions
+        parallel = self.config.parallel
+        sizes = {"dp": self.data, **parallel.dimensions}
+        names = parallel.data_dimensions
         if len(set(names)) < len(names) or not set(names) <= set(sizes):
             self.config.refuse("parallel.data_dimensions", f"expected of {[*sizes]}, once each")
         return math.prod(sizes[name] for name in names)
 
     def _handlers(self) -> dict[str, ResolvedPlugin[GradientHandler]]:
         specs = [choice.spec for choice in self.config.gradient_handlers]
+        # Each handler is resolved alone first, so that its error names its entry of the list.
         for index, spec in enumerate(specs):
-            self._said(f"gradient_handlers[{index}]", handlers.resolve, spec)
+            self._refusing(f"gradient_handlers[{index}]", handlers.resolve, spec)
         return handlers.resolve_all(specs)
 
     def _schedule(self) -> Schedule:
@@ -236,20 +252,20 @@ class Job:
     @cached_property
     def _factory(self) -> Callable[..., object]:
         try:
-            found: Any = pkgutil.resolve_name(self.config.model.factory)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
+            factory: Any = pkgutil.resolve_name(self.config.model.factory)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
             self.config.refuse(
                 "model.factory", f"cannot be imported: {in_words(error)}", cause=error
             )
-        if not callable(found):
-            self.config.refuse("model.factory", f"is {type(found).__name__}, expected a function")
-        return found  # type: ignore[no-any-return]  # whatever it is, it can be called
+        if not callable(factory):
+            self.config.refuse("model.factory", f"is {type(factory).__name__}, expected a function")
+        return factory  # type: ignore[no-any-return]  # whatever it is, it can be called
 
-    def _said(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
-        """Returns what the function returns; what it raises is said of the key."""
+    def _refusing(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+        """Returns the function's result; its errors become errors about the key."""
         try:
             return function(*arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's plug-in
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a plug-in
             self.config.refuse(key, in_words(error), cause=error)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a rank's parameters and its learning-rate schedules, by torch's names."""
+"""The optimizer of a rank and its learning-rate schedules, by torch's names."""
 
 from __future__ import annotations
 
@@ -14,52 +14,56 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.options import closest_first, complaints_of
-from pipegrad.train.config import Config, LearningRate
+from pipegrad.train.config import Config
+from pipegrad.train.schema import LearningRate
 
 
 def make_optimizer(config: Config, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns the configured optimizer of parameter groups.
+    """Returns the configured optimizer for parameter groups.
 
     Raises:
-        ConfigError: If torch has no such optimizer, or it does not take these options.
+        ConfigError: If torch has no such optimizer, or if it does not take these options.
     """
-    wanted = config.optimizer
+    choice = config.optimizer
     known = _classes(torch.optim, torch.optim.Optimizer)
-    if wanted.name not in known:
-        config.refuse("optimizer.name", f"torch.optim has none; {_known(wanted.name, known)}")
-    if wanted.name == "LBFGS":
+    if choice.name not in known:
+        config.refuse("optimizer.name", f"torch.optim has none; {_known(choice.name, known)}")
+    if choice.name == "LBFGS":
         config.refuse("optimizer.name", "it evaluates the loss itself: choose a first-order one")
-    kind = known[wanted.name]
-    if complaint := complaints_of(kind, wanted.options, given=("params",)):
-        config.refuse("optimizer", f"{wanted.name} {complaint}")
-    for option, value in wanted.options.items():
+    kind = known[choice.name]
+    if complaint := complaints_of(kind, choice.options, given=("params",)):
+        config.refuse("optimizer", f"{choice.name} {complaint}")
+    for option, value in choice.options.items():
         if isinstance(value, float) and not math.isfinite(value):
             config.refuse(f"optimizer.{option}", "should be a finite number")
+    # An option that has no effect is an error: the user believes that it works.
     decay = "weight_decay" in inspect.signature(kind).parameters
-    if not (wanted.decay_norms_and_biases or decay):
-        config.refuse("optimizer.decay_norms_and_biases", f"{wanted.name} has no weight decay")
+    if not (choice.decay_norms_and_biases or decay):
+        config.refuse("optimizer.decay_norms_and_biases", f"{choice.name} has no weight decay")
+    # torch checks values of options itself, with many kinds of errors.
     try:
-        optimizer: torch.optim.Optimizer = kind(list(groups), **wanted.options)
+        optimizer: torch.optim.Optimizer = kind(list(groups), **choice.options)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        config.refuse("optimizer", f"{wanted.name} will not take that: {error}", cause=error)
+        config.refuse("optimizer", f"{choice.name} will not take that: {error}", cause=error)
     return optimizer
 
 
 def group_of(config: Config, record: ParameterRecord) -> dict[str, Any]:
-    """Returns what is particular to the group of a parameter: norms and biases may not decay."""
+    """Returns the options of a parameter's group: no weight decay for norms and biases, if set."""
     decays = config.optimizer.decay_norms_and_biases or len(record.shape) > 1
     return {} if decays else {"weight_decay": 0.0}
 
 
 def make_learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """Returns the configured learning-rate schedules as one; None without any.
+    """Returns the configured learning-rate schedules as one; None if none is configured.
 
     Raises:
-        ConfigError: If torch has no such schedule, or it does not take these options.
+        ConfigError: If torch has no such schedule, or if it does not take these options.
     """
     parts = config.optimizer.schedule
     if not parts:
         return None
+    # All schedules are made first, so the error of a single schedule comes before that of the list.
     schedulers = [_scheduler(config, index, part, optimizer) for index, part in enumerate(parts)]
     for index, part in enumerate(parts):
         if (part.steps is None) != (index == len(parts) - 1):
@@ -79,8 +83,8 @@ def _scheduler(
     known = _classes(lr_scheduler, LRScheduler)
     key = f"optimizer.schedule[{index}]"
     if part.name not in known:
-        found = _known(part.name, known)
-        config.refuse(key, f"torch.optim.lr_scheduler has none; {found}")
+        hint = _known(part.name, known)
+        config.refuse(key, f"torch.optim.lr_scheduler has none; {hint}")
     kind = known[part.name]
     if issubclass(kind, ReduceLROnPlateau | SequentialLR | lr_scheduler.ChainedScheduler):
         config.refuse(key, "it cannot be given by name and plain options: list others in a row")
@@ -94,8 +98,8 @@ def _scheduler(
 
 
 def _classes(module: Any, base: type) -> dict[str, Any]:  # noqa: ANN401 - modules, and their classes
-    found = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base)}
-    return {name: c for name, c in found.items() if c is not base and not name.startswith("_")}
+    classes = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base)}
+    return {name: c for name, c in classes.items() if c is not base and not name.startswith("_")}
 
 
 def _known(name: str, known: dict[str, Any]) -> str:

@@ -1,4 +1,8 @@
-"""What only running shows, run before the first step: stages, the optimizer, its learning rate."""
+"""Preflight: runs stages, optimizer and learning rate once, before the first step.
+
+Many errors of a model or an optimizer appear only when it runs. Here they are errors of the
+configuration, on all ranks alike, before any training.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +21,24 @@ from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 
-NUM_TOKENS = 256  # a byte a token
+NUM_TOKENS = 256  # each byte is a token
 
 
 def check_parameters(config: Config, cut: Cut) -> None:
     """Refuses a model that this trainer cannot train.
 
     Raises:
-        ConfigError: If there is nothing to train, or a parameter is a DTensor.
+        ConfigError: If no parameter is trained, or a parameter is a DTensor.
     """
     named = {n: p for m in cut.modules.values() for n, p in m.named_parameters()}
     if not any(p.requires_grad for p in named.values()):
         config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
-    lying = [name for name, p in named.items() if is_dtensor(p)]
-    if lying:
+    dtensors = [name for name, p in named.items() if is_dtensor(p)]
+    if dtensors:
         config.refuse(
             "model",
-            f"{lying[0]!r} and {len(lying) - 1} more are DTensors, which checkpoints here do not "
-            f"take: keep plain shards, as examples/tensor_parallel.py, or train with "
+            f"{dtensors[0]!r} and {len(dtensors) - 1} more are DTensors, which checkpoints here do "
+            f"not take: keep plain shards, as examples/tensor_parallel.py, or train with "
             f"pipegrad.Scheduler or pipegrad.attach in a loop of your own",
         )
 
@@ -42,21 +46,23 @@ def check_parameters(config: Config, cut: Cut) -> None:
 def digests_of(model: nn.Module) -> dict[str, str]:
     """Returns a digest of the bits of each parameter and buffer of a model, by name."""
     named = chain(model.named_parameters(), model.named_buffers())
-    return {name: digest(found) for name, found in named if not found.is_meta}
+    return {name: digest(tensor) for name, tensor in named if not tensor.is_meta}
 
 
-def check_alike(config: Config, told: Mapping[int, tuple[object, Mapping[str, str]]]) -> None:
+def check_alike(config: Config, replies: Mapping[int, tuple[object, Mapping[str, str]]]) -> None:
     """Refuses a factory that made other values on one rank than on another.
 
     Args:
         config: The configuration.
-        told: Of each rank what it may choose its shards by, and its `digests_of` the model.
+        replies: For each rank its location in the dimensions that a factory may shard along, and
+            its `digests_of` the model.
 
     Raises:
-        ConfigError: Names the first parameter that differs, and two ranks.
+        ConfigError: If values differ. Names the first parameter that differs, and two ranks.
     """
+    # Ranks of one location must have the same values. Other locations may hold other shards.
     first: dict[object, tuple[int, Mapping[str, str]]] = {}
-    for rank, (location, digests) in told.items():
+    for rank, (location, digests) in replies.items():
         other, expected = first.setdefault(location, (rank, digests))
         differs = [n for n in expected.keys() & digests.keys() if expected[n] != digests[n]]
         if differs:
@@ -69,11 +75,11 @@ def check_alike(config: Config, told: Mapping[int, tuple[object, Mapping[str, st
 
 
 def try_out_stages(config: Config, cut: Cut) -> None:
-    """Sends one sequence through all stages as a pipeline would; nothing is kept of it.
+    """Sends one sequence through all stages as a pipeline would, and restores all state.
 
     Raises:
-        ConfigError: If a stage fails, or does not return one tensor that can be sent on, or the
-            last one not logits of bytes.
+        ConfigError: If a stage fails or does not return one tensor of floats, or if the last stage
+            does not return logits of bytes.
     """
     modules = [cut.modules[stage] for stage in sorted(cut.modules)]
     length = config.data.sequence_length
@@ -84,53 +90,58 @@ def try_out_stages(config: Config, cut: Cut) -> None:
         for layer in module.modules()
         for name, buffer in layer.named_buffers(recurse=False)
     ]
-    found: Tensor = tokens[None]
+    value: Tensor = tokens[None]
+    # Random numbers that are drawn here, for example by dropout, must not change the training.
     with torch.random.fork_rng(devices=[]):
         for stage, module in enumerate(modules):
-            found = _sent(config, stage, module, found)
+            value = _sent(config, stage, module, value)
+    # A forward may have replaced a buffer or written into it. Both are undone, so that training
+    # starts from the state that the factory made.
     for layer, name, buffer, before in buffers:
-        setattr(layer, name, buffer)  # a forward may have put another one there, or written into it
+        setattr(layer, name, buffer)
         if not torch.equal(buffer, before):
             with torch.no_grad():
                 buffer.copy_(before)
-    shape = (*found.shape, 0, 0, 0)[:3]
-    if found.ndim != 3 or shape[:2] != (1, length) or shape[2] < NUM_TOKENS:
+    shape = (*value.shape, 0, 0, 0)[:3]
+    if value.ndim != 3 or shape[:2] != (1, length) or shape[2] < NUM_TOKENS:
         config.refuse(
             "model",
-            f"it returns {found.dtype} {tuple(found.shape)} for {length} bytes; expected logits "
+            f"it returns {value.dtype} {tuple(value.shape)} for {length} bytes; expected logits "
             f"(1, {length}, {NUM_TOKENS} or more), one a possible byte",
         )
-    if not bool(found.isfinite().all()):
+    if not bool(value.isfinite().all()):
         config.refuse("model", "it returns logits that are not finite")
 
 
-def _sent(config: Config, stage: int, module: nn.Module, given: Tensor) -> Tensor:
-    """Returns what a stage sends to the next one, cut off from the stage as by a transfer."""
+def _sent(config: Config, stage: int, module: nn.Module, value: Tensor) -> Tensor:
+    """Returns the value that a stage sends to the next stage, detached as by a transfer."""
     layers = [name for name, _ in module.named_children()]
-    who = f"stage {stage} (layers {layers[0]} to {layers[-1]})"
+    name = f"stage {stage} (layers {layers[0]} to {layers[-1]})"
     try:
-        found: object = module(given)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - somebody's code
-        told = f"{who} fails on {given.dtype} {tuple(given.shape)}: {in_words(error)}"
-        config.refuse("model", told, cause=error)
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        kind = type(found).__name__
-        told = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {kind}"
+        output: object = module(value)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
+        words = f"{name} fails on {value.dtype} {tuple(value.shape)}: {in_words(error)}"
+        config.refuse("model", words, cause=error)
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        kind = type(output).__name__
+        words = (
+            f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {kind}"
+        )
         config.refuse(
             "model",
-            f"{who} returns {told}; expected one tensor of floats: other boundaries may do",
+            f"{name} returns {words}; expected one tensor of floats: other boundaries may do",
         )
-    return found.detach().requires_grad_()
+    return output.detach().requires_grad_()
 
 
 def try_out_optimizer(config: Config, device: torch.device) -> set[str]:
-    """Makes a step of the optimizer and every step of its learning rate, on a matrix of its own.
+    """Makes one step of the optimizer and every step of its learning rate, on a small matrix.
 
     Returns:
-        What the optimizer keeps of a matrix, by its names in the optimizer's state.
+        The names of the state that the optimizer keeps for a matrix.
 
     Raises:
-        ConfigError: If torch takes options and fails with them later.
+        ConfigError: If torch accepts options and fails with them later.
     """
     probe = nn.Parameter(torch.ones(2, 2, device=device))
     probe.grad = torch.ones_like(probe)
@@ -140,18 +151,19 @@ def try_out_optimizer(config: Config, device: torch.device) -> set[str]:
         optimizer.step()
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
         config.refuse("optimizer", f"its first step fails: {error!r}", cause=error)
-    kept = set(optimizer.state[probe])
+    state_names = set(optimizer.state[probe])
     if learning_rate is None:
-        return kept
+        return state_names
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the optimizer's steps between these
+            # torch warns, because the optimizer makes no step between these.
+            warnings.simplefilter("ignore")
             for _ in range(config.train.steps):
                 learning_rate.step()
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        told = f"fails within {config.train.steps} steps: {error!r}"
-        config.refuse("optimizer.schedule", told, cause=error)
+        complaint = f"fails within {config.train.steps} steps: {error!r}"
+        config.refuse("optimizer.schedule", complaint, cause=error)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     if not all(map(math.isfinite, rates)):
         config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
-    return kept
+    return state_names

@@ -1,4 +1,11 @@
-"""Which process this is: its process group, its device, and how it ends."""
+"""The process of a rank: its process group, its device, and its end.
+
+[Note: how a rank ends] A Python interpreter that finalizes kills threads that come back to it. If
+this unwinds C++ code, the process aborts, and torchrun takes an abort for a failed job. This
+happened after errors, to threads that waited in torch for peers that were gone. It also happened
+to one or two of about 150 runs that had ended well, probably because threads of comm streams were
+not joined yet. So exit functions run, and then the process ends without finalization.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +28,30 @@ from pipegrad.train.config import Config
 
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-# How many processes were started, by torch's name and by those of Slurm and MPI.
+# The number of started processes, as torch, Slurm and MPI name it.
 _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _START = "Start the ranks by `torchrun --nproc-per-node N -m pipegrad train CONFIG`"
-_JOIN_SECONDS = 600.0  # for the last rank to come
-_SILENT_SECONDS = 10.0  # before a rank that waits says so
+_JOIN_SECONDS = 600.0  # timeout for the last rank to join
+_SILENT_SECONDS = 10.0  # a rank that waits longer prints a line
 _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 
 
 def device_of_rank(config: Config) -> torch.device:
     """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA card."""
+    # Without torchrun this process is the only rank of its machine.
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
-    found = torch.accelerator.current_accelerator(check_available=True)
-    cards = torch.accelerator.device_count() if found is not None else 0
-    wanted = config.train.device
-    if wanted == "auto":
-        has_own = found is not None and found.type == "cuda" and cards >= num_local
-        wanted = "cuda" if has_own else "cpu"
-    kind, _, index = wanted.partition(":")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    cards = torch.accelerator.device_count() if accelerator is not None else 0
+    device = config.train.device
+    if device == "auto":
+        has_own = accelerator is not None and accelerator.type == "cuda" and cards >= num_local
+        device = "cuda" if has_own else "cpu"
+    kind, _, index = device.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
-    if found is None or kind != found.type:
-        there = "cpu" if found is None else f"{found.type} or cpu"
-        config.refuse("train.device", f"this machine has {there}")
+    if accelerator is None or kind != accelerator.type:
+        available = "cpu" if accelerator is None else f"{accelerator.type} or cpu"
+        config.refuse("train.device", f"this machine has {available}")
     location = index if index.isdigit() else str(local)
     if int(location) >= cards or (index and not index.isdigit()):
         config.refuse(
@@ -55,13 +63,14 @@ def device_of_rank(config: Config) -> torch.device:
 
 
 @contextlib.contextmanager
-def world() -> Iterator[None]:
-    """Joins torchrun's ranks, or is a world of one; a process group that is there is left alone.
+def process_group() -> Iterator[None]:
+    """Makes the default process group, of torchrun's ranks or of this process alone.
 
-    A rank of torchrun ends here. See [Note: how a rank ends].
+    An existing process group is left unchanged. A rank of torchrun ends its process here; see
+    [Note: how a rank ends].
 
     Raises:
-        ConfigError: If the environment is not one that ranks can be joined by, or they do not come.
+        ConfigError: If variables of the environment are missing or wrong, or ranks do not join.
     """
     if dist.is_initialized():
         yield
@@ -73,13 +82,20 @@ def world() -> Iterator[None]:
         dist.destroy_process_group()
         return
     _join()
+    # From here on every way out ends in `os._exit`. The exit code must be right all the same, as
+    # torchrun decides by it whether the job has failed.
     rank, code = dist.get_rank(), 0
     try:
         yield
         dist.destroy_process_group()
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-    except SystemExit as told:
-        code = told.code if isinstance(told.code, int) else int(told.code is not None)
+        # Waits for all threads that are not daemons, as the interpreter would at its end.
+        threading._shutdown()  # type: ignore[attr-defined]
+    except SystemExit as exit_error:
+        code = (
+            exit_error.code
+            if isinstance(exit_error.code, int)
+            else int(exit_error.code is not None)
+        )
     except BaseException as error:  # noqa: BLE001 - the process ends here
         traceback.print_exception(error)
         print(f"Error on rank {rank}: {in_words(root_of(error))}", file=sys.stderr)  # noqa: T201
@@ -90,32 +106,35 @@ def world() -> Iterator[None]:
     os._exit(code)
 
 
-def _check_environment(found: Mapping[str, str]) -> None:
+def _check_environment(variables: Mapping[str, str]) -> None:
     """Refuses variables that torchrun would not set, and ranks that would each train alone."""
-    if "RANK" not in found:
+    # Without RANK this process trains alone. If a launcher started several processes, each would
+    # train the whole job, and nothing would look wrong.
+    if "RANK" not in variables:
         for name in _COUNTS:
-            if found.get(name, "1").isdigit() and int(found.get(name, "1")) > 1:
+            if variables.get(name, "1").isdigit() and int(variables.get(name, "1")) > 1:
                 raise ConfigError(
-                    f"{name} is {found[name]}, but RANK is not set: each process would train "
+                    f"{name} is {variables[name]}, but RANK is not set: each process would train "
                     f"alone. {_START}; if one process is wanted, unset {name}"
                 )
         return
-    missing = [name for name in _NEEDED if not found.get(name)]
+    missing = [name for name in _NEEDED if not variables.get(name)]
     if missing:
         raise ConfigError(f"RANK is set, but {', '.join(missing)} not. {_START}")
     for name in _NUMBERS:
-        if not found.get(name, "0").isdecimal():
-            raise ConfigError(f"{name} is {found[name]!r}, expected a number. {_START}")
-    if int(found["RANK"]) >= int(found["WORLD_SIZE"]):
-        told = f"RANK is {found['RANK']}, expected less than WORLD_SIZE, {found['WORLD_SIZE']}"
-        raise ConfigError(f"{told}. {_START}")
+        if not variables.get(name, "0").isdecimal():
+            raise ConfigError(f"{name} is {variables[name]!r}, expected a number. {_START}")
+    if int(variables["RANK"]) >= int(variables["WORLD_SIZE"]):
+        size = variables["WORLD_SIZE"]
+        complaint = f"RANK is {variables['RANK']}, expected less than WORLD_SIZE, {size}"
+        raise ConfigError(f"{complaint}. {_START}")
 
 
 def _join() -> None:
-    """Makes the default process group of the ranks that the environment tells of.
+    """Makes the default process group of the ranks that the environment describes.
 
     Raises:
-        ConfigError: If not all of them come in time.
+        ConfigError: If not all ranks join in time.
     """
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     location = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -126,27 +145,21 @@ def _join() -> None:
         {"file": sys.stderr, "flush": True},
     )
     waiting.daemon = True
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # one a machine says so
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of each machine prints it
         waiting.start()
     try:
-        found = rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS))
-        store, of_rank, of_size = next(found)
+        joining = rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS))
+        store, of_rank, of_size = next(joining)
+        # The timeout to join must not become the timeout of every later use of the store.
         store.set_timeout(timedelta(minutes=30))  # as torch does
         dist.init_process_group(
             store=PrefixStore("default_pg", store), rank=of_rank, world_size=of_size
         )
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
-        told = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"rank {rank} of {size} (WORLD_SIZE) cannot join the others at {location} "
-            f"(MASTER_ADDR, MASTER_PORT): {told}"
+            f"(MASTER_ADDR, MASTER_PORT): {reason}"
         ) from error
     finally:
         waiting.cancel()
-
-
-# [Note: how a rank ends] An interpreter that finalizes kills the threads that come back to it, and
-# where that unwinds C++ it aborts the process: after an error, those that waited in torch for peers
-# that are gone; and, it seems, one after two of some hundred and fifty runs that had ended
-# well, when comm streams' threads were not joined yet. torchrun takes an abort for a failed job.
-# What is registered to run at exit is run, and the process ends without finalization.

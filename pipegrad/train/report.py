@@ -1,4 +1,4 @@
-"""What people see of a run: progress, ``metrics.jsonl``, ``manifest.json``, and a summary."""
+"""Report: progress, ``metrics.jsonl``, ``manifest.json`` and the summary of a run."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipegrad.train.config import Config
+from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.tables import table
-from pipegrad.train.trainer import StepMetrics
 
 
-def manifest_of(config: Config, outline: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a run was: versions, configuration, handlers with their versions, the plan."""
+def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the description of a run: versions, configuration, handlers, and the plan."""
     return {
         "pipegrad": metadata.version("pipegrad"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "config": config.model_dump(mode="json"),
-        **outline,
+        **summary,
     }
 
 
 class Report:
-    """Shows and writes every step of a run, as it comes: nothing is lost if the run fails.
+    """Shows and writes every step of a run at once, so nothing is lost if the run fails.
 
     Args:
-        console: Where to; a bar if it is a terminal, else a line now and then.
-        config: For the number of steps, and of steps between lines.
+        console: Shows progress: a bar if it is a terminal, else a line every few steps.
+        config: Has the number of steps, and of steps between lines.
     """
 
     def __init__(self, console: Console, config: Config) -> None:
@@ -49,11 +49,12 @@ class Report:
         """Writes the manifest into a folder, and opens the file of metrics there."""
         (folder / "manifest.json").write_text(f"{json.dumps(manifest, indent=2)}\n")
         self._folder = folder
+        # Without a buffer each line is in the file when its step ends.
         self._lines = (folder / "metrics.jsonl").open("xb", buffering=0)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Takes steps until the run ends or fails."""
+        """Shows progress until the run ends or fails."""
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -68,7 +69,7 @@ class Report:
             yield
 
     def step(self, metrics: StepMetrics) -> None:
-        """Takes a step."""
+        """Shows and writes the metrics of a step."""
         self._metrics.append(metrics)
         self._write(metrics)
         line = (
@@ -77,26 +78,27 @@ class Report:
         )
         self._progress.update(self._task, completed=metrics.step, line=line)
         last = metrics.step == self._config.train.steps
-        due = metrics.step == 1 or metrics.step % self._config.train.log_every == 0 or last
-        if due and not self._console.is_terminal:
+        is_due = metrics.step == 1 or metrics.step % self._config.train.log_every == 0 or last
+        if is_due and not self._console.is_terminal:
             self._console.print(f"step {metrics.step:5}  {line}", soft_wrap=True)
 
     def _write(self, metrics: StepMetrics) -> None:
-        """Writes a line of metrics, or none: the run goes on without, if they cannot be written."""
+        """Writes a line of metrics. If that fails, the run goes on and the file ends here."""
         if self._lines.closed:
             return
         line, begin = f"{json.dumps(asdict(metrics))}\n".encode(), self._lines.tell()
         try:
             if self._lines.write(line) == len(line):
                 return
-            why = "no space left"
+            reason = "no space left"
         except OSError as error:
-            why = error.strerror or str(error)
+            reason = error.strerror or str(error)
+        # A half line would make the whole file unreadable as JSON lines, so it is cut off.
         with self._lines, suppress(OSError):
-            self._lines.truncate(begin)  # no half lines
+            self._lines.truncate(begin)
         self._console.print(
-            f"step {metrics.step}: {self._folder}/metrics.jsonl cannot be written: {why}; it ends "
-            f"here, the run goes on",
+            f"step {metrics.step}: {self._folder}/metrics.jsonl cannot be written: {reason}; it "
+            f"ends here, the run goes on",
             soft_wrap=True,
         )
 
@@ -104,15 +106,17 @@ class Report:
         """Prints the summary.
 
         Args:
-            folder: Where the files are.
+            folder: Folder of the run's files.
             device: Kind of device that the ranks trained on.
-            replicas: What `check_replicas` said at the end.
+            replicas: Result of `check_replicas` at the end.
         """
         first, last, half = self._metrics[0], self._metrics[-1], len(self._metrics) // 2
-        later = self._metrics[half:]  # the first steps make communicators and caches
+        # The first steps make communicators and fill caches. So times are taken from the second
+        # half of the run.
+        later = self._metrics[half:]
         seconds = statistics.median(m.step_seconds for m in later)
         exposed = statistics.median(m.exposed_seconds for m in later)
-        rows = {
+        table_rows = {
             "steps": f"{len(self._metrics)} on {device}",
             "loss": f"{first.loss:.4f} to {last.loss:.4f}",
             "step": f"{seconds * 1e3:.1f} ms (median), {exposed * 1e3:.1f} ms of it exposed",
@@ -122,4 +126,4 @@ class Report:
             "replicas": replicas,
             "files": f"{folder}/metrics.jsonl, manifest.json",
         }
-        self._console.print(table(["run", ""], rows.items()))
+        self._console.print(table(["run", ""], table_rows.items()))

@@ -1,4 +1,4 @@
-"""What a job will do, as plain data and as text: stages, ties, routes and every rank's plan."""
+"""Summary: stages, ties, routes and every rank's plan of a job, as plain data and as text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipegrad.train.tables import table
 _MIB = 2**20
 
 
-def outline(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
-    """Returns what the job will do, as plain data that fits into JSON.
+def make_summary(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
+    """Returns the summary of a job, as plain data that fits into JSON.
 
     Args:
         job: The job.
-        cut: Its stages, all of them.
-        manifest: What its ranks agreed on, or will.
+        cut: The stages of all ranks.
+        manifest: The model that its ranks agreed on, or will agree on.
 
     Raises:
         PlanError: As `Job.plans` does.
@@ -84,20 +84,22 @@ def _ties(job: Job, manifest: Manifest) -> Iterator[dict[str, Any]]:
 
 
 def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
-    """Yields how many parameters take which reductions; a parameter counts at its lowest rank."""
-    seen: dict[str, str] = {}
+    """Yields for each route how many parameters take it."""
+    # Several ranks have a plan for the same parameter. It counts once, at its lowest rank.
+    route_of: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for rank, plan in plans.items():
         routes = dict(plan.routes)
         for record in manifest.records(job.topology(rank)):
             reduction_steps = " then ".join(map(str, routes.get(record.key, ())))
-            way = reduction_steps or "stays where it is"
-            seen.setdefault(record.key, way if record.requires_grad else "frozen")
+            route = reduction_steps or "stays where it is"
+            route_of.setdefault(record.key, route if record.requires_grad else "frozen")
             sizes[record.key] = record.numel
-    for way in dict.fromkeys(seen.values()):
-        keys = [key for key, taken in seen.items() if taken == way]
+    # Routes keep the order in which parameters take them first, so the table is stable.
+    for route in dict.fromkeys(route_of.values()):
+        keys = [key for key, own_route in route_of.items() if own_route == route]
         elements = sum(sizes[key] for key in keys)
-        yield {"route": way, "parameters": len(keys), "elements": elements}
+        yield {"route": route, "parameters": len(keys), "elements": elements}
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
@@ -110,16 +112,16 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def rendered(told: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Yields an `outline` as what rich prints."""
+def rendered(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yields a summary as parts that rich prints."""
     yield (
-        f"{told['ranks']} ranks: pipeline {told['pipeline']} x data {told['data']}"
-        f"{''.join(f' x {name} {size}' for name, size in told['dimensions'].items())}, "
-        f"{told['microbatches']} microbatches by {_source(told['schedule'])}"
+        f"{summary['ranks']} ranks: pipeline {summary['pipeline']} x data {summary['data']}"
+        f"{''.join(f' x {name} {size}' for name, size in summary['dimensions'].items())}, "
+        f"{summary['microbatches']} microbatches by {_source(summary['schedule'])}"
     )
-    yield "handlers: " + (", ".join(map(_source, told["handlers"])) or "none")
+    yield "handlers: " + (", ".join(map(_source, summary["handlers"])) or "none")
     yield ""
-    yield from told["schedule"]["grid"]
+    yield from summary["schedule"]["grid"]
     yield ""
     yield table(
         ["stage", "ranks", "layers", "parameters", "elements", "MiB"],
@@ -132,24 +134,24 @@ def rendered(told: Mapping[str, Any]) -> Iterator[RenderableType]:
                 f"{stage['elements']:,}",
                 f"{stage['bytes'] / _MIB:.2f}",
             ]
-            for stage in told["stages"]
+            for stage in summary["stages"]
         ),
     )
-    for tie in told["ties"]:
+    for tie in summary["ties"]:
         locations = " and ".join(f"{name!r} on stage {stage}" for stage, name in tie["places"])
         yield (
             f"one parameter {tuple(tie['shape'])}: {locations}, over ranks {tie['ranks']} and alike"
         )
     yield table(
         ["reduction", "parameters", "elements"],
-        ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in told["routes"]),
+        ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in summary["routes"]),
     )
-    for plan in told["plans"]:
+    for plan in summary["plans"]:
         yield from plan["text"]
         yield ""
     yield (
-        f"all ranks: {told['collectives']} collectives, {told['reduced_bytes'] / _MIB:.2f} MiB a "
-        f"step, each rank's part counted"
+        f"all ranks: {summary['collectives']} collectives, "
+        f"{summary['reduced_bytes'] / _MIB:.2f} MiB a step, each rank's part counted"
     )
 
 

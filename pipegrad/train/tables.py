@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables in the output of commands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.table import Table
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
-    """Returns a table without lines but that below its head."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    """Returns a table whose only line is below its head."""
+    text_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        made.add_column(column, overflow="fold")
+        text_table.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*map(str, row))
-    return made
+        text_table.add_row(*map(str, row))
+    return text_table

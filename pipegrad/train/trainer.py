@@ -1,13 +1,22 @@
-"""Trainer: one rank of a job. Everything that can fail is agreed on before the first step."""
+"""Trainer: one rank of a job. Everything that can fail is agreed on before the first step.
+
+[Note: set-up of a job] Each part of the set-up runs inside of `agree`. A rank that fails in it does
+not leave its peers in a collective: all ranks raise the same error. The order matters:
+
+1. Configuration, text and device of each rank, alone.
+2. The topology with its process groups.
+3. The model, which a factory may shard along dimensions of the topology.
+4. A preflight of the model. Layers may use process groups, so every rank must have its model first.
+5. Stages on the device, the scheduler with the gradient layer, and the optimizer.
+6. The summary, and at last a checkpoint if the job goes on from one.
+"""
 
 from __future__ import annotations
 
 import math
-import shutil
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,16 +28,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
 
 from pipegrad.comm.agreement import agree, same
-from pipegrad.errors import ConfigError, PlanError, StepError, in_words
+from pipegrad.errors import StepError
 from pipegrad.pipeline.partition import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.checkpoint import State, refuse_damaged, verify
-from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums
-from pipegrad.train.config import Config, path_of
+from pipegrad.train.checkpoint.checkpoint import TrainingState
+from pipegrad.train.checkpoint.resume import failure_message, resume
+from pipegrad.train.config import Config
 from pipegrad.train.data import Corpus, mixed, read_corpus
 from pipegrad.train.job import Job
+from pipegrad.train.metrics import StepMetrics, every_rank
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 from pipegrad.train.preflight import (
     check_alike,
@@ -38,7 +48,8 @@ from pipegrad.train.preflight import (
     try_out_stages,
 )
 from pipegrad.train.process import device_of_rank
-from pipegrad.train.summary import outline
+from pipegrad.train.run_folder import free_space, make_run_folder
+from pipegrad.train.summary import make_summary
 
 _RUN_KEYS = (
     "train.seed",
@@ -47,102 +58,83 @@ _RUN_KEYS = (
     "gradients.reduce_dtype",
     "gradients.master_dtype",
 )
-_PREPARE_SECONDS = 600.0  # for the slowest rank to read its text and build the model
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What a step did, the same on all ranks; a line of ``metrics.jsonl``.
-
-    Attributes:
-        step: From 1.
-        loss: Mean over all tokens of the batch, before the update.
-        grad_norm: Of all gradients of all ranks, each parameter once, before clipping.
-        step_seconds: Wall-clock time of the slowest rank.
-        tokens_per_second: Tokens of the whole batch by that time.
-        collectives: Collectives that reduced gradients, each counted by every rank that took part.
-        bytes_reduced: Bytes they reduced, counted alike.
-        exposed_seconds: Longest time that a rank was blocked, waiting for them.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    step_seconds: float
-    tokens_per_second: float
-    collectives: int
-    bytes_reduced: int
-    exposed_seconds: float
+_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to read its text and build the model
 
 
 class Trainer:
     """One rank of a training job, ready for its first step. All ranks construct it together.
 
     Args:
-        load: Returns the configuration; called on every rank, which must all return the same.
+        load: Returns the configuration. It must return the same on every rank.
 
     Attributes:
-        job: What the configuration means.
+        job: The configuration applied to all ranks.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
-        outline: What the job will do, as plain data; on rank 0, elsewhere empty.
-        notes: What the user should know of the checkpoint that the job goes on from.
+        summary: Summary of the job, as plain data; empty on other ranks than 0.
+        notes: Notes for the user about the checkpoint that the job goes on from.
 
     Raises:
-        PipegradError: If anything is wrong with configuration, files, model, plug-ins or devices:
-            on all ranks, with the same words.
+        PipegradError: If configuration, files, model, plug-ins or devices are wrong. All ranks
+            raise the same message.
     """
 
     def __init__(self, load: Callable[[], Config]) -> None:
         config = self._agreed_configuration(load)
-        told = agree(
-            "preparing the job", lambda: self._prepare(config), timeout_seconds=_PREPARE_SECONDS
+        replies = agree(
+            "preparing the job", lambda: self._read_inputs(config), timeout_seconds=_PREPARE_SECONDS
         )
-        same("the text", {rank: text for rank, (text, _) in enumerate(told)})
-        same("the device", {rank: kind for rank, (_, kind) in enumerate(told)})
-        self._topology = self._meet()
-        made = agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
-        check_alike(config, dict(enumerate(made)))
-        # Layers may meet in it, so only once every rank has made its own.
-        agree("trying the model out", self._try_out, timeout_seconds=_PREPARE_SECONDS)
-        agree("placing the stages", self._place, timeout_seconds=_PREPARE_SECONDS)
-        self._connect()
+        same("the text", {rank: text for rank, (text, _) in enumerate(replies)})
+        same("the device", {rank: kind for rank, (_, kind) in enumerate(replies)})
+        self._topology = self._make_topology()
+        models = agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
+        check_alike(config, dict(enumerate(models)))
+        agree("trying the model out", self._run_preflight, timeout_seconds=_PREPARE_SECONDS)
+        agree("placing the stages", self._place_stages, timeout_seconds=_PREPARE_SECONDS)
+        self._make_scheduler()
         agree("the optimizer", self._make_optimizer)
-        agree("the outline", self._make_outline)
+        agree("the outline", self._summarize)
         self.first_step = 1
         self.notes: tuple[str, ...] = ()
         if config.train.resume is not None:
             self._resume(config)
 
     def step(self, number: int) -> StepMetrics:
-        """Trains on the batch of a step; returns what it did, on every rank.
+        """Trains on the batch of a step; returns its metrics, the same on every rank.
 
         Raises:
-            StepError: If the gradients are not finite; on all ranks, parameters are as they were.
+            StepError: If the gradients are not finite. On all ranks, and parameters are unchanged.
             PipegradError: As `GradientSync` does.
         """
-        config, begin, view = self.job.config, time.perf_counter(), self._topology
-        # Dropout differs by stage, data and step, not along ranks that compute the same together;
-        # and a run that goes on draws what it would have drawn.
-        location = view.coordinate((view.pipeline, *view.data_axes))
-        torch.manual_seed(mixed(config.train.seed, number, location))
+        config, begin, topology = self.job.config, time.perf_counter(), self._topology
+        # Dropout must differ by stage, data and step. It must be the same on ranks that compute one
+        # layer together, such as tensor-parallel ranks. Seeded by the step, a resumed run draws the
+        # same numbers as a run that was never interrupted.
+        coordinate = topology.coordinate((topology.pipeline, *topology.data_axes))
+        torch.manual_seed(mixed(config.train.seed, number, coordinate))
         tokens, following = self._batch(number)
         result = self._scheduler.step(tokens, target=following)
         clip = config.gradients.clip_norm
         norm = self.sync.clip_grad_norm_(math.inf if clip is None else clip).item()
         if not math.isfinite(norm):
             self._refuse_step(number, norm)
+        # Parameters are sent as soon as they are stepped. They arrive during the next forwards.
         self._optimizer.step()
         self.sync.publish()
         self._optimizer.zero_grad()
         if self._learning_rate is not None:
             self._learning_rate.step()
         loss = result.loss.item()
-        did = self.sync.statistics()
+        statistics = self.sync.statistics()
         seconds = time.perf_counter() - begin
-        told = [seconds, did.exposed_seconds, did.collectives, did.reduced_bytes]
-        rows = _every_rank(told, self._device)
-        all_seconds, exposed, collectives, nbytes = zip(*rows, strict=True)
+        measured = [
+            seconds,
+            statistics.exposed_seconds,
+            statistics.collectives,
+            statistics.reduced_bytes,
+        ]
+        all_measured = every_rank(measured, self._device)
+        all_seconds, exposed, collectives, nbytes = zip(*all_measured, strict=True)
         num_tokens = config.data.batch_size * config.data.sequence_length
         return StepMetrics(
             step=number,
@@ -156,7 +148,7 @@ class Trainer:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Writes a checkpoint of the step that has been made; every rank must call it.
+        """Writes a checkpoint after a step; every rank must call it.
 
         Raises:
             ConfigError: If a rank cannot write it; on all ranks.
@@ -167,23 +159,23 @@ class Trainer:
             self.job.config.refuse(
                 "train.output",
                 f"the checkpoint of step {number} cannot be written into {folder}: "
-                f"{_said(error)}{_free_space(folder)}: make room, and go on with train.resume from "
-                f"the last checkpoint that is whole",
+                f"{failure_message(error)}{free_space(folder)}: make room, and go on with "
+                f"train.resume from the last checkpoint that is whole",
                 cause=error,
             )
 
     def make_folder(self, begin: Callable[[Path], None]) -> Path:
-        """Returns the run's folder, which rank 0 makes: one that exists is never written to.
+        """Returns the run's folder, which rank 0 makes. The folder is always new.
 
         Args:
-            begin: Called there with the folder, to open what is to be written.
+            begin: Called on rank 0 with the folder, to open the files of the run.
 
         Raises:
-            ConfigError: If it cannot be made or begun; on all ranks.
+            ConfigError: If the folder cannot be made, or `begin` fails; on all ranks.
         """
 
         def make() -> str:
-            return self._make_folder(begin) if dist.get_rank() == 0 else ""
+            return make_run_folder(self.job.config, begin) if dist.get_rank() == 0 else ""
 
         return Path(agree("the output folder", make)[0])
 
@@ -195,13 +187,13 @@ class Trainer:
 
     def _agreed_configuration(self, load: Callable[[], Config]) -> Config:
         configs = agree("the configuration", load)
-        said = [config.flat() for config in configs]
-        for key in dict.fromkeys(key for flat in said for key in flat):
-            same(key, {rank: str(flat.get(key)) for rank, flat in enumerate(said)})
+        values = [config.flat() for config in configs]
+        for key in dict.fromkeys(key for flat in values for key in flat):
+            same(key, {rank: str(flat.get(key)) for rank, flat in enumerate(values)})
         return configs[dist.get_rank()]
 
-    def _prepare(self, config: Config) -> tuple[str, str]:
-        """Does what this rank can do alone; returns digest of its text and kind of its device."""
+    def _read_inputs(self, config: Config) -> tuple[str, str]:
+        """Reads the text and chooses the device; returns the text's digest and the device type."""
         self.job = Job(config, dist.get_world_size())
         self._corpus: Corpus = read_corpus(config)
         self._device = device_of_rank(config)
@@ -209,22 +201,22 @@ class Trainer:
             torch.accelerator.set_device_index(self._device.index)
         return self._corpus.digest, self._device.type
 
-    def _meet(self) -> Topology:
+    def _make_topology(self) -> Topology:
         """Makes the topology with its process groups; every rank must call it."""
-        wanted = self.job.config.parallel
+        parallel = self.job.config.parallel
         return Topology.create(
             pipeline=self.job.pipeline,
-            dimensions=wanted.dimensions,
-            data=tuple(wanted.data_dimensions),
+            dimensions=parallel.dimensions,
+            data=tuple(parallel.data_dimensions),
             stage_to_rank=self.job.schedule.stage_to_rank,
             device_type=self._device.type,
         )
 
     def _make_model(self) -> tuple[object, dict[str, str]]:
-        """Makes the uncut model, and cuts it; local, as far as the factory is.
+        """Makes the uncut model and cuts it. Local, unless the factory communicates.
 
         Returns:
-            This rank's coordinates along dimensions that a factory may shard by, and digests.
+            This rank's coordinates along dimensions that a factory may shard along, and digests.
         """
         job, view = self.job, self._topology
         model = job.model(topology=view)
@@ -233,11 +225,11 @@ class Trainer:
         location = tuple(view.coordinate(axis) for axis in job.config.parallel.dimensions)
         return location, digests_of(model)
 
-    def _try_out(self) -> None:
+    def _run_preflight(self) -> None:
         assert self._cut is not None
         try_out_stages(self.job.config, self._cut)
 
-    def _place(self) -> None:
+    def _place_stages(self) -> None:
         """Moves this rank's stages to its device."""
         job, device = self.job, self._device
         assert self._cut is not None
@@ -248,13 +240,13 @@ class Trainer:
                 autocast = torch.autocast(device.type, dtype=torch.bfloat16)
                 module.forward = autocast(module.forward)
 
-    def _connect(self) -> None:
-        """Makes process groups, what runs the schedule, and what reduces its gradients."""
+    def _make_scheduler(self) -> None:
+        """Makes the scheduler with its gradient layer, and their process groups."""
         job = self.job
         assert self._cut is not None
-        again = job.config.train.recompute
+        recompute = job.config.train.recompute
         self._scheduler = Scheduler(
-            [Stage(module, index, recompute=again) for index, module in self._modules.items()],
+            [Stage(module, index, recompute=recompute) for index, module in self._modules.items()],
             self._topology,
             schedule=job.schedule,
             loss_fn=_cross_entropy,
@@ -264,127 +256,67 @@ class Trainer:
         )
         self.sync = self._scheduler.sync
 
-    def _make_outline(self) -> None:
-        """Writes down what the job will do, and lets go of the stages of other ranks.
-
-        Only rank 0 needs all plans; the others find the same error in those of one replica.
-        """
+    def _summarize(self) -> None:
+        """Makes the summary, and frees the stages of other ranks."""
+        # Only rank 0 needs all plans, and a plan of many ranks takes time. The plans of one replica
+        # have the same errors, so other ranks make only those.
         assert self._cut is not None
-        self.outline: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
         topology, manifest = self.sync.topology, self.sync.manifest
         if dist.get_rank() == 0:
-            told = outline(self.job, self._cut, manifest)
-            self.outline = {"device": self._device.type, **told}
+            summary = make_summary(self.job, self._cut, manifest)
+            self.summary = {"device": self._device.type, **summary}
         else:
             replica = [r for r in topology.ranks if not topology.at(r).coordinate(topology.data)]
             self.job.plans(manifest, ranks=replica)
         self._cut = None
 
     def _make_optimizer(self) -> None:
-        """Makes the optimizer of what this rank steps, which may be nothing."""
+        """Makes the optimizer of this rank's main parameters; there may be none."""
         config = self.job.config
-        self._kept = try_out_optimizer(config, self._device)
+        self._state_names = try_out_optimizer(config, self._device)
         if any(main_range.sharded for main_range in self.sync.plan.main_ranges):
             self.job.check_optimizer()
         groups = self.sync.optimizer_parameters(partial(group_of, config))
         self._optimizer = make_optimizer(config, groups)
         self._learning_rate = make_learning_rate(config, self._optimizer)
-        self._state = State(self.sync, self._modules, self._optimizer)
+        self._state = TrainingState(self.sync, self._modules, self._optimizer)
 
     def _resume(self, config: Config) -> None:
-        held = {key for keys in agree("what is held", self._state.keys) for key in keys}
-        folder = path_of(config.train.resume or "")
-        metadata, checksums = agree(
-            "the checkpoint", lambda: self._state.check(config, self._kept, held)
-        )[0]
-        self._verify(config, folder, checksums)
-        try:
-            done = self._state.load(folder, metadata)
-        except CheckpointException as error:
-            config.refuse("train.resume", f"cannot be read: {_said(error)}", cause=error)
-        self._resume_handlers()
-        self.first_step = done + 1
-        if done >= config.train.steps:
-            config.refuse("train.steps", f"the checkpoint is of step {done}: nothing is left to do")
+        """Goes on from the checkpoint ``train.resume``."""
+        num_steps, notes = resume(
+            config, self._state, self.sync, state_names=self._state_names, run=self._run
+        )
+        self.notes += tuple(notes)
+        self.first_step = num_steps + 1
+        if num_steps >= config.train.steps:
+            config.refuse(
+                "train.steps", f"the checkpoint is of step {num_steps}: nothing is left to do"
+            )
+        # Learning-rate schedules are not in a checkpoint, because another configuration may have
+        # others. They make the steps that have been made.
         if self._learning_rate is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch misses the optimizer's steps before these
-                for _ in range(done):
+                # torch warns, because the optimizer makes no step between these.
+                warnings.simplefilter("ignore")
+                for _ in range(num_steps):
                     self._learning_rate.step()
-
-    def _verify(self, config: Config, folder: Path, checksums: Checksums | None) -> None:
-        """Refuses a checkpoint whose bytes have changed; notes what this run does differently."""
-        if checksums is None:
-            told = f"train.resume: {folder} has no {CHECKSUMS}, so its bytes were not verified: "
-            self.notes += (f"{told}an older version wrote it, or the file was removed",)
-            return
-        wrong = agree(
-            "the checksums",
-            lambda: verify(folder, checksums),
-            timeout_seconds=_PREPARE_SECONDS,
-        )
-        if found := sorted({told for of_rank in wrong for told in of_rank}):
-            refuse_damaged(config, found)
-        there, here = checksums.run, self._run
-        changed = [
-            f"{key} was {there.get(key, '(default)')}, and is {here.get(key, '(default)')}"
-            for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key)
-        ]
-        if changed:
-            told = "; ".join(changed)
-            self.notes += (f"train.resume: this is not the run that wrote the checkpoint: {told}",)
 
     @property
     def _run(self) -> dict[str, str]:
-        """What the losses depend on, as text; a cut is not among it."""
+        """Values that the losses depend on, as text. The cut does not change losses."""
         config = self.job.config
-        found = {
+        values = {
             key: repr(value)
             for key, value in config.flat().items()
             if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
         }
-        return {**found, "data.files": f"text {self._corpus.digest[:16]}"}
-
-    def _resume_handlers(self) -> None:
-        """Goes on from what the handlers of all ranks kept, or on none."""
-        told = [why for why in agree("what handlers kept", self._state.unpack_kept) if why]
-        try:
-            self.sync.load_state_dict({} if told else self._state.kept)
-        except PlanError as error:
-            told = [str(error)]
-        if told:
-            self.notes += (f"train.resume: error feedback starts afresh: {told[0]}",)
-
-    def _make_folder(self, begin: Callable[[Path], None]) -> str:
-        config, number = self.job.config, 1
-        wanted = path_of(config.train.output)
-        while True:
-            try:
-                if wanted.resolve() in (here := Path.cwd(), *here.parents):
-                    config.refuse(
-                        "train.output",
-                        f"is {wanted.resolve()}, which holds more than a run: name a folder that "
-                        f"is not there yet, as in 'runs/run'",
-                    )
-                folder = wanted
-                if number > 1:
-                    folder = folder.parent / f"{folder.resolve().name}-{number}"
-                folder.mkdir(parents=True)
-                begin(folder)
-            except FileExistsError:
-                number += 1
-            except ConfigError:
-                raise
-            except (OSError, ValueError) as error:
-                config.refuse("train.output", f"cannot be written: {error}", cause=error)
-            else:
-                return str(folder)
+        return {**values, "data.files": f"text {self._corpus.digest[:16]}"}
 
     # In a step.
 
     def _batch(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the tokens of a step's batch and those to predict, where stages need them."""
+        """Returns tokens of a batch and their successors; None for what no stage here needs."""
         config, topology = self.job.config, self.sync.topology
         first, last = 0 in self._modules, topology.num_stages - 1 in self._modules
         if not (first or last):
@@ -412,27 +344,3 @@ class Trainer:
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Returns the mean loss of a microbatch, in fp32."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
-
-
-def _said(error: CheckpointException) -> str:
-    """Returns what the first rank that failed says; an interrupt stays one."""
-    rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
-    if isinstance(cause, KeyboardInterrupt):
-        raise cause from error
-    return f"rank {rank}: {in_words(cause)}"
-
-
-def _free_space(folder: Path) -> str:
-    """Returns how many bytes the disk of a folder has left, in words; "" if that is not known."""
-    try:
-        return f"; {shutil.disk_usage(folder).free:,} bytes are free there"
-    except OSError:
-        return ""
-
-
-def _every_rank(row: list[float], device: torch.device) -> list[list[float]]:
-    """Returns every rank's row, on every rank; float64, so that counts of bytes are exact."""
-    rows = torch.zeros(dist.get_world_size(), len(row), dtype=torch.float64, device=device)
-    rows[dist.get_rank()] = torch.tensor(row, dtype=torch.float64, device=device)
-    dist.all_reduce(rows)
-    return [[float(x) for x in found] for found in rows.tolist()]

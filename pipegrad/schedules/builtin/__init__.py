@@ -1,1 +1,1 @@
-"""The orders that come with pipegrad: a plug-in each."""
+"""The schedules that come with pipegrad. Each is a plug-in."""

@@ -16,10 +16,10 @@ class EagerOneForwardOneBackward(ScheduleGenerator):
         rank 2          2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5
 
     Rank i of P warms up with min(M, 2(P-i)-1) forwards before its first backward, and holds as many
-    activations; 1f1b with min(M, P-i). Without transfers both take equally long. With a transfer
-    of c seconds a hop and microbatch, eager-1f1b loses no time in its steady state while
-    c <= (tF+tB)/2, of a stage's forward and backward; 1f1b does, for any c. `hop-aware-1f1b`
-    pays for the slow hops alone.
+    activations. With 1f1b these are min(M, P-i). Without transfers both take equally long. Let a
+    transfer take c seconds for each hop and microbatch. Then eager-1f1b loses no time in its steady
+    state while c <= (tF+tB)/2, where tF and tB are a stage's forward and backward. 1f1b loses time
+    for any c. `hop-aware-1f1b` holds more activations only for the slow hops.
 
     Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022,
     arXiv 2211.05322.
@@ -27,6 +27,6 @@ class EagerOneForwardOneBackward(ScheduleGenerator):
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""
-        # One forward less: `in_turns` puts one more in front of the first backward.
+        # One less than in the docstring: `in_turns` adds one forward before the first backward.
         num_warmups = [2 * (num_ranks - 1 - rank) for rank in range(num_ranks)]
         return in_turns("eager-1f1b", num_warmups, num_microbatches)

@@ -15,7 +15,7 @@ class GPipe(ScheduleGenerator):
         rank 1      1F0 1F1 1F2         1B0 1B1 1B2
         rank 2          2F0 2F1 2F2 2B0 2B1 2B2
 
-    Source: Huang et al., GPipe, 2019, section 2.3; backwards here in the order of the forwards.
+    Source: Huang et al., GPipe, 2019, section 2.3. Backwards are in the order of the forwards here.
     """
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -20,30 +20,30 @@ class HopAwareOneForwardOneBackward(ScheduleGenerator):
         rank 2          2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4
 
     Rank s warms up with min(M, w_s) forwards before its first backward, and holds as many
-    activations: w_{P-1} = 1 and w_s = w_{s+1} + 1 + extra, where extra is 0 on a hop with
-    2 c <= threshold x compute, and ceil(2 c / compute) on any other. With no slow hop this is
-    1f1b; with each 2 c in (threshold, 1] x compute it is eager-1f1b.
+    activations. w_{P-1} is 1, and w_s is w_{s+1} + 1 + extra. On a hop with
+    2 c <= threshold x compute, extra is 0. On any other hop it is ceil(2 c / compute). If no hop is
+    slow, this is 1f1b. If each 2 c is in (threshold, 1] x compute, it is eager-1f1b.
 
-    Why: let no rank idle, so that its period a microbatch is T = tF+tB. In strict turns it ends
-    the backward of microbatch k right before the forward of k + w_s: w_s T after it began the
-    forward of k. Within that time come its own tF, a transfer, the w_{s+1} T of the next rank, a
-    transfer back, and its own tB. Hence, for each hop h = s -> s+1::
+    Reason: suppose that no rank is idle, so each microbatch takes T = tF+tB. Forwards and backwards
+    alternate. So a rank ends the backward of microbatch k right before the forward of k + w_s. That
+    is w_s T after it began the forward of k. This time must hold its own tF, a transfer, the
+    w_{s+1} T of the next rank, a transfer back, and its own tB. For each hop h = s -> s+1 follows::
 
         (w_s - w_{s+1}) T >= tF + tB + 2 c_h
 
-    A hop that falls short makes all ranks wait for every microbatch: for c where it is alone, for
-    up to 2 c where all hops are such. Filling and draining cost 2 c a hop and step in any case.
+    If a hop does not satisfy this, all ranks wait in every microbatch: for c if only one hop is too
+    slow, for up to 2 c if all hops are. Fill and drain always cost 2 c for each hop and step.
 
     Args:
-        hop_seconds: For each hop s -> s+1, P-1 of them, how long the transfer of a microbatch takes
-            one way. It takes as long back.
-        compute_seconds: How long a stage's forward and backward of a microbatch take, tF+tB.
-        threshold: Share of `compute_seconds`, in [0, 1), that one is willing to lose on a hop, with
-            every microbatch, rather than hold one more activation on each rank before it. It is
-            the most that all hops lose together.
+        hop_seconds: For each hop s -> s+1 (P-1 hops) the time of one transfer of a microbatch in
+            one direction. The transfer back takes as long.
+        compute_seconds: Time of a stage's forward and backward of a microbatch, tF+tB.
+        threshold: Share of `compute_seconds`, in [0, 1). A hop may lose this share with every
+            microbatch, and the ranks before it then hold one activation less. All hops together
+            lose at most this share.
 
     Raises:
-        ScheduleError: If these are not such numbers.
+        ScheduleError: If a number is out of its range.
 
     Source: derived above; `extra` is 0 in 1f1b, 1 in eager-1f1b (Zhuang et al., arXiv 2211.05322).
     """
@@ -70,14 +70,14 @@ class HopAwareOneForwardOneBackward(ScheduleGenerator):
         """Returns the schedule, for any number of ranks and microbatches.
 
         Raises:
-            ScheduleError: If there are not as many `hop_seconds` as hops.
+            ScheduleError: If the number of `hop_seconds` is not the number of hops.
         """
         if len(self.hop_seconds) != num_ranks - 1:
             raise ScheduleError(
                 f"hop-aware-1f1b over {num_ranks} ranks has {num_ranks - 1} hops, found "
                 f"{len(self.hop_seconds)} hop_seconds; give one for each rank but the last"
             )
-        # One forward less: `in_turns` puts one more in front of the first backward.
+        # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
         num_warmups = [0]
         for seconds in reversed(self.hop_seconds):
             extra = self._extra(seconds, num_microbatches)
@@ -85,8 +85,8 @@ class HopAwareOneForwardOneBackward(ScheduleGenerator):
         return in_turns("hop-aware-1f1b", num_warmups[::-1], num_microbatches)
 
     def _extra(self, seconds: float, num_microbatches: int) -> int:
-        """Returns how many more forwards than in 1f1b the ranks before this hop warm up with."""
-        # Less a rounding error: 2 * (0.1 + 0.2) / 0.6 is to be 1.
+        """Returns how many forwards the ranks before this hop add to the warm-up of 1f1b."""
+        # A rounding error must not add a forward: 2 * (0.1 + 0.2) / 0.6 must count as 1.
         steps = 2.0 * (seconds / self.compute_seconds) - 1e-9
-        # No warm-up has more forwards than there are, and the quotient may be infinite.
+        # A warm-up has at most `num_microbatches` forwards, and the quotient may be infinite.
         return 0 if steps <= self.threshold else math.ceil(min(steps, num_microbatches))

@@ -15,7 +15,7 @@ class InterleavedOneForwardOneBackward(ScheduleGenerator):
         rank 0  0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1
         rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
-    Defined where the number of microbatches is a multiple of the number of ranks.
+    The number of microbatches must be a multiple of the number of ranks.
 
     Args:
         stages_per_rank: How many stages each rank holds, at least 1.
@@ -41,22 +41,27 @@ class InterleavedOneForwardOneBackward(ScheduleGenerator):
                 f"interleaved-1f1b takes a multiple of {num_ranks} microbatches over {num_ranks} "
                 f"ranks, found {num_microbatches}; the nearest is {nearest}"
             )
-        rows = tuple(self._row(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
-        places = tuple(stage % num_ranks for stage in range(num_ranks * self.stages_per_rank))
-        return Schedule("interleaved-1f1b", num_microbatches, places, rows)
+        actions = tuple(
+            self._actions(rank, num_ranks, num_microbatches) for rank in range(num_ranks)
+        )
+        stage_to_rank = tuple(
+            stage % num_ranks for stage in range(num_ranks * self.stages_per_rank)
+        )
+        return Schedule("interleaved-1f1b", num_microbatches, stage_to_rank, actions)
 
-    def _row(self, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    def _actions(self, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
         chunks = self.stages_per_rank
-        # Rounds of P microbatches; within a round chunk by chunk, backwards from the last chunk.
+        # Microbatches go in rounds of P. Within a round a rank computes one stage (chunk) after
+        # the other for all P microbatches. Backwards begin with the last chunk.
         forwards, backwards = list[Action](), list[Action]()
         for start in range(0, num_microbatches, num_ranks):
             for chunk in range(chunks):
                 for microbatch in range(start, start + num_ranks):
-                    there: tuple[tuple[list[Action], Kind, int], ...] = (
+                    appended: tuple[tuple[list[Action], Kind, int], ...] = (
                         (forwards, "F", chunk),
                         (backwards, "B", chunks - 1 - chunk),
                     )
-                    for actions, kind, at in there:
-                        actions.append(Action(at * num_ranks + rank, kind, microbatch))
+                    for actions, kind, own_chunk in appended:
+                        actions.append(Action(own_chunk * num_ranks + rank, kind, microbatch))
         num_warmup = (chunks - 1) * num_ranks + (2 if chunks > 1 else 1) * (num_ranks - 1 - rank)
         return turns(forwards, backwards, min(num_warmup, len(forwards)))

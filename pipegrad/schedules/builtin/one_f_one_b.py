@@ -10,7 +10,9 @@ from pipegrad.schedules.schedule import Action, Schedule, ScheduleGenerator
 def turns(
     forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int
 ) -> tuple[Action, ...]:
-    """Returns `num_warmup` forwards, then a forward and a backward in turns, then the rest."""
+    """Returns `num_warmup` forwards, then alternating forwards and backwards, then the rest."""
+    # After the warm-up each forward is followed by a backward. So the number of live activations
+    # stays at `num_warmup` plus one.
     steady = zip(forwards[num_warmup:], backwards, strict=False)
     paired = [action for pair in steady for action in pair]
     drained = backwards[len(forwards[num_warmup:]) :]
@@ -18,8 +20,8 @@ def turns(
 
 
 def in_turns(name: str, num_warmups: Sequence[int], num_microbatches: int) -> Schedule:
-    """Returns a schedule of one stage a rank, given how many forwards each rank warms up with."""
-    rows = [
+    """Returns a schedule with one stage on each rank, from the number of warm-up forwards."""
+    actions = [
         turns(
             [Action(rank, "F", m) for m in range(num_microbatches)],
             [Action(rank, "B", m) for m in range(num_microbatches)],
@@ -27,7 +29,7 @@ def in_turns(name: str, num_warmups: Sequence[int], num_microbatches: int) -> Sc
         )
         for rank, num_warmup in enumerate(num_warmups)
     ]
-    return Schedule(name, num_microbatches, tuple(range(len(rows))), tuple(rows))
+    return Schedule(name, num_microbatches, tuple(range(len(actions))), tuple(actions))
 
 
 class OneForwardOneBackward(ScheduleGenerator):

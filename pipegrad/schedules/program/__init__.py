@@ -1,5 +1,6 @@
 """What does a schedule become?
 
-`lower` makes a `program` of a schedule: all items of all ranks, transfers included. `simulate`
-plays it under rendezvous, and `verify` proves that it ends.
+`lower` turns a schedule into a `program`: all items of all ranks, including transfers. `launches`
+decides when collectives leave. `simulate` runs all ranks under rendezvous, without tensors: a send
+ends only when its receive is posted. `verify` uses it to prove that the program ends.
 """

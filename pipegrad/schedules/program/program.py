@@ -1,4 +1,4 @@
-"""Program: everything every rank does in a step, in order. Plain data, integers, no torch."""
+"""Program: everything that every rank does in a step, in order. Plain integers, no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-# An item is one integer, from its lowest bits: an Op, a microbatch, and which channel, link,
-# collective or stage is meant. A compute means a stage and its kind, an index into KINDS.
+# An item is one integer, because a Program of many microbatches has millions of items. Its lowest
+# bits are an Op. Then comes a microbatch, then the number of a channel, link, collective or stage.
+# For COMPUTE that number holds a stage and an index into KINDS.
 OP_BITS, MICROBATCH_BITS, KIND_BITS = 4, 28, 2
 OP_MASK, MICROBATCH_MASK, KIND_MASK = 2**OP_BITS - 1, 2**MICROBATCH_BITS - 1, 2**KIND_BITS - 1
 
@@ -20,23 +21,23 @@ OP_MASK, MICROBATCH_MASK, KIND_MASK = 2**OP_BITS - 1, 2**MICROBATCH_BITS - 1, 2*
 class Op(IntEnum):
     """What an item does.
 
-    Which one is meant: a channel for transfers, a link for JOIN, a collective for LAUNCH and
-    PUBLISH, stage and kind for COMPUTE, and a stage for all others.
+    The number in an item is a channel for transfers, a link for JOIN, a collective for LAUNCH and
+    PUBLISH, a stage and a kind for COMPUTE, and a stage for all others.
     """
 
-    FIRST_USE = 0  # wait for the parameters of a stage, which may still be on their way
-    POST_RECEIVE = 1  # give a buffer to a transfer that will come
-    WAIT_RECEIVE = 2  # wait for it
+    FIRST_USE = 0  # wait for the parameter sync of a stage
+    POST_RECEIVE = 1  # start to receive a transfer into a buffer
+    WAIT_RECEIVE = 2  # wait until the transfer has arrived
     JOIN = 3  # sum the gradients that the consumers of a value sent back
     LAST_BACKWARD = 4  # the next backward of a stage is the last: parameters become final in it
     COMPUTE = 5
     SEND = 6  # start a transfer; does not wait
-    RELEASE = 7  # the transfer has been received: let go of what was sent
+    RELEASE = 7  # the transfer has arrived: free the sent tensor
     FINAL = 8  # the gradients of a stage are complete
-    LAUNCH = 9  # at the latest here a collective starts, in its comm stream; does not wait
+    LAUNCH = 9  # the latest time to start a collective on its comm stream; does not wait
     PUBLISH = 10  # send updated parameters
-    INPUTS_FINAL = 11  # no gradients of a stage's inputs are left to compute, of weights there are
-    SHARED_WEIGHTS = 12  # compute those of them that other ranks wait for
+    INPUTS_FINAL = 11  # all input gradients of a stage are computed, but not all weight gradients
+    SHARED_WEIGHTS = 12  # compute the weight gradients that other ranks wait for
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", "-")
@@ -62,7 +63,7 @@ def decode(code: int) -> Item:
 
 
 def action_index(action: Action) -> int:
-    """Returns which action a COMPUTE item means."""
+    """Returns the number of an action in a COMPUTE item."""
     return action.stage * len(KINDS) + KINDS.index(action.kind)
 
 
@@ -70,10 +71,10 @@ class Link(NamedTuple):
     """A named value that one stage makes and later stages take.
 
     Attributes:
-        name: Of the producer's output, and of the consumers' input.
-        producer: The stage that makes it.
-        consumers: The stages that take it, ascending, all later.
-        differentiable: Whether a gradient comes back.
+        name: Name of the producer's output and of the consumers' input.
+        producer: The stage that makes the value.
+        consumers: The stages that take the value, ascending. All are later than the producer.
+        differentiable: True if a gradient comes back.
     """
 
     name: str
@@ -83,10 +84,10 @@ class Link(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """What crosses from one rank to another, once a microbatch: a value, or its gradient back.
+    """A value that crosses from one rank to another in each microbatch, or its gradient back.
 
-    A value goes to a rank once, however many of its stages take it. Their gradients are summed
-    there, and come back once.
+    A value goes to a rank only once, even if several stages of that rank take it. That rank sums
+    their gradients and sends the sum back once.
     """
 
     link: int
@@ -99,11 +100,11 @@ class Collective(NamedTuple):
     """A reduction as the pipeline sees it.
 
     Attributes:
-        name: For messages.
+        name: Its name in messages.
         ranks: Pipeline ranks that take part.
-        stages: It can leave when these are final, each on its rank.
-        comm_stream: Where it runs, behind the others of its comm stream.
-        readers: Stages whose parameters come back along it, under the next step's forwards.
+        stages: Its stages. A rank can launch it when its own stages among these are final.
+        comm_stream: Number of its comm stream. Collectives of one comm stream run one by one.
+        readers: Stages whose parameter sync belongs to it. The sync runs during the next forwards.
     """
 
     name: str
@@ -115,15 +116,15 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule with all that belongs to it: transfers, sums, reductions. Made by `lower`.
+    """A schedule with its transfers, sums and reductions. `lower` makes it.
 
     Attributes:
-        schedule: What it was made of; in a forward-only program, its forwards.
+        schedule: The schedule; in a forward-only program it has only forwards.
         links: The values that stages hand on.
-        channels: What crosses between ranks.
+        channels: The values and gradients that cross between ranks.
         collectives: Reductions, in the order in which every rank launches its own.
         items: For each pipeline rank its items, as integers; see `decode`.
-        forward_only: Whether nothing but forwards is computed.
+        forward_only: True if only forwards are computed.
     """
 
     schedule: Schedule
@@ -143,31 +144,31 @@ class Program:
         return map(decode, self.items[rank])
 
     def listing(self, rank: int) -> str:
-        """Returns what a pipeline rank does, a line an item."""
+        """Returns the items of a pipeline rank as text, one line for each."""
         return "\n".join([f"rank {rank}", *(f"  {self.words(i)}" for i in self.decoded(rank))])
 
     def __str__(self) -> str:
         return "\n".join(self.listing(rank) for rank in range(len(self.items)))
 
     def words(self, item: Item) -> str:
-        """Returns an item in words: ``send            x of 0F3 to rank 1``."""
+        """Returns an item as text: ``send            x of 0F3 to rank 1``."""
         op, which, microbatch = item
         if op is Op.COMPUTE:
-            said = str(self.action(item))
+            text = str(self.action(item))
         elif op in _TRANSFERS:
             peer = _TRANSFERS[op].format(c=self.channels[which])
-            said = f"{self.transfer(which, microbatch)} {peer}"
+            text = f"{self.transfer(which, microbatch)} {peer}"
         elif op is Op.JOIN:
             link = self.links[which]
-            said = f"gradients of {link.name} of {link.producer}F{microbatch}"
+            text = f"gradients of {link.name} of {link.producer}F{microbatch}"
         elif op in (Op.LAUNCH, Op.PUBLISH):
-            said = self.collectives[which].name
+            text = self.collectives[which].name
         else:
-            said = f"stage {which}"
-        return f"{op!s:<15}{said}"
+            text = f"stage {which}"
+        return f"{op!s:<15}{text}"
 
     def transfer(self, channel: int, microbatch: int) -> str:
-        """Returns a transfer in words: the value, and the action that made it."""
+        """Returns a transfer as text: the value, and the action that made it."""
         link, kind, _, _ = self.channels[channel]
         name, producer, _, _ = self.links[link]
         return f"{'gradient of ' if kind == 'B' else ''}{name} of {producer}F{microbatch}"
@@ -179,6 +180,7 @@ class Program:
         return Action(stage, KINDS[kind], item.microbatch)
 
 
+# The peer of a transfer, as it stands in messages.
 _TRANSFERS: Mapping[Op, str] = {
     Op.POST_RECEIVE: "from rank {c.source}",
     Op.WAIT_RECEIVE: "from rank {c.source}",

@@ -1,11 +1,9 @@
-"""The run that `verify` plays: one rank of a Program, which refuses the item that goes wrong."""
+"""The run that `verify` simulates: one rank of a Program, which refuses a wrong item."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
@@ -17,24 +15,25 @@ from pipegrad.schedules.program.program import (
     MICROBATCH_MASK,
     OP_BITS,
     OP_MASK,
-    Item,
     Op,
     Program,
     action_index,
-    decode,
 )
+from pipegrad.schedules.program.rank_links import RankLinks
+from pipegrad.schedules.program.refusal import refuse
 from pipegrad.schedules.schedule import Action
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
-_BEHIND = {  # ops that belong to the action before them
-    int(op) for op in (Op.SEND, Op.FINAL, Op.LAUNCH, Op.PUBLISH, Op.INPUTS_FINAL, Op.SHARED_WEIGHTS)
-}
 Key = tuple[int, int]  # a channel, link or stage, and a microbatch
 
 
 @dataclass
 class State:
-    """What has happened on any rank: transfers sent and posted, by integers as in items."""
+    """What has happened on all ranks so far: transfers that are sent and posted.
+
+    Transfers are integers, as in items. `sleepers` has the ranks that wait for an event. `woken`
+    has the ranks that can go on.
+    """
 
     def __post_init__(self) -> None:
         self.sent = set[int]()
@@ -47,15 +46,15 @@ class State:
             self.woken += self.sleepers.pop(event)
 
 
-class PlayedRank:
-    """One rank of the played run."""
+class SimulatedRank:
+    """One rank of the simulated run."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.rank = rank
         self.items = program.items[rank]
-        self.place = 0
+        self.position = 0
         self._program = program
-        self._places = program.schedule.stage_to_rank
+        self._rank_of = program.schedule.stage_to_rank
         self._done = set[tuple[int, int]]()  # (stage and kind, microbatch)
         self._due = {(action_index(a), a.microbatch) for a in program.schedule.actions[rank]}
         self._newest: dict[int, int] = {}  # stage -> microbatch of its newest forward
@@ -63,7 +62,8 @@ class PlayedRank:
         self._waited = set[Key]()
         self._unreleased = set[Key]()
         self._joined = set[Key]()
-        self._kept: dict[Key, int] = {}  # (link, microbatch): backwards that still read the buffer
+        # (link, microbatch) -> how many backwards still read the receive buffer.
+        self._readers_left: dict[Key, int] = {}
         self.launched: list[int] = []
         self.published: list[int] = []
         self._final = set[int]()
@@ -73,7 +73,10 @@ class PlayedRank:
         self._unused = {stage for collective in program.collectives for stage in collective.readers}
         self._live = self._graphs = self._buffers = self._flying = 0
         self.most_live = self.most_graphs = self.most_buffers = self.most_in_flight = 0
-        self._index()
+        links = RankLinks.of(program, rank)
+        self._values_taken, self._values_made = links.taken, links.produced
+        self._num_readers, self._incoming = links.num_readers, links.incoming
+        self._num_microbatches = program.schedule.num_microbatches
         self._methods: dict[int, Callable[[int, int], None]] = {
             int(Op.FIRST_USE): self._first_use,
             int(Op.POST_RECEIVE): self._post,
@@ -88,10 +91,12 @@ class PlayedRank:
         }
 
     def run(self, state: State) -> tuple[str, int] | None:
-        """Goes on as far as possible; returns what it waits for, None at the end."""
+        """Goes on as far as possible; returns the event that it waits for, None at the end."""
         items, methods = self.items, self._methods
-        while self.place < len(items):
-            code = items[self.place]
+        # Only waits and releases depend on other ranks. Under rendezvous a release, like the end of
+        # a send, waits until the receive is posted. A real backend may wait less, never more.
+        while self.position < len(items):
+            code = items[self.position]
             op, transfer = code & OP_MASK, code >> OP_BITS
             if op == Op.WAIT_RECEIVE:
                 if transfer not in state.sent:
@@ -112,13 +117,13 @@ class PlayedRank:
                 if op == Op.POST_RECEIVE:
                     state.posted.add(transfer)
                     state.wake(("posted", transfer))
-            self.place += 1
+            self.position += 1
         self._check_end()
         return None
 
     def refuse(self, why: str) -> NoReturn:
-        """Raises, with the cell of the item at hand marked."""
-        refuse(self._program, self.rank, min(self.place, len(self.items) - 1), why)
+        """Raises a ScheduleError that shows the grid, with the cell of the current item marked."""
+        refuse(self._program, self.rank, min(self.position, len(self.items) - 1), why)
 
     # Transfers.
 
@@ -146,9 +151,11 @@ class PlayedRank:
             self.refuse("waits twice for one receive")
         self._waited.add(key)
         self._flying -= 1
+        # A value stays in its buffer until the last backward of this rank has read it. A gradient
+        # is freed by the backward that reads it, so it needs no count.
         link, kind, _, _ = self._program.channels[key[0]]
         if kind == "F":
-            self._kept[link, key[1]] = self._readers[link]
+            self._readers_left[link, key[1]] = self._num_readers[link]
 
     def _send(self, transfer: int) -> None:
         channel, microbatch = key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
@@ -156,8 +163,9 @@ class PlayedRank:
         stages = (
             [self._program.links[link].producer]
             if kind == "F"
-            else [c for c in self._program.links[link].consumers if self._places[c] == self.rank]
+            else [c for c in self._program.links[link].consumers if self._rank_of[c] == self.rank]
         )
+        # A value must be computed by its producer, a gradient by all consumers on this rank.
         for stage in stages:
             if not (
                 (stage * 4 + _FORWARD, microbatch) in self._done
@@ -165,6 +173,7 @@ class PlayedRank:
                 else self._input_gradient(stage, microbatch)
             ):
                 self.refuse(f"sent before stage {stage} has computed it")
+            # The executor sends what the stage computed last. It keeps no older outputs.
             if kind == "F" and self._newest[stage] != microbatch:
                 self.refuse(f"sent after stage {stage} has computed another one")
         self._unreleased.add(key)
@@ -183,7 +192,7 @@ class PlayedRank:
         if kind == _FORWARD:
             if stage in self._unused:
                 self.refuse(f"nobody has waited for the parameters of stage {stage}")
-            for link, remote, source in self._takes[stage]:
+            for link, remote, source in self._values_taken[stage]:
                 if not (
                     (self._incoming[link], microbatch) in self._waited
                     if remote
@@ -195,6 +204,8 @@ class PlayedRank:
             self._graphs += not self._program.forward_only
             self.most_live = max(self.most_live, self._live)
             self.most_graphs = max(self.most_graphs, self._graphs)
+        # I ends the graph of autograd, but the factors of weight gradients stay until W. So B frees
+        # both counts, I only the graph, and W only the activation.
         elif kind == _WEIGHT:
             if (stage * 4 + _INPUT, microbatch) not in self._done:
                 self.refuse("the input's gradient, I, comes first")
@@ -205,14 +216,14 @@ class PlayedRank:
             self._graphs -= 1
         self._done.add((index, microbatch))
         if kind != _INPUT:
-            self._let_go(stage, kind, microbatch)
+            self._free_buffers(stage, kind, microbatch)
 
     def _check_backward(self, stage: int, microbatch: int) -> None:
         if (stage * 4 + _FORWARD, microbatch) not in self._done:
             self.refuse("its forward comes first")
         if stage in self._final or stage in self._inputs_are_final:
             self.refuse(f"the gradients of stage {stage} are final already")
-        for link, channels, local, joined in self._makes[stage]:
+        for link, channels, local, joined in self._values_made[stage]:
             for channel in channels:
                 if (channel, microbatch) not in self._waited:
                     self._missing(link)
@@ -230,21 +241,23 @@ class PlayedRank:
         done = self._done
         return (stage * 4 + _FULL, microbatch) in done or (stage * 4 + _INPUT, microbatch) in done
 
-    def _let_go(self, stage: int, kind: int, microbatch: int) -> None:
-        """Frees the buffers that nobody reads again."""
+    def _free_buffers(self, stage: int, kind: int, microbatch: int) -> None:
+        """Frees the buffers that no later backward reads."""
+        # Backwards read the inputs of their forward again. In evaluation there is no backward, so
+        # the forward is the last reader.
         if kind == _FORWARD and not self._program.forward_only:
             return
-        for link, remote, _ in self._takes[stage]:
+        for link, remote, _ in self._values_taken[stage]:
             if remote:
-                self._kept[link, microbatch] -= 1
-                if self._kept[link, microbatch] == 0:
+                self._readers_left[link, microbatch] -= 1
+                if self._readers_left[link, microbatch] == 0:
                     self._buffers -= 1
-                    del self._kept[link, microbatch]
+                    del self._readers_left[link, microbatch]
 
     def _join(self, link: int, microbatch: int) -> None:
         if (link, microbatch) in self._joined:
             self.refuse("summed twice")
-        for number, channels, local, _ in self._makes[self._program.links[link].producer]:
+        for number, channels, local, _ in self._values_made[self._program.links[link].producer]:
             arrived = all((channel, microbatch) in self._waited for channel in channels)
             done = all(self._input_gradient(consumer, microbatch) for consumer in local)
             if number == link and not (arrived and done):
@@ -265,6 +278,7 @@ class PlayedRank:
         self._announced.add(stage)
 
     def _become_final(self, stage: int, _microbatch: int) -> None:
+        # Gradients of weights come from B, or from W if the backward is split.
         for microbatch in range(self._num_microbatches):
             kinds = (_FULL, _WEIGHT)
             if not any((stage * 4 + kind, microbatch) in self._done for kind in kinds):
@@ -288,8 +302,9 @@ class PlayedRank:
         self._shared_are_first.add(stage)
 
     def _launch(self, number: int, _microbatch: int) -> None:
+        # Each rank checks its own stages. Stages of other ranks are checked on their ranks.
         collective = self._program.collectives[number]
-        local = {s for s in collective.stages if self._places[s] == self.rank}
+        local = {s for s in collective.stages if self._rank_of[s] == self.rank}
         if self.rank not in collective.ranks or number in self.launched:
             self.refuse("launched twice, or on a rank that has no part in it")
         if not local <= self._final:
@@ -307,61 +322,12 @@ class PlayedRank:
             self.refuse("transfers are under way at the end of the step")
         if self._due:
             left = sorted(Action(i >> KIND_BITS, KINDS[i & KIND_MASK], m) for i, m in self._due)
-            said = ", ".join(map(str, left[:5]))
-            raise ScheduleError(f"never computed: {said}\n{program.schedule.marked(left)}")
+            shown = ", ".join(map(str, left[:5]))
+            raise ScheduleError(f"never computed: {shown}\n{program.schedule.marked(left)}")
         awaited = {n for n in self.launched if program.collectives[n].readers}
         if awaited != set(self.published):
             names = [program.collectives[n].name for n in sorted(awaited - {*self.published})]
             self.refuse(f"never published: {names}")
-        local = {s for s, place in enumerate(self._places) if place == self.rank}
+        local = {s for s, rank in enumerate(self._rank_of) if rank == self.rank}
         if not program.forward_only and self._final != local:
             self.refuse(f"stages {sorted(local - self._final)} never become final")
-
-    # What this rank takes and makes.
-
-    def _index(self) -> None:
-        program, rank = self._program, self.rank
-        self._num_microbatches = program.schedule.num_microbatches
-        self._takes = defaultdict[int, list[tuple[int, bool, int]]](list)
-        self._makes = defaultdict[int, list[tuple[int, list[int], list[int], bool]]](list)
-        self._readers: dict[int, int] = {}
-        self._incoming: dict[int, int] = {}
-        back = defaultdict[int, list[int]](list)
-        for number, (link, kind, source, target) in enumerate(program.channels):
-            if target == rank and kind == "F":
-                self._incoming[link] = number
-            if target == rank and kind == "B":
-                back[link].append(number)
-            del source
-        for number, link_ in enumerate(program.links):
-            local = [c for c in link_.consumers if self._places[c] == rank]
-            self._readers[number] = len(local)
-            remote = self._places[link_.producer] != rank
-            for consumer in local:
-                self._takes[consumer].append((number, remote, link_.producer))
-            if not remote and link_.differentiable:
-                joined = len({self._places[c] for c in link_.consumers}) > 1
-                self._makes[link_.producer].append((number, back[number], local, joined))
-
-
-def refuse(program: Program, rank: int, place: int, why: str) -> NoReturn:
-    """Raises, with the cell of an item marked in the grid."""
-    cell = cell_of(program, rank, place)
-    item: Item = decode(program.items[rank][place])
-    raise ScheduleError(
-        f"schedule {program.schedule.name!r}, rank {rank}, {cell}: {program.words(item)}: {why}\n"
-        f"{program.schedule.marked([cell])}"
-    )
-
-
-def cell_of(program: Program, rank: int, place: int) -> Action:
-    """Returns the action that an item belongs to: its own, the one it is for, or the one before."""
-    items = program.items[rank]
-    steps = count(place, -1) if items[place] & OP_MASK in _BEHIND else count(place)
-    for at in steps:
-        if not 0 <= at < len(items):
-            break
-        if items[at] & OP_MASK == Op.COMPUTE:
-            return program.action(decode(items[at]))
-    row = program.schedule.actions[rank]
-    return row[-1] if row else Action(0, "F", 0)

@@ -1,4 +1,4 @@
-"""verify: proves a Program for all ranks at once, or shows where in the grid it is wrong."""
+"""verify: proves that a Program is right on all ranks, or shows the wrong cell of its grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import OP_BITS, OP_MASK, Op, Program, decode
-from pipegrad.schedules.program.simulate import PlayedRank, State, cell_of, refuse
+from pipegrad.schedules.program.refusal import cell_of, refuse
+from pipegrad.schedules.program.simulate import SimulatedRank, State
 from pipegrad.schedules.schedule import Action
 
 Key = tuple[int, int]  # an edge, or a rank and its comm stream
@@ -17,16 +18,17 @@ Key = tuple[int, int]  # an edge, or a rank and its comm stream
 
 @dataclass(frozen=True)
 class Proof:
-    """What a Program needs while it runs, a number a pipeline rank.
+    """What a Program needs while it runs. Each field has one number for each pipeline rank.
 
     Attributes:
-        live_activations: Most microbatches, over all its stages, whose forward has run and whose
-            backward has not ended.
-        live_graphs: Most of them whose inputs' gradients are not computed yet: autograd holds
-            all of their activations, and of the others what weights are multiplied with.
-        receive_buffers: Most buffers of received values and gradients held at a time, those that
-            are posted included.
-        in_flight: Most transfers posted and not yet waited for at a time.
+        live_activations: The most microbatches, over all stages of the rank, whose forward has run
+            and whose backward has not ended.
+        live_graphs: The most of these microbatches whose input gradients are not computed yet.
+            Autograd holds all activations of them. Of the others it holds only the factors of
+            weight gradients.
+        receive_buffers: The most buffers of received values and gradients at a time. Buffers of
+            posted receives count.
+        in_flight: The most transfers at a time that are posted and not yet waited for.
     """
 
     live_activations: tuple[int, ...]
@@ -36,24 +38,31 @@ class Proof:
 
 
 def verify(program: Program) -> Proof:
-    """Returns what `program` needs, once it is proven that it ends, and computes the right thing.
+    """Proves that `program` ends and computes the right thing; returns what it needs.
 
-    Proven, for all ranks at once: each action runs once, on its rank, behind what it needs; every
-    edge is first in, first out; each value is posted, waited for, sent and released once; nobody
-    waits for somebody who waits for it, where a send ends only once its receive is posted, and a
-    collective once all its ranks have launched it and all before it in their comm streams; a
-    collective is launched once on each of its ranks, behind the finality of what it reduces.
+    It proves for all ranks at once:
 
-    Nothing a rank does depends on time, so if one run ends, all do: one is played.
+    - Each action runs once, on its rank, and after its inputs.
+    - Every edge is first in, first out.
+    - Each value is posted, waited for, sent and released once.
+    - No ranks wait for each other in a circle. This assumes that a send ends only when its receive
+      is posted. It also assumes that a collective ends only when all its ranks have launched it
+      and all collectives before it on their comm streams have ended.
+    - A collective is launched once on each of its ranks, after the gradients that it reduces are
+      final.
+
+    Nothing that a rank does depends on time. So if one run ends, all runs end, and simulating one
+    run is enough.
 
     Raises:
-        ScheduleError: Shows the grid, with the cell where it goes wrong marked.
+        ScheduleError: If the proof fails. The message shows the grid, with the wrong cell marked.
     """
+    # The simulation relies on the earlier checks: known ranks, and edges whose two ends agree.
     _check_actions(program)
     _check_collective_ranks(program)
     _check_edges(program)
-    ranks = [PlayedRank(program, rank) for rank in range(len(program.items))]
-    _play(program, ranks)
+    ranks = [SimulatedRank(program, rank) for rank in range(len(program.items))]
+    _simulate(program, ranks)
     _check_collectives(program, ranks)
     return Proof(
         tuple(rank.most_live for rank in ranks),
@@ -64,17 +73,17 @@ def verify(program: Program) -> Proof:
 
 
 def _check_actions(program: Program) -> None:
-    """Refuses a schedule that lacks actions."""
+    """Refuses a schedule with missing or doubled actions."""
     schedule = program.schedule
     if not program.forward_only:
         schedule.check_complete()
         return
-    found = Counter(action for row in schedule.actions for action in row)
+    counts = Counter(action for actions in schedule.actions for action in actions)
     missing = [
         str(Action(stage, "F", microbatch))
         for stage in range(len(schedule.stage_to_rank))
         for microbatch in range(schedule.num_microbatches)
-        if found[Action(stage, "F", microbatch)] != 1
+        if counts[Action(stage, "F", microbatch)] != 1
     ]
     if missing:
         raise ScheduleError(
@@ -84,46 +93,50 @@ def _check_actions(program: Program) -> None:
 
 
 def _check_collective_ranks(program: Program) -> None:
-    """Refuses collectives over ranks that there are not, or of stages that are elsewhere."""
-    places = dict(enumerate(program.schedule.stage_to_rank))
+    """Refuses collectives over unknown ranks, or of stages that are not on their ranks."""
+    rank_of = dict(enumerate(program.schedule.stage_to_rank))
     for name, ranks, reduced, _, readers in program.collectives:
         stages = sorted({*reduced, *readers})
-        outside = [s for s in stages if places.get(s) not in ranks]
-        if not set(ranks) <= set(places.values()) or outside or not ranks:
+        outside = [s for s in stages if rank_of.get(s) not in ranks]
+        if not set(ranks) <= set(rank_of.values()) or outside or not ranks:
             raise ScheduleError(
                 f"{name} is over pipeline ranks {list(ranks)} and of stages {list(stages)}: "
-                f"expected ranks of {sorted(set(places.values()))} that hold these stages"
+                f"expected ranks of {sorted(set(rank_of.values()))} that hold these stages"
             )
 
 
 def _check_edges(program: Program) -> None:
-    """Refuses edges that are not first in, first out."""
+    """Refuses edges that are not first in, first out.
+
+    A message carries no name, so the receiver takes the next message of the edge. Both ends must
+    therefore list the same transfers in the same order.
+    """
     sent = defaultdict[Key, list[tuple[int, int]]](list)
     posted = defaultdict[Key, list[tuple[int, int]]](list)
     kinds = {int(Op.SEND): sent, int(Op.POST_RECEIVE): posted}
     for rank, items in enumerate(program.items):
-        for place, code in enumerate(items):
+        for position, code in enumerate(items):
             table = kinds.get(code & OP_MASK)
             if table is not None:
                 channel = program.channels[decode(code).which]
                 if rank != (channel.source if table is sent else channel.target):
-                    refuse(program, rank, place, f"a transfer of another rank: {channel}")
-                table[channel.source, channel.target].append((code >> OP_BITS, place))
+                    refuse(program, rank, position, f"a transfer of another rank: {channel}")
+                table[channel.source, channel.target].append((code >> OP_BITS, position))
     for edge in sorted({*sent, *posted}):
-        for (left, at), (right, there) in _pairs(sent[edge], posted[edge]):
-            if left != right:
+        for (sending, sent_at), (posting, posted_at) in _pairs(sent[edge], posted[edge]):
+            if sending != posting:
                 source, target = edge
                 crossed = (
                     "nothing"
-                    if right < 0
-                    else program.words(decode(right << OP_BITS | Op.POST_RECEIVE))
+                    if posting < 0
+                    else program.words(decode(posting << OP_BITS | Op.POST_RECEIVE))
                 )
-                if left < 0:
-                    refuse(program, target, there, f"rank {source} never sends this")
+                if sending < 0:
+                    refuse(program, target, posted_at, f"rank {source} never sends this")
                 refuse(
                     program,
                     source,
-                    at,
+                    sent_at,
                     f"rank {target} expects another transfer of the edge here: {crossed}",
                 )
 
@@ -139,10 +152,12 @@ def _pairs(
         )
 
 
-def _play(program: Program, ranks: Sequence[PlayedRank]) -> None:
-    """Runs all ranks until they end; a rank sleeps until what it waits for has happened."""
+def _simulate(program: Program, ranks: Sequence[SimulatedRank]) -> None:
+    """Runs all ranks until they end; a rank sleeps until the event that it waits for."""
     state = State()
     ready = list(range(len(ranks)))
+    # A rank runs as far as it can, and is run again only when its event has happened. So the work
+    # grows with the number of items, not with the number of ranks times items.
     while ready:
         rank = ready.pop()
         blocked = ranks[rank].run(state)
@@ -150,13 +165,13 @@ def _play(program: Program, ranks: Sequence[PlayedRank]) -> None:
             state.sleepers.setdefault(blocked, []).append(rank)
         ready += state.woken
         state.woken.clear()
-    stuck = [rank for rank in ranks if rank.place < len(rank.items)]
+    stuck = [rank for rank in ranks if rank.position < len(rank.items)]
     if stuck:
         _refuse_cycle(program, stuck)
 
 
-def _check_collectives(program: Program, ranks: Sequence[PlayedRank]) -> None:
-    """Refuses collectives that a rank never launches, or comm streams that wait in a circle."""
+def _check_collectives(program: Program, ranks: Sequence[SimulatedRank]) -> None:
+    """Refuses collectives that a rank never launches, and comm streams that wait in a circle."""
     queues: dict[Key, list[int]] = {}
     for rank in ranks:
         due = {n for n, c in enumerate(program.collectives) if rank.rank in c.ranks}
@@ -167,6 +182,8 @@ def _check_collectives(program: Program, ranks: Sequence[PlayedRank]) -> None:
             queues.setdefault((rank.rank, program.collectives[number].comm_stream), []).append(
                 number
             )
+    # A comm stream runs its collectives one by one, and a collective ends when all its ranks have
+    # come to it. If the heads of all queues wait for ranks that never come, the order is wrong.
     heads = dict.fromkeys(queues, 0)
     arrived = defaultdict[int, int](int)
     ready = list(queues)
@@ -178,27 +195,28 @@ def _check_collectives(program: Program, ranks: Sequence[PlayedRank]) -> None:
         collective = program.collectives[number]
         arrived[number] += 1
         if arrived[number] == len(collective.ranks):
-            for place in collective.ranks:
-                heads[place, collective.comm_stream] += 1
-                ready.append((place, collective.comm_stream))
+            for member in collective.ranks:
+                heads[member, collective.comm_stream] += 1
+                ready.append((member, collective.comm_stream))
     stuck = {q: n[heads[q]] for q, n in queues.items() if heads[q] < len(n)}
     if stuck:
-        told = "\n".join(
+        lines = "\n".join(
             f"  rank {rank}, comm stream {comm_stream}: {program.collectives[number].name}, over "
             f"ranks "
             f"{list(program.collectives[number].ranks)}"
             for (rank, comm_stream), number in stuck.items()
         )
-        raise ScheduleError(f"collectives wait for each other, in the orders they launch:\n{told}")
+        raise ScheduleError(f"collectives wait for each other, in the orders they launch:\n{lines}")
 
 
-def _refuse_cycle(program: Program, stuck: Sequence[PlayedRank]) -> NoReturn:
-    cells = [cell_of(program, rank.rank, rank.place) for rank in stuck]
-    told = "\n".join(
-        f"  rank {rank.rank}: {program.words(decode(rank.items[rank.place]))}, for {cell}"
+def _refuse_cycle(program: Program, stuck: Sequence[SimulatedRank]) -> NoReturn:
+    # Every stuck rank waits for another stuck rank, so the message shows them all.
+    cells = [cell_of(program, rank.rank, rank.position) for rank in stuck]
+    lines = "\n".join(
+        f"  rank {rank.rank}: {program.words(decode(rank.items[rank.position]))}, for {cell}"
         for rank, cell in zip(stuck, cells, strict=True)
     )
     raise ScheduleError(
-        f"schedule {program.schedule.name!r} cannot go on: ranks wait for each other:\n{told}\n"
+        f"schedule {program.schedule.name!r} cannot go on: ranks wait for each other:\n{lines}\n"
         f"{program.schedule.marked(cells)}"
     )

@@ -1,1 +1,1 @@
-"""Is a handler right? `contract` is the test that every handler passes, `scenario` what it runs."""
+"""Is a handler right? `contract` has the checks, `rehearsed` and `scenario` run the handler."""

@@ -1,4 +1,4 @@
-"""HandlerContract: what every gradient handler promises, as a test class that authors subclass.
+"""HandlerContract: the contract of gradient handlers, as a test class that authors subclass.
 
 class TestMine(HandlerContract):
     handler = "mine"
@@ -6,70 +6,46 @@ class TestMine(HandlerContract):
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
-from unittest import SkipTest
+from collections.abc import Mapping
 
 import torch
 
-from pipegrad import ParameterRecord, Topology, handlers
+from pipegrad import handlers
 from pipegrad.errors import PluginOptionError
-from pipegrad.plan.plan import Plan
 from pipegrad.testing.handlers import hash_seeds, scenario
-from pipegrad.testing.handlers.scenario import STEPS, TOPOLOGIES, Piece, Seen, Specs
-from pipegrad.testing.ranks import run_ranks
-
-T = TypeVar("T")
-TIMEOUT_SECONDS = 120.0
+from pipegrad.testing.handlers.rehearsed import Rehearsed, few, same_bits
+from pipegrad.testing.handlers.scenario import STEPS, TOPOLOGIES
 
 
-class HandlerContract:
+class HandlerContract(Rehearsed):
     """Checks a handler. Subclass it in a test module, as a class whose name begins with ``Test``.
 
-    Plans are made for several topologies. Steps are run on 4 gloo ranks, 2 stages by 2 data
-    replicas, on a small model with tied, frozen, float32, bfloat16 and float64 parameters. A rank
-    is judged by what its optimizer steps: parameters, rows of them, or nothing where another rank
-    does. A check that makes no sense because another one has failed is skipped.
+    Plans are made for several topologies. Steps run on 4 gloo ranks, 2 stages by 2 data replicas,
+    on a small model with tied, frozen, float32, bfloat16 and float64 parameters. The contract
+    checks what the optimizer of each rank steps: parameters, shards of them, or nothing if another
+    rank steps them. If a check makes no sense because an earlier check has failed, it is skipped.
 
     Attributes:
         handler: As a configuration lists it: a name, a table of name and options, or a class.
         beside: The other handlers that a run would list with it.
-        relative_error: How far a gradient may be off, relative to its largest element. Where a
-            parameter's own dtype is coarser, twice that one's resolution counts.
+        relative_error: Largest accepted error of a gradient, relative to its largest element. If
+            the dtype of a parameter is coarser, twice the resolution of that dtype is accepted.
     """
 
-    # HandlerSpec and Sequence[HandlerSpec]; Any, or a subclass would have to annotate them too.
-    handler: ClassVar[Any]
-    beside: ClassVar[Any] = ()
-    relative_error: ClassVar[float] = 1e-6
-
-    def expected(self, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient that a rank must have after a step; override it if not `whole`.
-
-        Where a rank steps rows of a parameter, the same rows of it are compared.
-
-        Args:
-            whole: What one process would have: the mean over data replicas of the sum over the
-                stages that hold the parameter. In float64.
-            own: What this rank had before; zeros if it had none. In float64.
-        """
-        return whole
-
-    # What it is.
+    # The handler itself.
 
     def test_it_is_found_and_says_where_it_comes_from(self) -> None:
-        found = handlers.resolve(self.handler)
-        there = handlers.resolve(pickle.loads(pickle.dumps(self.handler)))
+        resolved = handlers.resolve(self.handler)
+        again = handlers.resolve(pickle.loads(pickle.dumps(self.handler)))
         self._check(
-            pickle.loads(pickle.dumps(found.identity)) == there.identity,
-            f"its identity is {found.identity}, on another rank {there.identity}: use options "
+            pickle.loads(pickle.dumps(resolved.identity)) == again.identity,
+            f"its identity is {resolved.identity}, on another rank {again.identity}: use options "
             f"whose repr() tells their value",
         )
         self._check(
-            found.name == found.value or bool(found.distribution and found.version),
+            resolved.name == resolved.value or bool(resolved.distribution and resolved.version),
             "it is registered in this process alone, and other ranks do not know its name: install "
             "it with an entry point, or give the class itself",
         )
@@ -86,30 +62,32 @@ class HandlerContract:
 
     def test_an_unknown_option_is_refused_by_name(self) -> None:
         table = self.handler if isinstance(self.handler, Mapping) else {"name": self.handler}
-        said = "nothing, it was accepted"
+        reply = "nothing, it was accepted"
         try:
             handlers.resolve({**table, "no_such_option": 1})
         except PluginOptionError as error:
-            said = str(error)
+            reply = str(error)
         self._check(
-            "has no option 'no_such_option'" in said and "allowed" in said,
-            f"given an option 'no_such_option', it said: {said}; expected a refusal that lists "
+            "has no option 'no_such_option'" in reply and "allowed" in reply,
+            f"given an option 'no_such_option', it said: {reply}; expected a refusal that lists "
             f"what is allowed: name all options in __init__, without **",
         )
 
-    # What it plans.
+    # Its plans.
 
     def test_all_ranks_make_one_plan(self) -> None:
         plans = self._plans()
         self._check_ended(plans, "no plan")
-        for where, every in self._planned().items():
+        for mesh, every in self._planned().items():
             self._check(
                 len({plan.digest for plan in every}) == 1,
-                f"with {where} ranks' plans do not fit together; reductions() must depend on its "
+                f"with {mesh} ranks' plans do not fit together; reductions() must depend on its "
                 f"arguments alone:\n" + "\n".join(map(str, every)),
             )
 
     def test_a_plan_made_again_is_the_same(self) -> None:
+        # pipegrad may plan several times with one instance, also for other ranks. So a call must
+        # not depend on earlier calls.
         for where, every in self._planned().items():
             for first in every:
                 view, used = TOPOLOGIES[where].at(first.rank), scenario.instances(self._specs())
@@ -122,7 +100,7 @@ class HandlerContract:
 
     def test_the_order_of_parameters_changes_nothing(self) -> None:
         self._planned()
-        for where, topology in TOPOLOGIES.items():
+        for mesh, topology in TOPOLOGIES.items():
             for view in map(topology.at, topology.ranks):
                 records = scenario.records(view)
                 orders = (records, records[::-1], records[1:] + records[:1])
@@ -130,27 +108,29 @@ class HandlerContract:
                 different = sorted(set().union(*(first ^ other for other in others)))
                 self._check(
                     not different,
-                    f"with {where}, rank {view.rank} reduces otherwise if its parameters come in "
+                    f"with {mesh}, rank {view.rank} reduces otherwise if its parameters come in "
                     f"another order; decide by what a record says: {different}",
                 )
 
     def test_no_plan_depends_on_hash_seeds(self) -> None:
         self._planned()
-        one, other = hash_seeds.plans_under_seeds(self._specs(), "1", "4242")
-        for process in (one, other):
+        # Strings hash differently in each Python process, and this order cannot be changed in a
+        # running process. So plans are made in other processes.
+        first, second = hash_seeds.plans_under_seeds(self._specs(), "1", "4242")
+        for process in (first, second):
             self._check(
                 process.returncode == 0,
                 f"a new process cannot plan; it must be importable there:\n{process.stderr}",
             )
-        pairs = zip(one.stdout.splitlines(), other.stdout.splitlines(), strict=False)
+        pairs = zip(first.stdout.splitlines(), second.stdout.splitlines(), strict=False)
         different = [f"{line}\n{instead}" for line, instead in pairs if line != instead]
         self._check(
-            one.stdout == other.stdout,
+            first.stdout == second.stdout,
             "it plans otherwise under another PYTHONHASHSEED, which ranks need not share; do not "
             f"use hash(), and sort what comes out of a set:\n{''.join(different[:1])}",
         )
 
-    # What it does.
+    # Its steps.
 
     def test_a_step_ends_on_every_rank(self) -> None:
         self._planned()
@@ -173,68 +153,68 @@ class HandlerContract:
         self._check_values("missing")
 
     def test_a_gradient_that_nobody_has_stays_none(self) -> None:
-        for step, rank, name, found in self._found(*STEPS):
+        for step, rank, name, piece in self._pieces(*STEPS):
             self._check(
-                found.gradient is None or self._expected(step, rank, name) is not None,
+                piece.gradient is None or self._expected(step, rank, name) is not None,
                 f"no rank gave a gradient of {name!r}, and rank {rank} ended with "
-                f"{_few(found.gradient)}; launch() must not make something of zeros",
+                f"{few(piece.gradient)}; launch() must not make something of zeros",
             )
 
     def test_a_second_step_carries_nothing_over(self) -> None:
-        for _, rank, name, found in self._found("first"):
-            first, again = found.gradient, self._seen()[rank].pieces["again"][name].gradient
+        for _, rank, name, piece in self._pieces("first"):
+            first, again = piece.gradient, self._seen()[rank].pieces["again"][name].gradient
             self._check(
                 self._close(again, first),
                 f"rank {rank} gave the same gradient of {name!r} in two steps, and ended with "
-                f"{_few(first)}, then {_few(again)}; launch() must keep nothing of a step",
+                f"{few(first)}, then {few(again)}; launch() must keep nothing of a step",
             )
 
     def test_a_step_is_finished_once(self) -> None:
-        for _, rank, name, last in self._found(STEPS[-1]):
+        for _, rank, name, last in self._pieces(STEPS[-1]):
             seen = self._seen()[rank]
             after = seen.after_second_finish[name].gradient
             self._check(
-                seen.second_finish.startswith("StepError") and _same(last.gradient, after),
+                seen.second_finish.startswith("StepError") and same_bits(last.gradient, after),
                 f"after a second finish() on rank {rank}, which said: {seen.second_finish}, the "
-                f"gradient of {name!r} is {_few(after)} and was {_few(last.gradient)}; the work "
+                f"gradient of {name!r} is {few(after)} and was {few(last.gradient)}; the work "
                 f"that launch() returns ends when all its writes are done",
             )
 
     def test_copies_have_the_same_bits(self) -> None:
         self._need_values("first")
-        for step, rank, name, found in self._found(*STEPS):
+        for step, rank, name, piece in self._pieces(*STEPS):
             for other in scenario.holders(rank, name):
-                there = self._seen()[other].pieces[step].get(name)
-                if there is None or there.begin != found.begin:
-                    continue  # it steps other rows, or nothing
+                peer = self._seen()[other].pieces[step].get(name)
+                if peer is None or peer.begin != piece.begin:
+                    continue  # it steps another shard, or nothing
                 self._check(
                     not self._alike(step, rank, other, name)
-                    or _same(found.gradient, there.gradient),
+                    or same_bits(piece.gradient, peer.gradient),
                     f"ranks {rank} and {other} hold {name!r} and ended with "
-                    f"{_few(found.gradient)} and {_few(there.gradient)}; what they make of a sum "
+                    f"{few(piece.gradient)} and {few(peer.gradient)}; what they make of a sum "
                     f"must have the same bits",
                 )
 
     def test_every_element_is_stepped(self) -> None:
         for rank, seen in enumerate(self._seen()):
             for name in seen.parameters["first"]:
-                lost = self._lost(rank, name)
+                missed = self._unstepped(rank, name)
                 self._check(
-                    not lost,
-                    f"no rank steps elements {lost} of rank {rank}'s {name!r}, so they stay what "
+                    not missed,
+                    f"no rank steps elements {missed} of rank {rank}'s {name!r}, so they stay what "
                     f"they were; its reductions leave them on none of the ranks that hold it",
                 )
 
     def test_updated_parameters_are_those_of_one_process(self) -> None:
         self._need_values("first")
         for rank, seen in enumerate(self._seen()):
-            for name, found in seen.parameters["first"].items():
+            for name, updated in seen.parameters["first"].items():
                 expected = self._expected("first", rank, name)
-                stepped = torch.zeros_like(found) if expected is None else -expected
+                stepped = torch.zeros_like(updated) if expected is None else -expected
                 self._check(
-                    self._close(found, stepped),
+                    self._close(updated, stepped),
                     f"{name!r} on rank {rank} was zero, and the first step, which subtracts "
-                    f"gradients, left it {_few(found)}, expected {_few(stepped)}; what a rank does "
+                    f"gradients, left it {few(updated)}, expected {few(stepped)}; what a rank does "
                     f"not step itself must come from one that does: look at ranks and placements "
                     f"of reductions()",
                 )
@@ -243,14 +223,14 @@ class HandlerContract:
         self._need_values("first")
         for number, step in enumerate(STEPS, 1):
             for rank, seen in enumerate(self._seen()):
-                for name, found in seen.parameters[step].items():
+                for name, updated in seen.parameters[step].items():
                     for other in scenario.holders(rank, name):
-                        there = self._seen()[other].parameters[step][name]
+                        peer = self._seen()[other].parameters[step][name]
                         alike = all(self._alike(s, rank, other, name) for s in STEPS[:number])
                         self._check(
-                            not alike or _same(found, there),
-                            f"ranks {rank} and {other} hold {name!r} and have {_few(found)} and "
-                            f"{_few(there)} after the step {step!r}; what they step must have the "
+                            not alike or same_bits(updated, peer),
+                            f"ranks {rank} and {other} hold {name!r} and have {few(updated)} and "
+                            f"{few(peer)} after the step {step!r}; what they step must have the "
                             f"same bits, or come from one of them",
                         )
 
@@ -262,130 +242,3 @@ class HandlerContract:
                 f"whose result launch() itself reads is called without async_op, and the work that "
                 f"it returns waits for all others. The first:\n{''.join(seen.violations[:1])}",
             )
-
-    # How it is found out.
-
-    @classmethod
-    def _specs(cls) -> Specs:
-        return [scenario.importable(spec) for spec in (cls.handler, *cls.beside)]
-
-    @classmethod
-    @functools.cache
-    def _plans(cls) -> dict[str, list[Plan]] | Exception:
-        return _outcome(lambda: scenario.plans(cls._specs()))
-
-    @classmethod
-    @functools.cache
-    def _ranks(cls) -> list[Seen] | Exception:
-        steps, seconds = scenario.steps, TIMEOUT_SECONDS
-        return _outcome(lambda: run_ranks(steps, 4, cls._specs(), timeout_seconds=seconds))
-
-    def _planned(self) -> dict[str, list[Plan]]:
-        return _good(self._plans(), "test_all_ranks_make_one_plan")
-
-    def _seen(self) -> list[Seen]:
-        self._planned()
-        return _good(self._ranks(), "test_a_step_ends_on_every_rank")
-
-    def _found(self, *steps: str) -> Iterator[tuple[str, int, str, Piece]]:
-        for step in steps:
-            for rank, seen in enumerate(self._seen()):
-                for name, found in seen.pieces[step].items():
-                    yield step, rank, name, found
-
-    def _reductions(
-        self, order: Sequence[ParameterRecord], view: Topology
-    ) -> set[tuple[str, str, tuple[int, ...], str, float, str]]:
-        asked = handlers.resolve(self.handler).plugin.reductions(order, view)
-        return {
-            (r.record.key, r.op, tuple(sorted(r.ranks)), r.placement.name, r.divisor, r.exchange)
-            for r in asked
-        }
-
-    def _expected(self, step: str, rank: int, name: str) -> torch.Tensor | None:
-        whole, own = scenario.whole(step, rank, name), scenario.given(step, rank, name)
-        if whole is None:
-            return None
-        return self.expected(whole, torch.zeros_like(whole) if own is None else own.double())
-
-    def _alike(self, step: str, rank: int, other: int, name: str) -> bool:
-        """Whether two ranks that hold a parameter must have the same gradient of it."""
-        return _same(*(self._expected(step, r, name) for r in (rank, other)))
-
-    def _lost(self, rank: int, name: str) -> list[int]:
-        """Returns the elements of a parameter that none of its holders steps."""
-        whole = self._expected("first", rank, name)
-        lost = set(range(0 if whole is None else whole.numel()))
-        for other in scenario.holders(rank, name):
-            piece = self._seen()[other].pieces["first"].get(name)
-            lost -= set(range(piece.begin, piece.end) if piece else ())
-        return sorted(lost)
-
-    def _wrong(self, step: str) -> Iterator[str]:
-        for _, rank, name, piece in self._found(step):
-            found, own = piece.gradient, piece.of(scenario.given(step, rank, name))
-            expected = piece.of(self._expected(step, rank, name))
-            if expected is None:
-                continue
-            none = found is None and own is None  # where a handler leaves it to this rank alone
-            if not self._close(torch.zeros_like(expected) if none else found, expected):
-                values = f"found {_few(found)}, expected {_few(expected)}, own {_few(own)}"
-                yield f"{name!r} on rank {rank}: {values}"
-
-    def _check_values(self, step: str) -> None:
-        wrong = list(self._wrong(step))
-        self._check(
-            not wrong,
-            f"{len(wrong)} gradients are wrong by more than relative_error "
-            f"{self.relative_error:g}. Look at ops and ranks of reductions(), and whether the work "
-            f"of launch() ends before the sum is there; it leaves OWNER and SHARD to super(); "
-            f"handlers that belong to it are listed in beside; if it means something else, "
-            f"override expected(). The first:\n" + "\n".join(wrong[:5]),
-        )
-
-    def _need_values(self, step: str) -> None:
-        if any(self._wrong(step)):
-            raise SkipTest("nothing to look at: see test_gradients_are_those_of_one_process")
-
-    def _close(self, found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-        if found is None or expected is None:
-            return found is expected
-        allowed = max(self.relative_error, 2 * torch.finfo(found.dtype).eps)
-        error = (found.double() - expected.double()).abs().max()
-        return bool(error <= allowed * expected.double().abs().max())
-
-    def _check_ended(self, outcome: object, what: str) -> None:
-        error = outcome if isinstance(outcome, Exception) else None
-        notes = "\n".join(getattr(error, "__notes__", ()))
-        self._check(error is None, f"{what}: {type(error).__name__}: {error}\n{notes}")
-
-    def _check(self, good: bool, told: str) -> None:
-        __tracebackhide__ = True  # of pytest
-        if not good:
-            raise AssertionError(f"handler {handlers.resolve(self.handler)}: {told}")
-
-
-def _outcome(function: Callable[[], T]) -> T | Exception:
-    try:
-        return function()
-    except Exception as error:  # noqa: BLE001 - one check tells of it, others are skipped
-        return error
-
-
-def _good(outcome: T | Exception, check: str) -> T:
-    if isinstance(outcome, Exception):
-        raise SkipTest(f"nothing to look at: see {check}")
-    return outcome
-
-
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether both have the same bits, or are None."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def _few(gradient: torch.Tensor | None) -> str:
-    if gradient is None:
-        return "None"
-    return f"[{', '.join(f'{x:.7g}' for x in gradient.flatten()[:3].tolist())}, ...]"

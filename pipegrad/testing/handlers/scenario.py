@@ -1,7 +1,7 @@
-"""A rehearsal: a small model's plans and steps with given handlers. HandlerContract judges them.
+"""Scenario: plans and steps of a small model with some handlers. HandlerContract checks them.
 
-The model has a tie across ranks, one that may lie within a rank, three dtypes and a frozen
-parameter. Gradients are given, so that what one process would have is plain arithmetic.
+The model has a tie across ranks, a tie that may be within a rank, three dtypes and a frozen
+parameter. Gradients are fixed numbers, so the result of one process is plain arithmetic.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ _PARAMETERS: Final = {
 }
 STEPS: Final = ("first", "again", "missing")
 # Ranks that have a gradient in the step "missing".
-_GIVERS: Final = {"weight": (1, 3), "weight_f64": (0, 1, 2, 3), "tied": (3,)}
+_RANKS_WITH_GRADIENT: Final = {"weight": (1, 3), "weight_f64": (0, 1, 2, 3), "tied": (3,)}
 _ENDED = "rehearsal/ended"
 _LATE_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What the optimizer of one rank steps of a parameter: some or all of its elements.
+    """The elements of a parameter that the optimizer of one rank steps.
 
     Attributes:
-        begin: The first one, counted as they lie in memory.
-        end: The one behind the last.
-        gradient: Theirs, ``(end - begin,)``; None if it has none.
+        begin: Number of the first element, in the order of memory.
+        end: Number after the last element.
+        gradient: Gradient of these elements, ``(end - begin,)``; None without a gradient.
     """
 
     begin: int
@@ -68,7 +68,7 @@ class Piece:
     gradient: torch.Tensor | None
 
     def of(self, whole: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the same elements of a whole one."""
+        """Returns the same elements of a whole parameter or gradient."""
         return None if whole is None else whole.flatten()[self.begin : self.end]
 
 
@@ -78,16 +78,16 @@ Parameters = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw.
+    """The results of one rank.
 
     Attributes:
-        digest: Of its plan.
-        pieces: Step -> name -> what it had to step after it; no name of which it steps nothing.
-        second_finish: What a second finish said.
-        after_second_finish: What it had to step after that.
-        parameters: Step -> name -> the parameter when all ranks had stepped and published theirs:
+        digest: Digest of its plan.
+        pieces: Step -> name -> the piece that this rank steps. Other parameters have no entry.
+        second_finish: The error of a second finish, or "nothing".
+        after_second_finish: Name -> piece, after the second finish.
+        parameters: Step -> name -> the parameter after all ranks have stepped and published. It is
             zeros before the first step, and gradients are subtracted.
-        violations: Of the OrderChecker.
+        violations: Violations that the OrderChecker found.
     """
 
     digest: str
@@ -99,7 +99,11 @@ class Seen:
 
 
 def importable(spec: HandlerSpec) -> str | Mapping[str, object]:
-    """Returns what other processes find the same handler by."""
+    """Returns a handler in a form that other processes can import.
+
+    Raises:
+        TypeError: If it is an instance.
+    """
     if isinstance(spec, Mapping):
         return {**spec, "name": importable(spec["name"])}  # type: ignore[arg-type]
     if isinstance(spec, type):
@@ -110,17 +114,17 @@ def importable(spec: HandlerSpec) -> str | Mapping[str, object]:
 
 
 def plans(specs: Specs) -> dict[str, list[Plan]]:
-    """Returns every rank's plan in every topology; each rank has instances of its own."""
+    """Returns every rank's plan in every topology. Each rank has its own instances."""
     return {
-        where: [plan(topology.at(rank), instances(specs)) for rank in topology.ranks]
-        for where, topology in TOPOLOGIES.items()
+        name: [plan(topology.at(rank), instances(specs)) for rank in topology.ranks]
+        for name, topology in TOPOLOGIES.items()
     }
 
 
 def plans_as_text(specs: Specs) -> str:
     """Returns the plans of all topologies as text, with digests."""
     return "\n".join(
-        f"{where}: {made.digest}\n{made}" for where, every in plans(specs).items() for made in every
+        f"{name}: {p.digest}\n{p}" for name, every in plans(specs).items() for p in every
     )
 
 
@@ -130,20 +134,21 @@ def plan(topology: Topology, chosen: Sequence[tuple[str, Any]]) -> Plan:
 
 
 def records(topology: Topology) -> tuple[ParameterRecord, ...]:
-    """Returns what handlers are given on ``topology.rank``."""
+    """Returns the records that handlers get on ``topology.rank``."""
     return _manifest(topology).records(topology)
 
 
 def instances(specs: Specs) -> list[tuple[str, Any]]:
     """Returns names and new instances of handlers."""
-    return [(name, found.plugin) for name, found in handlers.resolve_all(specs).items()]
+    return [(name, resolved.plugin) for name, resolved in handlers.resolve_all(specs).items()]
 
 
-def given(step: str, rank: int, name: str) -> torch.Tensor | None:
+def gradient_of(step: str, rank: int, name: str) -> torch.Tensor | None:
     """Returns the gradient that a rank of the live topology has before any reduction."""
-    if name == "frozen" or (step == "missing" and rank not in _GIVERS.get(name, ())):
+    if name == "frozen" or (step == "missing" and rank not in _RANKS_WITH_GRADIENT.get(name, ())):
         return None
     shape, dtype = _PARAMETERS[name]
+    # Every rank and parameter has another scale, so a gradient of a wrong rank is noticed.
     scale = math.sqrt(2 + rank + 4 * list(_PARAMETERS).index(name))
     values = torch.linspace(1, 2, math.prod(shape), dtype=torch.float64) * scale
     return values.reshape(shape).to(dtype)
@@ -158,19 +163,22 @@ def holders(rank: int, name: str) -> list[int]:
 
 
 def whole(step: str, rank: int, name: str) -> torch.Tensor | None:
-    """Returns what one process would have, in float64; None if nobody has a gradient."""
-    every = [given(step, other, name) for other in holders(rank, name)]
-    present = [gradient.double() for gradient in every if gradient is not None]
+    """Returns the gradient of one process, in float64; None if no rank has a gradient."""
+    gradients = [gradient_of(step, other, name) for other in holders(rank, name)]
+    present = [gradient.double() for gradient in gradients if gradient is not None]
     return torch.stack(present).sum(0) / LIVE.size(LIVE.data) if present else None
 
 
 def steps(specs: Specs) -> Seen:
-    """Runs all steps under an OrderChecker. On every rank of a world like the live topology."""
+    """Runs all steps under an OrderChecker; returns what this rank saw.
+
+    Every rank of a process group like the live topology must call it.
+    """
     topology, rank = Topology.create(pipeline=2), dist.get_rank()
     (stage,) = topology.local_stages
     module = _stage(stage, topology.num_stages)
     pieces: dict[str, Pieces] = {}
-    found: list[Parameters] = []
+    parameters_before: list[Parameters] = []
     second_finish = "nothing"
     with OrderChecker() as checker:
         sync = GradientSync(
@@ -180,59 +188,62 @@ def steps(specs: Specs) -> Seen:
             handlers=specs,
             **_OPTIONS,
         )
+        # With a rate of 1, a step from zeros leaves the negative gradient in the parameter.
         optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
         for step in STEPS:
             optimizer.zero_grad()
             sync.prepare()
             sync.stage_first_use(stage)
-            found.append(_parameters(module))
+            parameters_before.append(_parameters(module))
             for name, parameter in module.named_parameters():
-                gradient = given(step, rank, name)
+                gradient = gradient_of(step, rank, name)
                 if gradient is not None:
                     (parameter * gradient).sum().backward()
+            # A wrong handler may not wait for the last rank. Only if that rank is late, its peers
+            # can be seen to finish too early.
             if step == "first" and rank == max(topology.ranks):
                 _wait_for_early_peers()
             sync.stage_final(stage)
-            with suppress(DriftError):  # the contract says which gradient is wrong, and how
+            with suppress(DriftError):  # the contract has a better message for a wrong gradient
                 sync.finish()
             pieces[step] = _pieces(sync)
             _store().set(_ENDED, "")
             optimizer.step()
             sync.publish()
         sync.wait_parameters()
-        found.append(_parameters(module))
+        parameters_before.append(_parameters(module))
         try:
             sync.finish()
         except StepError as error:
             second_finish = f"StepError: {error}"
         after = _pieces(sync)
         sync.close()
-    parameters = dict(zip(STEPS, found[1:], strict=True))
+    parameters = dict(zip(STEPS, parameters_before[1:], strict=True))
     violations = list(map(str, checker.violations))
     return Seen(sync.plan.digest, pieces, second_finish, after, parameters, violations)
 
 
 def _wait_for_early_peers() -> None:
-    """Lets peers end that do not wait for this rank's part; good ones wait, and lose a moment."""
+    """Waits a short time for peers that finish without this rank's part."""
     deadline = time.monotonic() + _LATE_SECONDS
     while not _store().check([_ENDED]) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def _store() -> Store:
-    world = dist.group.WORLD
-    assert world is not None
-    return world.get_group_store()
+    default_group = dist.group.WORLD
+    assert default_group is not None
+    return default_group.get_group_store()
 
 
 def _pieces(sync: GradientSync) -> Pieces:
     return {
-        one.record.name: Piece(
-            one.begin,
-            one.begin + one.tensor.numel(),
-            None if one.tensor.grad is None else one.tensor.grad.flatten().clone(),
+        main.record.name: Piece(
+            main.begin,
+            main.begin + main.tensor.numel(),
+            None if main.tensor.grad is None else main.tensor.grad.flatten().clone(),
         )
-        for one in sync.main_parameters()
+        for main in sync.main_parameters()
     }
 
 
@@ -256,7 +267,7 @@ def _stage(stage: int, num_stages: int) -> nn.Module:
 
 
 def _ties(num_stages: int) -> dict[str, set[int]]:
-    """Returns which stages hold what is tied: 0 and the last; 0 and one in the middle."""
+    """Returns the holders of each tie: 0 and the last stage, or 0 and a middle stage."""
     return {"tied": {0, num_stages - 1}, "tied_bf16": {0, num_stages // 2}}
 
 

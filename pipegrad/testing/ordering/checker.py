@@ -1,4 +1,4 @@
-"""OrderChecker: is every access to a gradient's bytes ordered? Decided by clocks, not by luck.
+"""OrderChecker: finds accesses to the same bytes that nothing orders. Vector clocks decide it.
 
 with OrderChecker() as checker:        # comm streams made inside are streams, on CPU virtual ones
     ...                                # whole training steps
@@ -8,8 +8,6 @@ assert not checker.violations
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,29 +21,14 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.work import Work
 from pipegrad.errors import OrderError
 from pipegrad.testing.ordering import cuda_trace
-from pipegrad.testing.ordering.clocks import Access, Clock, HappensBefore, Kind, Violation
+from pipegrad.testing.ordering.backend import CheckedBackend, VirtualStream
+from pipegrad.testing.ordering.clocks import Access, Clock, Kind, Violation
 from pipegrad.testing.ordering.trace import Memories, Operation, Trace, call_site, spans
-
-COMPUTE = "compute"
-
-
-@dataclass(frozen=True)
-class VirtualStream:
-    """A stream on CPU: its operations run at once, and count as if they ran at any legal time."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class VirtualEvent:
-    """What a virtual stream knew when the event was recorded."""
-
-    clock: Clock
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation, with what its strand knew: it is behind operation t of s if clock[s] >= t."""
+    """An operation, with the clock of its strand: it is after operation t of s if clock[s] >= t."""
 
     strand: str
     tick: int
@@ -55,62 +38,59 @@ class Entry:
     accesses: tuple[Access, ...]
 
     def behind(self, other: Entry) -> bool:
-        """Whether it is ordered behind `other`."""
+        """True if it is ordered after `other`."""
         return self.clock.get(other.strand, 0) >= other.tick
 
 
-class OrderChecker(sync_points.Backend):
-    """Watches every operator, event, wait, collective and free, and finds accesses left to luck.
+class OrderChecker(CheckedBackend):
+    """Watches every operator, event, wait, collective and free, and finds unordered accesses.
 
-    Two accesses to the same bytes, one of which writes (or frees), must be ordered by waits. That
-    is decided from what was waited for, not from when things happened to run: one run in any order
-    finds what could go wrong in all of them.
+    Two accesses to the same bytes must be ordered by waits, if one of them writes or frees. The
+    checker looks at what was waited for, not at the times of one run. So one run in any order finds
+    what could go wrong in all runs.
 
-    On CPU each comm stream is taken for a device's stream, with its events and waits, although
-    operators run at once; threads order nothing but what they hand over. On CUDA streams are the
-    real ones.
+    On CPU each comm stream counts as a stream of a device, with its events and waits, although its
+    operators run at once. Threads order only what they hand over. On CUDA streams are real.
 
-    Make what is to be checked inside, and end it there: comm streams keep the streams they were
-    made with. It sees operators of torch, not code that bypasses its dispatcher (Triton kernels,
-    replayed CUDA graphs). Transfers and collectives that are neither in comm streams nor started by
-    pipegrad's pipeline are taken to end where they are called, and those of communication hooks;
-    the others where somebody waits for the Work of each.
+    Make and end the objects to check inside of the ``with`` block, because comm streams keep the
+    streams that they were made with. The checker sees operators of torch. It does not see code that
+    bypasses torch's dispatcher (Triton kernels, replayed CUDA graphs). A collective ends when its
+    Work is waited for. Some are assumed to end when they are called: collectives of communication
+    hooks, and those that neither run in comm streams nor belong to pipegrad's pipeline.
 
     Args:
-        virtual_streams: Whether CPU tensors live on virtual streams. If False the order on CPU is
-            the real one there, of threads: what a gloo job on CPU relies on. So it must be where
-            a program has CUDA tensors too.
+        virtual_streams: True if CPU tensors live on virtual streams. With False the order on CPU is
+            the real order of threads, on which a gloo job on CPU relies. It must be False if a
+            program has CUDA tensors too.
         raises: Raise at the second access, instead of collecting.
         log: Keep every operation, in ``log``.
 
     Attributes:
-        violations: What was found, in the order in which it was found.
-        log: All operations, if asked for.
+        violations: All violations, in the order in which they were found.
+        log: All operations, if `log` was True.
     """
 
     def __init__(
         self, *, virtual_streams: bool = True, raises: bool = False, log: bool = False
     ) -> None:
+        super().__init__(virtual_streams=virtual_streams)
         self.violations: list[Violation] = []
         self.log: list[Entry] = []
-        self._virtual = virtual_streams
         self._raises = raises
         self._logs = log
-        self._order = HappensBefore()
         self._memories = Memories(self._freed)
         self._homes: dict[str, str] = {}  # memory -> the strand that allocated it
-        self._gone: deque[tuple[str, str]] = deque()  # strand that may use a freed memory again
-        self._free: defaultdict[str, list[str]] = defaultdict(list)
-        self._threads: set[str] = set()
+        # Finalizers must not lock, so they only append here: the strand that may use a freed memory
+        # again, and the memory. The next caller that holds the lock moves it to `_reusable`.
+        self._newly_freed: deque[tuple[str, str]] = deque()
+        self._reusable: defaultdict[str, list[str]] = defaultdict(list)
         self._flights: dict[int, tuple[dist.Work, str | None, Clock]] = {}  # by their Work
-        self._names = itertools.count(1)
-        self._lock = threading.RLock()
-        self._local = threading.local()
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._exit.enter_context(sync_points.using(self))
-        waits = mock.patch.object(dist.Work, "wait", self._noticed(dist.Work.wait))
+        # `wait` is replaced on the class, because torch itself and hooks call it too.
+        waits = mock.patch.object(dist.Work, "wait", self._noting_wait(dist.Work.wait))
         self._exit.enter_context(waits)
         self._exit.enter_context(self._watching())
         if torch.cuda.is_available():
@@ -120,59 +100,12 @@ class OrderChecker(sync_points.Backend):
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    @contextlib.contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        """Makes the virtual stream `name` current in this thread; ``compute`` is the default."""
-        before = self.on_now
-        self.switch(name)
-        try:
-            yield
-        finally:
-            self.switch(before)
-
-    def switch(self, name: str) -> None:
-        """Makes the virtual stream `name` current in this thread from now on."""
-        self._local.stream = name
-
-    @property
-    def on_now(self) -> str:
-        """Name of this thread's current virtual stream."""
-        return str(getattr(self._local, "stream", COMPUTE))
-
     # What the library calls in the place of a device's streams.
 
-    def stream(self, device: torch.device, name: str) -> torch.Stream | None:
-        """Returns a virtual stream where the device has none."""
-        if device.type == "cpu" and self._virtual:
-            return cast("torch.Stream", VirtualStream(f"{name} #{next(self._names)}"))
-        return super().stream(device, name)
-
-    def current(self, device: torch.device) -> torch.Stream | None:
-        """Returns the current stream, which may be a virtual one."""
-        if device.type == "cpu" and self._virtual:
-            return cast("torch.Stream", VirtualStream(self.on_now))
-        return super().current(device)
-
-    def record(self, device: torch.device, stream: object = None) -> torch.Event | None:
-        """Returns an event that carries the clock of a stream."""
-        name = self._virtual_name(device, stream)
-        if name is None:
-            return super().record(device, cast("torch.Stream | None", stream))
-        with self._locked():
-            return cast("torch.Event", VirtualEvent(self._order.clock(name)))
-
-    def wait(self, event: object, device: torch.device, stream: object = None) -> None:
-        """Orders a stream behind the event."""
-        if isinstance(event, VirtualEvent):
-            with self._locked():
-                self._order.join(self._virtual_name(device, stream) or self.on_now, event.clock)
-        else:
-            super().wait(
-                cast("torch.Event | None", event), device, cast("torch.Stream | None", stream)
-            )
-
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Sends on a strand of its own; a copy, so that it is seen when `tensor` is freed."""
+        """Sends on a strand of its own."""
+        # The backend gets a copy, so it does not keep `tensor` alive. Otherwise no free of `tensor`
+        # during the send would be seen.
         copy = tensor.clone()
         with self._transferring(tensor):
             return super().send(group, copy, peer, tag)
@@ -184,48 +117,42 @@ class OrderChecker(sync_points.Backend):
 
     @contextlib.contextmanager
     def _transferring(self, *reads: torch.Tensor) -> Iterator[None]:
-        """Takes the collective that is called inside for a transfer, which reads these tensors."""
+        """Marks the collective that is called inside as a transfer that reads these tensors."""
         self._local.transfer = f"transfer {next(self._names)}", reads
         try:
             yield
         finally:
             self._local.transfer = None
 
-    def _noticed(self, wait: Callable[..., bool]) -> Callable[..., bool]:
-        """Returns `dist.Work.wait`, whoever calls it, with what comes behind it ordered so."""
+    def _noting_wait(self, wait: Callable[..., bool]) -> Callable[..., bool]:
+        """Returns `dist.Work.wait` with a note: the calling strand is after the collective."""
 
-        def noticed(work: dist.Work, *args: object, **kwargs: object) -> bool:
-            done = wait(work, *args, **kwargs)
+        def noted(work: dist.Work, *args: object, **kwargs: object) -> bool:
+            result = wait(work, *args, **kwargs)
             with self._locked():
+                # A Work of a comm stream ends on that stream, others on the strand that waits. An
+                # unknown Work orders nothing.
                 _, home, clock = self._flights.pop(id(work), (work, None, {}))
-                here = self.on_now if self._virtual else self._thread
-                self._order.join(home or here, clock)
-            return done
+                strand = self.on_now if self._virtual else self._thread
+                self._order.join(home or strand, clock)
+            return result
 
-        return noticed
+        return noted
 
     @contextlib.contextmanager
     def trusting(self) -> Iterator[None]:
-        """Takes the collectives that are started inside to end where they are called."""
+        """Assumes that collectives which are started inside end when they are called."""
         before, self._local.in_comm_stream = getattr(self._local, "in_comm_stream", False), False
         try:
             yield
         finally:
             self._local.in_comm_stream = before
 
-    def hand_over(self) -> object:
-        """Returns the clock of this thread."""
-        with self._locked():
-            return self._order.clock(self._thread)
-
-    def take_over(self, handed: object) -> None:
-        """Orders this thread behind the one that handed over."""
-        with self._locked():
-            self._order.join(self._thread, cast("Clock", handed or {}))
-
     @contextlib.contextmanager
     def running(self, stream: object) -> Iterator[None]:
         """Makes a comm stream's stream current, and watches its operators."""
+        # Operators on a comm stream's own thread must be watched too. A trace of torch's dispatcher
+        # sees only the thread that entered it.
         before, self._local.in_comm_stream = getattr(self._local, "in_comm_stream", False), True
         current: contextlib.AbstractContextManager[object]
         if isinstance(stream, VirtualStream):
@@ -238,7 +165,7 @@ class OrderChecker(sync_points.Backend):
         finally:
             self._local.in_comm_stream = before
 
-    # What a device's own events tell. See `pipegrad.testing.ordering.cuda_trace`.
+    # Events of a CUDA device. `pipegrad.testing.ordering.cuda_trace` calls these.
 
     def recorded(self, strand: str) -> Clock:
         """Returns the clock of an event recorded on a strand."""
@@ -247,22 +174,24 @@ class OrderChecker(sync_points.Backend):
             return self._order.clock(strand)
 
     def waited(self, strand: str | None, clock: Clock) -> None:
-        """Orders a strand, or the host where it is None, behind an event."""
+        """Orders a strand after an event; None is the host."""
         with self._locked():
             self._order.join(strand or self._thread, clock)
 
     def everything(self) -> Clock:
-        """Returns the clock of a device that has come to rest."""
+        """Returns the clock of a device after it was synchronised."""
         with self._locked():
             return self._order.latest()
 
-    # What happens.
+    # Operators.
 
     def before(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called ahead of each operator, with its tensors."""
+        """Called before each operator, with its tensors."""
 
     def after(self, operation: Operation) -> Entry:
-        """Takes an operator that this thread has called."""
+        """Called after each operator of this thread; checks its accesses."""
+        # The launch of an operator is ordered after all earlier work of its thread. A collective
+        # runs on a strand of its own, which starts after the launch.
         with self._locked():
             home = self._home(operation)
             self._order.join(home, self._order.clock(self._thread))
@@ -272,7 +201,8 @@ class OrderChecker(sync_points.Backend):
             self._order.join(strand, self._order.clock(home))
             tick, where = self._order.tick(strand), call_site()
             accesses = [
-                # Outside of comm streams torch itself holds what one stream hands to another.
+                # Outside of comm streams torch itself keeps tensors alive that one stream hands to
+                # another. In comm streams pipegrad must do that.
                 Access(
                     strand,
                     tick,
@@ -293,21 +223,24 @@ class OrderChecker(sync_points.Backend):
             clock = self._order.clock(strand)
             entry = Entry(strand, tick, operation.name, where, clock, tuple(accesses))
             if operation.work is not None and strand != home:
-                # Kept alive, as on a device, where nothing ends it but its own end.
+                # The Work is kept alive. On a device a collective goes on when its Work is freed.
                 waiting = None if transfer else home
                 self._flights[id(operation.work)] = operation.work, waiting, clock
             if operation.syncs_host:
                 self._order.join(self._thread, clock)
             if self._logs:
                 self.log.append(entry)
-            found = self._reuse(strand, where)
-            self._report(found + [r for access in accesses for r in self._order.access(access)])
+            violations = self._reuse(strand, where)
+            self._report(
+                violations + [r for access in accesses for r in self._order.access(access)]
+            )
             return entry
 
     def _in_comm_stream(self, operation: Operation, home: str) -> str:
-        """Returns where an operator of a comm stream runs: its collectives beside it, in order.
+        """Returns the strand of an operator in a comm stream.
 
-        Messages have no order: the end of one says nothing of those before it.
+        Collectives of a group run in order, beside the comm stream. Messages have no order, because
+        the end of a message does not show that earlier messages have ended.
         """
         if operation.group is None:
             return home
@@ -317,7 +250,7 @@ class OrderChecker(sync_points.Backend):
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Traces this thread's operators, once."""
+        """Traces this thread's operators, unless they are traced already."""
         if getattr(self._local, "watched", False):
             yield
             return
@@ -330,55 +263,46 @@ class OrderChecker(sync_points.Backend):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock, once it is known what each strand may use again."""
-        with self._lock:
-            while self._gone:
-                home, memory = self._gone.popleft()
-                self._free[home].append(memory)
+        """Holds the lock, after it has moved newly freed memories to their strands."""
+        with super()._locked():
+            while self._newly_freed:
+                home, memory = self._newly_freed.popleft()
+                self._reusable[home].append(memory)
             yield
 
     def _freed(self, memory: str) -> None:
-        """Notes a free. Called by a finalizer, where nothing may lock or raise."""
+        """Notes that a memory is freed. A finalizer calls it, so it must not lock or raise."""
         home = self._homes.pop(memory, None)
         if home is not None:
-            self._gone.append((self._thread if home in self._threads else home, memory))
+            self._newly_freed.append((self._thread if home in self._threads else home, memory))
 
     def _reuse(self, home: str, where: str) -> list[Violation]:
-        """Takes the next operation of a strand for the one that gets what was freed on it."""
-        tick, everything = self._order.clock(home)[home], ((0, 2**63),)
+        """Frees memories at the next operation of a strand, which may get that memory."""
+        # The allocator gives a freed memory to the strand that allocated it, at once. So from its
+        # next operation on, any other strand that still uses the memory is a violation.
+        tick, whole_memory = self._order.clock(home)[home], ((0, 2**63),)
         return [
             violation
-            for memory in self._free.pop(home, ())
+            for memory in self._reusable.pop(home, ())
             for violation in self._order.access(
-                Access(home, tick, Kind.FREE, "reuse of what was freed", where, memory, everything)
+                Access(
+                    home, tick, Kind.FREE, "reuse of what was freed", where, memory, whole_memory
+                )
             )
         ]
-
-    def _virtual_name(self, device: torch.device, stream: object) -> str | None:
-        if device.type != "cpu" or not self._virtual:
-            return None
-        return stream.name if isinstance(stream, VirtualStream) else self.on_now
 
     def _memory(self, tensor: torch.Tensor, home: str) -> str:
         memory = self._memories.name(tensor)
         self._homes.setdefault(memory, home)
         return memory
 
-    def _report(self, found: Sequence[Violation]) -> None:
-        self.violations += found
-        if found and self._raises:
-            raise OrderError("\n".join(map(str, found)))
-
-    @property
-    def _thread(self) -> str:
-        """Name of this thread's strand."""
-        if not hasattr(self._local, "thread"):
-            self._local.thread = f"{threading.current_thread().name} #{next(self._names)}"
-            self._threads.add(self._local.thread)
-        return str(self._local.thread)
+    def _report(self, violations: Sequence[Violation]) -> None:
+        self.violations += violations
+        if violations and self._raises:
+            raise OrderError("\n".join(map(str, violations)))
 
     def _home(self, operation: Operation) -> str:
-        """Returns the strand on which an operator runs, its collective's launch included."""
+        """Returns the strand on which an operator runs, or from which a collective is launched."""
         for tensor in (*operation.writes, *operation.reads):
             if tensor.device.type != "cpu":
                 return cuda_trace.strand(tensor.device)
@@ -388,6 +312,6 @@ class OrderChecker(sync_points.Backend):
 def watch_process() -> None:
     """Checks this thread and all comm streams from now on; raises at the first violation.
 
-    What ``PIPEGRAD_CHECK_ORDER=1`` does when pipegrad is imported.
+    ``PIPEGRAD_CHECK_ORDER=1`` calls it when pipegrad is imported.
     """
     OrderChecker(virtual_streams=False, raises=True).__enter__()

@@ -1,9 +1,10 @@
 """Happens-before: whether two accesses to one memory are ordered, decided by vector clocks.
 
-A strand is whatever runs one thing after another: a stream, a thread, a communicator. Its clock
-says how far it has got, and how far it knows every other strand to have got. Source: Mattern,
-Virtual Time and Global States of Distributed Systems (1989), section 5; which accesses are kept is
-after Flanagan and Freund, FastTrack (2009), with byte ranges instead of variables.
+A strand runs operations one after the other: a stream, a thread, or a communicator. Its clock has
+the number of its newest operation. For every other strand it has the newest operation that is known
+to have ended before. Source: Mattern, Virtual Time and Global States of Distributed Systems (1989),
+section 5. The choice of accesses to keep follows Flanagan and Freund, FastTrack (2009), with byte
+ranges instead of variables.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class Access:
     """One strand touches bytes of one memory.
 
     Attributes:
-        strand: Who.
-        tick: Its how manieth operation this is.
-        kind: What it does.
+        strand: The strand.
+        tick: Number of the operation on its strand, from 1.
+        kind: Read, write or free.
         what: The operator or collective.
         where: The call site.
-        memory: Which memory.
-        spans: Byte ranges ``(start, end)`` in it.
-        held: Whether nobody but us keeps the memory from being freed meanwhile.
+        memory: Name of the memory.
+        spans: Byte ranges ``(start, end)`` in the memory.
+        held: True if only pipegrad keeps the memory alive until the access has ended.
     """
 
     strand: str
@@ -55,13 +56,13 @@ class Access:
 
 @dataclass(frozen=True)
 class Violation:
-    """Two accesses that nothing orders, at least one of which changes what the other sees.
+    """Two accesses to the same bytes that nothing orders. At least one writes or frees.
 
     Attributes:
         first: The access that was issued first.
-        second: The other one.
+        second: The access that was issued later.
         span: The first byte range that both touch.
-        known: Up to which of the first strand's ticks the second strand had waited.
+        known: The newest tick of the first strand for which the second strand had waited.
     """
 
     first: Access
@@ -71,7 +72,7 @@ class Violation:
 
     @property
     def hazard(self) -> str:
-        """What may go wrong, in the usual words."""
+        """The usual name of what may go wrong."""
         if self.second.kind is Kind.FREE:
             return "freed and used again while in flight"
         return f"{self.second.kind.value} not ordered after {self.first.kind.value}"
@@ -89,59 +90,64 @@ class Violation:
 
 
 class HappensBefore:
-    """The clocks of all strands, and the accesses that may still race with a later one."""
+    """The clocks of all strands, and the accesses that may still race with later accesses."""
 
     def __init__(self) -> None:
         self._clocks: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self._accesses: defaultdict[str, list[Access]] = defaultdict(list)
 
     def clock(self, strand: str) -> Clock:
-        """Returns what `strand` knows now: what an event recorded on it carries."""
+        """Returns the clock of `strand`. An event that is recorded on it now has this clock."""
         return dict(self._clocks[strand])
 
     def latest(self) -> Clock:
-        """Returns how far every strand has got."""
-        return {strand: mine.get(strand, 0) for strand, mine in self._clocks.items()}
+        """Returns the newest tick of every strand."""
+        return {strand: clock.get(strand, 0) for strand, clock in self._clocks.items()}
 
     def join(self, strand: str, clock: Clock) -> None:
-        """Orders all that `strand` does from now on behind what `clock` knows."""
-        mine = self._clocks[strand]
+        """Orders all later operations of `strand` after the operations in `clock`."""
+        own = self._clocks[strand]
         for other, tick in clock.items():
-            mine[other] = max(tick, mine.get(other, 0))
+            own[other] = max(tick, own.get(other, 0))
 
     def tick(self, strand: str) -> int:
         """Begins the next operation of `strand` and returns its number, from 1."""
-        mine = self._clocks[strand]
-        mine[strand] = mine.get(strand, 0) + 1
-        return mine[strand]
+        own = self._clocks[strand]
+        own[strand] = own.get(strand, 0) + 1
+        return own[strand]
 
     def access(self, new: Access) -> list[Violation]:
-        """Takes an access of the operation that its strand is in; returns what it races with."""
+        """Adds an access of the current operation of its strand; returns its violations."""
+        # Only accesses that may race with a later access are kept. So memory and time grow with the
+        # number of strands and byte ranges, not with the number of operations.
         known = self._clocks[new.strand]
         earlier = self._accesses[new.memory]
-        found: list[Violation] = []
-        kept: list[Access] = []
+        violations: list[Violation] = []
+        remaining: list[Access] = []
         for old in earlier:
             shared = _overlap(old.spans, new.spans)
             seen = known.get(old.strand, 0)
             if shared is not None and _conflict(old, new) and seen < old.tick:
-                found.append(Violation(old, new, shared, seen))
+                violations.append(Violation(old, new, shared, seen))
             if not (seen >= old.tick and _replaces(new, old)):
-                kept.append(old)
-        self._accesses[new.memory] = [*kept, new]
+                remaining.append(old)
+        self._accesses[new.memory] = [*remaining, new]
         if new.kind is Kind.FREE:
             del self._accesses[new.memory]
-        return found
+        return violations
 
 
 def _conflict(old: Access, new: Access) -> bool:
+    # If torch itself keeps the memory alive until the access has ended, a free cannot be too early.
     if new.kind is Kind.FREE:
         return old.held
     return Kind.WRITE in (old.kind, new.kind)
 
 
 def _replaces(new: Access, old: Access) -> bool:
-    """Whether all that would race with `old` races with `new`, which is ordered behind it."""
+    """True if every access that would race with `old` also races with `new`, ordered after it."""
+    # A free races only with accesses that are held. So an access that is not held cannot stand in
+    # for one that is.
     if old.held and not new.held:
         return False
     stronger = new.kind is not Kind.READ or (old.kind is Kind.READ and old.strand == new.strand)
@@ -150,6 +156,7 @@ def _replaces(new: Access, old: Access) -> bool:
 
 def _overlap(a: Sequence[Span], b: Sequence[Span]) -> Span | None:
     """Returns the first common byte range of two ascending lists."""
+    # Both lists are sorted, so one pass is enough. Tensors with strides may have many ranges.
     i = j = 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -163,6 +170,7 @@ def _overlap(a: Sequence[Span], b: Sequence[Span]) -> Span | None:
 
 
 def _covers(outer: Sequence[Span], inner: Sequence[Span]) -> bool:
-    """Whether one range of `outer` holds all of `inner`; False if that is not plain to see."""
+    """True if one range of `outer` covers all of `inner`. False if several ranges together do."""
+    # A wrong False keeps an access longer than needed. A wrong True would lose a violation.
     low, high = inner[0][0], inner[-1][1]
     return any(start <= low and high <= end for start, end in outer)

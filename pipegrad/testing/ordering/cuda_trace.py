@@ -1,4 +1,4 @@
-"""What CUDA's own events order, autograd's included: told by torch's GPU trace."""
+"""CUDA events and synchronisations, also those of autograd, from torch's GPU trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pipegrad.testing.ordering.clocks import Clock
 if TYPE_CHECKING:
     from pipegrad.testing.ordering.checker import OrderChecker
 
-_following: list[tuple[OrderChecker, dict[int, Clock]]] = []  # who is told, and events by address
+# Checkers, and the clocks of their events by address. Only the last checker gets callbacks.
+_following: list[tuple[OrderChecker, dict[int, Clock]]] = []
 
 
 def strand(device: torch.device) -> str:
@@ -26,19 +27,19 @@ def strand(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def following(checker: OrderChecker) -> Iterator[None]:
-    """Tells `checker`, and nobody else meanwhile, of every event and synchronisation."""
+    """Passes every event and synchronisation to `checker`, and to no other checker meanwhile."""
     _listen()
-    told = (checker, dict[int, "Clock"]())
-    _following.append(told)
+    entry = (checker, dict[int, "Clock"]())
+    _following.append(entry)
     try:
         yield
     finally:
-        _following.remove(told)
+        _following.remove(entry)
 
 
 @functools.cache
 def _listen() -> None:
-    """Registers callbacks, for good: torch takes none back.
+    """Registers callbacks, once: torch cannot remove them.
 
     Source: torch/cuda/_sanitizer.py.
     """
@@ -52,7 +53,7 @@ def _listen() -> None:
 
 
 def _name(stream: int) -> str:
-    # An address is one in the process; each device has a default stream, at 0.
+    # The address of a stream is unique in the process. Only default streams all have address 0.
     return f"stream {stream:#x}" if stream else f"default of cuda:{torch.cuda.current_device()}"
 
 

@@ -1,7 +1,7 @@
-"""Runs what was recorded again, in every order that its waits allow, and compares the bits.
+"""Runs recorded operations again, in every order that their waits allow, and compares the bits.
 
-The other half of the proof: `OrderChecker` decides by rules which accesses conflict; this executor
-knows no rules. It drains the streams as an adversary would, and looks at the numbers.
+`OrderChecker` decides by rules whether accesses conflict. This executor has no rules: it runs the
+streams in all orders, also in unlikely ones, and compares numbers. So it checks the rules.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pipegrad.comm.work import Work
 from pipegrad.testing.ordering.checker import Entry, OrderChecker
 from pipegrad.testing.ordering.trace import Operation
 
-_POISON = 0xFF  # bytes of which every floating dtype makes a NaN
+_POISON = 0xFF  # every floating dtype reads these bytes as NaN
 
 
 @dataclass
 class _Collective:
-    """What a collective made of what it was given: its peers are not here to do it again."""
+    """Inputs and outputs of a collective. Its peers are missing, so it cannot run again."""
 
     home: str
-    given: list[torch.Tensor]
-    made: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Operations that run as one: all but the last touch only what their strand alone touches."""
+    """Operations that run as one. All but the last touch only memory of their own strand."""
 
     entry: Entry
     operations: tuple[int, ...]
@@ -39,9 +39,9 @@ class _Step:
 class Recording(OrderChecker):
     """An `OrderChecker` that keeps every operation, with its tensors, to run it again.
 
-    For small programs: the number of orders grows like that of shuffles of a deck. Nothing is freed
-    while it records. Operators must be deterministic; collectives must be in place, as all-reduce
-    is, and give what they gave if they are given the same bits, else NaN.
+    Use it for small programs, because the number of orders grows very fast. Nothing is freed while
+    it records. Operators must be deterministic. Collectives must be in place, like all-reduce. In a
+    new order a collective returns its recorded outputs if its inputs have the same bits, else NaN.
     """
 
     def __init__(self) -> None:
@@ -62,28 +62,29 @@ class Recording(OrderChecker):
             yield order
 
     def priorities(self) -> Iterator[tuple[int, ...]]:
-        """Yields, of those, one for each ranking of the streams: the first that may run, does.
+        """Yields one order for each ranking of the streams: the first stream that may run, runs.
 
-        Far fewer than all, and the extremes: for programs of which nobody can run all.
+        These are far fewer orders, and the extreme ones. Use it for programs with too many orders.
         """
         strands = self._strands()
         for ranking in permutations(strands):
             yield next(_shuffles({strand: strands[strand] for strand in ranking}))
 
     def differing(self, orders: Iterable[Sequence[int]]) -> tuple[int, int]:
-        """Returns how many orders these are, and in how many any bit ends up differently."""
+        """Returns the number of these orders, and of those that end with different bits."""
+        # The order of the recording is the one in which operators really ran. It is the reference.
         serial = self._run(range(len(self._operations)))
         results = [self._run(order) == serial for order in orders]
         return len(results), results.count(False)
 
-    # What it adds to checking.
+    # What it records.
 
     def before(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps the bytes that a memory held when it was first met."""
+        """Keeps the bytes of each memory when it is first used."""
         with self._locked():
             for tensor in tensors:
                 self._meet(tensor, _bytes(tensor).clone())
-        self._local.given = [t.clone() for t in tensors]
+        self._local.inputs = [t.clone() for t in tensors]
 
     def after(self, operation: Operation) -> Entry:
         """Keeps the operation."""
@@ -93,65 +94,65 @@ class Recording(OrderChecker):
                 self._meet(tensor, torch.full_like(_bytes(tensor), _POISON))
             if operation.name.startswith("c10d."):
                 self._collectives[len(self._operations)] = _Collective(
-                    self._here, self._local.given
+                    self._location, self._local.inputs
                 )
             self._operations.append((entry, operation))
             return entry
 
     def wait_work(self, work: Work) -> None:
-        """Keeps what the collective made."""
+        """Keeps the outputs of the collective."""
         super().wait_work(work)
         with self._locked():
-            self._keep_results(self._here)
+            self._keep_results(self._location)
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         self._keep_results("")
 
     @property
-    def _here(self) -> str:
+    def _location(self) -> str:
         return f"{self._thread}, {self.on_now}"
 
     def _keep_results(self, home: str) -> None:
-        """Keeps the results of the collectives of a comm stream, or of all that are done."""
+        """Keeps the outputs of the collectives of a comm stream, or of all collectives."""
         for number, collective in self._collectives.items():
-            if not collective.made and home in ("", collective.home):
-                collective.made = [t.clone() for t in self._operations[number][1].writes]
+            if not collective.outputs and home in ("", collective.home):
+                collective.outputs = [t.clone() for t in self._operations[number][1].writes]
 
     def _meet(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
         if tensor.numel():
             self._storages.setdefault(self._memories.name(tensor), (_bytes(tensor), content))
 
-    # Running it again.
+    # How it runs them again.
 
     def _run(self, order: Sequence[int] | range) -> list[bytes]:
         with torch.no_grad():
-            for there, content in self._storages.values():
-                there.copy_(content)
+            for memory, content in self._storages.values():
+                memory.copy_(content)
             for number in order:
                 if number in self._collectives:
                     self._repeat(self._collectives[number], self._operations[number][1])
                 else:
                     self._operations[number][1].run()
-        return [bytes(there.numpy()) for there, _ in self._storages.values()]
+        return [bytes(memory.numpy()) for memory, _ in self._storages.values()]
 
     def _repeat(self, collective: _Collective, operation: Operation) -> None:
+        # Other inputs mean that an operator ran too early or too late. What the peers would send is
+        # then unknown, and NaN makes the difference visible.
         same = all(
             torch.equal(_bits(now), _bits(then))
-            for now, then in zip(operation.writes, collective.given, strict=True)
+            for now, then in zip(operation.writes, collective.inputs, strict=True)
         )
-        for there, made in zip(operation.writes, collective.made, strict=True):
+        for written, output in zip(operation.writes, collective.outputs, strict=True):
             if same:
-                there.copy_(made)
+                written.copy_(output)
             else:
-                there.view(torch.uint8).fill_(_POISON)
+                written.view(torch.uint8).fill_(_POISON)
 
     def _strands(self) -> dict[str, list[_Step]]:
-        """Returns what each strand runs, in order.
-
-        What touches only memory of its strand alone is joined to what comes behind it: where else
-        it ran would change nothing.
-        """
+        """Returns the steps of each strand, in order."""
+        # An operation that touches only memory of its own strand is joined with the next one. Its
+        # position changes nothing for other strands, and there are far fewer orders to run.
         users: dict[str, set[str]] = {}
         for entry, _ in self._operations:
             for access in entry.accesses:
@@ -159,20 +160,20 @@ class Recording(OrderChecker):
         strands: dict[str, list[_Step]] = {}
         waiting: dict[str, list[int]] = {}
         for number, (entry, _) in enumerate(self._operations):
-            mine = waiting.setdefault(entry.strand, [])
-            mine.append(number)
+            pending = waiting.setdefault(entry.strand, [])
+            pending.append(number)
             if any(len(users[access.memory]) > 1 for access in entry.accesses):
-                strands.setdefault(entry.strand, []).append(_Step(entry, tuple(mine)))
-                mine.clear()
-        for strand, mine in waiting.items():
-            if mine:
-                last = _Step(self._operations[mine[-1]][0], tuple(mine))
+                strands.setdefault(entry.strand, []).append(_Step(entry, tuple(pending)))
+                pending.clear()
+        for strand, pending in waiting.items():
+            if pending:
+                last = _Step(self._operations[pending[-1]][0], tuple(pending))
                 strands.setdefault(strand, []).append(last)
         return strands
 
 
 def _shuffles(strands: Mapping[str, Sequence[_Step]]) -> Iterator[tuple[int, ...]]:
-    """Yields every order in which each step comes behind all that its clock knows."""
+    """Yields every order in which each step comes after all operations in its clock."""
     done = dict.fromkeys(strands, 0)  # of each strand: how many of its steps
     order: list[_Step] = []
     length = sum(map(len, strands.values()))

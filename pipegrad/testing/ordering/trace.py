@@ -1,4 +1,4 @@
-"""What an operator of torch reads and writes: in which memory, which bytes, called from where."""
+"""Trace: which bytes of which memory an operator of torch reads and writes, and its call site."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.testing.ordering.clocks import Span
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-_MAX_SPANS = 1024  # of one tensor; beyond that its bounds are taken for all of it
-_NOBODYS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<eval_")
+_MAX_SPANS = 1024  # a tensor with more byte ranges counts as one range from first to last byte
+_SKIPPED_FILES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<eval_")
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Operation:
     """One call of an operator.
 
     Attributes:
-        name: As torch prints it.
+        name: Name of the operator, as torch prints it.
         reads: Tensors whose values it uses.
         writes: Tensors that it changes or makes.
         group: Name of the process group of an asynchronous collective, else None.
-        work: What its caller waits for; the object that it gets, so kept alive until it does.
-        syncs_host: Whether the host waits for its result.
-        run: Calls it again, on the same tensors, and puts its results where they are now; does
+        work: The Work that its caller waits for. It is the caller's object, kept alive until then.
+        syncs_host: True if the host waits for its result.
+        run: Calls it again on the same tensors, and copies its results into the old ones. Does
             nothing for a collective.
     """
 
@@ -49,17 +49,17 @@ class Operation:
 
 
 class Observer(Protocol):
-    """Who is told."""
+    """Receives each operator of a trace."""
 
     def before(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called ahead of each operator, with the tensors it is given."""
+        """Called before each operator, with its tensor arguments."""
 
     def after(self, operation: Operation) -> object:
-        """Called when it has been called."""
+        """Called after each operator."""
 
 
 class Trace(TorchDispatchMode):
-    """Tells of every operator in the thread that enters it."""
+    """Passes every operator of the thread that enters it to an observer."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -67,7 +67,7 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets torch.compile and torch.export go on as if nobody watched them."""
+        """Lets torch.compile and torch.export work as if no trace were active."""
         return True
 
     def __torch_dispatch__(
@@ -77,14 +77,16 @@ class Trace(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Calls `func` and reports it, unless it is about tensors of another kind (fake, ...)."""
+        """Calls `func` and reports it, except for other kinds of tensors, such as fake tensors."""
         kwargs = kwargs or {}
+        # Fake tensors have no memory. Wrappers such as DTensor call operators on their parts, and
+        # the trace sees these calls.
         if not all(t in _PLAIN for t in types):
             return func(*args, **kwargs)
-        given = _tensors((*args, *kwargs.values()))
-        self._observer.before(given)
+        arguments = _tensors((*args, *kwargs.values()))
+        self._observer.before(arguments)
         out = func(*args, **kwargs)
-        operation = _operation(_signature(func), given, args, kwargs, out)
+        operation = _operation(_signature(func), arguments, args, kwargs, out)
         if operation is not None:
             self._observer.after(operation)
         return out
@@ -97,6 +99,8 @@ def spans(tensor: torch.Tensor) -> tuple[Span, ...]:
     size, start = tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous():
         return ((start, start + tensor.numel() * size),)
+    # Dimensions are taken from the smallest stride. While they have no gaps they form one dense
+    # range, and the other dimensions repeat this range.
     dims = sorted(zip(map(int, tensor.stride()), map(int, tensor.shape), strict=True))
     dense, rest = size, list[tuple[int, int]]()
     for stride, length in dims:
@@ -116,9 +120,10 @@ def spans(tensor: torch.Tensor) -> tuple[Span, ...]:
 
 
 def call_site() -> str:
-    """Returns the innermost line that is neither torch's nor this tool's."""
+    """Returns the innermost line outside of torch and of this package."""
+    # The user looks for the own line, not for lines of torch or of this tool.
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOBODYS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
@@ -128,10 +133,10 @@ _Address = tuple[int, int]  # of the memory, and of the storage
 
 
 class Memories:
-    """Names every storage that is met, and tells when it is freed.
+    """Names every storage, and notices when it is freed.
 
     Args:
-        on_free: Called with its name, in the thread that lets go of it last.
+        on_free: Called with the name, in the thread that drops the last reference.
     """
 
     def __init__(self, on_free: Callable[[str], None]) -> None:
@@ -142,8 +147,8 @@ class Memories:
     def name(self, tensor: torch.Tensor) -> str:
         """Returns the name of the memory of `tensor`."""
         storage = tensor.untyped_storage()
-        # Both: torch gives memory back a little before it says so, and another thread may have it
-        # by then, in a storage of another address.
+        # Both addresses are needed. torch returns memory a little before the finalizer runs. Until
+        # then another thread may have the same memory, in a storage of another address.
         address = storage.data_ptr(), storage._cdata
         if address not in self._names:
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -159,7 +164,7 @@ class Memories:
 
 
 class _Signature:
-    """What the schema of an operator says, read once."""
+    """The facts of an operator's schema, read once."""
 
     def __init__(self, func: Any) -> None:  # noqa: ANN401
         schema = func._schema
@@ -173,7 +178,7 @@ class _Signature:
         self.leaves_uninitialised = self.name.startswith(("aten.empty", "aten.new_empty"))
         self.reads_item = self.name == "aten._local_scalar_dense.default"
         self.copies = self.name in ("aten._to_copy.default", "aten.copy_.default")
-        # What ones_like is given counts for its shape alone.
+        # Operators such as ones_like use only the shape of their argument.
         self.reads_nothing = bool(re.match(r"aten\.(new_\w+|\w+_like)\.", self.name))
 
     def argument(
@@ -188,44 +193,44 @@ _signature = functools.cache(_Signature)
 
 def _operation(
     signature: _Signature,
-    given: Sequence[torch.Tensor],
+    arguments: Sequence[torch.Tensor],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     out: object,
 ) -> Operation | None:
-    """Returns what a call did; None if it touched no memory, as a view does."""
+    """Returns the operation of a call; None if it touched no memory, as a view does."""
     if signature.is_collective:
-        reads, writes = _collective_accesses(signature, given, args)
+        reads, writes = _collective_accesses(signature, arguments, args)
         group = _group(signature, args, kwargs)
         work = None if group is None else _work(out)
         operation = Operation(signature.name, reads, writes, group, work, False, _nothing)
-        return operation if given else None
+        return operation if arguments else None
     if signature.is_view:
         return None
     written = _tensors([signature.argument(i, args, kwargs) for i in signature.written])
-    made = list[torch.Tensor]()
+    fresh = list[torch.Tensor]()
     if not written:
-        known = {tensor.untyped_storage().data_ptr() for tensor in given}
-        made = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
-    if not (given or made):
+        known = {tensor.untyped_storage().data_ptr() for tensor in arguments}
+        fresh = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
+    if not (arguments or fresh):
         return None
 
     def again() -> None:
         results = _tensors(signature.func(*args, **kwargs))
-        for there, value in zip(_tensors(out), results, strict=True):
-            if any(there is tensor for tensor in made):
-                there.copy_(value)
+        for result, value in zip(_tensors(out), results, strict=True):
+            if any(result is tensor for tensor in fresh):
+                result.copy_(value)
 
-    used = [t for t in given if not any(t is w for w in written)]
+    used = [t for t in arguments if not any(t is w for w in written)]
     return Operation(
         name=signature.name,
         reads=() if signature.reads_nothing else tuple(used),
-        # Fresh memory may still be in use, by what held it before, on the stream that asks for it.
-        writes=(*written, *made),
+        # New memory counts as written: another stream may still use what was there before.
+        writes=(*written, *fresh),
         group=None,
         work=None,
         syncs_host=signature.reads_item
-        or (signature.copies and _crosses(used, (*written, *made), args, kwargs)),
+        or (signature.copies and _crosses(used, (*written, *fresh), args, kwargs)),
         run=_nothing if signature.leaves_uninitialised else again,
     )
 
@@ -236,29 +241,29 @@ def _crosses(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> bool:
-    """Whether a copy goes between host and device, and the host waits for it."""
+    """True if a copy goes between host and device, and the host waits for it."""
     non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
     devices = {tensor.device.type for tensor in (*reads, *writes)}
     return "cpu" in devices and len(devices) > 1 and not non_blocking
 
 
 def _nothing() -> None:
-    """Is run again in the place of a collective, and of a tensor without contents."""
+    """Does nothing: runs instead of a collective, and of an operator without contents."""
 
 
 def _collective_accesses(
-    signature: _Signature, given: Sequence[torch.Tensor], args: tuple[object, ...]
+    signature: _Signature, arguments: Sequence[torch.Tensor], args: tuple[object, ...]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Returns what a collective reads and what it writes; its schema does not say."""
+    """Returns the tensors that a collective reads and writes. Its schema does not have them."""
     name = signature.name.removeprefix("c10d.")
     if name.startswith("send"):
-        return tuple(given), ()
+        return tuple(arguments), ()
     if name.startswith(
         ("_reduce_scatter", "_allgather", "reduce_scatter", "allgather", "alltoall")
     ):
         written = _tensors(args[0])
-        return tuple(t for t in given if not any(t is w for w in written)), tuple(written)
-    return (), tuple(given)  # in place, or written alone
+        return tuple(t for t in arguments if not any(t is w for w in written)), tuple(written)
+    return (), tuple(arguments)  # in place, or written alone
 
 
 def _group(
@@ -275,10 +280,10 @@ def _group(
 
 
 def _work(out: object) -> dist.Work | None:
-    """Returns what an asynchronous collective gives its caller to wait for."""
-    made = out if isinstance(out, tuple | list) else (out,)
-    found = [one for one in made if isinstance(one, torch.ScriptObject)]
-    return dist.Work.unbox(found[0]) if found else None
+    """Returns the Work of an asynchronous collective."""
+    results = out if isinstance(out, tuple | list) else (out,)
+    works = [result for result in results if isinstance(result, torch.ScriptObject)]
+    return dist.Work.unbox(works[0]) if works else None
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -286,12 +291,12 @@ def _tensors(tree: object) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         plain = type(tree) in _PLAIN and tree.layout is torch.strided
         return [tree] if plain and tree.device.type != "meta" else []
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     if isinstance(tree, list | tuple):
         for branch in tree:
             if isinstance(branch, list | tuple | torch.Tensor):
-                found += _tensors(branch)
-    return found
+                tensors += _tensors(branch)
+    return tensors
 
 
 def _merged(ranges: Iterable[Span]) -> Iterator[Span]:

@@ -1,61 +1,61 @@
-"""Checkpoints by torch.distributed.checkpoint, by the names of the uncut model: any cut reads any.
+"""Checkpoints by torch.distributed.checkpoint. Names are those of the uncut model.
 
-A checkpoint holds parameters, buffers, optimizer state, the step, and what handlers keep on each
-rank, which only the same plan goes on from. Everything else comes from the configuration of the run
-that reads it. What the optimizer keeps of each element of a parameter is
-written flat, by each rank what it steps, and read by each rank what it steps.
+[Note: any cut reads any checkpoint] A checkpoint has parameters, buffers, optimizer state, the
+step, and the state of handlers. Keys are names of the uncut model, so another cut finds them. The
+optimizer's state of a parameter is flat. Each rank writes the chunk that it steps, and reads the
+chunk that it steps, so chunks of writer and reader may differ. The state of handlers belongs to one
+plan, and only a run with the same plan reads it. Everything else comes from the configuration.
 
-What lives apart along a dimension of the mesh, as tensor-parallel shards and experts do, carries
-its place there: ``name[tp=1]``. A run reads it with the same sizes only.
+Tensor-parallel shards and experts differ along a dimension of the mesh. Their keys have a location:
+``name[tp=1]``. Only a run with the same sizes reads them.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import PlanError, in_words
+from pipegrad.errors import PlanError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.optimizer.main_params import MainParameter
-from pipegrad.train.checkpoint.checksums import (
-    METADATA,
-    CheckedWriter,
-    Checksums,
-    DamageError,
-    damaged,
-    read_checksums,
+from pipegrad.train.checkpoint.checksums import CheckedWriter, Checksums
+from pipegrad.train.checkpoint.chunks import Chunk
+from pipegrad.train.checkpoint.handler_state import (
+    empty_like_saved,
+    own_key,
+    pack,
+    readable_key,
+    unpack,
 )
-from pipegrad.train.checkpoint.chunks import Row
-from pipegrad.train.checkpoint.layout import Places, check_places
+from pipegrad.train.checkpoint.layout import Locations, check_locations
+from pipegrad.train.checkpoint.validate import check_names, read_metadata
 from pipegrad.train.config import Config, path_of
 
 STEP = "step"
-_NAMES_SHOWN = 4  # of the names that a model or a checkpoint lacks
-_KEPT = "kept."  # and the rank
-_PACK_SECONDS = 600.0  # for the slowest rank to write down its error feedback
+_PACK_SECONDS = 600.0  # timeout for the slowest rank to pack its error feedback
 
 
-class State:
-    """What a rank contributes to a checkpoint, and takes from one.
+class TrainingState:
+    """The state of one rank that a checkpoint saves and loads.
 
     Args:
-        sync: Knows the parameters, and under which name each is known to all ranks.
-        modules: This rank's stages.
-        optimizer: Made of ``sync.optimizer_parameters()``.
+        sync: The gradient layer. It has the parameters and their keys.
+        modules: Stage -> module, for the stages of this rank.
+        optimizer: The optimizer of ``sync.optimizer_parameters()``.
+
+    Attributes:
+        handler_state: State of the handlers that `unpack_handler_state` has read.
 
     Raises:
-        PlanError: If rows of a parameter that does not lie in memory as it is written are sharded.
+        PlanError: If a sharded parameter is not contiguous.
     """
 
     def __init__(
@@ -66,304 +66,214 @@ class State:
     ) -> None:
         self._optimizer = optimizer
         self._sync = sync
-        self._kept: tuple[Tensor, bool] | None = None  # as packed, and whether it is this rank's
-        self.kept: dict[str, Any] = {}
-        # A key is "stage.name" at the lowest stage that holds it, and names are the uncut model's.
-        locations = Places(sync.topology, sync.plan)
-        self._place_of_buffers = locations.of()
+        # Handler state as it was read: its bytes, and whether they are of this rank.
+        self._packed_handler_state: tuple[Tensor, bool] | None = None
+        self.handler_state: dict[str, Any] = {}
+        # A key is "stage.name" at the lowest holder. Its name is that of the uncut model.
+        locations = Locations(sync.topology, sync.plan)
+        self._buffer_location = locations.of()
         names = {r.key: r.key.partition(".")[2] + locations.of(r.key) for r in sync.records()}
         self._parameters = {names[record.key]: sync.parameter(record) for record in sync.records()}
-        self._main_parameters = {names[one.record.key]: one for one in sync.main_parameters()}
+        self._main_parameters = {names[main.record.key]: main for main in sync.main_parameters()}
         self._modules = modules
-        self._own = {
+        self._own_parameter_names = {
             name for m in modules.values() for name, _ in m.named_parameters(remove_duplicate=False)
         }
-        for name, one in self._main_parameters.items():
-            if one.sharded and not self._parameters[name].is_contiguous():
+        for name, main in self._main_parameters.items():
+            if main.sharded and not self._parameters[name].is_contiguous():
                 raise PlanError(
                     f"{name!r} is sharded and not contiguous, so its rows fit into no other cut's "
                     f"checkpoint: make it .contiguous()"
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns parameters and buffers by their keys in a checkpoint; wait for them before."""
+        """Returns parameters and buffers by their keys in a checkpoint.
+
+        Sync: the caller waits for parameters before.
+        """
         buffers = {
-            name + self._place_of_buffers: found
+            name + self._buffer_location: tensor
             for module in self._modules.values()
-            for name, found in module.state_dict().items()
-            if name not in self._own and isinstance(found, Tensor)
+            for name, tensor in module.state_dict().items()
+            if name not in self._own_parameter_names and isinstance(tensor, Tensor)
         }
-        named = {**self._parameters, **buffers}
-        return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
+        tensors = {**self._parameters, **buffers}
+        return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
     def keys(self) -> list[str]:
         """Returns the keys of `tensors`."""
         return list(self.tensors())
 
     def save(self, folder: Path, step: int, run: Mapping[str, str]) -> None:
-        """Writes a checkpoint; every rank must call it. It is whole once it has ``.metadata``.
+        """Writes a checkpoint; every rank must call it. It is whole when it has ``.metadata``.
 
         Args:
-            folder: Where to.
-            step: How many steps have been made.
-            run: What the run is made of, for whoever goes on from it.
+            folder: The folder of the checkpoint.
+            step: Number of steps that have been made.
+            run: Values of the run, as text. A run that reads the checkpoint compares them.
 
         Raises:
             CheckpointException: If a rank cannot write; on all ranks.
-            PlanError: If what a handler keeps could not be read again; on all ranks, and nothing
+            PlanError: If the state of a handler could not be read again. On all ranks, and nothing
                 is written.
         """
+        # The parameter sync of the last step may still write. Handler state is packed inside of
+        # `agree`, because one rank alone may fail with it.
         self._sync.wait_parameters()
-        kept: dict[str, Tensor] = {}
-        told = "what handlers keep"
-        agree(told, lambda: kept.update(self._pack()), timeout_seconds=_PACK_SECONDS)
+        handler_state: dict[str, Tensor] = {}
+        subject = "what handlers keep"
+        agree(subject, lambda: handler_state.update(self._pack()), timeout_seconds=_PACK_SECONDS)
         state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
-        for name, one in self._main_parameters.items():
-            if one.copied:
-                state[f"stored.{name}"] = _row(one, one.tensor)
-            for key, value in self._optimizer.state.get(one.tensor, {}).items():
-                found = torch.as_tensor(value)
-                each = found.shape == one.tensor.shape
-                state[f"optimizer.{name}.{key}"] = _row(one, found) if each else found
-        save({**state, **kept}, storage_writer=CheckedWriter(folder, run))
+        # State with the shape of a main parameter is written as a chunk of the whole parameter.
+        # Other state, such as a step count, has no elements to divide and is written whole.
+        for name, main in self._main_parameters.items():
+            if main.copied:
+                state[f"stored.{name}"] = _chunk(main, main.tensor)
+            for key, value in self._optimizer.state.get(main.tensor, {}).items():
+                tensor = torch.as_tensor(value)
+                is_per_element = tensor.shape == main.tensor.shape
+                state[f"optimizer.{name}.{key}"] = (
+                    _chunk(main, tensor) if is_per_element else tensor
+                )
+        save({**state, **handler_state}, storage_writer=CheckedWriter(folder, run))
 
     def _pack(self) -> dict[str, Tensor]:
-        """Returns what this rank's handlers keep by its key, or nothing."""
-        kept = self._sync.state_dict()
-        return {_own_key(): _packed(kept)} if kept else {}
+        """Returns the packed state of this rank's handlers by its key; empty without state."""
+        handler_state = self._sync.state_dict()
+        return {own_key(): pack(handler_state)} if handler_state else {}
 
     def check(
-        self, config: Config, kept: set[str], held: set[str]
+        self, config: Config, own_names: set[str], held: set[str]
     ) -> tuple[Metadata, Checksums | None]:
-        """Returns what the checkpoint ``train.resume`` holds, and its checksums. Local.
+        """Returns metadata and checksums of the checkpoint ``train.resume``. Local.
 
         Args:
             config: The configuration.
-            kept: What the optimizer keeps of a matrix.
+            own_names: Names of the state that the optimizer of this run keeps for a matrix.
             held: The `keys` of all ranks.
 
         Raises:
-            ConfigError: If it cannot be read, or is of another model or optimizer.
+            ConfigError: If it cannot be read, or if it is of another model or optimizer.
         """
         folder = path_of(config.train.resume or "")
-        metadata, checksums = _read(config, folder)
-        check_places(config, set(metadata.state_dict_metadata), held)
-        _check_names(config, set(metadata.state_dict_metadata), held)
+        metadata, checksums = read_metadata(config, folder)
+        check_locations(config, set(metadata.state_dict_metadata), held)
+        check_names(config, set(metadata.state_dict_metadata), held)
         for key, tensor in self.tensors().items():
-            found = metadata.state_dict_metadata[key]
-            shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "none"
+            saved = metadata.state_dict_metadata[key]
+            shape = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else "none"
             if shape != tuple(tensor.shape):
                 config.refuse(
                     "train.resume",
                     f"it is of another model: {key.partition('.')[2]!r} is {tuple(tensor.shape)} "
                     f"here and {shape} there",
                 )
-        kept_there: dict[str, set[str]] = {}
+        saved_names: dict[str, set[str]] = {}
         for key in metadata.state_dict_metadata:
             owner = self._owner(key) if key.startswith("optimizer.") else None
             if owner is not None:
-                kept_there.setdefault(owner, set()).add(key.rpartition(".")[2])
-        self._check_rows(config, metadata)
-        for name, there in kept_there.items():
+                saved_names.setdefault(owner, set()).add(key.rpartition(".")[2])
+        self._check_shapes(config, metadata)
+        for name, names in saved_names.items():
             parameter = self._parameters[name]
-            if parameter.ndim == 2 and parameter.requires_grad and there != kept:
+            if parameter.ndim == 2 and parameter.requires_grad and names != own_names:
                 config.refuse(
                     "optimizer",
-                    f"it keeps {sorted(kept)} of {name!r}, but the optimizer of the checkpoint "
-                    f"kept {sorted(there)}: choose the same",
+                    f"it keeps {sorted(own_names)} of {name!r}, but the optimizer of the "
+                    f"checkpoint kept {sorted(names)}: choose the same",
                 )
         return metadata, checksums
 
-    def _check_rows(self, config: Config, metadata: Metadata) -> None:
-        """Refuses optimizer state of a shape that no rows can be taken of."""
-        for key, found in metadata.state_dict_metadata.items():
+    def _check_shapes(self, config: Config, metadata: Metadata) -> None:
+        """Refuses optimizer state of a sharded parameter whose shape is not flat."""
+        for key, saved in metadata.state_dict_metadata.items():
             name = self._owner(key)
-            if name not in self._main_parameters or not isinstance(found, TensorStorageMetadata):
+            if name not in self._main_parameters or not isinstance(saved, TensorStorageMetadata):
                 continue
-            one = self._main_parameters[name]
-            if one.sharded and tuple(found.size) not in ((), (one.record.numel,)):
+            main = self._main_parameters[name]
+            if main.sharded and tuple(saved.size) not in (
+                (),
+                (main.record.numel,),
+            ):
                 config.refuse(
                     "train.resume",
-                    f"its {key!r} is {tuple(found.size)}, expected ({one.record.numel},): state of "
-                    f"an optimizer that cannot be sharded, or of an older version",
+                    f"its {key!r} is {tuple(saved.size)}, expected ({main.record.numel},): state "
+                    f"of an optimizer that cannot be sharded, or of an older version",
                 )
 
     def load(self, folder: Path, metadata: Metadata) -> int:
         """Reads a checkpoint into parameters, buffers and optimizer; returns its step.
 
-        Every rank must call it. Replicas are equal afterwards.
+        Every rank must call it. Replicas are equal after it.
         """
         self._sync.wait_parameters()
         held = self.tensors()
-        # Into memory of its own: a buffer may be a constant, expanded.
+        # It reads into new tensors, because a buffer may be an expanded constant, whose elements
+        # share memory.
         state = {STEP: torch.tensor(0), **{key: held[key].contiguous().clone() for key in held}}
-        for key, found in metadata.state_dict_metadata.items():
+        for key, saved in metadata.state_dict_metadata.items():
             name = self._owner(key)
-            if isinstance(found, TensorStorageMetadata) and name in self._main_parameters:
-                one, dtype = self._main_parameters[name], found.properties.dtype
-                each = tuple(found.size) == (one.record.numel,)
-                made = torch.empty_like(one.tensor, dtype=dtype, device="cpu").detach()
-                state[key] = _row(one, made) if each else torch.empty(found.size, dtype=dtype)
-        kept = _kept_key(metadata)
-        if kept is not None:
-            state[kept] = _place_of(kept, metadata)
+            if isinstance(saved, TensorStorageMetadata) and name in self._main_parameters:
+                main, dtype = self._main_parameters[name], saved.properties.dtype
+                is_per_element = tuple(saved.size) == (main.record.numel,)
+                empty = torch.empty_like(main.tensor, dtype=dtype, device="cpu").detach()
+                state[key] = (
+                    _chunk(main, empty) if is_per_element else torch.empty(saved.size, dtype=dtype)
+                )
+        key_of_handlers = readable_key(metadata)
+        if key_of_handlers is not None:
+            state[key_of_handlers] = empty_like_saved(key_of_handlers, metadata)
         load(state, checkpoint_id=folder)
-        self._kept = (state[kept], kept == _own_key()) if kept else None
+        self._packed_handler_state = (
+            (state[key_of_handlers], key_of_handlers == own_key()) if key_of_handlers else None
+        )
         for key, tensor in held.items():
+            # An expanded constant cannot be written to. If its value is right, it stays.
             if not torch.equal(tensor, state[key]):
                 tensor.copy_(state[key])
+        # This makes replicas equal and sets main parameters from the parameters. Master copies are
+        # set after it, because they are more precise than the parameters.
         self._sync.synchronize_parameters()
-        for name, one in self._main_parameters.items():
-            stored = state.get(f"stored.{name}")
-            if one.copied and isinstance(stored, Row):
-                one.tensor.detach().copy_(stored.local.view_as(one.tensor))
+        for name, main in self._main_parameters.items():
+            copy = state.get(f"stored.{name}")
+            if main.copied and isinstance(copy, Chunk):
+                main.tensor.detach().copy_(copy.local.view_as(main.tensor))
         self._restore(self._optimizer, state)
         return int(state[STEP])
 
-    def unpack_kept(self) -> str:
-        """Reads what the checkpoint kept of handlers, as `kept`; returns why it cannot, or ""."""
-        packed, self._kept = self._kept, None
+    def unpack_handler_state(self) -> str:
+        """Sets `handler_state` from the checkpoint; returns the reason if it cannot, else ""."""
+        read, self._packed_handler_state = self._packed_handler_state, None
         try:
-            self.kept = _unpacked(packed[0], mine=packed[1]) if packed else {}
+            self.handler_state = unpack(read[0], is_own=read[1]) if read else {}
         except PlanError as error:
             return str(error)
         return ""
 
     def _owner(self, key: str) -> str | None:
-        """Returns the parameter that a key is the optimizer's state of, if this rank holds it."""
+        """Returns the parameter of an optimizer key; None if this rank does not hold it."""
         kind, _, path = key.partition(".")
         name = path.rpartition(".")[0] if kind == "optimizer" else path
         return name if kind in ("optimizer", "stored") and name in self._parameters else None
 
     def _restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-        """Gives the optimizer its state by way of its own format, which places and casts it."""
-        told = optimizer.state_dict()
+        """Sets the state of the optimizer."""
+        # The optimizer's own format is used, because it moves and casts each tensor as needed.
+        # There, parameters are numbered in the order of the groups.
+        optimizer_state = optimizer.state_dict()
         ordered = [p for group in optimizer.param_groups for p in group["params"]]
         index = {id(parameter): i for i, parameter in enumerate(ordered)}
-        told["state"] = {}
+        optimizer_state["state"] = {}
         for key, value in state.items():
             name = self._owner(key)
             if key.startswith("optimizer.") and name in self._main_parameters:
                 tensor = self._main_parameters[name].tensor
-                found = value.local.view_as(tensor) if isinstance(value, Row) else value
-                kept = told["state"].setdefault(index[id(tensor)], {})
-                kept[key.rpartition(".")[2]] = found
-        optimizer.load_state_dict(told)
+                own_part = value.local.view_as(tensor) if isinstance(value, Chunk) else value
+                parameter_state = optimizer_state["state"].setdefault(index[id(tensor)], {})
+                parameter_state[key.rpartition(".")[2]] = own_part
+        optimizer.load_state_dict(optimizer_state)
 
 
-def _read(config: Config, folder: Path) -> tuple[Metadata, Checksums | None]:
-    """Returns the metadata of a checkpoint, and its checksums if it has any."""
-    if "\0" in str(folder):
-        config.refuse("train.resume", "is no path: it has a null character")
-    try:
-        checksums = read_checksums(folder)
-        return FileSystemReader(folder).read_metadata(), checksums
-    except DamageError as error:
-        refuse_damaged(config, [str(error)], cause=error)
-    except FileNotFoundError as error:
-        told = f"is not a whole checkpoint: it has no {METADATA}"
-        if not folder.exists():
-            told = "there is no such folder, seen from the working directory"
-        config.refuse("train.resume", told, cause=error)
-    except OSError as error:
-        told = f"{error.filename} cannot be read: {error.strerror}"
-        config.refuse("train.resume", f"expected the folder of a checkpoint: {told}", cause=error)
-    except Exception as error:  # noqa: BLE001 - whatever pickle says of a damaged file
-        refuse_damaged(config, [f"{METADATA} cannot be read: {error!r}"], cause=error)
-
-
-def refuse_damaged(
-    config: Config, found: Sequence[str], *, cause: Exception | None = None
-) -> NoReturn:
-    """Refuses a checkpoint for what is wrong with its bytes."""
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    config.refuse(
-        "train.resume",
-        f"is damaged: {found[0]}{more}: restore the files, or go on from another checkpoint",
-        cause=cause,
-    )
-
-
-def verify(folder: Path, checksums: Checksums) -> list[str]:
-    """Returns what is wrong with the bytes of this rank's share of the pieces, in words."""
-    return damaged(folder, checksums.pieces[dist.get_rank() :: dist.get_world_size()])
-
-
-def _check_names(config: Config, there: set[str], here: set[str]) -> None:
-    """Refuses a checkpoint that holds other parameters or buffers than the model, either way."""
-    saved = {key for key in there if key.startswith("model.")}
-    told = []
-    if extra := saved - here:
-        told.append(f"the checkpoint holds {_listed(extra)}, which the model does not have")
-    if missing := here - saved:
-        told.append(f"the model has {_listed(missing)}, which the checkpoint does not hold")
-    if told:
-        config.refuse(
-            "train.resume",
-            f"it is of another model: {'; '.join(told)}: choose the [model] of the run that "
-            f"wrote it",
-        )
-
-
-def _listed(keys: set[str]) -> str:
-    names = sorted(key.partition(".")[2] for key in keys)
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
-
-
-def _row(one: MainParameter, found: Tensor) -> Row:
-    """Returns something of each element that a rank steps as part of the whole."""
-    return Row.of(found.detach().reshape(-1), one.begin, one.record.numel)
-
-
-def _own_key() -> str:
-    return f"{_KEPT}{dist.get_rank()}"
-
-
-def _kept_key(metadata: Metadata) -> str | None:
-    """Returns where to read what this rank kept; if nothing, another's, which tells of which plan.
-
-    None if no rank kept anything.
-    """
-    found = sorted(key for key in metadata.state_dict_metadata if key.startswith(_KEPT))
-    return _own_key() if _own_key() in found else next(iter(found), None)
-
-
-def _place_of(key: str, metadata: Metadata) -> Tensor:
-    found = metadata.state_dict_metadata[key]
-    assert isinstance(found, TensorStorageMetadata)
-    return torch.empty(found.size, dtype=found.properties.dtype)
-
-
-def _packed(kept: dict[str, Any]) -> Tensor:
-    """Returns it as bytes: it is one rank's, and no other cut can make anything of its parts.
-
-    Raises:
-        PlanError: If it could not be read again.
-    """
-    file = io.BytesIO()
-    try:
-        torch.save(kept, file)
-        packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        _unpacked(packed, mine=True)
-    except Exception as error:
-        raise PlanError(
-            f"no checkpoint can be written: what handlers {sorted(kept['handlers'])} keep from "
-            f"step to step is not of numbers, strings and CPU tensors alone: {in_words(error)}"
-        ) from error
-    return packed
-
-
-def _unpacked(packed: Tensor, *, mine: bool) -> dict[str, Any]:
-    """Returns what was packed; of another rank's no more than of which plan it is.
-
-    Raises:
-        PlanError: If torch will not read it.
-    """
-    try:
-        file = io.BytesIO(packed.numpy().tobytes())
-        kept: dict[str, Any] = torch.load(file, weights_only=True)
-    except Exception as error:
-        why = error.__context__ or error  # torch wraps it in advice
-        raise PlanError(f"what handlers kept cannot be read again: {why}") from error
-    return kept if mine else {**kept, "handlers": {}}
+def _chunk(main: MainParameter, values: Tensor) -> Chunk:
+    """Returns values of the elements that a rank steps, as a chunk of the whole parameter."""
+    return Chunk.of(values.detach().reshape(-1), main.begin, main.record.numel)

@@ -1,8 +1,9 @@
-"""Checksums of a checkpoint: every piece as it was written, and whether it still is.
+"""Checksums of a checkpoint: they show whether its bytes are still those that were written.
 
-``checksums.json`` lies beside ``.metadata`` and is written after it. It holds pipegrad's version,
-the values that the run was made of, and a CRC-32 of ``.metadata`` and of each piece: a tensor, or
-the rows of one that a rank wrote. Pieces are found by file and offset, so any cut can verify them.
+``checksums.json`` lies beside ``.metadata`` and is written after it. It has pipegrad's version, the
+values of the run, and a CRC-32 of ``.metadata`` and of each piece. A piece is a tensor, or the
+chunk of a tensor that a rank wrote. Pieces are identified by file and offset, so any cut can verify
+them.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class DamageError(PipegradError, ValueError):
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """A tensor, or a part of one, as it lies in a file.
+    """A tensor, or a chunk of it, in a file.
 
     Attributes:
-        file: Its name in the folder.
-        offset: Of its first byte.
+        file: Name of the file in the folder.
+        offset: Offset of its first byte.
         length: Number of its bytes.
-        key: Of the tensor, for messages.
-        crc32: Of its bytes.
+        key: Key of the tensor, for messages.
+        crc32: CRC-32 of its bytes.
     """
 
     file: str
@@ -54,13 +55,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Checksums:
-    """What ``checksums.json`` holds.
+    """The content of ``checksums.json``.
 
     Attributes:
         pipegrad: The version that wrote it.
-        run: Values of the run that wrote the checkpoint by their names, as text.
+        run: Values of the run that wrote the checkpoint, by name, as text.
         metadata: CRC-32 of ``.metadata``.
-        pieces: All of them, by file and offset.
+        pieces: All pieces, by file and offset.
     """
 
     pipegrad: str
@@ -70,10 +71,10 @@ class Checksums:
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes a checkpoint into a folder, and the checksums last.
+    """Writes a checkpoint into a folder, and then its checksums.
 
     Args:
-        folder: Where to.
+        folder: The folder.
         run: Values of the run, as text.
     """
 
@@ -83,75 +84,78 @@ class CheckedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's pieces, and reads them back for their checksums."""
+        # The file is read, not the tensor: so an error on the way to the disk is found as well.
         results = super().write_data(plan, planner).wait()
         checked: Future[list[WriteResult]] = Future()
-        # On their way to the coordinator the checksums travel with where the pieces lie.
+        # The coordinator collects the storage data of all ranks. The checksums travel with it.
         checked.set_result(
             [replace(r, storage_data=(r.storage_data, self._crc(r))) for r in results]
         )
         return checked
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes ``.metadata``, then the checksums of all ranks' pieces; on the coordinator."""
+        """Writes ``.metadata``, then the checksums of all ranks, on the coordinator."""
         every = [result for of_rank in results for result in of_rank]
         plain = [replace(result, storage_data=result.storage_data[0]) for result in every]
         super().finish(metadata, [plain])
         pieces = []
         for result in every:
-            lies, crc = result.storage_data
+            storage, crc = result.storage_data
             key = result.index.fqn
-            pieces.append(Piece(lies.relative_path, lies.offset, lies.length, key, crc))
-        told = Checksums(
+            pieces.append(Piece(storage.relative_path, storage.offset, storage.length, key, crc))
+        checksums = Checksums(
             pipegrad=distributions.version("pipegrad"),
             run=self._run,
             metadata=zlib.crc32((self._folder / METADATA).read_bytes()),
             pieces=sorted(pieces),
         )
+        # The file appears under its name only when it is whole and on the disk.
         unfinished = self._folder / f"{CHECKSUMS}.tmp"
         with unfinished.open("w", encoding="utf-8") as file:
-            json.dump(asdict(told), file)
+            json.dump(asdict(checksums), file)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(self._folder / CHECKSUMS)
 
     def _crc(self, result: WriteResult) -> int:
-        lies = result.storage_data
-        with (self._folder / lies.relative_path).open("rb") as file:
-            return _crc_of(file.fileno(), lies.offset, lies.length)
+        storage = result.storage_data
+        with (self._folder / storage.relative_path).open("rb") as file:
+            return _crc_of(file.fileno(), storage.offset, storage.length)
 
 
 def read_checksums(folder: Path) -> Checksums | None:
     """Returns the checksums of a checkpoint; None if it has none.
 
     Raises:
-        DamageError: If they are damaged, or ``.metadata`` has other bytes than it had.
+        DamageError: If the file is damaged, or the bytes of ``.metadata`` have changed.
         OSError: If a file cannot be read.
     """
     try:
-        read = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        pieces = [Piece(**piece) for piece in read.pop("pieces")]
-        found = Checksums(**read, pieces=pieces)
-        run = dict(found.run)
+        content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        pieces = [Piece(**piece) for piece in content.pop("pieces")]
+        checksums = Checksums(**content, pieces=pieces)
+        run = dict(checksums.run)
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamageError(f"{CHECKSUMS} is damaged") from error
-    if zlib.crc32((folder / METADATA).read_bytes()) != found.metadata:
+    if zlib.crc32((folder / METADATA).read_bytes()) != checksums.metadata:
         raise DamageError(f"the bytes of {METADATA} are not those that were written")
-    return replace(found, run=run)
+    return replace(checksums, run=run)
 
 
 def damaged(folder: Path, pieces: Iterable[Piece]) -> list[str]:
-    """Returns what is wrong with the bytes of some pieces, in words; one entry a file."""
-    found = []
+    """Returns messages about damaged pieces, at most one for each file."""
+    messages = []
     for file, inside in groupby(sorted(pieces), key=lambda piece: piece.file):
-        if told := _damage(folder / file, list(inside)):
-            found.append(told)
-    return found
+        if message := _damage(folder / file, list(inside)):
+            messages.append(message)
+    return messages
 
 
 def _damage(path: Path, pieces: Sequence[Piece]) -> str:
     try:
+        # Pieces are sorted by offset, so the file is read from its begin to its end.
         with path.open("rb") as file:
             whole = os.fstat(file.fileno()).st_size
             for piece in pieces:
@@ -168,6 +172,7 @@ def _damage(path: Path, pieces: Sequence[Piece]) -> str:
 
 def _crc_of(file: int, offset: int, length: int) -> int:
     """Returns the CRC-32 of some bytes of an open file."""
+    # A piece may be larger than the memory that is free, so it is read in parts.
     crc = 0
     for begin in range(offset, offset + length, _CHUNK_BYTES):
         size = min(_CHUNK_BYTES, offset + length - begin)

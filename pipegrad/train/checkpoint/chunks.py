@@ -1,4 +1,4 @@
-"""Rows: elements of a flat tensor that other ranks have the rest of, as checkpoints take them."""
+"""Chunks: parts of a flat tensor, in the form that torch.distributed.checkpoint reads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-class Row(Tensor):
+class Chunk(Tensor):
     """Elements ``begin:begin + local.numel()`` of a tensor ``(numel,)``.
 
-    A tensor in name only, of the whole size: torch.distributed.checkpoint asks it for what is here,
-    by the three methods that DTensor answers it by, and reads any rows of what was written in any.
+    It is a tensor of the whole size without memory of that size. torch.distributed.checkpoint calls
+    the three methods below, which DTensor has too. They return only the elements of this rank. So a
+    checkpoint can be read in other chunks than it was written.
     """
 
     local: Tensor
     begin: int
 
     @staticmethod
-    def of(local: Tensor, begin: int, numel: int) -> Row:
-        """Returns what is here, flat and contiguous, in its place of `numel` elements."""
+    def of(local: Tensor, begin: int, numel: int) -> Chunk:
+        """Returns the chunk at `begin` of `numel` elements; `local` is flat and contiguous."""
+        # One element, expanded: it has the whole size and needs no memory.
         whole = torch.empty((), dtype=local.dtype, device=local.device).expand(numel)
-        shard = whole.as_subclass(Row)
+        shard = whole.as_subclass(Chunk)
         shard.local, shard.begin = local, begin
         return shard
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
         data = TensorWriteData(chunk=self._chunk, properties=properties, size=self.size())
+        # The offset is part of the index, so torch finds the chunks of all ranks under one name.
         index = MetadataIndex(fqn, self._chunk.offsets)
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 

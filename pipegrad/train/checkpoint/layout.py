@@ -1,4 +1,4 @@
-"""Places: where along the mesh something lives that has no equal copies, as checkpoints say it."""
+"""Layout: where along the mesh a parameter or buffer lives that has no equal copies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 
 
-class Places:
-    """Where this rank's copies live, as in ``"[tp=1]"``; "" for what replicas have the same of.
+class Locations:
+    """Locations of this rank's parameters, as in ``"[tp=1]"``; "" if all replicas are equal.
 
     Args:
-        topology: As this rank sees it.
-        plan: This rank's.
+        topology: The topology of this rank.
+        plan: The plan of this rank.
     """
 
     def __init__(self, topology: Topology, plan: Plan) -> None:
@@ -22,21 +22,22 @@ class Places:
         self._routes, self._divisors = dict(plan.routes), dict(plan.divisors)
 
     def of(self, key: str | None = None) -> str:
-        """Returns the place of a parameter, by dimensions that none of its reductions spans.
+        """Returns the location of a parameter, in dimensions that none of its reductions spans.
 
         Args:
-            key: Which one; None for a buffer, which nobody makes equal.
+            key: The parameter; None for a buffer, which no reduction makes equal.
         """
         view = self._view
-        # Replicas along "dp" are one parameter, even if nobody makes them equal: but for experts.
-        one = {view.pipeline, *(() if key in self._divisors else ("dp",))}
+        # Replicas along "dp" count as one parameter, even if no reduction makes them equal. Experts
+        # are the exception: each data rank may hold other experts.
+        replicated = {view.pipeline, *(() if key in self._divisors else ("dp",))}
         reduction_steps = [
             set(reduction_step.ranks) for reduction_step in self._routes.get(key or "", ())
         ]
         apart = [
             f"{axis}={view.coordinate(axis)}"
             for axis, size in view.axes
-            if size > 1 and axis not in one
+            if size > 1 and axis not in replicated
             if not any(
                 set(view.ranks_along(axis)) <= reduction_step for reduction_step in reduction_steps
             )
@@ -44,41 +45,41 @@ class Places:
         return f"[{','.join(apart)}]" if apart else ""
 
 
-def check_places(config: Config, there: set[str], here: set[str]) -> None:
-    """Refuses a checkpoint in which something that the ranks hold lives in other places.
+def check_locations(config: Config, saved: set[str], own: set[str]) -> None:
+    """Refuses a checkpoint in which a parameter or buffer of this run has other locations.
 
     Args:
         config: The configuration.
-        there: All keys of the checkpoint.
-        here: Those of all ranks.
+        saved: All keys of the checkpoint.
+        own: The keys of all ranks of this run.
 
     Raises:
-        ConfigError: Names one, and its places there and here.
+        ConfigError: If locations differ. Names a key and both sets of locations.
     """
-    found, expected = _places(there), _places(here)
-    for stem in sorted(expected.keys() & found.keys()):
-        if found[stem] != expected[stem]:
+    saved_at, own_at = _locations_of(saved), _locations_of(own)
+    for stem in sorted(own_at.keys() & saved_at.keys()):
+        if saved_at[stem] != own_at[stem]:
             config.refuse(
                 "train.resume",
-                f"{stem.partition('.')[2]!r} is there in the places {_in_words(found[stem])}, and "
-                f"here in {_in_words(expected[stem])}: choose the parallel.dimensions and the "
-                f"handlers of the run that wrote it",
+                f"{stem.partition('.')[2]!r} is there in the places "
+                f"{_in_words(saved_at[stem])}, and here in {_in_words(own_at[stem])}: "
+                f"choose the parallel.dimensions and the handlers of the run that wrote it",
             )
 
 
-def _places(keys: set[str]) -> dict[str, set[str]]:
-    """Returns keys without their places -> the places."""
-    found: dict[str, set[str]] = {}
+def _locations_of(keys: set[str]) -> dict[str, set[str]]:
+    """Returns keys without locations -> their locations."""
+    locations: dict[str, set[str]] = {}
     for key in keys:
         stem, location = _parted(key)
-        found.setdefault(stem, set()).add(location)
-    return found
+        locations.setdefault(stem, set()).add(location)
+    return locations
 
 
 def _parted(key: str) -> tuple[str, str]:
-    """Returns a key of a checkpoint without its place, and its place."""
-    found = re.fullmatch(r"(.*?)(\[\w+=\d+(?:,\w+=\d+)*\])", key)
-    return (found[1], found[2]) if found else (key, "")
+    """Returns a key of a checkpoint without its location, and the location."""
+    match = re.fullmatch(r"(.*?)(\[\w+=\d+(?:,\w+=\d+)*\])", key)
+    return (match[1], match[2]) if match else (key, "")
 
 
 def _in_words(locations: set[str]) -> str:

@@ -343,7 +343,7 @@ def test_a_right_handler_that_places_its_results_fails_nothing() -> None:
 
 
 def test_a_rank_that_stays_away_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipegrad.testing.handlers.contract.TIMEOUT_SECONDS", 4)
+    monkeypatch.setattr("pipegrad.testing.handlers.rehearsed.TIMEOUT_SECONDS", 4)
     with pytest.raises(AssertionError, match="TimeoutError: not finished after 4 s: rank"):
         contract(StaysAway).test_a_step_ends_on_every_rank()
 

@@ -19,7 +19,7 @@ from pipegrad.testing import run_ranks
 from pipegrad.train.config import Config, load
 from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
-from pipegrad.train.summary import outline, rendered
+from pipegrad.train.summary import make_summary, rendered
 from pipegrad.train.trainer import Trainer
 from tests.support.rounding import rounding
 
@@ -356,7 +356,7 @@ def test_each_data_dimension_needs_a_reduction_or_a_divisor_that_stands_for_it(
 def test_what_is_printed_names_dimensions_and_divisors(path: Path) -> None:
     job = Job(config(path, *BOTH, EXPERT, "parallel.pipeline=2"), 8)
     cut = job.cut(job.model("meta"))
-    told = outline(job, cut, job.manifest(cut))
+    told = make_summary(job, cut, job.manifest(cut))
     assert told["dimensions"] == {"ep": 2}
     lines = [line for line in rendered(told) if isinstance(line, str)]
     assert lines[0].startswith("8 ranks: pipeline 2 x data 2 x ep 2, 4 microbatches by 1f1b")

@@ -85,7 +85,7 @@ def histories(folder: str) -> dict[str, Any]:
         trained(ODD, 1, "odd")
     except PlanError as error:
         found["odd"] = str(error), Path("odd").exists()
-    with mock.patch.object(checkpoint, "_packed", packed_unseen):
+    with mock.patch.object(checkpoint, "pack", packed_unseen):
         trained(ODD, 1, "unreadable")
     found["unreadable"] = trained([*ODD, "train.resume=unreadable"], 2)
     return found

@@ -21,7 +21,8 @@ from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
-from pipegrad.train.trainer import StepMetrics, Trainer
+from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.trainer import Trainer
 from tests.support.rounding import rounding
 from tests.support.train.factories import tied
 from tests.support.train.jobs import with_job

@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipegrad.errors import ConfigError
-from pipegrad.train.config import (
-    Config,
-    Model,
-    Named,
-    Table,
-    load,
-)
+from pipegrad.train.config import Config, load
+from pipegrad.train.schema import Model, Named, Table
 
 ROOT = Path(__file__).parents[3]
 MINIMAL = '[model]\nfactory = "somewhere:model"\n'

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pipegrad.errors import ConfigError
-from pipegrad.train.config import Config, Data, Model
+from pipegrad.train.config import Config
 from pipegrad.train.data import Corpus, read_corpus
+from pipegrad.train.schema import Data, Model
 
 
 def config(*files: str, length: int = 4) -> Config:

@@ -10,8 +10,9 @@ from pipegrad import Topology
 from pipegrad.errors import ConfigError
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
-from pipegrad.train.checkpoint.layout import Places, check_places
-from pipegrad.train.config import Config, Model
+from pipegrad.train.checkpoint.layout import Locations, check_locations
+from pipegrad.train.config import Config
+from pipegrad.train.schema import Model
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.sequence_parallel import SequenceParallel
@@ -28,7 +29,7 @@ def places(
     """Returns the place of each parameter, and of buffers."""
     view = Topology.build(axes=axes, rank=rank, data=data)
     plan = make_plans(MODEL, view, handlers, GradientOptions(bucket_bytes=0), ranks=[rank])[rank]
-    found = Places(view, plan)
+    found = Locations(view, plan)
     return [found.of(record.key) for record in MODEL.records(view)] + [found.of()]
 
 
@@ -63,12 +64,12 @@ def test_other_places_are_refused_and_other_keys_are_not_its_business() -> None:
     config = Config(model=Model(factory="a:b"))
     config._path = Path("job.toml")
     there = {"model.a[tp=0]", "model.a[tp=1]", "model.b", "optimizer.a[tp=0].step", "step"}
-    check_places(config, there, {"model.a[tp=1]", "model.a[tp=0]", "model.b", "model.new[tp=0]"})
+    check_locations(config, there, {"model.a[tp=1]", "model.a[tp=0]", "model.b", "model.new[tp=0]"})
     for here, said in {
         "model.a": "'a' is there in the places [tp=0] [tp=1], and here in (everywhere the same)",
         "model.a[tp=0]": "places [tp=0] [tp=1], and here in [tp=0]: choose the parallel.dimensions",
         "model.b[ep=1]": "'b' is there in the places (everywhere the same), and here in [ep=1]",
     }.items():
         with pytest.raises(ConfigError) as caught:
-            check_places(config, there, {here})
+            check_locations(config, there, {here})
         assert said in str(caught.value)

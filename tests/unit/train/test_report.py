@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipegrad.train.config import Config, Model
+from pipegrad.train.config import Config
+from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.report import Report
-from pipegrad.train.trainer import StepMetrics
+from pipegrad.train.schema import Model
 
 
 def metrics(number: int) -> StepMetrics:

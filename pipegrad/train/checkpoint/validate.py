@@ -1,0 +1,100 @@
+"""Validate: refuses a saved checkpoint that is damaged, or of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pipegrad.train.checkpoint.checksums import (
+    METADATA,
+    Checksums,
+    DamageError,
+    damaged,
+    read_checksums,
+)
+from pipegrad.train.config import Config
+
+_NAMES_SHOWN = 4  # names that a message lists
+
+
+def read_metadata(config: Config, folder: Path) -> tuple[Metadata, Checksums | None]:
+    """Returns the metadata of a checkpoint, and its checksums if it has any.
+
+    Raises:
+        ConfigError: If the folder is not a whole checkpoint, or a file is damaged.
+    """
+    if "\0" in str(folder):
+        config.refuse("train.resume", "is no path: it has a null character")
+    # Checksums come first: they verify `.metadata`, which torch unpickles. Each error names what is
+    # wrong and what the user can do.
+    try:
+        checksums = read_checksums(folder)
+        return FileSystemReader(folder).read_metadata(), checksums
+    except DamageError as error:
+        refuse_damaged(config, [str(error)], cause=error)
+    except FileNotFoundError as error:
+        complaint = f"is not a whole checkpoint: it has no {METADATA}"
+        if not folder.exists():
+            complaint = "there is no such folder, seen from the working directory"
+        config.refuse("train.resume", complaint, cause=error)
+    except OSError as error:
+        complaint = f"{error.filename} cannot be read: {error.strerror}"
+        config.refuse(
+            "train.resume", f"expected the folder of a checkpoint: {complaint}", cause=error
+        )
+    except Exception as error:  # noqa: BLE001 - whatever pickle says of a damaged file
+        refuse_damaged(config, [f"{METADATA} cannot be read: {error!r}"], cause=error)
+
+
+def refuse_damaged(
+    config: Config, messages: Sequence[str], *, cause: Exception | None = None
+) -> NoReturn:
+    """Refuses a checkpoint whose bytes are damaged, with the first of some messages.
+
+    Raises:
+        ConfigError: Always.
+    """
+    more = f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""
+    config.refuse(
+        "train.resume",
+        f"is damaged: {messages[0]}{more}: restore the files, or go on from another checkpoint",
+        cause=cause,
+    )
+
+
+def verify(folder: Path, checksums: Checksums) -> list[str]:
+    """Returns messages about damaged pieces, of this rank's share of all pieces."""
+    # Each rank reads every n-th piece, so all ranks together read the checkpoint once.
+    return damaged(folder, checksums.pieces[dist.get_rank() :: dist.get_world_size()])
+
+
+def check_names(config: Config, saved_keys: set[str], own_keys: set[str]) -> None:
+    """Refuses a checkpoint with more or fewer parameters or buffers than the model.
+
+    Raises:
+        ConfigError: If names differ.
+    """
+    # Only names of the model are compared. Keys of the optimizer are checked with its own message.
+    saved = {key for key in saved_keys if key.startswith("model.")}
+    complaints = []
+    if extra := saved - own_keys:
+        complaints.append(f"the checkpoint holds {_listed(extra)}, which the model does not have")
+    if missing := own_keys - saved:
+        complaints.append(f"the model has {_listed(missing)}, which the checkpoint does not hold")
+    if complaints:
+        config.refuse(
+            "train.resume",
+            f"it is of another model: {'; '.join(complaints)}: choose the [model] of the run that "
+            f"wrote it",
+        )
+
+
+def _listed(keys: set[str]) -> str:
+    names = sorted(key.partition(".")[2] for key in keys)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"
