@@ -83,7 +83,7 @@ def set_up(
         device=device,
     )
     ending = Ending(
-        owner, threads=reducer.comm_streams, groups=groups.made, is_local=is_local(device)
+        owner, threads=reducer.comm_streams, groups=groups.own, is_local=is_local(device)
     )
     # Else destroying a group would take what another rank has not received yet.
     ending.call(reducer.let_leave)
