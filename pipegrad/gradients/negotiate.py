@@ -113,7 +113,7 @@ class Agreed:
             self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
         self.device = device_of(modules, manifests)
         self.name = str(max(number for number, _ in replies))
-        self.moves = self.plan.moves or any(
+        self.moves = self.plan.syncs_parameters or any(
             record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
         )

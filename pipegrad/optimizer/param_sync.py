@@ -171,7 +171,7 @@ class ParameterSync:
         Sync: as `publish`.
         """
         self.is_due = self._is_idle = False
-        self.is_moving = self._plan.moves
+        self.is_moving = self._plan.syncs_parameters
         if not self._plan.publishes:
             return
         event = UPDATED(self._device)

@@ -18,7 +18,7 @@ from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
-from pipegrad.plan.plan import Launch, Plan, way_back
+from pipegrad.plan.plan import Launch, Plan, second_communicator
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.reduce.bucket_buffer import BucketBuffer, FlatBuffer
 from pipegrad.reduce.pair_exchange import PairSum, rows_of
@@ -185,7 +185,9 @@ class Reducer:
             region = bucket.region(self._rank, launch.step)
             rows = rows_of(bucket, region) if step.exchange == "asymmetric" else ()
             pair_sum = PairSum(
-                part, rows, back=self._groups.of(step.ranks, way_back(launch.comm_stream))
+                part,
+                rows,
+                back=self._groups.of(step.ranks, second_communicator(launch.comm_stream)),
             )
         return StepBucket(
             part,
