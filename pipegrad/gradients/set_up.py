@@ -86,7 +86,7 @@ def set_up(
         owner, threads=reducer.comm_streams, groups=groups.own, is_local=is_local(device)
     )
     # Else destroying a group would take what another rank has not received yet.
-    ending.call(reducer.let_leave)
+    ending.call(reducer.submit_send_waits)
     failures = FailedSteps(notice, reducer.wait)
     trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
     buffers = parameter_buffers(plan, device)

@@ -18,7 +18,7 @@ from pipegrad.optimizer.main_params import MainShard
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan, Publish
 from pipegrad.reduce.reducer import Reducer
-from pipegrad.reduce.reductions import bring_back
+from pipegrad.reduce.reductions import sync_parameters
 
 UPDATED = sync_points.Record(
     "parameter-sync.updated", "it moves behind the optimizer's writes and all reads"
@@ -252,4 +252,4 @@ class ParameterSync:
             region = buffer.bucket.region(rank, publish.step)
             group = self._groups.of(step.ranks, publish.comm_stream)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):
-                bring_back(buffer.flat[region.start : region.stop], step.placement, group)
+                sync_parameters(buffer.flat[region.start : region.stop], step.placement, group)

@@ -378,8 +378,8 @@ def _main_ranges(
 
 def second_communicator(comm_stream: int) -> int:
     """Returns the number of a comm stream's second communicator, for pair exchanges."""
-    # The two messages of an exchange run at the same time. On one NCCL communicator, they would run
-    # one after the other.
+    # The receive of the first message is posted early. NCCL has no tags, so on the same
+    # communicator it would block the message in the other direction.
     return ~comm_stream
 
 
