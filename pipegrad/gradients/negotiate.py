@@ -77,7 +77,7 @@ class Agreed:
         plan: This rank's buckets and collectives.
         device: Where this rank's parameters are.
         name: The same on all ranks, and no other's.
-        moves: Whether what is stepped is brought elsewhere, on any rank.
+        needs_parameter_sync: Whether any rank sends updated parameters, or has a master copy.
 
     Raises:
         PipegradError: On all ranks alike.
@@ -113,7 +113,7 @@ class Agreed:
             self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
         self.device = device_of(modules, manifests)
         self.name = str(max(number for number, _ in replies))
-        self.moves = self.plan.syncs_parameters or any(
+        self.needs_parameter_sync = self.plan.syncs_parameters or any(
             record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
         )

@@ -104,8 +104,8 @@ def set_up(
         reducer=reducer,
         groups=groups,
         main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
-        main_parameters=partial(_moving, parameters),
-        moves=agreed.moves,
+        main_parameters=partial(_synced, parameters),
+        is_needed=agreed.needs_parameter_sync,
         device=device,
     )
     drift = DriftCheck(
@@ -203,7 +203,8 @@ def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
     return parameters[key].parameter
 
 
-def _moving(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
-    """Returns what this rank's optimizer steps of the parameters that move, by key."""
-    found = {key: p.main_parameter for key, p in parameters.items() if p.placed.moves}
-    return {key: tensor for key, tensor in found.items() if tensor is not None}
+def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
+    """Returns the main parameters of this rank that are sent to others, or copied, by key."""
+    synced = {key: p for key, p in parameters.items() if p.placed.is_updated_elsewhere}
+    tensors = {key: parameter.main_parameter for key, parameter in synced.items()}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
