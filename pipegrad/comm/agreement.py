@@ -1,7 +1,7 @@
-"""Agreement between ranks: all or nobody, with the same words, within a time of its own.
+"""Agreement between ranks: all ranks succeed, or all raise the same error.
 
-Runs over the key-value store that the default process group was made with, not over a collective:
-a rank that stays away can then be named, and nothing depends on the backend or on its timeout.
+It uses the key-value store of the default process group, not a collective. So the error can name a
+rank that stays away, and nothing depends on the backend or on its timeout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from pipegrad.errors import AgreementError, ends_in_words
 
 T = TypeVar("T")
-AGREE_SECONDS = 60.0  # how long ranks wait for the slowest one, unless told otherwise
+AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
 # The meetings of each set of ranks, by default process group.
@@ -50,14 +50,14 @@ class _Meetings:
     """The meetings of a set of ranks under one default process group.
 
     Attributes:
-        life: The number of that process group on its store, which may have had others before.
-        number: How many meetings there were; with `life` it names the keys of the next one.
-        left: The keys that this rank left in the last meeting.
+        life: How many default process groups these ranks have had on this store, with this group.
+        number: How many meetings there were. `life` and `number` make the keys of a meeting unique.
+        keys: The keys that this rank set in the last meeting.
     """
 
     life: int
     number: int = 0
-    left: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
 
 
 def agree(
@@ -67,46 +67,48 @@ def agree(
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = AGREE_SECONDS,
 ) -> list[T]:
-    """Runs `function` on every rank and returns the result of all of them, or fails on all alike.
+    """Runs `function` on every rank and returns all results, or raises the same error on all ranks.
 
-    Whatever can fail on one rank alone (files, imports, devices, configuration) belongs in
-    `function`: its error becomes everybody's. Must be called by every one of `ranks` in the same
-    order. Results travel pickled; equal ones are stored once.
+    Put everything into `function` that can fail on one rank alone: files, imports, devices,
+    configuration. Then its error is raised on all ranks. All of `ranks` must call `agree` in the
+    same order. Results are sent pickled; equal results are stored once.
 
     Args:
-        what: What is being agreed on, the same on all ranks; for messages.
+        what: The subject, the same on all ranks; for messages.
         function: Takes nothing; its result must pickle.
-        ranks: Global ranks that take part, all by default.
+        ranks: Global ranks that take part; all by default.
         timeout_seconds: How long to wait for the slowest rank.
 
     Returns:
         The results, by ascending rank.
 
     Raises:
-        AgreementError: On every rank alike, if a rank failed or did not arrive. Where every rank
-            failed with the same error, that error itself is raised.
+        AgreementError: On all ranks, if a rank failed or did not arrive.
+        Exception: The error of `function`, if it is the same on all ranks.
     """
     if not dist.is_initialized():
         return [_alone(what, function)]
     members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
     error: BaseException | None = None
-    mine: T | _Failure
+    outcome: T | _Failure
     try:
-        mine = function()
-        payload = pickle.dumps(mine)
+        outcome = function()
+        payload = pickle.dumps(outcome)
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
-        error, mine = caught, _Failure(type(caught).__name__, str(caught))
-        payload = pickle.dumps(mine)
+        error, outcome = caught, _Failure(type(caught).__name__, str(caught))
+        payload = pickle.dumps(outcome)
     try:
-        place = f"pipegrad/agree/{_next_meeting(members)}"
+        prefix = f"pipegrad/agree/{_next_meeting(members)}"
+        # An interrupt or an exit must end this process now. Its message is posted first: then the
+        # other ranks do not wait until the timeout.
         if error is not None and not ends_in_words(error):
-            _leave(what, payload, place)
+            _post(what, payload, prefix)
             raise error
-        replies = _exchange(what, payload, members, timeout_seconds, place)
+        replies = _exchange(what, payload, members, timeout_seconds, prefix)
     except dist.DistNetworkError as gone:
         raise AgreementError(f"{what}: {STORE_IS_GONE}") from gone
-    left = [str(dist.get_rank()), _digest(payload), "verdict"]
-    _forget_last(members, [f"{place}/{key}" for key in left])
+    names = [str(dist.get_rank()), _digest(payload), "verdict"]
+    _delete_last(members, [f"{prefix}/{name}" for name in names])
     results: list[T | _Failure] = [pickle.loads(reply) for reply in replies]
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if not failures:
@@ -114,20 +116,24 @@ def agree(
     alike = len(failures) == len(members) and len(set(failures.values())) == 1
     if alike and isinstance(error, Exception):
         raise error
-    told = "\n".join(f"  rank {rank}: {failure}" for rank, failure in failures.items())
+    listing = "\n".join(f"  rank {rank}: {failure}" for rank, failure in failures.items())
     raise AgreementError(
-        f"{what}: {len(failures)} of {len(members)} ranks failed, so all stop:\n{told}"
+        f"{what}: {len(failures)} of {len(members)} ranks failed, so all stop:\n{listing}"
     ) from error
 
 
-def same(what: str, said: Mapping[int, str]) -> None:
-    """Does nothing if all ranks say the same.
+def same(what: str, values: Mapping[int, str]) -> None:
+    """Checks that all ranks have the same value.
+
+    Args:
+        what: The subject, for the message.
+        values: By rank.
 
     Raises:
-        AgreementError: If they do not; lists who says what.
+        AgreementError: If values differ. It lists the ranks of each value.
     """
     by_value: dict[str, list[int]] = {}
-    for rank, value in said.items():
+    for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
         views = "\n".join(f"  ranks {ranks}: {value}" for value, ranks in by_value.items())
@@ -137,74 +143,85 @@ def same(what: str, said: Mapping[int, str]) -> None:
 def _alone(what: str, function: Callable[[], T]) -> T:
     try:
         return function()
-    except SystemExit as error:  # nothing would be said, and the exit code might be 0
+    except SystemExit as error:  # its own exit prints nothing, and its code may be 0
         raise AgreementError(f"{what} failed: {_Failure('SystemExit', str(error))}") from error
 
 
-def _leave(what: str, payload: bytes, place: str) -> None:
-    """Leaves what this rank has to say for all others."""
+def _post(subject: str, payload: bytes, prefix: str) -> None:
+    """Puts this rank's payload into the store, for all other ranks."""
     digest = _digest(payload)
-    store().set(f"{place}/{digest}", payload)  # type: ignore[arg-type]
-    store().set(f"{place}/{dist.get_rank()}", f"{digest} {what}")
+    # The payload is set before the key that others wait for, so a reader always finds it. Equal
+    # payloads have one key: a large result that all ranks share is stored once.
+    store().set(f"{prefix}/{digest}", payload)  # type: ignore[arg-type]
+    store().set(f"{prefix}/{dist.get_rank()}", f"{digest} {subject}")
 
 
 def _exchange(
-    what: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float, place: str
+    subject: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float, prefix: str
 ) -> list[bytes]:
     kv = store()
-    _leave(what, payload, place)
-    keys = {rank: f"{place}/{rank}" for rank in ranks}
+    _post(subject, payload, prefix)
+    keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
         kv.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
     except dist.DistNetworkError:
         raise
-    except RuntimeError as error:  # a FileStore says so of its time
+    except RuntimeError as error:  # a FileStore raises this after its timeout
         missing = [rank for rank, key in keys.items() if not kv.check([key])]
         if not missing:
             raise
         verdict, cause = (
             (
-                f"{what}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
+                f"{subject}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
                 f"look at their output, they failed or are stuck before this point"
             ),
             error,
         )
-    # The first verdict stands: a rank that comes late fails like those that gave up on it.
-    verdict = kv.compare_set(f"{place}/verdict", "", verdict).decode()
+    # Ranks may reach their timeouts at different times. The first verdict in the store counts for
+    # all of them. So a late rank fails too, instead of going on alone.
+    verdict = kv.compare_set(f"{prefix}/verdict", "", verdict).decode()
     if verdict != _COMPLETE:
         raise AgreementError(verdict) from cause
-    words = {rank: kv.get(key).decode().split(" ", 1) for rank, key in keys.items()}
-    if len({said for _, said in words.values()}) > 1:
-        places = {rank: said for rank, (_, said) in words.items()}
-        raise AgreementError(f"ranks are in different places of the program: {places}")
-    digests = [digest for digest, _ in words.values()]
-    known = {d: kv.get(f"{place}/{d}") for d in sorted(set(digests))}
-    return [known[d] for d in digests]
+    replies = {rank: kv.get(key).decode().split(" ", 1) for rank, key in keys.items()}
+    if len({other for _, other in replies.values()}) > 1:
+        subjects = {rank: other for rank, (_, other) in replies.items()}
+        raise AgreementError(f"ranks are in different places of the program: {subjects}")
+    digests = [digest for digest, _ in replies.values()]
+    payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
+    return [payloads[d] for d in digests]
 
 
 def _next_meeting(ranks: tuple[int, ...]) -> str:
+    """Returns a name for the next meeting of `ranks`, equal on all of them and never used before.
+
+    No message is needed for it: all ranks call `agree` in the same order, so each counts alone.
+    """
     members = _digest(repr(ranks).encode())
-    known = _known()
-    if ranks not in known:  # a store may outlive process groups, and still have their answers
+    by_ranks = _meetings_by_ranks()
+    # A store may outlive a default process group, and may still hold the replies of its meetings.
+    # So each new process group has a number of its own in the keys.
+    if ranks not in by_ranks:
         life = store().add(f"pipegrad/lives/{members}/{dist.get_rank()}", 1)
-        known[ranks] = _Meetings(life)
-    meetings = known[ranks]
+        by_ranks[ranks] = _Meetings(life)
+    meetings = by_ranks[ranks]
     meetings.number += 1
     return f"{members}/{meetings.life}/{meetings.number}"
 
 
-def _known() -> dict[tuple[int, ...], _Meetings]:
+def _meetings_by_ranks() -> dict[tuple[int, ...], _Meetings]:
     world = dist.group.WORLD
     assert world is not None
     return _meetings.setdefault(world, {})
 
 
-def _forget_last(members: tuple[int, ...], keys: list[str]) -> None:
-    """Deletes what this rank left in the meeting before: who has come to this one has read it."""
-    meetings = _known()[members]
-    last, meetings.left = meetings.left, keys
-    with contextlib.suppress(RuntimeError):  # a store that deletes nothing
+def _delete_last(members: tuple[int, ...], keys: list[str]) -> None:
+    """Deletes the keys that this rank set in the previous meeting."""
+    # The keys of this meeting stay: other ranks may still read them. All ranks have arrived in this
+    # meeting, so all of them have read the keys of the previous meeting.
+    meetings = _meetings_by_ranks()[members]
+    last, meetings.keys = meetings.keys, keys
+    with contextlib.suppress(RuntimeError):  # some stores cannot delete
         for key in last:
             store().delete_key(key)
 
@@ -214,9 +231,10 @@ def _digest(content: bytes) -> str:
 
 
 def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.0) -> None:
-    """Runs `function` on each machine's first rank; on others only if that one does not come.
+    """Runs `function` on the first rank of each machine; on others only if that rank is too late.
 
-    For words that all ranks have to say: torchrun ends all ranks as soon as one has ended.
+    For a message that every rank could print. The other ranks wait for the first rank, since
+    torchrun ends all ranks as soon as one rank has ended.
     """
     if not dist.is_initialized():
         function()
@@ -228,7 +246,7 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
         return
     try:
         store().wait([key], timedelta(seconds=timeout_seconds))
-    except dist.DistError:  # that rank is stuck or gone
+    except dist.DistError:  # the first rank hangs, or has ended
         function()
 
 
@@ -242,41 +260,42 @@ def collective_timeout(device: torch.device) -> timedelta | None:
 
 
 def slow_seconds(device: torch.device, agree_seconds: float) -> float:
-    """Returns how long ranks wait for each other where they load files, or compile kernels.
+    """Returns how long ranks wait for each other while they load files or compile kernels.
 
-    The timeout of the process group up to ten minutes, or `agree_seconds` if that is longer.
+    It is the timeout of the process group, but at most ten minutes; or `agree_seconds`, if that is
+    longer.
     """
     timeout = collective_timeout(device)
-    wanted = _SLOW_SECONDS if timeout is None else timeout.total_seconds()
-    return max(agree_seconds, min(wanted, _SLOW_SECONDS))
+    seconds = _SLOW_SECONDS if timeout is None else timeout.total_seconds()
+    return max(agree_seconds, min(seconds, _SLOW_SECONDS))
 
 
 def keep_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gives a group that torch has made the timeout of the default process group."""
+    """Sets the timeout of the default process group in a group that torch has made."""
     timeout = collective_timeout(device)
     if timeout is not None:
         group._get_backend(device)._set_default_timeout(timeout)
 
 
 class Board:
-    """Words that one rank leaves for others, who wait until they are there.
+    """Messages that a rank posts, and for which other ranks wait.
 
     Args:
-        name: The same on all ranks, and of no other board.
+        name: The same on all ranks. No other board may have it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def post(self, key: str, words: bytes) -> None:
-        """Leaves `words`; returns at once."""
-        store().set(f"pipegrad/board/{self._name}/{key}", words)  # type: ignore[arg-type]
+    def post(self, key: str, message: bytes) -> None:
+        """Posts `message`; returns at once."""
+        store().set(f"pipegrad/board/{self._name}/{key}", message)  # type: ignore[arg-type]
 
     def wait(self, key: str, timeout: timedelta) -> bytes:
-        """Returns what was left.
+        """Returns the message that a rank posts at `key`.
 
         Raises:
-            AgreementError: If nothing was, in time.
+            AgreementError: If no message was posted in time.
         """
         full = f"pipegrad/board/{self._name}/{key}"
         try:
@@ -293,5 +312,5 @@ def store() -> Store:
     """Returns the key-value store of the default process group."""
     world = dist.group.WORLD
     assert world is not None
-    found: Store = world.get_group_store()
-    return found
+    key_value_store: Store = world.get_group_store()
+    return key_value_store

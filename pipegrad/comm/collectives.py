@@ -1,4 +1,4 @@
-"""Collectives that torch spells differently from version to version, or does badly on a backend."""
+"""Collectives whose names differ between versions of torch, or that are slow on a backend."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ SENT = sync_points.WaitWork(
     "collective.sent", "who writes there next must not overwrite what is leaving"
 )
 
-# Of our messages, so that they match no other's between the same two ranks; and not each other's,
-# since what is expected from behind is posted long before the others that come between.
+# Tags of pipegrad's messages. They differ from the tags of other messages between the same two
+# ranks. They also differ from each other: the receive of a reduce chain is posted at the beginning
+# of a step, and other messages arrive between it and its send.
 _SHARDS, _COMMON, _GATHERED, _UP, _DOWN, COUNTS, BACK = range(0x70670, 0x70677)
-_PIECE_BYTES, _AHEAD = 2**23, 2  # smaller ones cost time, larger ones scratch memory
+_PIECE_BYTES, _AHEAD = 2**23, 2  # smaller pieces cost time, larger pieces scratch memory
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Returns the name of the backend that `group` (None: the default one) has for `device`."""
+    """Returns the backend of `group` for `device`; None means the default group."""
     backends = dist.get_backend_config(group)
     pairs = dict(pair.split(":") for pair in backends.split(",") if ":" in pair)
     return pairs.get(device.type, backends)
@@ -43,19 +44,20 @@ def reduce_scatter(
     *,
     common: torch.Tensor | None = None,
 ) -> None:
-    """Sums shard j over all ranks on rank j of the group.
+    """Sums shard j over all ranks; rank j of the group has the result.
 
-    On gloo, whose own reduce-scatter is made of all-reduces and moves twice the bytes, every rank
-    sends shard j to rank j, in pieces, and adds up what it gets in the order of ranks: the bits do
-    not depend on which message is first. Scratch memory: 16 MiB for each other rank at most.
+    gloo's own reduce-scatter is made of all-reduces and moves twice the bytes. So on gloo, every
+    rank sends shard j to rank j, in pieces. Each rank adds what it receives in the order of ranks:
+    the result does not depend on the order of arrival. This needs scratch memory of at most 16 MiB
+    for each other rank.
 
     Args:
         output: This rank's sum, ``(numel,)``; may be its shard.
-        shards: One tensor ``(numel,)`` for each rank of the group, contiguous.
-        group: The process group; None for the default one.
-        common: Something small that every rank gets the sum of, in place.
+        shards: A tensor ``(numel,)`` for each rank of the group, contiguous.
+        group: The process group; None for the default group.
+        common: A small tensor that is summed in place on all ranks.
 
-    Sync: `output` is ready on the current stream; where the backend blocks the host, so does this.
+    Sync: `output` is ready on the current stream. Blocks the host if the backend does.
     """
     output, shards = real(output), list(map(real, shards))
     if _is_gloo(output, group):
@@ -70,20 +72,22 @@ def reduce_scatter(
 
 
 def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Gives every rank what rank j of the group has in shard j.
+    """Copies shard j of rank j to all ranks of the group.
 
-    On gloo every rank sends its shard to all others, into its place: no copy, no scratch memory.
+    On gloo, every rank sends its shard to all others, and they receive it directly into their
+    `shards`. No copy and no scratch memory is needed.
 
     Args:
-        shards: One tensor ``(numel,)`` for each rank of the group, side by side.
-        group: The process group; None for the default one.
+        shards: A tensor ``(numel,)`` for each rank of the group, side by side.
+        group: The process group; None for the default group.
 
     Sync: as `reduce_scatter`.
     """
     me = dist.get_rank(group)
     if _is_gloo(shards[me], group):
         peers = [peer for peer in range(len(shards)) if peer != me]
-        # All receives first: on gloo the other way a pair of ranks runs half duplex.
+        # All receives are posted first. If sends came first, gloo would use the connection of two
+        # ranks in one direction at a time.
         receiving = [receive(shards[peer], peer, group, _GATHERED) for peer in peers]
         sending = [send(shards[me], peer, group, _GATHERED) for peer in peers]
         for work in receiving:
@@ -97,17 +101,17 @@ def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) 
 
 
 def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether one rank can send to another what lies on `device`: gloo cannot, but from the CPU."""
+    """Whether a tensor on `device` can be sent to one rank. gloo can only send from the CPU."""
     return device.type == "cpu" or backend_of(group, device) != "gloo"
 
 
 def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Gives every rank of the group the bits of its first one, handed on from rank to rank.
-
-    So each rank sends once, and a pipeline's ranks get it in the order in which they begin.
+    """Copies `tensor` of the first rank to all ranks: each rank sends it to the next rank.
 
     Sync: as `reduce_scatter`.
     """
+    # Each rank sends once. The ranks of a pipeline begin their steps in the order of ranks, so each
+    # has the new parameters when it needs them; see step 9 of the journey of a gradient.
     if not can_send(group, tensor.device):
         dist.broadcast(tensor, group_src=0, group=group)
         return
@@ -120,19 +124,24 @@ def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> No
 
 @dataclass(frozen=True)
 class Arriving:
-    """What the rank behind this one sends by `reduce_chain`: its receive is posted."""
+    """A posted receive of the sum that the next rank sends in `reduce_chain`.
+
+    Attributes:
+        tensor: Where the sum arrives.
+        work: The receive.
+    """
 
     tensor: torch.Tensor
     work: Work
 
 
 def expect_reduce_chain(into: torch.Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
-    """Posts the receive of what the rank behind sends, long before it is needed.
+    """Posts the receive of the sum that the next rank will send; None if no rank sends here.
 
-    For a sender is not rid of a message before its receive is posted. None where none sends.
-
-    Sync: returns at once; nobody may touch `into` until the sum is made.
+    Sync: returns at once. Nobody may touch `into` until `reduce_chain` has returned.
     """
+    # Step 1 of the journey of a gradient calls this, long before the sum is needed. A send ends
+    # only when its receive is posted. So the sender, which ends its step earlier, need not wait.
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me + 1 == size or not can_send(group, into.device):
         return None
@@ -142,18 +151,20 @@ def expect_reduce_chain(into: torch.Tensor, group: dist.ProcessGroup | None) -> 
 def reduce_chain(
     tensor: torch.Tensor, arriving: Arriving | None, group: dist.ProcessGroup | None
 ) -> None:
-    """Sums over the group on its first rank: each adds its own to what the one behind it sends.
+    """Sums over the group; the first rank has the result.
 
-    So a pipeline's ranks send when they are done, the last one first, and none waits for another
-    that is done later. Others than the first are left with a part of the sum.
+    Each rank adds its part to the sum of the next rank, and sends the new sum to the previous rank.
+    All ranks but the first are left with a part of the sum.
 
     Args:
         tensor: This rank's part, contiguous.
-        arriving: What was expected from behind.
-        group: The process group; None for the default one.
+        arriving: The result of `expect_reduce_chain`.
+        group: The process group; None for the default group.
 
     Sync: as `reduce_scatter`.
     """
+    # In a pipeline, the last rank has its gradients first. With sums in this order, each rank sends
+    # when its backwards are done, and waits for no rank that is done later.
     if not can_send(group, tensor.device):
         dist.reduce(tensor, group_dst=0, group=group)
         return
@@ -166,7 +177,8 @@ def reduce_chain(
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a flat tensor; of a complex one its parts, one by one, which is what backends add."""
+    """Returns a flat tensor; for complex numbers, their real and imaginary parts, side by side."""
+    # Not every backend adds complex numbers.
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -199,33 +211,39 @@ def _exchange_shards(
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> None:
-    """Sends every rank its shard in pieces, and sums up what comes, two pieces ahead."""
+    """Sends every rank its shard in pieces, and sums the pieces that other ranks send."""
     peers = [peer for peer in range(len(shards)) if peer != me]
     numel = max(1, _PIECE_BYTES // output.itemsize)
     pieces = [slice(at, at + numel) for at in range(0, output.numel(), numel)]
-    room = [{peer: torch.empty_like(output[pieces[0]]) for peer in peers} for _ in pieces[:_AHEAD]]
+    # Two sets of receive buffers: a piece arrives in one set while the other set is summed.
+    buffers = [
+        {peer: torch.empty_like(output[pieces[0]]) for peer in peers} for _ in pieces[:_AHEAD]
+    ]
     arriving: list[dict[int, Work]] = []
     for number, piece in enumerate(pieces[:_AHEAD]):
-        arriving.append(_expected(room[number], output[piece], group, tag))
-    # All receives first: on gloo the other way a pair of ranks runs half duplex.
+        arriving.append(_post_receives(buffers[number], output[piece], group, tag))
+    # Receives before sends, as in `all_gather`.
     leaving = [send(shards[peer][piece], peer, group, tag) for piece in pieces for peer in peers]
     for number, piece in enumerate(pieces):
-        terms = {peer: term[: len(output[piece])] for peer, term in room[number % _AHEAD].items()}
+        received = buffers[number % _AHEAD]
+        terms = {peer: term[: len(output[piece])] for peer, term in received.items()}
         _add_up(output[piece], shards[me][piece], me, terms, arriving[number])
+        # The sum has read this set of buffers, so the next receives may write into it.
         if number + _AHEAD < len(pieces):
             later = output[pieces[number + _AHEAD]]
-            arriving.append(_expected(room[number % _AHEAD], later, group, tag))
+            arriving.append(_post_receives(received, later, group, tag))
     for work in leaving:
         SENT(work)
 
 
-def _expected(
-    room: Mapping[int, torch.Tensor],
+def _post_receives(
+    buffers: Mapping[int, torch.Tensor],
     piece: torch.Tensor,
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> dict[int, Work]:
-    return {peer: receive(term[: len(piece)], peer, group, tag) for peer, term in room.items()}
+    """Starts to receive the same piece from each other rank."""
+    return {peer: receive(term[: len(piece)], peer, group, tag) for peer, term in buffers.items()}
 
 
 def _add_up(
@@ -235,7 +253,9 @@ def _add_up(
     terms: Mapping[int, torch.Tensor],
     arriving: Mapping[int, Work],
 ) -> None:
-    """Sums in the order of ranks; `output` and `own`, that of rank `me`, may be one."""
+    """Sums in the order of ranks. `own` is the part of rank `me`; `output` may be the same."""
+    # The terms of lower ranks are summed apart first, since `output` may still hold this rank's own
+    # part. So every rank adds in the order of ranks, and the result has the same bits everywhere.
     before: torch.Tensor | None = None
     for rank in range(me):
         RECEIVED(arriving[rank])
@@ -254,15 +274,15 @@ def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # torch returns None to ranks outside of the group only
+    assert work is not None  # torch returns None only on ranks that are not in the group
     return work
 
 
 def _joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the shards in one tensor: no copy if they lie side by side, as in a full buffer."""
+    """Returns the shards in one tensor, without a copy if they lie side by side in memory."""
     first = shards[0]
-    places = [(shard.untyped_storage().data_ptr(), shard.storage_offset()) for shard in shards]
-    storage, offset = places[0]
-    if places == [(storage, offset + i * first.numel()) for i in range(len(shards))]:
+    addresses = [(shard.untyped_storage().data_ptr(), shard.storage_offset()) for shard in shards]
+    storage, offset = addresses[0]
+    if addresses == [(storage, offset + i * first.numel()) for i in range(len(shards))]:
         return first.as_strided((len(shards) * first.numel(),), (1,))
     return torch.cat(list(shards))

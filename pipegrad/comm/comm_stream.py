@@ -1,4 +1,7 @@
-"""A comm stream: a side stream, or on CPU a thread, in which collectives run in order."""
+"""A comm stream: a side stream, or on CPU a thread, that runs collectives in order.
+
+Step 5 of the journey of a gradient in docs/internals.md launches collectives on comm streams.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 from pipegrad.comm import sync_points
 
 Task = Callable[[], None]
-Outcome = tuple[torch.Event | None, object]  # the task's event, and what its thread knew
+Outcome = tuple[torch.Event | None, object]  # the task's event, and a result of `hand_over`
 
 PRODUCERS = sync_points.Wait(
     "comm-stream.producers", "a task reads what other streams have just written"
@@ -37,52 +40,63 @@ CLOSED = sync_points.Wait(
 
 
 class Ticket:
-    """A task on its way."""
+    """A task that was submitted to a comm stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.done: Future[Outcome] = Future()
         self._device = device
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits for the task and all before it in its comm stream; returns False after the timeout.
+        """Waits for the task and all tasks before it; returns False after the timeout.
 
-        Sync: where tasks block the host, so does this; then the current stream waits for the
-        side stream. A wait on a device's own stream never blocks the host.
+        Sync: blocks the host if the tasks run in a thread. Then the current stream waits for the
+        side stream, which does not block the host.
 
         Raises:
             BaseException: The first error that a task of the comm stream raised.
         """
+        # Two waits are needed. The host waits until the thread has run the task, since there is no
+        # event before. Then the current stream waits for the task's event on the side stream.
         done = HOST(self.done, timeout_seconds)
         if done is False:
             return False
         if done:
-            event, handed = self.done.result()
-            sync_points.in_use.take_over(handed)
+            event, order = self.done.result()
+            sync_points.in_use.take_over(order)
             RESULT(event, self._device)
         return True
 
 
 @dataclass(frozen=True)
 class _Item:
+    """A task in the queue.
+
+    Attributes:
+        task: What to run.
+        after: Events for which the side stream waits first.
+        order: The result of `hand_over` in the thread that submitted it.
+        ticket: For the caller of `submit`.
+    """
+
     task: Task
     after: Sequence[torch.Event]
-    handed: object
+    order: object
     ticket: Ticket
 
 
 class CommStream:
-    """Runs tasks one after the other, beside the compute stream.
+    """Runs tasks in order, beside the compute stream.
 
-    Two comm streams need two communicators for each process group: streams that share one
-    serialise.
+    Each comm stream needs its own communicator for each set of ranks. Collectives of two streams
+    on one communicator run one after the other.
 
     Args:
         name: For the thread, in stack dumps.
         device: Where the tensors live.
-        threaded: Run tasks in a thread of its own, because waiting for them blocks the host.
+        threaded: Run tasks in a thread, because waiting for them blocks the host.
 
     Attributes:
-        error: The first one that a task raised.
+        error: The first error that a task raised.
     """
 
     def __init__(self, name: str, device: torch.device, *, threaded: bool) -> None:
@@ -100,12 +114,15 @@ class CommStream:
             self._thread.start()
 
     def submit(self, task: Task, after: Sequence[torch.Event]) -> Ticket:
-        """Enqueues `task`, to run behind all that was submitted before.
+        """Enqueues `task` behind all earlier tasks.
 
-        Sync: returns at once. `task` runs with the side stream current, which first waits for the
-        events in `after`. After a task has failed the following ones are dropped, and fail alike.
-        Whoever submits holds the tensors of the task until it has been waited for.
+        Sync: returns at once. `task` runs with the side stream current, and the side stream first
+        waits for the events in `after`. After a task has failed, later tasks do not run and fail
+        with the same error. The caller keeps the tensors of the task until it has waited for it.
         """
+        # One queue, in the order of the plan: all ranks issue their part of one list of
+        # collectives, so ranks cannot wait for each other in a circle. Step 5 of the journey of a
+        # gradient calls this.
         self._last = Ticket(self._device)
         item = _Item(task, after, sync_points.in_use.hand_over(), self._last)
         if self._queue is None:
@@ -116,37 +133,42 @@ class CommStream:
 
     @property
     def is_threaded(self) -> bool:
-        """Whether tasks may block the host: it is a thread of their own."""
+        """Whether tasks run in a thread, and so may block the host."""
         return self._queue is not None
 
     def put_off(self, task: Task) -> None:
-        """Keeps a task for `run_late`: called by a task, of what is left of it."""
+        """Keeps `task`, the rest of the task that calls this, for `run_late`."""
+        # For `LateWork`: to wait for it now would hold up the collectives behind it, which do not
+        # need its result.
         self._late.append(task)
 
     @property
     def has_late(self) -> bool:
-        """Whether tasks were put off; sure once what was submitted has been waited for."""
+        """Whether tasks were put off. Reliable after `wait` has returned True."""
         return bool(self._late)
 
     def run_late(self) -> None:
-        """Runs what was put off, in order, and what that puts off. A task itself: submit it.
+        """Runs the tasks that were put off, in order, and those that they put off. Submit this.
 
-        Blocks the host if they do, and this is no thread.
+        Sync: as the tasks. Without a thread, it blocks the host if they do.
         """
         while self._late:
             self._late.popleft()()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits for all submitted tasks, as `Ticket.wait` does for one."""
+        """Waits for all submitted tasks; see `Ticket.wait`."""
         return self._last is None or self._last.wait(timeout_seconds)
 
     def close(self) -> None:
-        """Ends the thread, once what was submitted is done.
+        """Ends the thread behind the tasks that were submitted.
 
-        One that is not done, because a step failed, is left behind: its collective may never end.
+        After a failed step, a task may wait for a collective that never ends. Then this does not
+        wait for the thread.
 
-        Sync: the current stream waits for what runs, so that buffers may be freed on it.
+        Sync: the current stream waits for the side stream, so buffers may be freed on it.
         """
+        # No ticket is waited for: tasks may have failed, or nobody waited for them. A new event
+        # behind everything on the side stream covers them all.
         if self._stream is not None:
             CLOSED(LAST(self._device, self._stream), self._device)
         self.stop()
@@ -154,14 +176,14 @@ class CommStream:
             self.join()
 
     def stop(self) -> None:
-        """Ends the thread behind what was submitted; returns at once."""
+        """Ends the thread behind the tasks that were submitted; returns at once."""
         if self._queue is not None:
             self._queue.put(None)
 
     def join(self, timeout_seconds: float | None = None) -> bool:
         """Waits for the end of the thread; returns whether it has ended."""
         if self._queue is None or self._thread is threading.current_thread():
-            return True  # the last to hold the comm stream may be its own thread
+            return True  # the last reference may be in its own thread, which cannot join itself
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
@@ -169,14 +191,16 @@ class CommStream:
         try:
             if self.error is not None:
                 raise self.error
-            sync_points.in_use.take_over(item.handed)
+            sync_points.in_use.take_over(item.order)
             with sync_points.in_use.running(self._stream):
+                # The waits are on the side stream, never on the compute stream, which goes on with
+                # the next backward.
                 for event in item.after:
                     PRODUCERS(event, self._device)
                 item.task()
                 done = TASK_DONE(self._device)
             item.ticket.done.set_result((done, sync_points.in_use.hand_over()))
-        except BaseException as error:  # noqa: BLE001 - raised again by wait, in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - `Ticket.wait` raises it in its caller's thread
             self.error = error
             item.ticket.done.set_exception(error)
 
@@ -184,4 +208,4 @@ class CommStream:
 def _drain(tasks: queue.SimpleQueue[_Item | None], run: Callable[[_Item], None]) -> None:
     while (item := tasks.get()) is not None:
         run(item)
-        del item  # or its tensors would live until the next one
+        del item  # otherwise its tensors would live until the next item

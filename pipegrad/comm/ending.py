@@ -1,4 +1,4 @@
-"""Ending: threads and process groups end when they are closed, are dropped, or Python exits."""
+"""Ending: threads and process groups end when they are closed or dropped, or when Python exits."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-_GRACE_SECONDS = 10.0  # for collectives that other ranks are about to run too
-_CUT_SECONDS = 5.0  # for threads to come back from connections that are closed
+_GRACE_SECONDS = 10.0  # for collectives that other ranks will soon run too
+_CUT_SECONDS = 5.0  # for threads to return from gloo after their connections were closed
 _POLL_SECONDS = 0.005
-_TAG = 0x70677  # of a message that nobody sends
+_TAG = 0x70677  # of a message that no rank sends
 
 
 class Thread(Protocol):
-    """What `Ending` needs of a comm stream."""
+    """The part of a comm stream that `Ending` uses."""
 
     def stop(self) -> None:
-        """Ends the thread behind what it has to do; returns at once."""
+        """Ends the thread behind its tasks; returns at once."""
 
     def join(self, timeout_seconds: float) -> bool:
         """Waits for the end of the thread; returns whether it has ended."""
 
 
 class Ending:
-    """Ends threads and groups once: by `end`, when nobody holds `owner` any more, or at exit.
+    """Ends threads and groups once: in `end`, when `owner` is garbage, or at exit.
 
-    See [Note: how threads end]. What happens without a call needs no other rank: it waits for what
-    is in flight, for some seconds, and closes the connections of what does not end by itself.
+    See [Note: how threads end]. Without a call of `end`, the ending needs no other rank. It waits
+    some seconds for collectives in flight. Then it closes the connections of those that still run.
 
     Args:
-        owner: Whose they are; held weakly.
-        threads: Which of them; what is in it in the end counts.
-        groups: Process groups that are the owner's alone, and are destroyed. Likewise.
-        used: Process groups of others that its threads use.
-        is_local: Whether destroying a group needs no other rank: on gloo.
-        is_idle: Whether no collective is in flight that was launched without a thread.
+        owner: The object that owns the threads and groups; a weak reference.
+        threads: The threads. The collection may change until they are ended.
+        groups: Process groups that only the owner uses. They are destroyed. The list may change.
+        used: Process groups of others that the threads use.
+        is_local: Whether a group can be destroyed without other ranks, as on gloo.
+        is_idle: Returns whether no collective is in flight that was launched without a thread.
 
     """
 
@@ -69,17 +69,17 @@ class Ending:
         self._dropped.atexit = False
 
     def call(self, release: Callable[[], object]) -> None:
-        """Has something else done in the end, ahead of all; it may not hold the owner."""
+        """Registers a call for the beginning of the ending. It may not hold the owner."""
         self._releases.append(release)
 
     def note_in_vain(self, in_vain: bool) -> None:
-        """Notes whether other ranks will not end what is in flight: a step has begun, say."""
+        """Notes whether other ranks may never run the collectives in flight, as inside a step."""
         self._in_vain = in_vain
 
     def end(self) -> None:
-        """Ends everything; does nothing the second time. Every rank must call it.
+        """Ends everything; a second call does nothing. Every rank must call it.
 
-        Waits for what other ranks have to run too, unless that is in vain.
+        Waits for collectives in flight, unless `note_in_vain` said that this is useless.
         """
         self._end(destroy=True, at_exit=False)
 
@@ -87,7 +87,7 @@ class Ending:
         self._end(destroy=self._is_local, at_exit=at_exit)
 
     def _end(self, *, destroy: bool, at_exit: bool) -> None:
-        # A forked process has neither the threads nor the connections.
+        # A forked process has a copy of this object, but not the threads and connections.
         if _waiting.pop(id(self), None) is None or os.getpid() != self._process:
             return
         self._dropped.detach()
@@ -95,11 +95,14 @@ class Ending:
             release()
         for thread in self._threads:
             thread.stop()
+        # Threads come first, then groups: a thread may be inside a collective of a group. The
+        # groups of others are cut at exit only, since others may still use them before.
         grace = 0.0 if self._in_vain else _GRACE_SECONDS
         interrupt: KeyboardInterrupt | None = None
         try:
             has_ended = self._wait(grace)
-        except KeyboardInterrupt as error:  # at exit too: a thread that is left aborts the process
+        # The interrupt is raised at the end. A thread that still runs at exit aborts the process.
+        except KeyboardInterrupt as error:
             has_ended, interrupt = False, error
         if not has_ended and self._is_local:
             for group in [*self._groups, *(self._used if at_exit else ())]:
@@ -118,33 +121,34 @@ class Ending:
         return all(ended) and self._is_idle()
 
 
-# [Note: how threads end] Until Python 3.14 an interpreter that finalizes kills a thread that comes
-# back to it, and where the thread was in C++ the whole process is aborted. A thread in a collective
-# of gloo comes back when the other ranks have come to it, or their connections end: at any time. So
-# it has to come back before: our threads are told to stop, and are waited for. What does not end
-# is a collective that another rank never comes to. No call of gloo ends it. But a receive that
-# times out closes all connections of its group, and everything that waits for one of them fails.
-# gloo has threads too, which let go of the tensors of a collective a little after whoever waited
-# for it goes on. Destroying a group joins its threads, and needs no other rank.
+# [Note: how threads end] Before Python 3.14, an interpreter that finalizes kills each thread that
+# returns to Python from C++, and this aborts the whole process. A thread in a collective of gloo
+# returns when the other ranks run the collective or close their connections. That can be at any
+# time. So our threads must return earlier: they are stopped, and the ending waits for them.
+# A collective that another rank never runs does not end, and gloo has no call that ends it. But a
+# receive that times out closes all connections of its group, and its collectives fail.
+# gloo has its own threads. They release the tensors of a collective shortly after its wait has
+# returned. To destroy a group joins these threads, and needs no other rank.
 
 _waiting: dict[int, Ending] = {}
 
 
 @atexit.register
 def _at_exit() -> None:
-    for ending in reversed(list(_waiting.values())):  # in a dictionary: as they were made
+    # A dictionary keeps the order of insertion. What was made last may use what was made earlier.
+    for ending in reversed(list(_waiting.values())):
         ending._end_by_itself(at_exit=True)
 
 
 def cut(group: dist.ProcessGroup) -> None:
-    """Closes this rank's connections of a group on gloo: what waits for them fails at once."""
+    """Closes this rank's connections of a gloo group. Calls that wait for them fail at once."""
     if group.size() > 1:
         peer = (group.rank() + 1) % group.size()
-        with suppress(RuntimeError):  # that it has timed out, or that they are closed
+        with suppress(RuntimeError):  # it timed out, or the connections were closed before
             group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroys a group, unless ``destroy_process_group()`` has destroyed all."""
+    """Destroys a group, unless ``destroy_process_group()`` has already destroyed all groups."""
     with suppress(ValueError, AssertionError):
         dist.destroy_process_group(group)

@@ -1,19 +1,19 @@
-"""Steps that fail: the one protocol by which all ranks learn of it and get ready to go on.
+"""Failed steps: the one protocol by which all ranks learn of a failure and go on after it.
 
 [Note: failed steps]
-1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). The
-   first post stands: it is the cause, and what fails afterwards on other ranks follows from it.
-2. It still launches every collective, and makes every transfer, that is left of the step, of zeros.
-   So no other rank waits for one in vain, on any backend.
-3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and while a
-   wait lasts long. It raises in the words of the first.
-4. The next step begins on a rank when all that it launched has ended (`FailedSteps.settle`). No
-   rank asks another.
-5. A rank may post that its failure is final: a collective failed, or may never have been launched.
-   Then no rank can go on, and all say so.
+1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). Only
+   the first post is stored. It is the cause; errors on other ranks follow from it.
+2. The failed rank still launches all collectives, and makes all transfers, that are left of the
+   step. It sends zeros. So no other rank waits for ever, on any backend.
+3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
+   long wait. It raises an error with the first message.
+4. A rank begins its next step when everything that it launched has ended (`FailedSteps.settle`).
+   This needs no message.
+5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
+   Then no rank can go on, and all ranks raise an error.
 
-A GradientSync, a Scheduler and an attached schedule each have a board, since each counts steps of
-its own: an evaluation is a step of a Scheduler, and none of its GradientSync.
+A GradientSync, a Scheduler and an attached schedule each have a board, since each counts its own
+steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ FAILED_ELSEWHERE = "a step failed on another rank"
 
 
 class FailureNotice:
-    """A board on which a rank that failed in a step says so, for ranks that wait for it.
+    """A board for the message of a rank that failed in a step.
 
-    Messages belong to a step, so that one that all ranks survived cannot fail a later one.
+    Each message belongs to one step. So a failure after which all ranks went on cannot fail a later
+    step. See [Note: failed steps].
     """
 
     def __init__(self, name: str) -> None:
@@ -41,11 +42,13 @@ class FailureNotice:
         self.step = 0
 
     def next_step(self) -> None:
-        """Turns to the next step; every rank must have as many."""
+        """Goes to the next step. All ranks must call it equally often."""
+        # The number is a part of the keys in the store. A rank that counts differently would read
+        # the board of another step.
         self.step += 1
 
     def post(self, message: str, *, final: bool = False) -> str:
-        """Publishes `message` for this step; the first one stands. Returns it, naming this rank.
+        """Posts `message` for this step, unless a message is posted; returns it with this rank.
 
         Args:
             message: What failed.
@@ -53,58 +56,62 @@ class FailureNotice:
         """
         if not dist.is_initialized():
             return message
-        told = f"rank {dist.get_rank()}: {message}"
-        with contextlib.suppress(dist.DistNetworkError):  # others find that out themselves
-            store().compare_set(self._key, "", told)
+        message = f"rank {dist.get_rank()}: {message}"
+        # If the store is gone, no post is needed: the other ranks notice that themselves.
+        with contextlib.suppress(dist.DistNetworkError):
+            store().compare_set(self._key, "", message)
             if final:
-                store().compare_set(self._final_key, "", told)
-        return told
+                store().compare_set(self._final_key, "", message)
+        return message
 
     def fail(self, error: BaseException, where: str = "", *, final: bool = False) -> str | None:
-        """Posts what failed on this rank; returns as `cause`.
+        """Posts the error of this rank; returns the result of `cause`.
 
         Args:
             error: What was raised. Its notes are posted too.
-            where: In what, if the notes do not say.
-            final: As `post`.
+            where: What was running, if the notes do not contain it.
+            final: As in `post`.
         """
         notes = [*getattr(error, "__notes__", ()), *([where] if where else ())]
         self.post(" ".join([f"{type(error).__name__}: {error}", *notes]), final=final)
         return self.cause()
 
     def cause(self) -> str | None:
-        """Returns what another rank posted in this step before this one did, or None."""
+        """Returns the first message of this step if another rank posted it, or None."""
         first = self.read()
         own = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
         return None if first is None or (own and first.startswith(own)) else first
 
     def refuse_failed(self, kind: type[PipegradError] = ReduceError) -> None:
-        """Raises if a rank has posted that this step failed.
+        """Raises an error if a rank has posted that this step failed.
 
         Args:
-            kind: Of the error.
+            kind: The class of the error.
         """
         if (message := self.read()) is not None:
             raise kind(f"{FAILED_ELSEWHERE}: {message}")
 
     def refuse(self, message: str) -> None:
-        """Says that this rank was refused a verb of this step, and may try again."""
+        """Posts that a verb of this step was refused on this rank. Its caller may try again."""
         if dist.is_initialized():
             store().set(self._refused_key, f"rank {dist.get_rank()}: {message}")
 
     def withdraw(self) -> None:
-        """Takes back what `refuse` said."""
+        """Removes the message of `refuse`."""
         if dist.is_initialized():
             store().set(self._refused_key, "")
 
     def read_refusal(self) -> str | None:
-        """Returns what the last rank said that was refused a verb of this step, or None."""
+        """Returns the latest message of `refuse` in this step, from any rank, or None."""
         if not dist.is_initialized() or not store().check([self._refused_key]):
             return None
         return str(store().get(self._refused_key).decode()) or None
 
     def read(self) -> str | None:
-        """Returns the first message that any rank posted in this step, or None."""
+        """Returns the first message that any rank posted in this step, or None.
+
+        If the store cannot be reached, the message is that the store is gone.
+        """
         if not dist.is_initialized():
             return None
         try:
@@ -113,7 +120,7 @@ class FailureNotice:
             return STORE_IS_GONE
 
     def read_final(self) -> str | None:
-        """Returns why no rank can go on, of whichever step; None if all can."""
+        """Returns the final failure of any step so far; None if ranks can go on."""
         if not dist.is_initialized() or not store().check([self._final_key]):
             return None
         return str(store().get(self._final_key).decode())
@@ -132,58 +139,63 @@ class FailureNotice:
 
 
 class FailedSteps:
-    """What became of the steps of a rank that failed.
+    """The failed steps of this rank, and whether it can go on; see [Note: failed steps].
 
-    A rank that fails still launches the collectives that are left of its step, so every one of them
-    ends on all ranks. The next step begins when they have ended here: no rank has to ask another.
-    There is no going on only where a collective itself failed, or was never launched.
+    A failed rank still launches the collectives that are left of its step. So each of them ends on
+    all ranks, and the next step begins when they have ended on this rank. This needs no message.
+    A rank cannot go on if a collective itself failed, or was never launched.
 
     Args:
-        notice: Where failures are told, a step at a time.
-        drain: Waits until all that was launched has ended; raises if some of it never will.
+        notice: The board for failures.
+        drain: Waits until everything that was launched has ended. Raises if some of it never ends.
     """
 
     def __init__(self, notice: FailureNotice, drain: Callable[[], object]) -> None:
         self._notice = notice
         self._drain = drain
         self._final: BaseException | None = None
-        self._doubt: BaseException | None = None  # a failed step that may not have ended everywhere
-        self._counted = False  # whether the notice has turned to the step at hand
-        self._refused = False  # whether a verb of this rank was, in the step at hand or the next
+        self._doubt: BaseException | None = None  # of a step whose collectives may still run
+        # All ranks must call `next_step` once a step, whether the step fails before it begins, in
+        # it, or not at all. These two flags say who has called it for the present step.
+        self._counted = False  # `begin` has
+        self._refused = False  # `refusing` has, before `begin`; or a verb was refused in the step
 
     @property
     def step(self) -> int:
-        """The number of the step at hand, failed ones counted; the same on all ranks."""
+        """The number of the present step, with the failed ones; the same on all ranks."""
         return self._notice.step
 
     @property
     def are_final(self) -> bool:
-        """Whether there is no going on."""
+        """Whether this rank cannot go on."""
         return self._final is not None
 
     @property
     def are_in_doubt(self) -> bool:
-        """Whether a step has failed, and this rank has not gone on since."""
+        """Whether a step has failed, and no step has begun on this rank since."""
         return self.are_final or self._doubt is not None
 
-    def knows(self, error: BaseException) -> bool:
-        """Whether `error` was told, and no step has begun since."""
+    def has_posted(self, error: BaseException) -> bool:
+        """Whether `error` was posted, and no step has begun since."""
         return error is self._doubt
 
     def settle(self) -> None:
-        """Waits until what was launched in a step that failed here has ended."""
+        """Waits until everything that a failed step launched on this rank has ended."""
+        # The collectives of the failed step use the same communicators as those of the next step.
+        # If one of them never ends, the communicators of two ranks are at different collectives,
+        # and a later collective would take the data of another.
         doubt, self._doubt = self._doubt, None
         if doubt is not None and self._final is None:
             try:
                 self._drain()
-            except Exception:  # noqa: BLE001 - a collective that failed, or one that never ends
+            except Exception:  # noqa: BLE001 - a collective failed, or never ends
                 self._final = doubt
 
     def refuse(self) -> None:
-        """Raises if a step before has left communicators out of step.
+        """Raises an error if this rank cannot go on after an earlier step.
 
         Raises:
-            ReduceError: Says why.
+            ReduceError: If an earlier failure is final. It contains that failure.
         """
         self.settle()
         if self._final is not None:
@@ -196,7 +208,11 @@ class FailedSteps:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Tells ranks that wait if a verb is refused inside: its caller may well try again."""
+        """Posts a refusal if a verb raises a StepError inside; withdraws it after a success.
+
+        A refused verb has changed nothing, so its caller may try again. Other ranks already wait
+        for this rank. With the post, their error can name the reason when their wait is too long.
+        """
         try:
             yield
         except StepError as error:
@@ -210,22 +226,22 @@ class FailedSteps:
             self._notice.withdraw()
 
     def begin(self) -> None:
-        """Turns to a step."""
-        if not self._refused:  # else it has
+        """Begins a step."""
+        if not self._refused:  # `refusing` has counted the step already
             self._notice.next_step()
         self._counted = True
 
     def end(self) -> None:
-        """Turns away from a step."""
+        """Ends a step that did not fail."""
         self._counted = False
 
-    def tell(self, error: BaseException, *, begun: bool, final: bool) -> str | None:
-        """Tells the other ranks of a step that failed here.
+    def post(self, error: BaseException, *, begun: bool, final: bool) -> str | None:
+        """Posts for the other ranks that a step failed on this rank.
 
         Args:
-            error: Why.
-            begun: Whether this rank has come as far as to begin it.
-            final: Whether there is no going on.
+            error: What was raised.
+            begun: Whether the step had begun on this rank.
+            final: Whether this rank cannot go on.
 
         Returns:
             As `cause`.
@@ -240,5 +256,5 @@ class FailedSteps:
         return cause
 
     def cause(self) -> str | None:
-        """Returns what a rank posted that failed before this one; None if none did."""
+        """Returns the message of a rank that failed before this rank; None if there is none."""
         return self._notice.cause()

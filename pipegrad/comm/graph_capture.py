@@ -1,4 +1,4 @@
-"""CUDA graphs and compiled regions: verbs that communicate run outside of both."""
+"""CUDA graphs and compiled regions: functions that communicate run outside of both."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
-    """Makes a verb one that runs for each step, as Python, and never as a recording of it.
+    """Returns `verb` so that Python runs it in every step, never a recording of it.
 
-    A replay of a CUDA graph runs no Python: it would send nothing, and take no part in what other
-    ranks do. So a verb is refused while one is captured. In code that torch.compile traces the
-    graph ends before it and another begins behind it; ``fullgraph=True`` makes that torch's error.
+    A replay of a CUDA graph runs no Python. It would send nothing, and other ranks would wait. So
+    the verb raises StepError while a graph is captured. In code that torch.compile traces, the
+    graph breaks at the verb; with ``fullgraph=True``, torch raises an error.
     """
     name = getattr(verb, "__name__", "").lstrip("_")
 
@@ -41,7 +41,8 @@ def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(verb)
     def outside(*args: P.args, **kwargs: P.kwargs) -> T:
-        if "torch._dynamo" in sys.modules:  # else nobody compiles, and importing it takes seconds
+        # To import torch._dynamo takes seconds. If nobody has imported it, nobody compiles.
+        if "torch._dynamo" in sys.modules:
             return disabled()(*args, **kwargs)
         return run(*args, **kwargs)
 
@@ -49,5 +50,5 @@ def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_capturing() -> bool:
-    """Whether what runs on the current stream is recorded for a CUDA graph, and not done."""
+    """Whether a CUDA graph is captured: kernels on the current stream are recorded, not run."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

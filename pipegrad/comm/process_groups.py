@@ -1,4 +1,7 @@
-"""Process groups: one for each set of ranks and comm stream, made by all ranks in one order."""
+"""Process groups: a group for each set of ranks and comm stream. All ranks make them in one order.
+
+Set-up makes them (docs/internals.md); steps 5, 6 and 9 of the journey of a gradient use them.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,25 @@ from pipegrad.comm.collectives import (
 
 
 class Groups:
-    """The communicators of one GradientSync. Comm streams never share one: they would serialise.
+    """The communicators of one GradientSync.
+
+    Two comm streams never share a communicator: their collectives would run one after the other.
 
     Args:
-        wanted: (ranks, comm stream) of every group of any rank, in the order in which to make them.
+        specs: (ranks, comm stream) of every group of any rank, in the order in which to make them.
         ranks: All ranks.
         rank: This rank.
         device: Where they will be used.
-        handed: Sets of ranks that hand something from one to the next.
+        chains: Sets of ranks that run reduce chains and broadcast chains.
 
     Attributes:
         world: The group of all ranks; None if there is one rank.
-        made: Those that this rank is in.
+        own: The groups that this rank is in.
     """
 
     def __init__(
         self,
-        wanted: Sequence[tuple[tuple[int, ...], int]],
+        specs: Sequence[tuple[tuple[int, ...], int]],
         *,
         ranks: Sequence[int],
         rank: int,
@@ -43,25 +48,28 @@ class Groups:
     ) -> None:
         self._device = device
         self.world: dist.ProcessGroup | None = None
-        self.made: list[dist.ProcessGroup] = []
+        self.own: list[dist.ProcessGroup] = []
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
         if len(ranks) > 1:
             self.world = new_group(ranks, "pipegrad", device)
-            self.made.append(self.world)
-        for members, comm_stream in wanted:
-            # All ranks make every group: use_local_synchronization hangs for overlapping pairs.
+            self.own.append(self.world)
+        for members, comm_stream in specs:
+            # torch asks that all ranks make all groups, in one order. Its exception,
+            # use_local_synchronization, hangs if groups overlap.
             group = new_group(members, f"pipegrad comm stream {comm_stream}", device)
             if rank in members:
                 self._groups[members, comm_stream] = group
-                self.made.append(group)
+                self.own.append(group)
         if not self.block_host(device):
             # NCCL connects a communicator in its first collective, and blocks the host until all
-            # members are there. Comm streams begin in the order of readiness, each rank with its
-            # own part of the list: they would wait for each other. Here all ranks connect in one
-            # order.
+            # members are there. In a step, comm streams begin in the order of readiness, which
+            # differs between ranks: ranks would wait for each other in a circle. Here all ranks
+            # connect their communicators in one order.
             for (members, _), group in self._groups.items():
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
-                if members in chains:  # and each pair of neighbours, for messages both ways
+                # A chain sends point-to-point, and NCCL connects each pair of ranks separately, in
+                # each direction.
+                if members in chains:
                     broadcast_chain(torch.zeros(1, device=device), group)
                     tail = torch.zeros(1, device=device)
                     reduce_chain(
@@ -73,7 +81,7 @@ class Groups:
         return self._groups[ranks, comm_stream]
 
     def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each element of `values` by the largest that any rank has there.
+        """Replaces each element of `values` by its maximum over all ranks.
 
         Sync: on the current stream; one all-reduce over all ranks.
         """
@@ -90,7 +98,7 @@ class Groups:
         return bool(values)
 
     def forget(self) -> None:
-        """Lets go of all groups, which are destroyed."""
+        """Drops the references to all groups, after they were destroyed."""
         self.world = None
         self._groups.clear()
 
@@ -99,20 +107,20 @@ class Groups:
         return self.world is None or blocks_host(self.world, device)
 
 
-def new_group(ranks: Sequence[int], what: str, device: torch.device) -> dist.ProcessGroup:
-    """Makes a process group with the timeout of the default one: torch's own ignores that.
+def new_group(ranks: Sequence[int], description: str, device: torch.device) -> dist.ProcessGroup:
+    """Makes a process group with the timeout of the default group, which torch does not use.
 
     Args:
-        ranks: Global ranks; every rank of the world must make it.
-        what: For torch's logs.
+        ranks: Global ranks of the group. Every rank of the world must make it.
+        description: For torch's logs.
         device: Where it will be used.
     """
     group: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout=collective_timeout(device), group_desc=what
+        list(ranks), timeout=collective_timeout(device), group_desc=description
     )
     return group
 
 
 def is_local(device: torch.device) -> bool:
-    """Whether a group for `device` is destroyed without other ranks: gloo's is."""
+    """Whether a group for `device` can be destroyed without other ranks, as on gloo."""
     return dist.is_initialized() and backend_of(None, device) == "gloo"

@@ -1,8 +1,9 @@
-"""Order: each wait, record and hold of the gradient layer is a site with a name and a reason.
+"""Sync points: each wait, record and hold of a stream has a name and a reason.
 
 Nothing else in the library touches streams, events or the ends of collectives. So order can be
-checked, by putting `pipegrad.testing.OrderChecker` in the place of the device's own streams, and
-doubted: a site can be switched off by name, and then a test must fail (``pytest -m mutation``).
+checked: `pipegrad.testing.OrderChecker` replaces the device's own streams. And the tests can be
+checked: a sync point can be switched off by name, and then a test must fail
+(``pytest -m mutation``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class Backend:
-    """Streams and events as torch has them. On CPU there are none: order is that of threads."""
+    """The streams and events of torch. On CPU there are none; threads alone decide the order."""
 
     def stream(self, device: torch.device, name: str) -> torch.Stream | None:
         """Returns a new side stream, or None where there are no streams."""
@@ -51,34 +52,36 @@ class Backend:
             on.wait_event(event)
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Starts to send; `tensor` is read until the work is waited for."""
+        """Starts to send. Do not write into `tensor` before you have waited for the work."""
         return group.send([tensor], peer, tag)
 
     def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Starts to receive; `tensor` is written until the work is waited for."""
+        """Starts to receive. Do not touch `tensor` before you have waited for the work."""
         return group.recv([tensor], peer, tag)
 
     def wait_work(self, work: Work) -> None:
-        """Waits for what was started: the host, or the current stream, as its backend does."""
+        """Waits for `work`: blocks the host, or makes the current stream wait."""
         work.wait()
 
     def trusting(self) -> contextlib.AbstractContextManager[object]:
-        """Runs code whose collectives are waited for through its own future: torch's hooks."""
+        """Runs code that waits for its own collectives, through its future: torch's hooks."""
         return contextlib.nullcontext()
 
+    # The next two are for a checker: it must learn of the order that a queue or a future makes
+    # between two threads. torch itself needs nothing there.
     def hand_over(self) -> object:
-        """Returns what this thread knows to be done, for the thread that goes on from here."""
+        """Returns the order of events that this thread has seen, for the thread that continues."""
         return None
 
-    def take_over(self, handed: object) -> None:
-        """Goes on from what another thread handed over."""
+    def take_over(self, order: object) -> None:
+        """Adds the result of `hand_over` to the order that this thread has seen."""
 
     def running(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
         """Makes `stream` current in this thread."""
         return stream or contextlib.nullcontext()
 
 
-in_use = Backend()  # to be looked up each time, as order.in_use: `using` changes it
+in_use = Backend()  # `using` changes it, so look it up at each use: sync_points.in_use
 sites: dict[str, Site] = {}
 
 
@@ -94,10 +97,10 @@ def using(other: Backend) -> Iterator[None]:
 
 
 class Site:
-    """A place in the code that orders one thing behind another.
+    """A sync point: a line of code that orders one access after another.
 
     Args:
-        name: Unique; ``file.what``.
+        name: Unique; the file and what is ordered, such as ``comm-stream.result``.
         reason: What goes wrong without it.
     """
 
@@ -110,7 +113,7 @@ class Site:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Switches the site off. For tests: what it orders is then unordered."""
+        """Switches the sync point off, for tests. Nothing orders the two accesses then."""
         self.enabled = False
         try:
             yield
@@ -119,7 +122,7 @@ class Site:
 
 
 class Record(Site):
-    """Records an event on the current stream, or on another one."""
+    """Records an event on the current stream, or on another stream."""
 
     def __call__(
         self, device: torch.device, stream: torch.Stream | None = None
@@ -128,7 +131,7 @@ class Record(Site):
 
 
 class Wait(Site):
-    """Makes the current stream, or another one, wait for an event."""
+    """Makes the current stream, or another stream, wait for an event."""
 
     def __call__(
         self,
@@ -141,7 +144,7 @@ class Wait(Site):
 
 
 class WaitWork(Site):
-    """Waits for a collective: the host where its backend blocks it, else the current stream."""
+    """Waits for a collective: blocks the host, or makes the current stream wait."""
 
     def __call__(self, work: Work) -> None:
         if self.enabled:
@@ -152,14 +155,15 @@ class WaitHost(Site):
     """Blocks the calling thread until another thread is done; returns whether it is."""
 
     def __call__(self, future: Future[T], timeout_seconds: float) -> bool | None:
-        """Returns None where nobody waited: then nothing is known, whatever has happened."""
+        """Returns whether the future is done; None if the sync point is switched off."""
+        # Without a wait, the state of the future proves no order: the caller may not use it.
         if not self.enabled:
             return None
         return bool(wait_for_futures([future], timeout_seconds).done)
 
 
 class Hold(Site):
-    """Keeps what it is given alive, by returning it to who keeps it."""
+    """Keeps an object alive: returns it, so that the caller can keep a reference."""
 
     def __call__(self, held: T) -> T | None:
         return held if self.enabled else None

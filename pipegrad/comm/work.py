@@ -1,4 +1,4 @@
-"""Work: what a handler's launch returns, and what is waited for."""
+"""Work: what a handler's launch returns, and what pipegrad waits for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 
 class Work(Protocol):
-    """A collective that runs; `torch.distributed.Work` is one."""
+    """A running collective, such as `torch.distributed.Work`."""
 
     def wait(self) -> object:
         """Waits for the result: blocks the thread (CPU), or makes the current stream wait."""
 
 
 class Done:
-    """Work that is over."""
+    """Work that has ended."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -23,14 +23,15 @@ class Done:
 
 @dataclass(frozen=True)
 class LateWork:
-    """Work that is waited for at the end of the step, not right behind its launch.
+    """Work whose wait is at the end of the step, not right after its launch.
 
-    Give this to a comm stream whose next collectives do not need the result: they leave first.
+    Return it if the next collectives of the comm stream do not need the result. They are launched
+    before the wait.
 
     Attributes:
         wait: Waits for the result. It may block the host, and compute.
-        in_threads: Whether to wait late in a comm stream that is a thread too. False where the only
-            reason is that `wait` blocks the host: a thread may block.
+        in_threads: Whether to wait late on a comm stream with a thread, too. False if the only
+            reason to wait late is that `wait` blocks the host: a thread may block.
     """
 
     wait: Callable[[], object]

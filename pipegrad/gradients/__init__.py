@@ -1,6 +1,6 @@
 """What happens in a step?
 
-Read `sync` first: it has the verbs and their contracts. `state` has the table of states and verbs,
-and `step` what each verb does. `negotiate` and `set_up` make the parts, `parameter` is the gradient
-of one parameter, `replicas` and `drift` keep copies equal, and `norm` clips.
+Read `sync` first: it has the verbs and their contracts. `state` has the table of states and verbs.
+`step` has the code of each verb. `negotiate` and `set_up` make the parts. `parameter` is the
+gradient of one parameter. `replicas` and `drift` keep copies equal, and `norm` clips.
 """

@@ -1,4 +1,4 @@
-"""The hook on a parameter that autograd runs whenever it has added to the gradient."""
+"""The hook on a parameter that autograd runs after each addition to its gradient."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch.utils.weak import TensorWeakRef
 class AccumulationHook:
     """Calls a method after each accumulation into one parameter.
 
-    It holds neither the method's object nor the parameter. The garbage collector does not see that
-    a parameter holds its hooks, so a strong reference would keep both for ever.
+    It has only weak references to the method's object and to the parameter. The garbage collector
+    does not see that a parameter holds its hooks. So with strong references neither would be freed.
 
     Args:
-        on_accumulated: A bound method; called with the parameter, possibly in autograd's threads.
+        on_accumulated: A bound method. It is called with the parameter, perhaps in a thread of
+            autograd.
     """
 
     def __init__(self, on_accumulated: Callable[[nn.Parameter], object]) -> None:
         self._called = weakref.WeakMethod(on_accumulated)
         self._handle: RemovableHandle | None = None
-        self._hooks: dict[int, Any] = {}  # all hooks of the parameter, ours and the user's
+        self._hooks: dict[int, Any] = {}  # all hooks of the parameter, also those of users
         self._hooked: TensorWeakRef | None = None
 
     @property
@@ -33,7 +34,9 @@ class AccumulationHook:
         return self._handle is not None and next(reversed(self._hooks), None) == self._handle.id
 
     def follow(self, parameter: nn.Parameter) -> None:
-        """Watches `parameter` from now on; registers again where a user's hook came behind."""
+        """Watches `parameter` from now on, with a hook that runs after all hooks of users."""
+        # A user's hook that was added later would run after this hook, and could change a gradient
+        # that was already sent. So the hook is registered again.
         if self._hooked is not None and parameter is self._hooked() and self.runs_last:
             return
         self.remove()
@@ -44,7 +47,8 @@ class AccumulationHook:
                 method(parameter)
 
         self._handle = parameter.register_post_accumulate_grad_hook(accumulated)
-        # The handle has it weakly, and when garbage is collected such references go first.
+        # The handle has only a weak reference to this table. A garbage collection clears weak
+        # references first, and then `remove` would not find it.
         self._hooks = self._handle.hooks_dict_ref() or {}
         self._hooked = TensorWeakRef(parameter)
 
@@ -55,5 +59,5 @@ class AccumulationHook:
         self._handle = self._hooked = None
 
     def __del__(self) -> None:
-        if hasattr(self, "_handle"):  # else an error came before it was complete
+        if hasattr(self, "_handle"):  # it is missing if `__init__` has raised an error
             self.remove()

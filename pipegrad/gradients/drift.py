@@ -1,4 +1,4 @@
-"""Drift: whether copies of one parameter are still equal. On demand, and in a few steps always."""
+"""Drift: compares the copies of each parameter, on demand and in a few steps of every run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipegrad.gradients.replicas import Lookup
 from pipegrad.model.dtensor import local
 from pipegrad.plan.buckets import Bucket
 
-Difference = tuple[str, tuple[int, ...]]  # key of a parameter, and ranks that have copies
+Difference = tuple[str, tuple[int, ...]]  # key of a parameter, and the ranks of its copies
 
-_ROUNDINGS = 4.0  # of the largest element, for one step: an optimizer rounds a few times
+_ROUNDINGS = 4.0  # allowed in one step, of the largest element: an optimizer rounds a few times
 _PIECE = 2**22  # elements
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,14 +26,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DriftCheck:
     """Compares the copies of each parameter over the ranks that hold it.
 
-    Two integers a parameter travel, and one flag over all ranks, on the current stream.
+    It sends two integers for each parameter, and one flag over all ranks, on the current stream.
 
     Args:
-        packs: This rank's parameters by route, in the order that all ranks share.
+        packs: This rank's parameters by route, in the order of all ranks.
         lookup: Key -> live parameter.
-        groups: The communicators; comm stream 0's are used.
+        groups: The communicators; those of comm stream 0 are used.
         ranks: All ranks.
-        agree_seconds: How long the ranks wait for each other, once copies differ.
+        agree_seconds: How long the ranks wait for each other if copies differ.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class DriftCheck:
     def count(self, step: int) -> bool:
         """Counts a step that reduces; returns whether all ranks compare copies in it.
 
-        They do in the 2nd, 4th, 8th and so on of these steps. All ranks count alike, also steps
-        that failed. The second call for a step counts nothing and returns False.
+        They do in the 2nd, 4th, 8th and so on of these steps. All ranks have the same count, with
+        the steps that failed. The second call for a step counts nothing and returns False.
 
         Args:
             step: Its number; different for each step.
         """
+        # A mistake in a program makes copies differ in its first steps, so comparisons are frequent
+        # there. Later they are rare enough to cost nothing.
         if self._groups.world is None or step == self._last_step:
             return False
         self._last_step = step
@@ -70,32 +72,44 @@ class DriftCheck:
         return is_power and self._num_steps > 1
 
     def refuse(self) -> None:
-        """Raises on all ranks if copies differ in a single bit.
+        """Raises an error on all ranks if copies differ in a single bit.
 
         Raises:
-            DriftError: Names parameters and ranks.
+            DriftError: If they differ. It names parameters and ranks.
         """
         if self._groups.world is not None:
             self._refuse_any(self._differing())
 
     def refuse_growing(self, num_steps: int) -> None:
-        """Raises on all ranks if copies differ by more than the roundings of `num_steps` steps.
+        """Raises an error on all ranks if copies differ by more than roundings explain.
 
-        Machines of two kinds may round differently: each step an error of an element's last bit.
-        Where bits differ the parameter travels as well.
+        Machines of two kinds may round differently, in each step the last bit of an element. If
+        the bits of a parameter differ, the parameter itself is sent too.
+
+        Args:
+            num_steps: Steps in which copies have rounded differently.
 
         Raises:
-            DriftError: Names parameters and ranks.
+            DriftError: If they differ by more. It names parameters and ranks.
         """
+        # Errors of independent roundings grow with the square root of their number.
         limit = _ROUNDINGS * math.sqrt(num_steps)
-        # All ranks that hold a parameter find the same, in one order: each calls `_spread` for it.
-        self._refuse_any([found for found in self._differing() if self._spread(*found) > limit])
+        # `_spread` runs collectives. All ranks that hold a parameter have the same differences, in
+        # the same order, so they run the same collectives.
+        differing = self._differing()
+        self._refuse_any([each for each in differing if self._spread(*each) > limit])
 
-    def _refuse_any(self, found: Sequence[Difference]) -> None:
-        if not self._groups.is_anywhere(bool(found)):
+    def _refuse_any(self, differences: Sequence[Difference]) -> None:
+        # Other ranks may hold none of the parameters that differ. They must raise too, so all ranks
+        # reduce a flag first.
+        if not self._groups.is_anywhere(bool(differences)):
             return
-        seconds = self._agree_seconds
-        replies = agree("check_replicas", lambda: found, ranks=self._ranks, timeout_seconds=seconds)
+        replies = agree(
+            "check_replicas",
+            lambda: differences,
+            ranks=self._ranks,
+            timeout_seconds=self._agree_seconds,
+        )
         drifted = sorted({difference for reply in replies for difference in reply})
         raise DriftError(
             "copies of one parameter have drifted apart: "
@@ -109,9 +123,11 @@ class DriftCheck:
     def _differing(self) -> list[Difference]:
         """Returns key and ranks of every parameter whose bits differ over a reduction of its route.
 
-        Every rank of a reduction finds the same ones.
+        All ranks of a reduction have the same result.
         """
-        found: list[Difference] = []
+        # If the smallest and the largest checksum over the ranks are equal, all are equal. So two
+        # reductions compare any number of copies.
+        differences: list[Difference] = []
         for pack in self._packs:
             sums = torch.stack([_checksum(local(self._lookup(slot.key))) for slot in pack.slots])
             for reduction_step in pack.route:
@@ -121,15 +137,16 @@ class DriftCheck:
                 dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
                 unequal = (low != high).any(dim=1).tolist()
                 slots = zip(pack.slots, unequal, strict=True)
-                found += [(slot.key, reduction_step.ranks) for slot, differs in slots if differs]
-        return found
+                ranks = reduction_step.ranks
+                differences += [(slot.key, ranks) for slot, differs in slots if differs]
+        return differences
 
     def _spread(self, key: str, ranks: tuple[int, ...]) -> float:
         return _spread(local(self._lookup(key)), self._groups.of(ranks, 0))
 
 
 def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Returns how far copies lie apart, in roundings of the largest element; inf if not finite."""
+    """Returns the largest difference, in roundings of the largest element; inf if not finite."""
     low = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
     low = low.to(torch.promote_types(low.dtype, torch.float32), copy=True).contiguous()
     high = low.clone()
@@ -145,10 +162,11 @@ def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
     flat = parameter.detach().contiguous().view(-1)
-    words = flat.view(_INTEGERS.get(parameter.itemsize, torch.int64))
-    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _PIECE):  # eight bytes an element are there meanwhile
-        piece = words[start : start + _PIECE].long()
-        locations = torch.arange(start, start + len(piece), device=words.device)
-        sums += torch.stack([piece.sum(), (piece * (2 * locations + 1)).sum()])
+    integers = flat.view(_INTEGERS.get(parameter.itemsize, torch.int64))
+    sums = torch.zeros(2, dtype=torch.int64, device=integers.device)
+    # In pieces: each element needs eight bytes of scratch memory.
+    for start in range(0, integers.numel(), _PIECE):
+        piece = integers[start : start + _PIECE].long()
+        positions = torch.arange(start, start + len(piece), device=integers.device)
+        sums += torch.stack([piece.sum(), (piece * (2 * positions + 1)).sum()])
     return sums

@@ -14,10 +14,10 @@ from pipegrad.gradients.sync import GradientSync
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for a model that is cut over ranks.
 
-    Each rank has the gradients of its own parameters, or shards of them. An overflow can be in one
-    rank's gradients alone. torch's scaler would skip the step on that rank, and make it on others.
-    This one asks all ranks: if one gradient of an optimizer overflows anywhere, all ranks skip the
-    step of that optimizer. So the scale is the same on all ranks, too.
+    Each rank has the gradients of its own parameters, or shards of them. An overflow may be in the
+    gradients of only one rank. torch's scaler would skip the step on that rank, and make it on
+    others. This scaler reduces a flag over all ranks: if a gradient of an optimizer overflows
+    anywhere, all ranks skip the step of that optimizer. So the scale is the same on all ranks, too.
 
     All ranks construct it, and step the same optimizers in the same order. An optimizer that has
     no parameters on a rank is stepped there as well. The loss is scaled where it is computed, on
@@ -54,17 +54,17 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, sync: GradientSync, **options: Any) -> None:  # noqa: ANN401 - torch's own
         options = {"device": sync.device.type, **options}
         ranks = sorted(sync.topology.ranks)
-        told = agree("GradScaler", lambda: repr(sorted(options.items())), ranks=ranks)
-        same("the options of GradScaler", dict(zip(ranks, told, strict=True)))
+        replies = agree("GradScaler", lambda: repr(sorted(options.items())), ranks=ranks)
+        same("the options of GradScaler", dict(zip(ranks, replies, strict=True)))
         super().__init__(**options)
         self._sync = sync
         self._is_used = False
         self._first = sync.statistics().steps
-        # torch makes its scale when it scales the first loss, and most ranks have no loss.
+        # torch makes its scale tensor with the first loss, and most ranks have no loss.
         super().scale(torch.zeros((), device=sync.device))
 
     def scale(self, outputs: Any) -> Any:  # noqa: ANN401 - torch's signature
-        """Multiplies a tensor, or several, by the scale; not where gradients are disabled."""
+        """Multiplies a tensor, or several, by the scale, unless gradients are disabled."""
         if not torch.is_grad_enabled():
             return outputs
         self._is_used = True
@@ -72,20 +72,21 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Returns the scale, the same on all ranks; 1.0 if disabled."""
-        if self._sync.statistics().steps == self._first:  # ahead of the first step's backward:
-            self._is_used = True  # by who multiplies the loss with it
+        # A caller before the end of the first step may multiply the loss with the scale itself.
+        if self._sync.statistics().steps == self._first:
+            self._is_used = True
         return super().get_scale()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of `optimizer` by the scale; all ranks learn of an overflow.
+        """Divides the gradients of `optimizer` by the scale, and reduces a flag for overflows.
 
-        Call it behind the step's last backward and `finish`, once for an optimizer, on all ranks.
+        Call it after the step's last backward and `finish`, once for each optimizer, on all ranks.
 
         Sync: on the current stream; one all-reduce of a few numbers. The host waits for it.
 
         Raises:
-            StepError: If a rank cannot unscale its gradients, if no rank has scaled a loss, or if
-                scales differ; on all ranks alike.
+            StepError: On all ranks, if a rank cannot unscale its gradients, if no rank has scaled a
+                loss, or if scales differ.
         """
         super().unscale_(optimizer)
 
@@ -96,29 +97,32 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscales, and returns whether any rank found an overflow: torch decides by that."""
+        """Unscales, and returns whether any rank has an overflow. torch then skips the step."""
+        # An error on one rank must not leave the others in a collective. So it is caught, and sent
+        # as one number of the same all-reduce as the flag for overflows.
         error: Exception | None = None
-        found = torch.zeros((), device=self._sync.device)
+        overflow = torch.zeros((), device=self._sync.device)
         try:
             self._check(optimizer, allow_fp16=allow_fp16)
             by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             for each in by_device.values():
-                found = torch.maximum(found, each.to(found.device))
+                overflow = torch.maximum(overflow, each.to(overflow.device))
         except Exception as caught:  # noqa: BLE001 - all ranks raise it, below
             error = caught
+        # The scale is sent with both signs: the maximum gives the largest and the smallest scale.
         scale = super().get_scale()
-        told = torch.tensor(
-            [0.0, error is not None, self._is_used, scale, -scale], device=found.device
+        values = torch.tensor(
+            [0.0, error is not None, self._is_used, scale, -scale], device=overflow.device
         )
-        told[0] = found
-        self._sync.take_largest(told)
-        _, failed, used, largest, smallest = told.tolist()
+        values[0] = overflow
+        self._sync.take_largest(values)
+        _, failed, used, largest, smallest = values.tolist()
         if failed or not used or largest != -smallest:
             self._refuse(error, used=bool(used))
-        return {found.device: told[0]}
+        return {overflow.device: values[0]}
 
     def _check(self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> None:
-        """Raises if this rank cannot unscale."""
+        """Raises an error if this rank cannot unscale."""
         if self._sync.is_in_step:
             raise StepError("a step is not finished yet: call finish() first")
         gradients = [t.grad for group in optimizer.param_groups for t in group["params"]]
@@ -128,11 +132,12 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _refuse(self, error: Exception | None, *, used: bool) -> None:
-        """Raises on all ranks, in the words of those that have something to say."""
-        words = "" if error is None else in_words(error)
+        """Raises the same error on all ranks, with the messages of ranks that have an error."""
+        message = "" if error is None else in_words(error)
         ranks = sorted(self._sync.topology.ranks)
-        told = agree("unscale_", lambda: (words, super(GradScaler, self).get_scale()), ranks=ranks)
-        failed = {rank: said for rank, (said, _) in zip(ranks, told, strict=True) if said}
+        own_scale = super().get_scale()
+        replies = agree("unscale_", lambda: (message, own_scale), ranks=ranks)
+        failed = {rank: text for rank, (text, _) in zip(ranks, replies, strict=True) if text}
         if failed:
             raise StepError(f"gradients cannot be unscaled on ranks {failed}") from error
         if not used:
@@ -140,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
                 "no rank has scaled a loss, so gradients must not be unscaled: call "
                 "scaler.scale(loss) where the loss is computed, with a Scheduler in its loss_fn"
             )
-        scales = {rank: scale for rank, (_, scale) in zip(ranks, told, strict=True)}
+        scales = {rank: scale for rank, (_, scale) in zip(ranks, replies, strict=True)}
         raise StepError(
             f"the scale differs between ranks: {scales}. Load the same state, and call update() "
             f"and step() alike, on all ranks"

@@ -1,4 +1,7 @@
-"""Discover, agree and plan: what all ranks settle, once, before the first collective."""
+"""Discover, agree and plan: all ranks do this once, before the first collective.
+
+See "Set-up" in docs/internals.md.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,10 @@ _instances = count()
 def refuse_main_shards(
     manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> None:
-    """Refuses what would keep gradients or copies of a DTensor in another way than itself.
+    """Refuses a master copy of a DTensor, and a gradient in another place or dtype.
 
     Raises:
-        PlanError: Names the parameter.
+        PlanError: If a DTensor would have one. It names the parameter.
     """
     for record in manifest.parameters:
         entry = manifest.entries(record.key)[0]
@@ -56,31 +59,31 @@ def refuse_main_shards(
 
 
 class Agreed:
-    """What the ranks of a GradientSync have agreed on.
+    """The model, handlers and plan on which the ranks of a GradientSync have agreed.
 
     Args:
         modules: This rank's stages.
         topology: Over all ranks.
         tied: Parameters that several stages hold.
-        handlers: Which gradients take which reduction.
+        handlers: They return the reductions.
         accessor: Where gradients live.
         agree_seconds: How long the ranks wait for each other.
         options: Fields of `GradientOptions` by name.
 
     Attributes:
-        topology: As given.
-        accessor: As given.
+        topology: The argument.
+        accessor: The argument.
         options: The record of all options.
-        wrapped: What FSDP2 has wrapped of this rank's stages.
+        wrapped: The modules of this rank's stages that FSDP2 has wrapped.
         handlers: The resolved handlers by name.
         manifest: The model.
         plan: This rank's buckets and collectives.
-        device: Where this rank's parameters are.
-        name: The same on all ranks, and no other's.
-        moves: Whether what is stepped is brought elsewhere, on any rank.
+        device: Of this rank's parameters.
+        name: The same on all ranks. No other GradientSync has it.
+        needs_parameter_sync: Whether any rank sends updated parameters, or has a master copy.
 
     Raises:
-        PipegradError: On all ranks alike.
+        PipegradError: The same on all ranks.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class Agreed:
         self.accessor = accessor
         ranks = sorted(topology.ranks)
         describe = partial(self._describe, modules, tied, handlers, options)
+        # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
+        # have the same manifests, so the checks below raise the same error on all of them.
         replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for _, manifest in replies]
         self.manifest = merge(manifests, topology, self._ties)
@@ -106,14 +111,16 @@ class Agreed:
         refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
         buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
         refuse_different_buffers(buffers, topology, allowed)
-        # Handlers may be impure: all ranks' must have said the same.
+        # A handler should be pure, but nothing makes sure of that. Different plans would hang, so
+        # all ranks compare the digests of their plans.
         plan = partial(self._make_plan, manifests)
         digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
         if len(set(digests)) > 1:
             self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
         self.device = device_of(modules, manifests)
+        # Ranks may have made different numbers of objects before. The largest number is new on all.
         self.name = str(max(number for number, _ in replies))
-        self.moves = self.plan.moves or any(
+        self.needs_parameter_sync = self.plan.syncs_parameters or any(
             record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
         )
@@ -125,7 +132,7 @@ class Agreed:
         handlers: Sequence[HandlerSpec],
         options: Mapping[str, Any],
     ) -> tuple[int, RankManifest]:
-        """Checks all that this rank can get wrong alone; returns its description."""
+        """Returns the description of this rank, after the checks that need no other rank."""
         check_stages(modules, self.topology)
         self.options = GradientOptions.of(options)
         self.options.check(self.topology)
@@ -142,14 +149,14 @@ class Agreed:
                 self.topology.data_axes,
             ),
             "tied": list(map(str, self._ties)),
-            "handlers": [found.identity for found in self.handlers.values()],
+            "handlers": [resolved.identity for resolved in self.handlers.values()],
             "accessor": type(self.accessor).__qualname__,
             **self.options.settings(),
         }
         return next(_instances), describe_rank(modules, self.accessor, settings, self._ties)
 
     def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
-        """Makes this rank's plan; returns the digest that all must have."""
+        """Makes this rank's plan; returns its digest, which must be equal on all ranks."""
         self.plan: Plan = self.plans([self.topology.rank])[self.topology.rank]
         ranks = sorted(self.topology.ranks)
         prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
@@ -160,20 +167,22 @@ class Agreed:
         return self.plan.digest
 
     def _refuse_different(self, digests: Mapping[int, str], agree_seconds: float) -> None:
-        """Names the first parameter that ranks would reduce differently, and the handlers.
+        """Raises an error that names the first parameter with different routes, and the handlers.
 
         Raises:
-            AgreementError: On every rank alike.
+            AgreementError: Always, the same on every rank.
         """
-        what, ranks = "what the handlers reduce", list(digests)
-        replies = agree(what, self._reduced, ranks=ranks, timeout_seconds=agree_seconds)
+        subject, ranks = "what the handlers reduce", list(digests)
+        replies = agree(subject, self._routes_as_text, ranks=ranks, timeout_seconds=agree_seconds)
         for rank, key in sorted({key for reply in replies for key in reply}):
-            in_words = [reply.get((rank, key), "nothing") for reply in replies]
-            same(f"{what} of {key!r} on rank {rank}", dict(zip(ranks, in_words, strict=True)))
-        same(what, digests)  # where a handler does not say the same twice
+            routes = [reply.get((rank, key), "nothing") for reply in replies]
+            same(f"{subject} of {key!r} on rank {rank}", dict(zip(ranks, routes, strict=True)))
+        # A handler may return other reductions in this second call. Then all routes are equal now,
+        # but the digests were not.
+        same(subject, digests)
 
-    def _reduced(self) -> dict[tuple[int, str], str]:
-        """Returns in words, by rank and key, what handlers reduce as this rank sees it."""
+    def _routes_as_text(self) -> dict[tuple[int, str], str]:
+        """Returns the routes of all ranks, computed here, as text by rank and key."""
         routes, divisors = make_routes(
             self.manifest,
             self.topology,
@@ -191,11 +200,11 @@ class Agreed:
         }
 
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
-        """Returns the plans of any ranks, made here."""
+        """Returns the plans of any ranks, computed on this rank."""
         handlers = list(self.plugins.items())
         return make_plans(self.manifest, self.topology, handlers, self.options, ranks=ranks)
 
     @property
     def plugins(self) -> dict[str, GradientHandler]:
-        """The handlers themselves, by name."""
+        """The handler instances, by name."""
         return {name: resolved.plugin for name, resolved in self.handlers.items()}

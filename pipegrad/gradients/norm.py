@@ -1,4 +1,7 @@
-"""The global gradient norm: each parameter counted once, the same bits on all ranks."""
+"""The global gradient norm: each parameter counts once, and all ranks have the same bits.
+
+Step 8 of the journey of a gradient in docs/internals.md.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,19 @@ def global_norm(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Returns the norm over all ranks' `gradients`, a scalar of `dtype`.
+    """Returns the norm over the `gradients` of all ranks, a scalar of `dtype`.
 
     Args:
-        gradients: Those that this rank counts, in a fixed order.
+        gradients: Those that count on this rank, in a fixed order.
         norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
-        group: All ranks; None if there is one.
-        device: Where the result lives.
-        dtype: Of the result, the same on all ranks.
+        group: Of all ranks; None if there is one rank.
+        device: Of the result.
+        dtype: Of the result; the same on all ranks.
 
     Sync: on the current stream; one scalar all-reduce over `group`.
     """
+    # The norm of each gradient comes first, and then a p-norm of these norms: all ranks reduce one
+    # number, however many gradients they have. The reduction gives all ranks the same bits.
     norms = [_norm(gradient, norm_type).to(dtype) for gradient in gradients]
     zero = torch.zeros((), dtype=dtype, device=device)
     if math.isinf(norm_type):
@@ -47,18 +52,19 @@ def global_norm(
 
 
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Returns the norm of one gradient, computed in fp32 at least."""
+    """Returns the norm of one gradient, computed at least in fp32."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    if gradient.numel() == 0:  # of which torch knows no largest one
+    if gradient.numel() == 0:  # torch refuses the maximum of no elements
         return torch.zeros((), device=gradient.device)
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales `gradients` in place so that a norm of `norm` becomes at most `max_norm`."""
+    """Scales `gradients` in place by a factor that makes `norm` at most `max_norm`."""
+    # As torch does. The factor stays on the device, so the host waits for nothing.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
         for gradient in gradients:
@@ -66,13 +72,13 @@ def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
 
 
 class GlobalNorm:
-    """The norm of all ranks' gradients, in which each parameter counts once.
+    """The norm of the gradients of all ranks, in which each parameter counts once.
 
     Args:
-        manifest: What the ranks agreed on.
-        plan: This rank's.
+        manifest: The agreed model.
+        plan: Of this rank.
         topology: Over all ranks.
-        master_dtype: dtype of what optimizers step, if it is not a parameter's own.
+        master_dtype: dtype of main parameters, if it is not that of each parameter.
     """
 
     def __init__(
@@ -83,6 +89,8 @@ class GlobalNorm:
         *,
         master_dtype: torch.dtype | None,
     ) -> None:
+        # A gradient may be equal on several ranks by its route, or by the layout of a DTensor. It
+        # counts on the rank that is first in both.
         rank, routes = topology.rank, dict(plan.routes)
         self._counted = {
             record.key
@@ -92,7 +100,7 @@ class GlobalNorm:
         }
         entries = (e for r in manifest.parameters for e in manifest.entries(r.key))
         dtypes = {master_dtype, *(entry.gradient_dtype for entry in entries)}
-        # fp64 on any rank: all ranks sum in one dtype.
+        # All ranks must sum in the same dtype, so fp64 on one rank makes it fp64 on all.
         double = dtypes & {torch.float64, torch.complex128}
         self._dtype = torch.float64 if double else torch.float32
 
@@ -107,10 +115,10 @@ class GlobalNorm:
         """Returns the norm, a scalar with the same bits on all ranks; see `global_norm`.
 
         Args:
-            gradients: This rank's, by key.
+            gradients: Of this rank, by key.
             norm_type: The p of the p-norm.
-            group: All ranks; None if there is one.
-            device: Where the result lives.
+            group: Of all ranks; None if there is one rank.
+            device: Of the result.
         """
         counted = [gradient for key, gradient in gradients.items() if key in self._counted]
         return global_norm(counted, norm_type, group=group, device=device, dtype=self._dtype)

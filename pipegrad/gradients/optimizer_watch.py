@@ -1,4 +1,7 @@
-"""The watch on optimizers: before one steps, it is refused if copies or shards would go apart."""
+"""Checks each optimizer before its step, and refuses it if copies of a parameter would differ.
+
+Step 8 of the journey of a gradient in docs/internals.md.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import Placement
 from pipegrad.topology import Topology
 
-_FRAMES = 16  # from a step's hook to who steps: torch's wrappers, and those of learning rates
+_FRAMES = 16  # from a step's hook to its caller: wrappers of torch and of learning-rate schedules
 
 
 class OptimizerWatch:
-    """Looks at each optimizer of this process, before its step.
+    """Checks each optimizer of this process before its step.
 
     Args:
-        parameters: Those of this rank.
-        alike: Whether each rank steps all parameters, by the same gradients; see `steps_alike`.
-        on_refusal: A method that is told of an optimizer that is refused.
+        parameters: Of this rank.
+        alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
+        on_refusal: A bound method; called with the error if an optimizer is refused.
     """
 
     def __init__(
@@ -48,23 +51,26 @@ class OptimizerWatch:
         _start_looking()
 
     def follow(self, live: Mapping[int, LiveParameter]) -> None:
-        """Looks for these parameters from now on, by their tensors' ids."""
+        """Looks for these parameters from now on; keys are the ids of their tensors."""
         self._live = live
 
     def remove(self) -> None:
-        """Ends it."""
+        """Stops the checks."""
         _watches.pop(id(self), None)
         if not _watches:
             _stop_looking()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer of these parameters that would make another model of them.
+        """Refuses an optimizer of these parameters if its step would make their copies different.
 
         Raises:
-            PipegradError: Says why, and what to take. Ranks that do not step learn of it as well.
+            PipegradError: If it is refused. It says why, and which optimizer to take. The refusal
+                is also posted for the ranks that do not step.
         """
-        why_not = None if self._alike else _is_global(optimizer) or _is_scaled_alone()
-        if why_not is None and not self._has_replaced:
+        # If each rank steps all parameters with the same gradients, even an optimizer that depends
+        # on all gradients makes the same step on all ranks.
+        reason = None if self._alike else _is_global(optimizer) or _is_scaled_alone()
+        if reason is None and not self._has_replaced:
             return
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         parameters = [p for t in tensors if (p := self._live.get(id(t)))]
@@ -77,16 +83,16 @@ class OptimizerWatch:
                 refuse_unless_elementwise(optimizer)
             for parameter in parameters:
                 _refuse_replaced(parameter)
-            if why_not is not None and (parameters or main_shards):
-                raise PlanError(why_not)
+            if reason is not None and (parameters or main_shards):
+                raise PlanError(reason)
         except PipegradError as error:
-            if (tell := self._on_refusal()) is not None:
-                tell(error)
+            if (on_refusal := self._on_refusal()) is not None:
+                on_refusal(error)
             raise
 
 
-# One hook of the process serves all watches. A watch that nobody holds any more leaves this table
-# at any time, also while torch runs its hooks. Then torch's own table of hooks may not change.
+# One hook of the process serves all watches. A watch may become garbage at any time, also while
+# torch runs its hooks. At that time torch's own table of hooks may not change, but this table may.
 _watches: WeakValueDictionary[int, OptimizerWatch] = WeakValueDictionary()
 _hooks: list[RemovableHandle] = []
 
@@ -116,7 +122,7 @@ def _refuse_replaced(parameter: LiveParameter) -> None:
 
 
 def _is_global(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns why not, if an optimizer looks at all parameters at once: no rank has them all."""
+    """Returns the reason to refuse an optimizer whose step depends on all gradients, or None."""
     if not isinstance(optimizer, torch.optim.LBFGS):
         return None
     return (
@@ -127,7 +133,7 @@ def _is_global(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _is_scaled_alone() -> str | None:
-    """Returns why not, if it is stepped by a GradScaler that looks at this rank's gradients."""
+    """Returns the reason to refuse a GradScaler that checks only this rank's gradients, or None."""
     if (name := _lone_scaler()) is None:
         return None
     return (
@@ -138,11 +144,12 @@ def _is_scaled_alone() -> str | None:
 
 
 def _lone_scaler() -> str | None:
-    """Returns the name of the torch GradScaler that is just stepping an optimizer, if one is.
+    """Returns the class name of torch's GradScaler if it calls the present step, or None.
 
-    Only one that looks at this rank's gradients alone. Called in an optimizer's step hook: torch
-    does not tell an optimizer who steps it, so this looks at who has called.
+    A subclass counts only if it checks nothing but this rank's gradients.
     """
+    # This runs in the step hook of an optimizer. torch passes no caller to the hook, so the frames
+    # of the stack are searched for it.
     frame = inspect.currentframe()
     for _ in range(_FRAMES):
         frame = None if frame is None else frame.f_back
@@ -156,7 +163,7 @@ def _lone_scaler() -> str | None:
 
 
 def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
-    """Whether each rank steps all parameters, by the gradients that all other ranks have."""
+    """Whether each rank steps all parameters, with gradients that are equal on all ranks."""
     sizes, routes = dict(topology.axes), dict(plan.routes)
     data = math.prod(sizes[axis] for axis in topology.data_axes)
     for record in manifest.parameters:
@@ -164,7 +171,7 @@ def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
         ranks = math.prod(len(step.ranks) for step in route)  # that have the same gradient
         ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)
         ranks *= data if record.stage in manifest.reduced_by_ddp else 1
-        moves = any(step.placement is not Placement.REPLICATE for step in route)
-        if record.requires_grad and (moves or ranks < len(topology.ranks)):
+        is_placed = any(step.placement is not Placement.REPLICATE for step in route)
+        if record.requires_grad and (is_placed or ranks < len(topology.ranks)):
             return False
     return True

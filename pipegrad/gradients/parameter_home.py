@@ -1,4 +1,4 @@
-"""Where a parameter lives: looked up in its modules in each step, and checked there."""
+"""The modules that hold a parameter. In each step it is looked up there, and checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipegrad.model.module_tree import ModuleTree
 
 
 class Traits(NamedTuple):
-    """Properties of a parameter that may not change once the ranks have agreed."""
+    """Properties of a parameter that may not change after the ranks have agreed."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class ParameterHome:
 
     Args:
         key: Of the parameter, for messages.
-        homes: Local stage -> the modules it is in, and its full name there; all one object.
+        homes: Local stage -> its modules, and the full name there. All are the same object.
         accessor: Where its gradient lives.
     """
 
@@ -51,38 +51,40 @@ class ParameterHome:
     def walk(self, live: nn.Parameter) -> nn.Parameter:
         """Returns the parameter, looked up in its module now.
 
-        FSDP2 puts what it has gathered in the place of a shard. Then this returns `live`.
+        If FSDP2 has replaced a shard by a gathered parameter, this returns `live`.
 
         Args:
-            live: The tensor that the step at hand began with; before the first one any.
+            live: The tensor at the beginning of the present step; before the first step any.
         """
         tree, name = self._homes[0]
         return _unless_gathered(tree.walk(name), live)
 
     def first(self) -> nn.Parameter:
-        """Returns the tensor that is in its module now, whatever it is."""
+        """Returns the tensor that is in its module now, also if FSDP2 has gathered it."""
         tree, name = self._homes[0]
         return tree.walk(name)
 
     def look_up(self, live: nn.Parameter) -> nn.Parameter:
-        """Returns the parameter for a step that begins; its `ModuleTree` was checked before.
+        """Returns the parameter at the beginning of a step. Call `ModuleTree.check` before.
 
         Args:
-            live: The tensor that the step before began with.
+            live: The tensor at the beginning of the last step.
 
         Raises:
             StepError: If the parameter is gone, or is no longer what the ranks agreed on.
         """
+        # A user may replace parameters between two steps, for example by another initialisation.
+        # That is allowed as long as nothing changes on which the plan depends.
         tree, name = self._homes[0]
         try:
-            found = tree.parameter(name)
+            present = tree.parameter(name)
         except AttributeError as error:
             raise StepError(
                 f"{self._key!r} is no parameter of its module any more: {error}. "
                 f"weight_norm, prune and parametrize replace a parameter by others: call them "
                 f"before the GradientSync is made, or make a new one on all ranks"
             ) from error
-        parameter = _unless_gathered(found, live)
+        parameter = _unless_gathered(present, live)
         traits = self._traits(parameter)
         if traits != self._agreed:
             raise StepError(
@@ -98,14 +100,18 @@ class ParameterHome:
         return parameter
 
     def _traits(self, parameter: nn.Parameter) -> Traits:
-        # Asking for the gradient's dtype also tells autograd that of a parameter that is new.
+        # An accessor may set the dtype in which autograd makes the gradient. So this call is also
+        # needed for a new parameter.
         gradient_dtype = self._accessor.dtype(parameter)
         return Traits(parameter.shape, parameter.dtype, gradient_dtype, parameter.requires_grad)
 
 
-def _unless_gathered(found: nn.Parameter, live: nn.Parameter) -> nn.Parameter:
-    """Returns `found`, but `live` where FSDP2 has gathered `found` of the shard `live`."""
-    if found is live or not is_dtensor(live):
-        return found
+def _unless_gathered(present: nn.Parameter, live: nn.Parameter) -> nn.Parameter:
+    """Returns `present`, or `live` if FSDP2 has gathered `present` from the shard `live`."""
+    if present is live or not is_dtensor(live):
+        return present
+    # A gathered parameter is a plain tensor, or a DTensor of a smaller mesh (with tensor
+    # parallelism).
     shard: Any = live
-    return found if is_dtensor(found) and found.device_mesh == shard.device_mesh else live
+    is_shard = is_dtensor(present) and present.device_mesh == shard.device_mesh
+    return present if is_shard else live

@@ -1,4 +1,4 @@
-"""Replicas of a parameter are one parameter: made equal at the start, and after a checkpoint."""
+"""Makes the replicas of each parameter equal: at the start, and after a checkpoint was loaded."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ Lookup = Callable[[str], nn.Parameter]
 def make_equal(
     packs: Sequence[Bucket], lookup: Lookup, groups: Groups, device: torch.device
 ) -> None:
-    """Gives every replica the bits of the lowest rank that holds it.
+    """Copies every parameter from the lowest rank that holds it to all replicas.
 
     Args:
-        packs: This rank's parameters by route, in the order that all ranks share.
+        packs: This rank's parameters by route, in the order of all ranks.
         lookup: Key -> live parameter.
-        groups: The communicators; comm stream 0's are used.
-        device: Where the parameters live.
+        groups: The communicators; those of comm stream 0 are used.
+        device: Of the parameters.
 
-    Sync: on the current stream; one broadcast for each reduction of a pack, through a flat copy.
+    Sync: on the current stream. One broadcast for each reduction of a pack, of a flat copy.
     """
+    # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
+    # reduction already has the values of the owners before it, so all ranks end with the same bits.
     for pack in packs:
         flat = _gather(pack, lookup, device)
         for step in pack.route:
-            # As bytes: no backend lacks a dtype then.
+            # Bytes can be sent on every backend. Some backends lack other dtypes.
             dist.broadcast(flat.view(torch.uint8), src=step.owner, group=groups.of(step.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
                 local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
-        del flat  # or two would be there at a time
+        del flat  # otherwise two copies would exist at a time
 
 
 def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Set-up: the parts of a GradientSync, made of what the ranks have agreed on."""
+"""Set-up: makes the parts of a GradientSync, after the ranks have agreed on a model and a plan."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from pipegrad.reduce.reducer import Reducer
 
 @dataclass(frozen=True)
 class Parts:
-    """What a GradientSync is made of.
+    """The parts of a GradientSync.
 
     Attributes:
         groups: The communicators.
         reducer: Launches collectives, and waits for them.
         failures: Of all steps.
         ending: Ends threads and groups.
-        parameters: This rank's, by key.
+        parameters: Of this rank, by key.
         lookup: Key -> the parameter that is in its module now.
-        parameter_sync: What comes back after the optimizer's step.
+        parameter_sync: Sends parameters after the optimizer's step.
         drift: Compares copies.
-        norm: Of all ranks' gradients.
-        step: The step at hand.
+        norm: Of the gradients of all ranks.
+        step: The present step.
     """
 
     groups: Groups
@@ -62,14 +62,16 @@ class Parts:
 def set_up(
     owner: object, agreed: Agreed, modules: Mapping[int, nn.Module], *, agree_seconds: float
 ) -> Parts:
-    """Makes all parts; every rank must call it, since process groups are made in it.
+    """Makes all parts. Every rank must call it, since it makes process groups.
 
     Args:
-        owner: The GradientSync, held weakly: when nobody holds it, threads and groups end.
-        agreed: What the ranks agreed on.
+        owner: The GradientSync; a weak reference. Threads and groups end when it is garbage.
+        agreed: The agreed model and plan.
         modules: This rank's stages.
         agree_seconds: How long the ranks wait for each other.
     """
+    # The parts may not hold the owner: with a strong reference it would never be garbage, and its
+    # threads would run until the process ends.
     plan, topology, device = agreed.plan, agreed.topology, agreed.device
     ranks = sorted(topology.ranks)
     notice = FailureNotice(agreed.name)
@@ -83,10 +85,11 @@ def set_up(
         device=device,
     )
     ending = Ending(
-        owner, threads=reducer.comm_streams, groups=groups.made, is_local=is_local(device)
+        owner, threads=reducer.comm_streams, groups=groups.own, is_local=is_local(device)
     )
-    # Else destroying a group would take what another rank has not received yet.
-    ending.call(reducer.let_leave)
+    # A pair exchange may still be sending. If its group were destroyed first, another rank would
+    # never receive the message.
+    ending.call(reducer.submit_send_waits)
     failures = FailedSteps(notice, reducer.wait)
     trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
     buffers = parameter_buffers(plan, device)
@@ -104,8 +107,8 @@ def set_up(
         reducer=reducer,
         groups=groups,
         main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
-        main_parameters=partial(_moving, parameters),
-        moves=agreed.moves,
+        main_parameters=partial(_synced, parameters),
+        is_needed=agreed.needs_parameter_sync,
         device=device,
     )
     drift = DriftCheck(
@@ -155,11 +158,11 @@ def live_parameters(
     """Returns this rank's parameters by key, with their main shards.
 
     Args:
-        agreed: What they are.
-        modules: Where they are.
-        trees: Where they are looked up.
-        buffers: Key -> where its gradient is reduced.
-        parameter_buffers: Key -> the memory of the parameter, if it may come from other ranks.
+        agreed: The agreed model and plan.
+        modules: This rank's stages.
+        trees: Find the parameters, by stage.
+        buffers: Key -> the buffer of its gradient's bucket.
+        parameter_buffers: Key -> the memory of the parameter, if a parameter sync may write to it.
     """
     manifest, plan = agreed.manifest, agreed.plan
     routes, divisors = dict(plan.routes), dict(plan.divisors)
@@ -177,14 +180,15 @@ def live_parameters(
             parameter_buffer=parameter_buffers.get(record.key),
             main_shard=main_shards.get(record.key),
             divisor=divisors.get(record.key, 1.0),
-            # DistributedDataParallel has reduced its gradients when the whole backward is done.
+            # DistributedDataParallel reduces gradients until the end of the whole backward. Before
+            # that they are not final.
             may_leave_early=manifest.reduced_by_ddp.isdisjoint(local),
         )
     return parameters
 
 
 def _main_shards(agreed: Agreed) -> dict[str, MainShard]:
-    """Returns what the optimizer of this rank steps in a parameter's place, by key."""
+    """Returns the main shards of this rank, by key."""
     manifest, master_dtype = agreed.manifest, agreed.options.master_dtype
     records = {record.key: record for record in manifest.records(agreed.topology)}
     return {
@@ -203,7 +207,8 @@ def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
     return parameters[key].parameter
 
 
-def _moving(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
-    """Returns what this rank's optimizer steps of the parameters that move, by key."""
-    found = {key: p.main_parameter for key, p in parameters.items() if p.placed.moves}
-    return {key: tensor for key, tensor in found.items() if tensor is not None}
+def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
+    """Returns the main parameters of this rank that are sent to others, or copied, by key."""
+    synced = {key: p for key, p in parameters.items() if p.placed.is_updated_elsewhere}
+    tensors = {key: parameter.main_parameter for key, parameter in synced.items()}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}

@@ -11,17 +11,17 @@ from pipegrad.errors import StepError
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the last finished step did on this rank.
+    """Numbers of the last finished step on this rank.
 
     Attributes:
         steps: Steps finished so far.
         collectives: Collectives launched.
-        reduced_bytes: Bytes they reduced, as gradients: a communication hook sends fewer.
-        copies: Gradients copied out of a bucket; 0 where all are views.
-        early: Parameters whose gradient left before their stage's backward ended.
-        published_bytes: Bytes of parameters that move back after it, to this rank or from it.
-        exposed_seconds: Time that `finish` was blocked, waiting for collectives; and before it
-            `stage_first_use`, for parameters.
+        reduced_bytes: Bytes of gradients that they reduced. A communication hook sends fewer.
+        copies: Gradients copied out of a bucket; 0 if all are views.
+        early: Parameters whose gradient was sent before the backward of their stage ended.
+        published_bytes: Bytes of its parameter sync, to this rank and from it.
+        exposed_seconds: Time for which `finish` waited for collectives, and `stage_first_use`
+            before it for parameters.
     """
 
     steps: int = 0
@@ -34,7 +34,7 @@ class Statistics:
 
 
 class State(Enum):
-    """What a GradientSync is in the middle of."""
+    """The states of a GradientSync."""
 
     BETWEEN = "between two steps"
     OPEN = "gradients accumulate"
@@ -42,8 +42,8 @@ class State(Enum):
     CLOSED = "closed"
 
 
-# The whole of a step: each verb, the states in which it may be called, and the state behind it. In
-# any other state it is refused. A step that only adds up stays OPEN through all of them.
+# All of a step: for each verb, the states in which it may be called, and the state after it. In any
+# other state it is refused. A step that only accumulates stays OPEN until it is reduced.
 _INSIDE = {State.OPEN: State.OPEN, State.LEAVING: State.LEAVING}
 _BETWEEN = {State.BETWEEN: State.BETWEEN}
 TRANSITIONS: Mapping[str, Mapping[State, State]] = {
@@ -75,7 +75,7 @@ def refuse(verb: str, state: State) -> None:
     """Refuses a verb in a state that `TRANSITIONS` does not list for it.
 
     Raises:
-        StepError: Says what to call first.
+        StepError: If it is refused. It names the verb to call first.
     """
     if state in TRANSITIONS[verb]:
         return

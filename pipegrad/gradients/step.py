@@ -248,7 +248,7 @@ class Step:
         """Ends a step that failed here; see `GradientSync.abort`."""
         if self.state is State.CLOSED:
             return None
-        if self._failures.knows(error):
+        if self._failures.has_posted(error):
             return self._failures.cause()
         if not begun:
             self._failures.settle()
@@ -259,7 +259,7 @@ class Step:
         reduces = is_left and not (self._adds_up if begun else self.is_accumulating)
         launches = reduces and bool(self._plan.launches)
         final = final or (launches and (self._keeps_state or self._reducer.has_failed))
-        cause = self._failures.tell(error, begun=begun, final=final)
+        cause = self._failures.post(error, begun=begun, final=final)
         if is_left:
             self.drop_gradients()
         if reduces and not final:

@@ -344,8 +344,8 @@ class GradientSync:
         Sync: where placements move parameters, one flag for all ranks; every rank must call it.
         """
         self._step.check("publish_if_due")
-        if self._parameter_sync.moves:
-            self._parameter_sync.ask()
+        if self._parameter_sync.is_needed:
+            self._parameter_sync.find_if_stepped()
             self._parameter_sync.publish_if_stepped()
 
     @outside_of_graphs

@@ -1,6 +1,6 @@
 """What do all ranks hold, and what is tied?
 
-`describe` is what one rank says of its stages, `merge` makes the one `manifest` of it that all
-ranks share, `claims` decides which parameters a declared tie means, and `suspects` recognises by
-their initial values the ties that nobody declared.
+`describe` makes the description of one rank's stages. `merge` makes the `manifest` from the
+descriptions of all ranks; it is the same on all of them. `claims` finds the parameters of a
+declared tie. `suspects` recognises undeclared ties by the initial values.
 """

@@ -1,4 +1,4 @@
-"""Which parameters a declared tie means."""
+"""Claims: the parameters that each declared tie means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipegrad.model.ties import Tie, different_starts
 
 
 class Claims:
-    """Which places each declared tie means, and whether these may be one parameter.
+    """The locations of each declared tie, and the check that they may be one parameter.
 
     Args:
         stages: The agreed parameters of each stage.
@@ -19,10 +19,10 @@ class Claims:
         ties: The declarations.
 
     Attributes:
-        places: For each tie the places that it means, by their first names.
+        locations: For each tie, the locations of its parameter, with the first name in each stage.
 
     Raises:
-        PlanError: If a tie names what no stage holds.
+        PlanError: If a tie names a parameter that no stage holds.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Claims:
         manifests: Sequence[RankManifest],
         ties: Sequence[Tie],
     ) -> None:
-        self._homes: dict[Location, Location] = {}  # every place, aliases too -> its first name
+        self._homes: dict[Location, Location] = {}  # location under any name -> under its first
         self._by_name: dict[str, list[Location]] = {}
         for stage, entries in enumerate(stages):
             for entry in entries:
@@ -43,6 +43,10 @@ class Claims:
             for index, location in manifest.held:
                 held.setdefault(index, set()).add(location)
         self._all_traced = {s for m in manifests for s in m.traced} == set(range(len(stages)))
+        # The lowest rank that holds a location decides how it starts: replicas are made equal to
+        # it before the first step.
+        # The lowest rank that holds a location decides how it starts: replicas are made equal to
+        # it before the first step.
         self._starts: dict[Location, tuple[str | None, str | None]] = {}
         for manifest in manifests:
             for location, digest in manifest.fingerprints:
@@ -50,7 +54,8 @@ class Claims:
             for location, bits in manifest.constants:
                 self._starts.setdefault(location, (None, bits))
         self._tie_of: dict[Location, Tie] = {}
-        self._known: set[Location] = set()  # to be the parameter, not by its name alone
+        # Locations that surely hold their tie's parameter: by identity or bits, not only by name.
+        self._certain: set[Location] = set()
         self.locations: list[set[Location]] = []
         for index, tie in enumerate(ties):
             self.locations.append(self._claimed(tie, held.get(index, set())))
@@ -60,29 +65,31 @@ class Claims:
         claimed.update(location for name in tie.names for location in self._by_name.get(name, ()))
         missing = [p for p in tie.locations if p not in self._homes]
         missing_names = [n for n in tie.names if n not in self._by_name]
-        is_found = self._all_traced or len(claimed) >= len(tie.names)
-        if missing or (missing_names and not (claimed and is_found)):
-            what = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
+        # A cut may rename parameters, and a tracer may drop aliases. So a name of the uncut model
+        # that no stage has is an error only if the tie has fewer locations than names.
+        is_complete = self._all_traced or len(claimed) >= len(tie.names)
+        if missing or (missing_names and not (claimed and is_complete)):
+            absent = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
             raise PlanError(
-                f"tie {tie}: no such parameter: {what}. Names are those of the stages' modules; "
+                f"tie {tie}: no such parameter: {absent}. Names are those of the stages' modules; "
                 f"where they differ from the uncut model's, declare the tie as {{stage: name}}, or "
                 f"give Pipe.replicated_params if torch's tracer has cut the model"
             )
-        known = claimed if tie.traced else held
+        certain = claimed if tie.traced else held
         homes = {self._homes[location] for location in claimed}
-        self._known.update(self._homes[location] for location in known)
+        self._certain.update(self._homes[location] for location in certain)
         self._tie_of.update(dict.fromkeys(homes, tie))
         self._refuse_ambiguous(tie)
         return homes
 
     def _refuse_ambiguous(self, tie: Tie) -> None:
-        """Refuses a name that several stages have, if no bits tell which of them is meant."""
+        """Refuses a name that several stages have, if their initial values do not differ."""
         for name in tie.names if len(tie.names) > 1 and not self._all_traced else ():
             homes = sorted({self._homes[location] for location in self._by_name.get(name, ())})
             unclear = [
                 home
                 for home in homes
-                if home not in self._known and self._starts.get(home, ("", None))[1] is not None
+                if home not in self._certain and self._starts.get(home, ("", None))[1] is not None
             ]
             if len({stage for stage, _ in homes}) > 1 and unclear:
                 raise PlanError(
@@ -92,19 +99,19 @@ class Claims:
                 )
 
     def refuse_different_starts(self, group: Sequence[Location]) -> None:
-        """Refuses places of one tie that start with different bits, which one would overwrite.
+        """Refuses locations of one tie that start with different values: one would be overwritten.
 
-        A seed for each rank explains the difference where these places are known to be the uncut
-        model's parameter. Zeros are nothing to lose.
+        Different values are allowed if both locations surely hold the parameter, as each rank may
+        use its own seed. They are also allowed if the overwritten values are zeros.
 
         Raises:
-            PlanError: Names two of them.
+            PlanError: If they differ. It names two locations.
         """
         first, *others = group
         for location in others:
-            one, other = self._starts.get(first), self._starts.get(location)
-            are_known = first in self._known and location in self._known
-            if one is None or other is None or one == other or are_known or is_zero(other[1]):
+            start, other = self._starts.get(first), self._starts.get(location)
+            are_certain = first in self._certain and location in self._certain
+            if start is None or other is None or start == other or are_certain or is_zero(other[1]):
                 continue
             tie = self._tie_of.get(location) or self._tie_of.get(first) or "of one rank"
             raise PlanError(different_starts(tie, first, location))

@@ -1,4 +1,4 @@
-"""What one rank says of itself: of its stages, before anything is communicated."""
+"""The description of one rank's stages, made before anything is sent."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pipegrad.topology import Topology
 
 
 def check_stages(modules: Mapping[int, nn.Module], topology: Topology) -> None:
-    """Refuses stages that do not fit the topology, or have no values yet.
+    """Refuses stages that do not fit the topology, or that have no values yet.
 
     Raises:
-        TopologyError: If other stages were given, or the topology has not all ranks.
+        TopologyError: If the stages are not those of this rank, or the topology lacks ranks.
         PlanError: If a parameter is on the meta device.
     """
     if sorted(modules) != list(topology.local_stages):
@@ -51,7 +51,7 @@ def describe_rank(
     settings: Mapping[str, object],
     ties: Sequence[Tie] = (),
 ) -> RankManifest:
-    """Returns this rank's manifest. Reads a sample of every parameter, communicates nothing.
+    """Returns this rank's manifest. Reads a sample of every parameter, and sends nothing.
 
     Raises:
         PlanError: If parameters are on several devices.
@@ -68,6 +68,8 @@ def describe_rank(
     for stage in sorted(modules):
         seen: dict[int, str] = {}
         for location, full_name, parameter in named({stage: modules[stage]}):
+            # A parameter that a stage holds under several names is one entry with aliases.
+            # A parameter that a stage holds under several names is one entry with aliases.
             if id(parameter) in seen:
                 first = entries[stage, seen[id(parameter)]]
                 aliases = (*first.aliases, location[1])
@@ -81,7 +83,10 @@ def describe_rank(
             objects.setdefault(id(parameter), []).append(location)
             if (shard := shard_of(parameter)) is not None:
                 shards.append((location, shard))
-            # Reading a parameter of FSDP1 would communicate; the plan refuses its stage.
+            # Initial values are compared by digests of a sample. So manifests stay small, although
+            # every rank receives those of all ranks.
+            # To read a parameter of FSDP1 would need a collective. The plan refuses such a stage
+            # later, on all ranks.
             is_flat = wrappers.get(stage) == FSDP1
             varying, constant = (None, None) if is_flat else fingerprint(parameter)
             if varying is not None:
@@ -125,7 +130,7 @@ def _entry(name: str, parameter: nn.Parameter, accessor: GradientAccessor) -> Pa
 
 
 def device_of(modules: Mapping[int, nn.Module], manifests: Sequence[RankManifest]) -> torch.device:
-    """Returns where this rank's parameters live; without any, a device of the others' type."""
+    """Returns the device of this rank's parameters; without parameters, that of other ranks."""
     for module in modules.values():
         for parameter in module.parameters():
             return parameter.device

@@ -1,8 +1,8 @@
-"""Local shards: what a rank has of a DTensor parameter, and how all of it lies over ranks.
+"""Local shards: the part of a DTensor parameter that a rank holds, and the layout of the whole.
 
-A DTensor's ranks reduce among themselves: FSDP2 over its mesh, tensor parallelism in its own
-computes. What is left to pipegrad are other dimensions, along which ranks of one coordinate hold
-the same part. So everything here is about parts, and nothing communicates.
+The ranks of a DTensor's mesh reduce among themselves: FSDP2 over its mesh, tensor parallelism in
+its own computes. pipegrad reduces along the other dimensions, along which ranks of the same
+coordinate hold the same part. So this file only looks at parts. Only `sum_terms` communicates.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _PLAIN = (torch.Tensor, nn.Parameter, type(None))
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether a tensor is a DTensor. Where nobody has imported DTensor, which is slow, none is."""
-    if type(tensor) in _PLAIN:  # asked some times for each gradient and step
+    """Whether a tensor is a DTensor. False if nobody has imported DTensor, which is slow."""
+    if type(tensor) in _PLAIN:  # a short cut: this runs several times for each gradient and step
         return False
     return is_imported_kind(tensor, "torch.distributed.tensor", "DTensor")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a DTensor lies over ranks: the same on each of them, and on whatever is tied to it.
+    """How a DTensor lies over ranks: the same on all its ranks, and on its ties.
 
     Attributes:
-        shape: Of the whole.
-        mesh: Its mesh dimensions, name and size.
-        placements: Of the whole along each of them, in torch's words.
-        replicated: Along which of them it is the same everywhere.
+        shape: Of the whole tensor.
+        mesh: Name and size of each mesh dimension.
+        placements: torch's placement along each mesh dimension, as text.
+        replicated: For each mesh dimension, whether all ranks along it hold the same part.
     """
 
     shape: tuple[int, ...]
@@ -56,11 +56,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank has of a DTensor.
+    """The part of a DTensor that one rank holds.
 
     Attributes:
-        shape: Of its part; the last ranks may have less than others, or nothing.
-        coordinate: Where the rank is in the DTensor's mesh.
+        shape: Of the part. The last ranks may hold less than others, or nothing.
+        coordinate: Of the rank in the DTensor's mesh.
         members: Global ranks of that mesh.
     """
 
@@ -69,13 +69,15 @@ class Shard:
     members: tuple[int, ...]
 
     def is_counted(self, layout: Layout) -> bool:
-        """Whether this is the part that counts, of those that are the same."""
-        here = zip(self.coordinate, layout.replicated, strict=True)
-        return not any(at for at, replicated in here if replicated)
+        """Whether this part counts in a norm: of equal parts, the one at coordinate 0 does."""
+        # Along a sharded dimension each rank has its own part, and every part counts. Along a
+        # replicated dimension all ranks have the same part, and it must count once.
+        coordinates = zip(self.coordinate, layout.replicated, strict=True)
+        return not any(at for at, replicated in coordinates if replicated)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a DTensor, its memory; any other tensor is its own."""
+    """Returns this rank's part of a DTensor, without a copy; any other tensor as it is."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -97,7 +99,7 @@ def layout_of(parameter: torch.Tensor) -> Layout | None:
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
-    """Returns what this rank has of a parameter; None if it is not a DTensor."""
+    """Returns this rank's part of a parameter; None if it is not a DTensor."""
     if not is_dtensor(parameter):
         return None
     mesh = parameter.device_mesh
@@ -109,26 +111,25 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
 
 
 def largest(shards: Iterable[Shard]) -> tuple[int, ...]:
-    """Returns the shape of which every part is the beginning."""
+    """Returns the smallest shape that contains the shapes of all parts."""
     return tuple(map(max, zip(*(shard.shape for shard in shards), strict=True)))
 
 
 def has_terms(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient is a DTensor that its mesh has not summed yet.
-
-    Backward leaves it so where there was no gradient to add to.
-    """
+    """Whether a gradient is a DTensor that its mesh has not summed yet."""
+    # A backward leaves such a gradient if there was no gradient to add to.
     return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
 
 def sum_terms(parameter: torch.Tensor) -> None:
-    """Sums the gradient of a DTensor over its mesh, so that it lies as its parameter does.
+    """Sums the gradient of a DTensor over its mesh. Then it has the placements of its parameter.
 
-    Sync: on the current stream; all ranks of the mesh do so, in the order of their parameters.
+    Sync: a collective on the current stream. All ranks of the mesh must call it for the same
+    parameters, in the same order.
     """
     assert is_dtensor(parameter)
     assert is_dtensor(parameter.grad)
     pairs = zip(parameter.grad.placements, parameter.placements, strict=True)
-    wanted = [meant if found.is_partial() else found for found, meant in pairs]
+    placements = [final if present.is_partial() else present for present, final in pairs]
     with torch.no_grad():
-        parameter.grad = parameter.grad.redistribute(placements=wanted)
+        parameter.grad = parameter.grad.redistribute(placements=placements)

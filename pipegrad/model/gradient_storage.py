@@ -1,4 +1,8 @@
-"""Where a gradient lives: read and written through here, so that nothing else assumes ``.grad``."""
+"""Where a gradient lives. All code reads and writes gradients through an accessor of this file.
+
+So nothing else assumes ``parameter.grad``. Steps 1 to 4 and 7 of the journey of a gradient in
+docs/internals.md use it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from pipegrad.model.dtensor import is_dtensor, local
 
 
 class GradientAccessor(Protocol):
-    """Finds a parameter's gradient, which is what `write` put there, until another one comes.
+    """Reads and writes a parameter's gradient. `read` returns the tensor of the last `write`.
 
-    Of a DTensor it is this rank's part. One of your own that is no `GradAttribute` keeps gradients
-    where no optimizer looks: then the optimizer is made of ``sync.optimizer_parameters()``, which
-    have them in ``.grad``. From `finish` to the next `prepare` a whole result is in both places.
-    For example, all gradients in one place::
+    For a DTensor, the gradient is this rank's part. If your accessor keeps gradients elsewhere than
+    `GradAttribute`, no optimizer finds them. Then make the optimizer from
+    ``sync.optimizer_parameters()``, which have the gradients in ``.grad``. From `finish` to the
+    next `prepare`, a whole result is in both. For example, all gradients in one dictionary::
 
         class Ledger:
             def __init__(self):
@@ -35,11 +39,11 @@ class GradientAccessor(Protocol):
 
             def accumulated(self, parameter):
                 gradient, parameter.grad = parameter.grad.detach(), None
-                there = self.read(parameter)
-                if there is None:
+                total = self.read(parameter)
+                if total is None:
                     self.write(parameter, gradient.clone())
                 else:
-                    there.add_(gradient)
+                    total.add_(gradient)
 
         sync = pipegrad.GradientSync(modules, topology, accessor=Ledger(), ...)
     """
@@ -51,31 +55,32 @@ class GradientAccessor(Protocol):
         """Returns the gradient, or None if there is none yet."""
 
     def write(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Puts a gradient in place; it may be a view of a bucket."""
+        """Sets the gradient, which may be a view of a bucket."""
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Called right after autograd has added to ``parameter.grad``; may take it from there.
+        """Called right after autograd has added to ``parameter.grad``; may move the gradient.
 
-        Sync: on the stream that wrote ``parameter.grad``, possibly in a thread of autograd.
+        Sync: on the stream that wrote ``parameter.grad``, perhaps in a thread of autograd.
         """
 
 
 class GradAttribute:
-    """Gradients in ``parameter.grad``, in ``parameter.grad_dtype`` where the user set it."""
+    """Gradients in ``parameter.grad``, in ``parameter.grad_dtype`` if the user has set it."""
 
     def __init__(self) -> None:
-        # A DTensor makes an alias of the part it is made of: this is who was meant.
+        # A DTensor that is made from a part holds a new alias of the part. `read` must return the
+        # same object that `write` was given: it is compared with the slot of a bucket.
         self._written = WeakTensorKeyDictionary()
 
     def dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Returns ``parameter.grad_dtype``, which is the parameter's own dtype unless set."""
+        """Returns ``parameter.grad_dtype``, or the dtype of the parameter."""
         return parameter.grad_dtype or parameter.dtype
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns ``parameter.grad``, of a DTensor its local part.
+        """Returns ``parameter.grad``; for a DTensor, its local part.
 
         Raises:
-            StepError: If it is not laid out as its parameter is.
+            StepError: If its placements are not those of its parameter.
         """
         gradient = parameter.grad
         if not is_dtensor(gradient) or not is_dtensor(parameter):
@@ -95,7 +100,9 @@ class GradAttribute:
             parameter.grad = gradient
             return
         with torch.no_grad():
-            from torch.distributed.tensor import DTensor  # it is one, so that is imported
+            # An optimizer steps a DTensor only with a DTensor as its gradient. The new one holds
+            # the part itself, so the gradient still lies in its bucket.
+            from torch.distributed.tensor import DTensor  # the parameter is one: no slow import
 
             whole = DTensor.from_local(
                 gradient,
@@ -109,21 +116,21 @@ class GradAttribute:
         parameter.grad = whole
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Does nothing: it is where it belongs."""
+        """Does nothing: the gradient is already in ``parameter.grad``."""
 
 
 class MainGrad:
-    """Gradients in ``parameter.main_grad``, in fp32 by default, as Megatron has them.
+    """Gradients in ``parameter.main_grad``, in fp32 by default, as in Megatron.
 
-    What autograd adds to ``parameter.grad`` is added to it, and dropped. A kernel that adds to
-    ``main_grad`` itself, and says so by ``parameter.grad_added_to_main_grad = True``, is believed:
-    what autograd has from it then is a placeholder. Where nobody reduces a parameter, there is no
-    ``main_grad`` before its first gradient of a step.
+    Each gradient that autograd adds to ``parameter.grad`` is added to ``main_grad`` and dropped. A
+    kernel may add to ``main_grad`` itself and set ``parameter.grad_added_to_main_grad = True``.
+    Then the gradient from autograd is a placeholder, and is ignored. If no rank reduces a
+    parameter, it has no ``main_grad`` before its first gradient of a step.
 
-    From `finish` to the next `prepare` ``main_grad`` is the result: with REPLICATE on all ranks,
-    with OWNER on the owner. It is the memory of ``.grad`` of what the optimizer steps, unless the
-    stored dtype is another one: then clipping does not reach it. With SHARD a rank has only a shard
-    of the result, in that ``.grad``, and ``main_grad`` is None.
+    From `finish` to the next `prepare`, ``main_grad`` is the result: with REPLICATE on all ranks,
+    with OWNER on the owner. It shares memory with the ``.grad`` of the main parameter, unless the
+    master dtype is another dtype. In that case clipping does not change ``main_grad``. With SHARD,
+    a rank has only a shard of the result, in that ``.grad``, and ``main_grad`` is None.
 
     Args:
         dtype: In which gradients accumulate.
@@ -133,7 +140,7 @@ class MainGrad:
         self._dtype = dtype
 
     def dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Returns the dtype that was asked for."""
+        """Returns the dtype of the constructor."""
         return self._dtype
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -144,10 +151,10 @@ class MainGrad:
         """Sets ``parameter.main_grad``."""
         named: Any = parameter
         named.main_grad = gradient
-        named.grad_added_to_main_grad = False  # kernels ask whether there is one
+        named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Adds ``parameter.grad`` to ``main_grad``, unless a kernel has."""
+        """Adds ``parameter.grad`` to ``main_grad``, unless a kernel has done so."""
         named: Any = parameter
         gradient, parameter.grad = parameter.grad, None
         was_added = getattr(named, "grad_added_to_main_grad", False)
@@ -155,7 +162,7 @@ class MainGrad:
             named.grad_added_to_main_grad = False
             return
         main = self.read(parameter)
-        if main is None:  # not the gradient itself, which others may share
+        if main is None:  # a copy: autograd may share the gradient with others
             self.write(parameter, gradient.detach().to(self._dtype, copy=True))
         else:
             main.add_(gradient.detach())

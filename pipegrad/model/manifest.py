@@ -1,4 +1,4 @@
-"""The agreed model: every stage's parameters, and which of them are one. Plain data."""
+"""The agreed model, as plain data: the parameters of each stage, and their ties."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipegrad.topology import Topology
 class ParameterEntry:
     """One parameter as one stage holds it; `aliases` are its other names in that stage.
 
-    Where it lies over ranks, `layout` says how; the shape is that of the largest local shard then,
-    and before the ranks have agreed on it that of the whole.
+    A DTensor has a `layout`. Its shape here is that of the whole tensor, and after the agreement
+    that of the largest local shard.
     """
 
     name: str
@@ -40,18 +40,18 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """What one rank brings to the agreement. Everything but the fingerprints must match somebody.
+    """The description of one rank, for the agreement.
 
     Attributes:
         stages: Stage -> its parameters, in the order of ``named_parameters``.
-        wrappers: Stage -> class name of what reduces its gradients already, where there is one.
-        linked: Places that are one object on this rank.
-        device_type: Where the parameters live; "" without any.
+        wrappers: Stage -> class name of the wrapper that reduces its gradients, if there is one.
+        linked: Groups of locations that are one object on this rank.
+        device_type: Of the parameters; "" if there are none.
         fingerprints: Digest of a sample of the bits of each parameter that is not constant.
-        settings: What every rank must say alike, by name.
-        shards: What this rank has of each parameter that lies over ranks.
+        settings: Name -> value, for options that must be the same on all ranks.
+        shards: This rank's part of each DTensor parameter.
         constants: The bits of each parameter that is constant.
-        held: Index of a tie, and a place that is known to be its parameter in the uncut model.
+        held: Index of a tie, and a location that surely holds its parameter of the uncut model.
         traced: Stages that torch's tracer has made.
         buffers: Digest of a sample of the bits of each buffer.
     """
@@ -71,13 +71,13 @@ class RankManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The model all ranks agreed on: every stage's parameters, and which are one parameter.
+    """The model on which all ranks agreed: the parameters of each stage, and their ties.
 
     Attributes:
         stages: For each stage its parameters.
-        ties: Places that are one parameter, ascending, at most one a stage.
-        wrappers: Stage -> class name of what reduces its gradients already.
-        shards: Rank -> what it has of each parameter that lies over ranks.
+        ties: Groups of locations that are one parameter, ascending, at most one in each stage.
+        wrappers: Stage -> class name of the wrapper that reduces its gradients.
+        shards: Rank -> its part of each DTensor parameter.
     """
 
     stages: tuple[tuple[ParameterEntry, ...], ...]
@@ -86,34 +86,36 @@ class Manifest:
     shards: tuple[tuple[int, tuple[tuple[Location, Shard], ...]], ...] = ()
 
     def records(self, topology: Topology) -> tuple[ParameterRecord, ...]:
-        """Returns what ``topology.rank`` holds: one record a parameter, by stage and position."""
-        found: dict[str, ParameterRecord] = {}
+        """Returns the parameters of ``topology.rank``, one record each, by stage and position."""
+        by_key: dict[str, ParameterRecord] = {}
         for stage in topology.local_stages:
             for entry in self.stages[stage]:
                 record = self._records[stage, entry.name]
-                found.setdefault(record.key, record)
-        return tuple(found.values())
+                by_key.setdefault(record.key, record)
+        return tuple(by_key.values())
 
     @property
     def parameters(self) -> tuple[ParameterRecord, ...]:
-        """One record a parameter, of all stages, seen from its lowest holder."""
+        """The parameters of all stages, one record each, seen from the lowest holder."""
+        # Later assignments win in a dictionary. So the records are reversed, for the lowest holder
+        # to win, and reversed again.
         return tuple({r.key: r for r in reversed(self._records.values())}.values())[::-1]
 
     def locations(self, key: str) -> tuple[Location, ...]:
-        """Returns where the parameter `key` lives, by stage."""
-        return self._places[key]
+        """Returns the locations of the parameter `key`, by stage."""
+        return self._locations[key]
 
     def entries(self, key: str) -> tuple[ParameterEntry, ...]:
         """Returns the entries of the parameter `key`, by stage."""
-        return tuple(self._entries[location] for location in self._places[key])
+        return tuple(self._entries[location] for location in self._locations[key])
 
     def shard(self, rank: int, key: str) -> Shard | None:
-        """Returns what `rank` has of the parameter `key`; None if it does not lie over ranks."""
+        """Returns the part of the parameter `key` on `rank`; None if it is not a DTensor."""
         held = self._shards.get(rank, {})
-        return next((held[location] for location in self._places[key] if location in held), None)
+        return next((held[location] for location in self._locations[key] if location in held), None)
 
     def is_counted(self, rank: int, key: str) -> bool:
-        """Whether `rank` is the one whose part counts, of those that hold the same."""
+        """Whether the part on `rank` counts in a norm; equal parts of a DTensor count once."""
         shard, layout = self.shard(rank, key), self.entries(key)[0].layout
         return shard is None or layout is None or shard.is_counted(layout)
 
@@ -131,7 +133,7 @@ class Manifest:
         return {(s, e.name): e for s, entries in enumerate(self.stages) for e in entries}
 
     @cached_property
-    def _places(self) -> dict[str, tuple[Location, ...]]:
+    def _locations(self) -> dict[str, tuple[Location, ...]]:
         tied = {location: tie for tie in self.ties for location in tie}
         return {r.key: tied.get(location, (location,)) for location, r in self._records.items()}
 
@@ -142,6 +144,7 @@ class Manifest:
             (s, e.name): i for s, entries in enumerate(self.stages) for i, e in enumerate(entries)
         }
         records: dict[Location, ParameterRecord] = {}
+        # The key comes from the lowest holder, so all holders of a tied parameter have one key.
         for location, entry in self._entries.items():
             homes = tied.get(location, (location,))
             records[location] = ParameterRecord(

@@ -1,4 +1,4 @@
-"""Which parameters are one by their memory, and which share a part of it."""
+"""Parameters that share memory: all of it, as a tie does, or a part of it, which is refused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pipegrad.model.dtensor import local
 
 
 def memory_of(parameter: nn.Parameter) -> Hashable:
-    """Returns a key that two parameters have in common if they are the same view of one memory.
+    """Returns a key that is equal for two parameters if they are the same view of one memory.
 
-    Where there is no memory to look at (meta device, no elements), it is the object itself.
+    Without memory (meta device, no elements), only the object itself has the key.
     """
     tensor = local(parameter)
     if _address(tensor) == 0:
@@ -24,10 +24,10 @@ def memory_of(parameter: nn.Parameter) -> Hashable:
 
 
 def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuses parameters that are different views of common memory, as a transpose or a chunk.
+    """Refuses parameters that are different views of the same memory, as a transpose or a chunk.
 
     Raises:
-        PlanError: Names two of them.
+        PlanError: If there are such parameters. It names two of them.
     """
     by_storage: dict[Hashable, list[tuple[int, int, str, torch.Tensor]]] = {}
     for name, parameter in parameters:
@@ -38,6 +38,10 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
             end = begin + int(reach + 1) * tensor.itemsize
             key = (_address(tensor), tensor.device)
             by_storage.setdefault(key, []).append((begin, end, name, tensor))
+    # Views of a storage are visited by their first byte. Only views that have not ended yet can
+    # overlap the next view, so few pairs are compared byte by byte.
+    # Views of a storage are visited by their first byte. Only views that have not ended yet can
+    # overlap the next view, so few pairs are compared byte by byte.
     for views in by_storage.values():
         views.sort(key=lambda view: view[:2])
         open_views: list[tuple[int, int, str, torch.Tensor]] = []
@@ -55,13 +59,15 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
 
 
 def _overlap(
-    one: tuple[int, int, str, torch.Tensor], other: tuple[int, int, str, torch.Tensor]
+    view: tuple[int, int, str, torch.Tensor], other: tuple[int, int, str, torch.Tensor]
 ) -> bool:
-    """Whether two views, which are not the same, have a byte in common."""
-    base, end = min(one[0], other[0]), max(one[1], other[1])
+    """Whether two different views have a byte in common."""
+    # Two ranges of bytes may overlap although no byte is shared, as for two columns of a matrix. So
+    # both views are drawn on a mask of bytes.
+    base, end = min(view[0], other[0]), max(view[1], other[1])
     touched = torch.zeros(end - base, dtype=torch.bool)
     masks = []
-    for begin, _, _, tensor in (one, other):
+    for begin, _, _, tensor in (view, other):
         shape = (*tensor.shape, tensor.itemsize)
         stride = (*(s * tensor.itemsize for s in tensor.stride()), 1)
         masks.append(touched.as_strided(shape, stride, begin - base))
@@ -74,5 +80,5 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # tensors without a storage of their own
+    except (NotImplementedError, RuntimeError):  # some kinds of tensors have no storage
         return 0

@@ -1,4 +1,4 @@
-"""The one model that the ranks' manifests describe, or who disagrees on what."""
+"""Makes the agreed model from the manifests of all ranks, or names the ranks that disagree."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def make_manifest(
     tied: Tied = (),
     accessor: GradientAccessor | None = None,
 ) -> Manifest:
-    """Returns the model that the ranks of a job would agree on, from all its stages at hand.
+    """Returns the model on which the ranks of a job would agree, from all stages in one process.
 
-    Offline: needs no process group, and the stages may be on the meta device. `make_plan` makes of
-    it the plan of any rank.
+    It needs no process group, and the stages may be on the meta device. `make_plan` makes the plan
+    of any rank from it.
 
     Args:
         modules: Every stage of the model, ``{stage: module}``.
-        topology: From any rank's point of view.
+        topology: Of any rank.
         tied: As `GradientSync` takes it.
         accessor: Where gradients live; ``parameter.grad`` by default.
 
     Raises:
         TopologyError: If the modules are not those of the topology's stages.
-        PlanError: If a tie names what no stage holds, or parameters that cannot be one.
+        PlanError: If a tie names a parameter that no stage holds, or parameters that cannot be
+            one parameter.
     """
     if sorted(modules) != list(range(topology.num_stages)):
         raise TopologyError(
@@ -56,17 +57,20 @@ def make_manifest(
 
 
 def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[Tie]) -> Manifest:
-    """Returns the one model that the ranks' manifests describe. Pure.
+    """Returns the model that the manifests of all ranks describe. Pure.
 
     Args:
-        manifests: One a rank of the topology, by ascending rank.
-        topology: From any rank's point of view.
+        manifests: One for each rank of the topology, by ascending rank.
+        topology: Of any rank.
         ties: The declarations, the same on all ranks.
 
     Raises:
-        AgreementError: If ranks disagree; names what, and who says which.
-        PlanError: If a tie names what no stage holds, or parameters that cannot be one.
+        AgreementError: If ranks disagree. It lists the ranks and their values.
+        PlanError: If a tie names a parameter that no stage holds, or parameters that cannot be
+            one parameter.
     """
+    # Every rank runs this on the same manifests, so all ranks have the same result, or the same
+    # error. Settings come first: other differences often follow from a different option.
     by_rank = dict(zip(sorted(topology.ranks), manifests, strict=True))
     names = dict.fromkeys(name for m in manifests for name, _ in m.settings)
     for name in names:
@@ -76,12 +80,14 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
     wrappers: list[tuple[int, str]] = []
     for stage in range(topology.num_stages):
         holders = [r for r in by_rank if stage in topology.at(r).local_stages]
-        said = {r: dict(by_rank[r].stages).get(stage, ()) for r in holders}
-        same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in said.items()})
+        entries = {r: dict(by_rank[r].stages).get(stage, ()) for r in holders}
+        same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in entries.items()})
         wrapped = {r: dict(by_rank[r].wrappers).get(stage, "") for r in holders}
         same(f"the wrapper of stage {stage}", wrapped)
-        stages.append(_sharded(stage, said[holders[0]], [by_rank[r] for r in holders]))
+        stages.append(_sharded(stage, entries[holders[0]], [by_rank[r] for r in holders]))
         wrappers += [(stage, wrapped[holders[0]])] if wrapped[holders[0]] else []
+    # A tie may be declared, or one rank may hold one object at several locations. Both kinds are
+    # united, so a parameter that is tied in both ways has one group.
     linked = [group for m in manifests for group in m.linked]
     claims = Claims(stages, manifests, ties)
     groups = [tuple(sorted(group)) for group in united([*claims.locations, *linked])]
@@ -99,31 +105,33 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
 def _sharded(
     stage: int, entries: tuple[ParameterEntry, ...], holders: Sequence[RankManifest]
 ) -> tuple[ParameterEntry, ...]:
-    """Returns a stage's entries, those that lie over ranks with their largest local shard."""
+    """Returns a stage's entries; those of DTensors have the shape of their largest local shard."""
     if not any(entry.layout for entry in entries):
         return entries
     shards = [dict(manifest.shards) for manifest in holders]
-    found: list[ParameterEntry] = []
+    resized: list[ParameterEntry] = []
     for entry in entries:
         if entry.layout is None:
-            found.append(entry)
+            resized.append(entry)
             continue
+        # A slot must have the same size on all ranks of a collective, and local shards may differ
+        # by a row. So the largest shard decides.
         shape = largest(held[stage, entry.name] for held in shards)
         row_major = tuple(torch.empty(shape, device="meta").stride())
-        found.append(replace(entry, shape=shape, stride=row_major))
-    return tuple(found)
+        resized.append(replace(entry, shape=shape, stride=row_major))
+    return tuple(resized)
 
 
 def starts_of(manifests: Sequence[RankManifest]) -> dict[Location, Start]:
-    """Returns how each place starts, as its lowest rank says it."""
-    found: dict[Location, Start] = {}
+    """Returns how each location starts, as on the lowest rank that holds it."""
+    starts: dict[Location, Start] = {}
     for manifest in manifests:
         digests = dict(manifest.fingerprints)
         for stage, entries in manifest.stages:
             for e in entries:
                 start = Start(e.kind, e.shape, e.requires_grad, digests.get((stage, e.name)))
-                found.setdefault((stage, e.name), start)
-    return found
+                starts.setdefault((stage, e.name), start)
+    return starts
 
 
 def _lines(entries: Sequence[ParameterEntry]) -> str:
@@ -140,11 +148,11 @@ def _check_tie(group: Sequence[Location], stages: Sequence[Sequence[ParameterEnt
     for (stage, name), entry in zip(group[1:], entries[1:], strict=True):
         traits = ("layout", "shape", "dtype", "gradient_dtype", "requires_grad")
         for trait in traits:
-            here, there = getattr(entry, trait), getattr(entries[0], trait)
-            if trait == "layout" and here != there:
-                here, there = (e.layout or f"{e.shape} whole" for e in (entry, entries[0]))
-            if here != there:
+            value, first = getattr(entry, trait), getattr(entries[0], trait)
+            if trait == "layout" and value != first:
+                value, first = (e.layout or f"{e.shape} whole" for e in (entry, entries[0]))
+            if value != first:
                 raise PlanError(
                     f"{name!r} on stage {stage} is tied to {group[0][1]!r} on stage {group[0][0]}, "
-                    f"but its {trait} is {here} and the other's {there}: make them the same"
+                    f"but its {trait} is {value} and the other's {first}: make them the same"
                 )

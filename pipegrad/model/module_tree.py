@@ -1,4 +1,4 @@
-"""A stage's parameters by name, without a walk down the modules for each of them."""
+"""A stage's parameters by name, without a walk through the modules for each parameter."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 class ModuleTree:
-    """Looks parameters up in a module by their full names.
+    """Finds parameters of a module by their full names.
 
-    Which module has a parameter is found once. `check` finds out, by one look at each module, if
-    another module has come in its place; then all is found anew.
+    The module that has a parameter is looked up once, and remembered. `check` drops everything that
+    is remembered if a module was replaced. It looks at each module once.
 
     Args:
-        root: What names begin in.
+        root: The module in which all names begin.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -21,7 +21,7 @@ class ModuleTree:
         self._children: dict[tuple[int, str], tuple[nn.Module, nn.Module]] = {}
 
     def check(self) -> None:
-        """Forgets what was found if a module was replaced: call it before a series of look-ups."""
+        """Drops all remembered modules if one was replaced. Call it before a series of look-ups."""
         for (_, name), (parent, child) in self._children.items():
             if parent._modules.get(name) is not child:
                 self._owners, self._children = {}, {}
@@ -31,16 +31,18 @@ class ModuleTree:
         """Returns the parameter that has this name now.
 
         Raises:
-            AttributeError: If there is none.
+            AttributeError: If no parameter has it.
         """
+        # Only the module is remembered, not the parameter: FSDP2 exchanges the parameter objects
+        # of a module in each step.
         if full not in self._owners:
             self._owners[full] = self._find(full)
         owner, name = self._owners[full]
-        found = owner._parameters.get(name)
-        return self.walk(full) if found is None else found
+        parameter = owner._parameters.get(name)
+        return self.walk(full) if parameter is None else parameter
 
     def walk(self, full: str) -> nn.Parameter:
-        """Returns the parameter that has this name now, at the cost of a walk, without `check`."""
+        """Returns the parameter that has this name now. Needs no `check`, but is slower."""
         return self._root.get_parameter(full)
 
     def _find(self, full: str) -> tuple[nn.Module, str]:

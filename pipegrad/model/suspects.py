@@ -1,4 +1,4 @@
-"""What parameters start with: digests of their bits, and which of them one seed explains."""
+"""Initial values: digests of their bits, and the equal ones that a common seed explains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Start:
         kind: Class name of the module that holds it.
         shape: Its shape.
         trained: Whether it requires a gradient.
-        digest: Of a sample of its bits; None if they are constant, or not known.
+        digest: Of a sample of its bits; None if all elements are equal, or unknown.
     """
 
     kind: str
@@ -36,25 +36,27 @@ class Start:
 
     @property
     def drawn(self) -> tuple[str, tuple[int, ...], str | None]:
-        """What a seed decides: all but whether it is trained."""
+        """All that follows from the code and the seed: everything but whether it is trained."""
         return self.kind, self.shape, self.digest
 
 
 def fingerprint(parameter: torch.Tensor) -> tuple[str | None, str | None]:
-    """Returns a digest of a sample of the bits: (varying, constant), of which one is None.
+    """Returns a digest of a sample of the bits, as a pair (varying, constant).
 
-    Both are None on the meta device, and for no elements: there is nothing to compare. One element
-    counts as a constant.
+    If all elements are equal, `varying` is None, and otherwise `constant` is. Both are None on the
+    meta device, and without elements. A single element is a constant.
     """
+    # Constants are apart because they prove nothing: all biases start with zeros. Only drawn values
+    # can show a tie.
     parameter = local(parameter).detach()
     if parameter.is_meta or parameter.numel() == 0:
         return None, None
     flat = parameter.reshape(-1)
     sample = flat[:: max(1, flat.numel() // _SAMPLE_NUMEL)][:_SAMPLE_NUMEL].contiguous().cpu()
-    rows = sample.view(torch.uint8).view(sample.numel(), -1)
-    if bool((rows == rows[0]).all()):
-        return None, bytes(rows[0].tolist()).hex()
-    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16], None
+    elements = sample.view(torch.uint8).view(sample.numel(), -1)
+    if bool((elements == elements[0]).all()):
+        return None, bytes(elements[0].tolist()).hex()
+    return hashlib.sha256(elements.numpy().tobytes()).hexdigest()[:16], None
 
 
 def is_zero(constant: str | None) -> bool:
@@ -62,11 +64,11 @@ def is_zero(constant: str | None) -> bool:
     return constant is not None and not constant.strip("0")
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits."""
-    if one.is_meta or other.is_meta:
-        return one is other
-    a, b = (local(t).detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of the same shape and dtype have the same bits."""
+    if tensor.is_meta or other.is_meta:
+        return tensor is other
+    a, b = (local(t).detach().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, other))
     return torch.equal(a, b)
 
 
@@ -75,13 +77,13 @@ def likely_ties(
 ) -> tuple[list[list[Location]], list[list[Location]]]:
     """Returns the undeclared groups of equal parameters on different stages: (likely, alike).
 
-    Likely are groups that only a tie explains. Alike are groups that a common seed explains (see
-    `_from_one_seed`), or cloned layers: one stage holds the bits twice, under names that differ in
-    a number only. Frozen parameters are in neither group: they cannot drift apart.
+    Only a tie explains a likely group. A common seed explains an alike group (see
+    `_from_one_seed`), or cloned layers do: a stage holds the bits twice, under names that differ
+    only in a number. Frozen parameters are in neither, since they cannot drift apart.
 
     Args:
-        starts: Place -> how it starts, in each stage in the order of ``named_parameters``.
-        ties: The ties that are known.
+        starts: Location -> how it starts, in each stage in the order of ``named_parameters``.
+        ties: The declared ties, and those found by identity.
     """
     stages_of = {location: {stage for stage, _ in tie} for tie in ties for location in tie}
     by_digest: dict[str, list[Location]] = {}
@@ -97,9 +99,12 @@ def likely_ties(
     seeded: dict[tuple[int, int], bool] = {}
     for locations in by_digest.values():
         holders = {stage for stage, _ in locations}
-        known = any(holders <= stages_of.get(location, set()) for location in locations)
-        if len(holders) < 2 or known or not any(starts[location].trained for location in locations):
+        is_tied = any(holders <= stages_of.get(location, set()) for location in locations)
+        is_trained = any(starts[location].trained for location in locations)
+        if len(holders) < 2 or is_tied or not is_trained:
             continue
+        # If one pair of stages looks like two draws from one seed, the whole group is harmless.
+        # Each pair is compared once, since a stage has many parameters.
         explained = _is_cloned(locations, starts)
         for a, b in ((a, b) for a in holders for b in holders if a < b):
             if (a, b) not in seeded:
@@ -115,17 +120,17 @@ def _is_cloned(locations: Sequence[Location], starts: Mapping[Location, Start]) 
     return len(locations) > num_stages and len(kinds) == 1
 
 
-def _from_one_seed(one: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:
-    """Whether ranks that make these stages after the same ``manual_seed`` explains equal bits.
+def _from_one_seed(first: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:
+    """Whether two stages are equal because both were made after the same ``manual_seed``.
 
-    Then both stages draw the same parameters in the same order, until the shorter one ends: with
-    the same names but for numbers, in modules of the same class, of the same shapes, constants
-    included. If frozen parameters are loaded, as under adapters, only the trained ones are drawn.
-    One drawn parameter alone explains nothing, unless its name is the same too.
+    Then both stages draw the same parameters in the same order, until the shorter stage ends. Their
+    names are equal except for numbers. The classes of their modules, their shapes and their
+    constants are equal too. Under adapters, frozen parameters are loaded, so only the trained ones
+    need to be equal. A single drawn parameter is no proof, unless its name is also equal.
     """
 
-    def is_prefix(one: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:
-        pairs = list(zip(one, other, strict=False))
+    def is_prefix(first: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:
+        pairs = list(zip(first, other, strict=False))
         alike = all(
             _NUMBER.sub("#", a) == _NUMBER.sub("#", b) and at.drawn == bt.drawn
             for (a, at), (b, bt) in pairs
@@ -133,5 +138,5 @@ def _from_one_seed(one: Sequence[tuple[str, Start]], other: Sequence[tuple[str, 
         drawn = [(a, b) for (a, at), (b, _) in pairs if at.digest is not None]
         return alike and (len(drawn) > 1 or any(a == b for a, b in drawn))
 
-    trained = [[item for item in items if item[1].trained] for items in (one, other)]
-    return is_prefix(one, other) or is_prefix(*trained)
+    trained = [[item for item in items if item[1].trained] for items in (first, other)]
+    return is_prefix(first, other) or is_prefix(*trained)

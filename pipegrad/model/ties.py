@@ -1,4 +1,7 @@
-"""Discover: which parameters are one parameter, by identity, by declaration, or by suspicion."""
+"""Ties: finds them by identity, reads their declarations, and refuses likely undeclared ties.
+
+This is "Discover" in the set-up of docs/internals.md.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ Tied = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 
 
 class Origin(NamedTuple):
-    """A parameter of the uncut model: recognised later, in stages, under whatever name.
+    """A parameter of the uncut model, by which stages recognise it under any name.
 
     Attributes:
-        parameter: Weak; a stage that was sliced out of the model still holds it.
-        digest: Of its bits, for copies of it; None if no bits tell it from all others.
+        parameter: A weak reference. A stage that was sliced out of the model holds the parameter.
+        digest: Of its bits, to recognise copies; None if another parameter has the same bits.
     """
 
     parameter: weakref.ref[nn.Parameter]
@@ -39,20 +42,20 @@ class Origin(NamedTuple):
 
 
 class SharedNames(list[str]):
-    """The names of one parameter in the uncut model, and how to recognise it; else a list."""
+    """A list of the names of one parameter in the uncut model, with its `Origin`."""
 
     origin: Origin | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)  # what another process gets are names
+        return list, (list(self),)  # in another process it is a list of names
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A declaration: these are one parameter, by name anywhere, or by stage and name.
+    """A declared tie: names on any stages, or pairs of stage and name, are one parameter.
 
-    `traced` if it is torch's, see [Note: what the tracer tells]; `origin` if `find_tied` has seen
-    the parameter in this process.
+    `traced` is True for a tie of torch's tracer; see [Note: ties of the tracer]. `origin` is set if
+    `find_tied` has seen the parameter in this process.
     """
 
     names: tuple[str, ...] = ()
@@ -64,18 +67,18 @@ class Tie:
         return str(list(self.names) if self.names else dict(self.locations))
 
     def claims(self, location: Location) -> bool:
-        """Whether this declaration means the parameter at `place`."""
+        """Whether this tie contains the parameter at `location`."""
         return location[1] in self.names or location in self.locations
 
 
 def find_tied(model: nn.Module) -> list[list[str]]:
     """Returns the parameters that `model` holds under several names, as lists of those names.
 
-    By identity, so it must see the model before it is cut or copied. Names are without wrapper
-    prefixes, in the order of ``named_parameters``; lists in the order of their first name.
+    It compares identities, so call it before the model is cut or copied. Names are without wrapper
+    prefixes, in the order of ``named_parameters``. Lists are in the order of their first name.
 
-    In this process the lists also recognise the parameters themselves, so stages may have other
-    names for them. Sent to another process, or copied, they are names and nothing else.
+    In this process, the lists also recognise the parameters themselves, so stages may have other
+    names for them. In another process, or copied, they are only lists of names.
 
     Raises:
         PlanError: If two parameters are different views of the same memory.
@@ -89,15 +92,17 @@ def find_tied(model: nn.Module) -> list[list[str]]:
     refuse_partly_shared((names[key][0], parameter) for key, parameter in parameters.items())
     tied = {key: p for key, p in parameters.items() if len(names[key]) > 1}
     shapes = {parameter.shape for parameter in tied.values()}
+    # A digest recognises a copy only if no other parameter of the model has the same bits. Only
+    # parameters of the shape of a tied parameter can, so only these are read.
     digests = {k: fingerprint(p)[0] for k, p in parameters.items() if p.shape in shapes}
     times = Counter(digests.values())
-    found: list[list[str]] = []
+    ties: list[list[str]] = []
     for key, parameter in tied.items():
         aliases = SharedNames(names[key])
         is_unique = times[digests[key]] == 1
         aliases.origin = Origin(weakref.ref(parameter), digests[key] if is_unique else None)
-        found.append(aliases)
-    return found
+        ties.append(aliases)
+    return ties
 
 
 def plain_name(name: str) -> str:
@@ -106,11 +111,11 @@ def plain_name(name: str) -> str:
 
 
 def declared(tied: Tied) -> tuple[Tie, ...]:
-    """Returns the declarations in one form, whatever form the user chose.
+    """Returns the declared ties in one form.
 
     Args:
-        tied: For each tie a list of names (as `find_tied` gives), a mapping stage -> name, or
-            an entry of ``torch.distributed.pipelining.Pipe.replicated_params``.
+        tied: For each tie a list of names (a result of `find_tied`), a mapping stage -> name, or an
+            entry of ``torch.distributed.pipelining.Pipe.replicated_params``.
 
     Raises:
         PlanError: If an entry is none of these.
@@ -146,7 +151,7 @@ def _stage_index(stage: object) -> int:
 
 
 def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Location, str, nn.Parameter]]:
-    """Yields place, full name and parameter of every name in every local stage, aliases too.
+    """Yields location, full name and parameter for every name in every local stage, aliases too.
 
     Full names are those inside the `unwrapped` stage.
     """
@@ -157,11 +162,11 @@ def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Location, str, nn.
 
 
 LocalName = tuple[Location, str, nn.Parameter]
-"""Place, full name and parameter, as `named` yields them."""
+"""Location, full name and parameter, as `named` yields them."""
 
 
 def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[list[Location]]:
-    """Returns for each tie the places on this rank that hold its `Origin`, or a copy of it."""
+    """Returns, for each tie, the locations on this rank that hold its `Origin` or a copy of it."""
     if not any(tie.origin for tie in ties):
         return [[] for _ in ties]
     by_object: dict[int, list[Location]] = {}
@@ -171,44 +176,46 @@ def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[list[Loc
     digests = {id(p): fingerprint(p)[0] for _, _, p in named(modules)}
     for key, locations in by_object.items():
         by_digest.setdefault(digests[key], []).extend(locations)
-    found: list[list[Location]] = []
+    by_tie: list[list[Location]] = []
     for origin in (tie.origin for tie in ties):
         locations = by_object.get(id(origin.parameter()), []) if origin else []
         copies = by_digest.get(origin.digest, []) if origin and origin.digest else []
-        found.append(list(dict.fromkeys([*locations, *copies])))
-    return found
+        by_tie.append(list(dict.fromkeys([*locations, *copies])))
+    return by_tie
 
 
 def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
-    """Makes every tie within this rank one Parameter object: the one at its lowest place.
+    """Makes every tie within this rank one Parameter object, that of its lowest location.
 
-    A tracer copies them apart, a cut by deepcopy may too. One object is then scaled, reduced,
-    clipped and stepped once, and costs no collective.
+    A tracer or a deepcopy may have made several objects. The one object is then scaled, reduced,
+    clipped and stepped once, and needs no collective.
 
     Raises:
-        PlanError: If their shapes, dtypes, requires_grad or bits differ, or FSDP2 keeps them apart.
+        PlanError: If shapes, dtypes, requires_grad or bits differ, or if FSDP2 wraps one of them.
     """
-    found = {location: (location, full, p) for location, full, p in named(modules)}
-    refuse_partly_shared(
-        {memory_of(p): (f"{full} of stage {at[0]}", p) for at, full, p in found.values()}.values()
-    )
+    by_location = {location: (location, full, p) for location, full, p in named(modules)}
+    by_key = {memory_of(p): (f"{full} of stage {at[0]}", p) for at, full, p in by_location.values()}
+    refuse_partly_shared(by_key.values())
     by_name: dict[str, list[Location]] = {}
     by_memory: dict[Hashable, list[Location]] = {}
-    for location, _, parameter in found.values():
+    for location, _, parameter in by_location.values():
         by_name.setdefault(location[1], []).append(location)
         by_memory.setdefault((memory_of(parameter), parameter.requires_grad), []).append(location)
     tie_of: dict[Location, Tie] = {}
     groups = list(by_memory.values())
     for tie, same in zip(ties, held(modules, ties), strict=True):
         locations = [location for name in tie.names for location in by_name.get(name, ())]
-        locations += [location for location in tie.locations if location in found]
-        locations += _leftovers(tie, found) if tie.traced else []
+        locations += [location for location in tie.locations if location in by_location]
+        locations += _unlisted_names(tie, by_location) if tie.traced else []
         groups.append([*locations, *same])
         tie_of.update(dict.fromkeys(groups[-1], tie))
     wrapped = {stage for stage, parts in fsdp_modules(modules).items() if parts}
-    order = {location: index for index, location in enumerate(found)}
+    order = {location: index for index, location in enumerate(by_location)}
+    # All groups are united before anything is replaced: a tie by name and a tie by memory may have
+    # a location in common, and must then end as one object.
     for group in united(groups):
-        first, *others = (found[location] for location in sorted(group, key=order.__getitem__))
+        ordered = sorted(group, key=order.__getitem__)
+        first, *others = (by_location[location] for location in ordered)
         for other in others:
             if other[2] is not first[2]:
                 _check_link(tie_of.get(other[0], "by memory"), first, other, wrapped)
@@ -218,27 +225,28 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
 
 
 def _check_link(tie: object, first: LocalName, other: LocalName, wrapped: set[int]) -> None:
-    """Refuses copies on one rank that cannot become one parameter, or should not."""
-    (first_place, _, one), (location, _, two) = first, other
-    if _traits(two) != _traits(one):
+    """Refuses copies on one rank that cannot become one parameter."""
+    (first_location, _, parameter), (location, _, copy) = first, other
+    if _traits(copy) != _traits(parameter):
         raise PlanError(
-            f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} is {_traits(one)}, "
-            f"{location[1]!r} on stage {location[0]} is {_traits(two)}; one parameter "
+            f"tie {tie}: {first_location[1]!r} on stage {first_location[0]} is "
+            f"{_traits(parameter)}, "
+            f"{location[1]!r} on stage {location[0]} is {_traits(copy)}; one parameter "
             f"cannot be both"
         )
-    if not wrapped.isdisjoint((location[0], first_place[0])):
+    if not wrapped.isdisjoint((location[0], first_location[0])):
         raise PlanError(
-            f"tie {tie}: {first_place[1]!r} on stage {first_place[0]} and {location[1]!r} on "
+            f"tie {tie}: {first_location[1]!r} on stage {first_location[0]} and {location[1]!r} on "
             f"stage {location[0]} are on one rank, and fully_shard has made two parameters "
             f"of them; place these stages on two ranks, or make them one stage, and one "
             f"group: fully_shard([module_a, module_b])"
         )
-    if not same_bits(one, two) and bool(two.detach().count_nonzero()):
-        raise PlanError(different_starts(tie, first_place, location))
+    if not same_bits(parameter, copy) and bool(copy.detach().count_nonzero()):
+        raise PlanError(different_starts(tie, first_location, location))
 
 
 def different_starts(tie: object, first: Location, other: Location) -> str:
-    """Returns what to say of two places of a tie that start with different bits."""
+    """Returns the message for two locations of a tie that start with different bits."""
     return (
         f"tie {tie}: {first[1]!r} on stage {first[0]} and {other[1]!r} on stage {other[0]} start "
         f"with different bits, so one of them would be overwritten. If they are two parameters, "
@@ -250,25 +258,29 @@ def different_starts(tie: object, first: Location, other: Location) -> str:
     )
 
 
-# [Note: what the tracer tells] Where a stage holds a tied parameter under several names, Pipe
-# copies and tells only the first of them. The others still are the original: uses of it in that
-# stage, and names that nothing uses. Their bits give them away, unless a constant explains those.
+# [Note: ties of the tracer] A stage may hold a tied parameter under several names. torch's Pipe
+# copies only the parameter of the first name, and lists only that name. The other names still mean
+# the original parameter. Some are used in that stage, and some are not. They are recognised by
+# their bits, unless all elements are equal.
 
 
-def _leftovers(tie: Tie, found: Mapping[Location, LocalName]) -> list[Location]:
-    """Returns what else is the parameter of a traced tie, in the stages that it names."""
-    copies = {location[0]: found[location][2] for location in tie.locations if location in found}
+def _unlisted_names(tie: Tie, by_location: Mapping[Location, LocalName]) -> list[Location]:
+    """Returns the other names of a traced tie's parameter, in the stages that the tie names."""
+    listed = [location for location in tie.locations if location in by_location]
+    copies = {location[0]: by_location[location][2] for location in listed}
     return [
         location
-        for location, _, p in found.values()
+        for location, _, p in by_location.values()
         if location[0] in copies and not tie.claims(location) and _is_copy(p, copies[location[0]])
     ]
 
 
-def _is_copy(one: nn.Parameter, other: nn.Parameter) -> bool:
-    if _traits(one) != _traits(other) or one.is_meta or other.is_meta or one.numel() < 2:
+def _is_copy(parameter: nn.Parameter, other: nn.Parameter) -> bool:
+    if _traits(parameter) != _traits(other) or parameter.is_meta or other.is_meta:
         return False
-    return same_bits(one, other) and fingerprint(one)[0] is not None
+    if parameter.numel() < 2:
+        return False
+    return same_bits(parameter, other) and fingerprint(parameter)[0] is not None
 
 
 def _traits(parameter: nn.Parameter) -> str:
@@ -277,7 +289,7 @@ def _traits(parameter: nn.Parameter) -> str:
 
 
 def united(groups: Iterable[Iterable[Location]]) -> list[list[Location]]:
-    """Returns the groups of more than one place, those that have a place in common as one."""
+    """Returns groups of at least two locations; groups with a common location become one."""
     root: dict[Location, Location] = {}
 
     def find(location: Location) -> Location:
@@ -306,11 +318,13 @@ def refuse_likely_ties(
     ties: Sequence[Sequence[Location]],
     allow_unsynced: Sequence[str],
 ) -> None:
-    """Refuses equal parameters that nobody declared tied; warns of those that a seed explains.
+    """Refuses equal parameters without a declared tie; only warns if a seed explains them.
 
     Raises:
-        PlanError: Lists them, with what to write.
+        PlanError: If there are such parameters. It lists them, with the declaration to write.
     """
+    # A missing tie makes the copies drift apart without any error, so a likely one stops the job.
+    # If a seed explains the equal values, most likely nothing is tied.
     likely, alike = likely_ties(starts, ties)
     likely = [
         locations

@@ -1,6 +1,6 @@
-"""What wraps a stage: DistributedDataParallel, FSDP1 or FSDP2. The one file that knows them.
+"""Wrappers of a stage: DistributedDataParallel, FSDP1 and FSDP2. No other file looks for them.
 
-FSDP is slow to import. Where nobody has imported it no module can be of it.
+FSDP is slow to import. If nobody has imported it, no module can be wrapped by it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_fsdp2(module: object) -> TypeIs[FSDPModule]:
 
 
 def wrapper_of(stage: nn.Module) -> str:
-    """Returns the class name of the first wrapper of a stage that reduces by itself."""
+    """Returns the class name of the first wrapper in a stage that reduces gradients; "" if none."""
     for module in stage.modules():
         if isinstance(module, DistributedDataParallel):
             return DDP
@@ -44,7 +44,7 @@ def wrapper_of(stage: nn.Module) -> str:
 
 
 def fsdp_modules(modules: Mapping[int, nn.Module]) -> dict[int, list[FSDPModule]]:
-    """Returns what FSDP2 has wrapped of each stage, the outermost first."""
+    """Returns the modules of each stage that FSDP2 has wrapped, the outermost first."""
     return {
         stage: [part for part in module.modules() if is_fsdp2(part)]
         for stage, module in modules.items()
@@ -52,18 +52,20 @@ def fsdp_modules(modules: Mapping[int, nn.Module]) -> dict[int, list[FSDPModule]
 
 
 def reshard(parts: Iterable[FSDPModule]) -> None:
-    """Puts the sharded parameters back into their modules, where a forward left whole ones."""
+    """Puts sharded parameters back into their modules after a forward left gathered parameters."""
     for part in parts:
         part.reshard()
 
 
 def is_imported_kind(value: object, module: str, name: str) -> bool:
-    """Whether a value is of a class of a module that is slow to import: not before somebody has.
+    """Whether a value is an instance of a class whose module is slow to import.
 
     Args:
         value: Anything.
         module: Full name of the module that has the class.
-        name: Of the class; missing while the module is being imported.
+        name: Of the class.
     """
+    # If nobody has imported the module, no such instance exists. While the module is imported, the
+    # class may be missing in it.
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)

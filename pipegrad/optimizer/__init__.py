@@ -1,5 +1,5 @@
 """Who steps what, and how do parameters come back?
 
-`main_params` is what the optimizer of a rank steps: the parameter itself, a shard or a copy.
-`param_sync` sends what was stepped to all ranks that hold the parameter.
+`main_params` has the main parameters of a rank: parameters, shards of them, or master copies.
+`param_sync` sends updated parameters to all ranks that hold them.
 """

@@ -1,4 +1,7 @@
-"""What an optimizer steps: parameters as they are, shards of them, or copies in another dtype."""
+"""Main parameters: what an optimizer steps. Parameters, shards of them, or master copies.
+
+Step 8 of the journey of a gradient in docs/internals.md.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +42,24 @@ def master_dtype_of(record: ParameterRecord, master_dtype: torch.dtype | None) -
 def has_main_shard(
     record: ParameterRecord, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> bool:
-    """Whether the optimizer steps something else: in another dtype, or with its gradient there."""
+    """Whether the optimizer steps another tensor than the parameter, even without SHARD."""
+    # It does for a master copy. It also does if the accessor keeps gradients elsewhere: an
+    # optimizer looks only in ``.grad``, so the main shard has the gradient there.
     elsewhere = not isinstance(accessor, GradAttribute)
     return elsewhere or master_dtype_of(record, master_dtype) != record.dtype
 
 
 class MainShard:
-    """What the optimizer steps in a parameter's place: a shard of it, or a copy in another dtype.
+    """The tensor that the optimizer steps instead of a parameter: a shard, or a master copy.
 
     Args:
-        share: Which elements.
-        master_dtype: What the optimizer steps, and has its state in.
+        main_range: The elements of the parameter.
+        master_dtype: dtype of the tensor, and of the optimizer's state.
         gradient_dtype: dtype in which gradients of the parameter accumulate.
 
     Attributes:
-        tensor: What the optimizer gets; its ``.grad`` is set by each step.
-        copied: Whether it has memory of its own.
+        tensor: The main parameter, for the optimizer. Each step sets its ``.grad``.
+        copied: Whether it has its own memory, in another dtype than the parameter.
     """
 
     def __init__(
@@ -67,11 +72,16 @@ class MainShard:
         self.tensor: nn.Parameter
 
     def take_values(self, source: torch.Tensor) -> None:
-        """Takes the values of `source`, the parameter or a shard of it, and its memory if it can.
+        """Takes the values of `source`, and shares its memory if the dtypes are equal.
+
+        Args:
+            source: The parameter, or a shard of it.
 
         Sync: on the current stream.
         """
-        self._source = source.data  # with a version of its own
+        # The optimizer may have been made already. So an existing tensor gets new memory, and stays
+        # the same object. `.data` has its own version counter.
+        self._source = source.data
         self.copied = source.dtype != self._dtype
         values = self._source.to(self._dtype)
         if hasattr(self, "tensor"):
@@ -81,8 +91,8 @@ class MainShard:
         if not self.copied and self._gradient_dtype != self._dtype:
             self.tensor.grad_dtype = self._gradient_dtype
 
-    def give_back(self) -> None:
-        """Brings updated values into the parameter's memory.
+    def copy_back(self) -> None:
+        """Copies updated values into the parameter, from a master copy.
 
         Sync: on the current stream.
         """
@@ -90,11 +100,11 @@ class MainShard:
             self._source.copy_(self.tensor.data)
 
     def take(self, gradient: torch.Tensor | None, *, adds: bool = False) -> None:
-        """Hands the optimizer its gradient, cast if need be; None if nobody contributed.
+        """Sets the ``.grad`` of the main parameter, in the dtype that the optimizer needs.
 
         Args:
-            gradient: The step's.
-            adds: Whether to add it to that of the step before, which nobody has zeroed.
+            gradient: Of this step; None if no rank contributed.
+            adds: Whether to add it to the gradient of the last step, which was not zeroed.
         """
         if gradient is not None:
             gradient = gradient.detach().to(self._dtype if self.copied else self._gradient_dtype)
@@ -106,12 +116,12 @@ class MainShard:
 
 @dataclass(frozen=True)
 class MainParameter:
-    """What the optimizer of this rank steps of one parameter.
+    """What the optimizer of this rank steps for one parameter.
 
     Attributes:
-        record: Which one.
-        tensor: The live parameter; with SHARD, flat, its elements from `begin` on as they lie in
-            memory; with a stored dtype a copy.
+        record: The parameter.
+        tensor: The live parameter. With SHARD a flat tensor of its elements from `begin` on, in the
+            order of memory; with a master dtype a copy.
         begin: 0 unless sharded.
         sharded: Whether it is a shard.
     """
@@ -123,7 +133,7 @@ class MainParameter:
 
     @property
     def copied(self) -> bool:
-        """Whether its values are its own, in a dtype that is not the parameter's."""
+        """Whether it is a copy, in another dtype than the parameter."""
         return self.tensor.dtype != self.record.dtype
 
 
@@ -132,32 +142,34 @@ def grouped(
     main_parameters: Iterable[MainParameter],
     group_of: GroupOf | None,
 ) -> list[dict[str, Any]]:
-    """Returns parameter groups as torch.optim takes them, one for all records with equal options.
+    """Returns parameter groups for torch.optim: a group for each set of equal options.
 
     Args:
-        records: Of all ranks, so that all have the same groups, in the same order.
-        main_parameters: This rank's.
+        records: Of all ranks.
+        main_parameters: Of this rank.
         group_of: Record -> options of its group.
     """
-    found: dict[Hashable, dict[str, Any]] = {}
+    # Groups come from the records of all ranks, so all ranks have the same groups in the same
+    # order, some of them empty. A learning-rate schedule and a checkpoint need this.
+    groups: dict[Hashable, dict[str, Any]] = {}
     group_of_key: dict[str, dict[str, Any]] = {}
     for record in records:
         options = dict(group_of(record)) if group_of is not None else {}
         identity = repr(sorted(options.items()))
-        group_of_key[record.key] = found.setdefault(identity, {"params": [], **options})
-    for one in main_parameters:
-        group_of_key[one.record.key]["params"].append(one.tensor)
-    return list(found.values())
+        group_of_key[record.key] = groups.setdefault(identity, {"params": [], **options})
+    for main_parameter in main_parameters:
+        group_of_key[main_parameter.record.key]["params"].append(main_parameter.tensor)
+    return list(groups.values())
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
-    """Refuses an optimizer whose update of a parameter's element depends on other elements.
+    """Refuses an optimizer whose update of an element depends on other elements.
 
-    One of another origin than torch.optim says that it may step shards by a class attribute
+    An optimizer that is not of torch.optim may step shards if its class has the attribute
     ``elementwise = True``.
 
     Raises:
-        PlanError: Names it, and those that can be taken.
+        PlanError: If it may not step shards. It names the optimizers that may.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, _ELEMENTWISE) and getattr(kind, "elementwise", False) is not True:

@@ -1,4 +1,7 @@
-"""Parameter sync: updated parameters go to all ranks that hold them, under the next forward."""
+"""Parameter sync: sends updated parameters to all their holders, beside the next forward.
+
+Step 9 of the journey of a gradient in docs/internals.md.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from pipegrad.optimizer.main_params import MainShard
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan, Publish
 from pipegrad.reduce.reducer import Reducer
-from pipegrad.reduce.reductions import bring_back
+from pipegrad.reduce.reductions import sync_parameters
 
 UPDATED = sync_points.Record(
     "parameter-sync.updated", "it moves behind the optimizer's writes and all reads"
@@ -26,16 +29,17 @@ UPDATED = sync_points.Record(
 
 
 class ParameterBuffer:
-    """The parameters of a bucket side by side, in the bucket's layout: what moves back.
+    """The parameters of a bucket side by side, in the layout of the bucket.
 
     Args:
-        bucket: Whose.
-        device: Where.
+        bucket: The bucket.
+        device: Of the memory.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        # Between the parameters nobody looks; a CPU gives memory as theirs comes, and goes.
+        # The memory is not zeroed: nobody reads the gaps. On a CPU, untouched memory costs nothing,
+        # so parameters can move here one by one.
         self.flat = torch.empty(bucket.payload_numel, dtype=bucket.parameter_dtype, device=device)
         self.views = {
             slot.key: self.flat.as_strided(slot.shape, slot.stride, slot.offset)
@@ -43,7 +47,7 @@ class ParameterBuffer:
         }
 
     def adopt(self, key: str, parameter: nn.Parameter) -> None:
-        """Makes a parameter a view of the buffer; its own memory is free then."""
+        """Makes a parameter a view of the buffer, which frees its old memory."""
         view = self.views[key]
         if parameter.data_ptr() != view.data_ptr():
             with torch.no_grad():
@@ -51,37 +55,38 @@ class ParameterBuffer:
             parameter.data = view
 
     def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """Returns elements of a parameter, flat, as they lie in memory."""
+        """Returns the elements ``begin:end`` of a parameter, flat, in the order of memory."""
         offset = self.views[key].storage_offset()
         return self.flat[offset + begin : offset + end]
 
 
 def parameter_buffers(plan: Plan, device: torch.device) -> dict[int, ParameterBuffer]:
-    """Returns memory for the parameters that may come from other ranks, by bucket."""
+    """Returns the memory of parameters that a parameter sync may write to, by bucket."""
     return {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
 
 
 class ParameterSync:
-    """Sends what this rank's optimizer has stepped, and waits for what others have.
+    """Sends the parameters that this rank has stepped, and waits for those of other ranks.
 
-    A step makes it due, `publish` sends, and the first use of a stage waits. Where no parameter
-    moves, on any rank, all of it does nothing.
+    The end of a step makes it due, `publish` sends, and the first use of a stage waits. If no rank
+    needs it, all of this does nothing.
 
     Args:
-        plan: This rank's.
-        buffers: Of `parameter_buffers`.
-        reducer: Whose comm streams it uses.
+        plan: Of this rank.
+        buffers: The result of `parameter_buffers`.
+        reducer: It has the comm streams.
         groups: The communicators.
-        main_shards: Those of this rank.
-        main_parameters: Returns what the optimizer steps of the parameters that move, by key.
-        moves: Whether anything moves on any rank, or is copied from another dtype.
-        device: Where the parameters live.
+        main_shards: Of this rank.
+        main_parameters: Returns the main parameters that are sent or copied, by key.
+        is_needed: Whether any rank sends parameters, or has a master copy.
+        device: Of the parameters.
 
     Attributes:
-        coming: Stages whose parameters may be on their way.
-        is_due: Whether there are gradients that have not been published the update of.
-        is_moving: Whether any rank has published what not all have waited for; alike on all.
-        moves: As given.
+        coming: Stages whose parameters may still be on the wire.
+        is_due: Whether there are gradients whose updated parameters were not published.
+        is_moving: Whether parameters were published and not all ranks have waited for them. It is
+            the same on all ranks.
+        is_needed: The same.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class ParameterSync:
         groups: Groups,
         main_shards: Sequence[MainShard],
         main_parameters: Callable[[], Mapping[str, nn.Parameter]],
-        moves: bool,
+        is_needed: bool,
         device: torch.device,
     ) -> None:
         self._plan = plan
@@ -103,13 +108,15 @@ class ParameterSync:
         self._main_shards = main_shards
         self._main_parameters = main_parameters
         self._device = device
-        self.moves = moves
+        self.is_needed = is_needed
         self.coming: dict[int, list[Ticket]] = {}
         self.is_due = False
         self.is_moving = False
-        self._is_idle = False  # due, but no rank had stepped anything when all were asked
-        self._is_taken = False  # whether somebody has asked for what the optimizer is to step
+        self._is_idle = False  # due, but no rank had stepped anything in `find_if_stepped`
+        self._is_taken = False  # whether main parameters were given to an optimizer
         self._blocked_seconds = 0.0
+        # A version counter changes with each write in place. So it shows whether an optimizer has
+        # stepped, and whether a parameter was changed after it was published.
         self._versions: list[tuple[str, nn.Parameter, int]] = []
 
     @property
@@ -118,32 +125,32 @@ class ParameterSync:
         return self._is_taken
 
     def take(self) -> None:
-        """Notes that somebody has asked for what the optimizer of this rank is to step."""
+        """Notes that the caller has got the main parameters, for an optimizer."""
         self._is_taken = True
 
     def publish(self) -> None:
-        """Sends what was stepped on its way; returns at once.
+        """Sends the parameters that this rank has stepped; returns at once.
 
-        Nothing may change it until the next step's gradients are there.
+        Do not change them until the gradients of the next step are there.
 
-        Sync: behind all that the current stream has done; on the comm streams.
+        Sync: on the comm streams, after everything on the current stream.
 
         Raises:
-            StepError: If something moves, and nobody has asked for what to step.
+            StepError: If a parameter sync is needed, and `take` was not called.
         """
-        if self.moves and not self._is_taken:
+        if self.is_needed and not self._is_taken:
             raise StepError(
                 "some gradients live on other ranks, in shards or in another dtype, and nobody has "
                 "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
                 "not module.parameters()"
             )
         for main_shard in self._main_shards:
-            main_shard.give_back()
+            main_shard.copy_back()
         self._note_versions()
         self.send()
 
     def publish_if_due(self) -> None:
-        """Sends what was stepped and not sent yet.
+        """Publishes, if there were gradients since the last `publish`.
 
         Sync: as `publish`.
         """
@@ -151,27 +158,28 @@ class ParameterSync:
             self.publish()
 
     def publish_if_stepped(self) -> None:
-        """Sends what was stepped, if any rank has stepped anything as far as is known."""
+        """Publishes, unless `find_if_stepped` has found that no rank has stepped."""
         if self.is_due and not self._is_idle:
             self.publish()
 
-    def ask(self) -> None:
-        """Finds out whether any rank has stepped anything since there are gradients.
+    def find_if_stepped(self) -> None:
+        """Finds whether any rank has stepped a parameter since the gradients are there.
 
-        Sync: on the current stream; one flag for all ranks, which must all call it.
+        Sync: on the current stream; one flag is reduced, so all ranks must call it.
         """
-        main_parameters = self.is_due and any(
-            t._version != version for _, t, version in self._versions
-        )
-        self._is_idle = not self._groups.is_anywhere(main_parameters)
+        has_stepped = self.is_due and any(t._version != version for _, t, version in self._versions)
+        self._is_idle = not self._groups.is_anywhere(has_stepped)
 
     def send(self) -> None:
-        """Sends this rank's part on its way, as it is; returns at once.
+        """Sends this rank's parameters as they are; returns at once.
 
         Sync: as `publish`.
         """
+        # All ranks submit their part of one list, in the same order: see
+        # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event, since
+        # the optimizer may still write on the current stream.
         self.is_due = self._is_idle = False
-        self.is_moving = self._plan.moves
+        self.is_moving = self._plan.syncs_parameters
         if not self._plan.publishes:
             return
         event = UPDATED(self._device)
@@ -179,22 +187,22 @@ class ParameterSync:
         for publish in self._plan.publishes:
             buffer = self._buffers[publish.bucket]
             ticket = self._reducer.submit(
-                publish.comm_stream, partial(self._move, buffer, publish), after
+                publish.comm_stream, partial(self._sync, buffer, publish), after
             )
             for stage in publish.readers:
                 self.coming.setdefault(stage, []).append(ticket)
 
     def expect(self) -> None:
-        """Notes that gradients are there, with which the optimizer is going to step."""
-        if self.moves:
+        """Notes that new gradients are there, so the optimizer will step next."""
+        if self.is_needed:
             self.is_due, self._is_idle, self.is_moving = True, False, False
             self._note_versions()
 
     def check_published(self) -> None:
-        """Refuses what was changed after it was published: others would not have it.
+        """Refuses parameters that were changed after `publish`, which other ranks do not have.
 
         Raises:
-            StepError: Names it.
+            StepError: If there are such parameters. It names one.
         """
         for key, tensor, version in self._versions:
             if tensor._version != version:
@@ -206,19 +214,20 @@ class ParameterSync:
     def first_use(self, stage: int) -> None:
         """Waits for the parameters of a stage.
 
-        Sync: afterwards the current stream may read them; where collectives block the host, so
-        does this.
+        Sync: afterwards the current stream may read them. Blocks the host if collectives do.
         """
         if stage not in self.coming:
             return
         start = time.perf_counter()
         for ticket in self.coming[stage]:
             self._reducer.wait_for(ticket)
+        # The tickets are dropped only after all waits: if a wait fails, a second call must wait
+        # again, and not read old parameters.
         del self.coming[stage]
         self._blocked_seconds += time.perf_counter() - start
 
     def wait(self) -> None:
-        """Waits for all that is on its way, to this rank or from it.
+        """Waits for all parameter syncs, to this rank and from it.
 
         Sync: as `first_use`.
         """
@@ -227,12 +236,12 @@ class ParameterSync:
         self.is_moving = False
 
     def forget(self) -> None:
-        """Notes that all ranks have the same parameters by now, whatever was stepped before."""
+        """Notes that all ranks have the same parameters now, so nothing is due."""
         self.is_due = False
         self._versions.clear()
 
     def take_blocked_seconds(self) -> float:
-        """Returns how long first uses have blocked the host since the last call."""
+        """Returns the seconds for which first uses have blocked the host since the last call."""
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds
 
@@ -241,15 +250,15 @@ class ParameterSync:
             (key, tensor, tensor._version) for key, tensor in self._main_parameters().items()
         ]
 
-    def _move(self, buffer: ParameterBuffer, publish: Publish) -> None:
-        """Moves one bucket back along one reduction. On a comm stream."""
+    def _sync(self, buffer: ParameterBuffer, publish: Publish) -> None:
+        """Sends or receives one bucket, backwards along one reduction. On a comm stream."""
         rank, step = self._plan.rank, buffer.bucket.route[publish.step]
-        what = (
+        description = (
             f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {step} "
             f"over ranks {list(step.ranks)}"
         )
-        with self._reducer.reporting(what):
+        with self._reducer.reporting(description):
             region = buffer.bucket.region(rank, publish.step)
             group = self._groups.of(step.ranks, publish.comm_stream)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):
-                bring_back(buffer.flat[region.start : region.stop], step.placement, group)
+                sync_parameters(buffer.flat[region.start : region.stop], step.placement, group)

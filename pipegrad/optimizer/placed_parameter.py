@@ -1,4 +1,4 @@
-"""What the optimizer of this rank steps for one parameter, and where that goes afterwards."""
+"""One parameter of this rank, and its main parameter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ class PlacedParameter:
         key: Of the parameter, for messages.
         is_trained: Whether it requires a gradient.
         has_result: Whether this rank has its reduced gradient, or a shard of it.
-        buffer: The memory of the parameter, if it may come from other ranks.
-        main_shard: What the optimizer steps in its place.
+        buffer: The memory of the parameter, if a parameter sync may write to it.
+        main_shard: What the optimizer steps instead of the parameter.
+
+    Attributes:
+        main_shard: The same.
+        is_sharded: Whether its gradient is reduced with SHARD.
+        is_replaced: Whether an optimizer may not step the parameter itself on this rank.
+        is_updated_elsewhere: Whether its values come from a parameter sync or a master copy.
     """
 
     def __init__(
@@ -37,22 +43,26 @@ class PlacedParameter:
             step.placement is Placement.SHARD for step in buffer.bucket.route
         )
         self.is_replaced = main_shard is not None or self.is_sharded
-        self.moves = main_shard is not None or buffer is not None
+        self.is_updated_elsewhere = main_shard is not None or buffer is not None
         self._is_whole = is_trained and has_result and not self.is_sharded
-        self._address: int | None = None  # of the memory that updated values are written to
-        self._version: int | None = None  # of a parameter that a copy is stepped for
+        # Updated values are written to this address, and a master copy was made from this version.
+        # `check` compares both, since a parameter that a user has replaced would never be updated.
+        self._address: int | None = None
+        self._version: int | None = None
 
     def tensor(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Returns what this rank's optimizer steps; None if another rank does, or it is frozen."""
+        """Returns the main parameter; None if another rank steps it, or it is frozen."""
         if self.main_shard is not None:
             return self.main_shard.tensor
         return parameter if self._is_whole else None
 
     def settle(self, parameter: nn.Parameter) -> None:
-        """Moves the parameter into the buffer, and its values into what is stepped for it.
+        """Moves the parameter into its buffer, and its values into the main parameter.
 
         Sync: on the current stream.
         """
+        # The buffer comes first: the main shard is a view of it, so that nothing is copied in step
+        # 9 of the journey of a gradient.
         if self._buffer is not None:
             self._buffer.adopt(self._key, parameter)
         if self.main_shard is not None:
@@ -60,15 +70,15 @@ class PlacedParameter:
             if main_range.sharded and self._buffer is not None:
                 source = self._buffer.shard(main_range.key, main_range.begin, main_range.end)
             self.main_shard.take_values(source)
-        self._address = parameter.data_ptr() if self.moves else None
+        self._address = parameter.data_ptr() if self.is_updated_elsewhere else None
         is_copied = self.main_shard is not None and self.main_shard.copied
         self._version = parameter._version if is_copied else None
 
     def check(self, parameter: nn.Parameter) -> None:
-        """Refuses a parameter that updated values would not arrive at.
+        """Refuses a parameter that updated values would not reach.
 
         Raises:
-            StepError: If its memory was replaced, or it was changed beside its copy.
+            StepError: If its memory was replaced, or if it was changed and its master copy was not.
         """
         if self._address is not None and self._address != parameter.data_ptr():
             raise StepError(

@@ -1,4 +1,4 @@
-"""Buckets: which parameters travel together, and where each lies. Pure."""
+"""Buckets: the gradients that travel together, and the slot of each. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in a flat buffer: element offset, shape and strides."""
+    """The place of one gradient in a flat buffer: element offset, shape and strides."""
 
     key: str
     offset: int
@@ -30,28 +30,29 @@ class Slot:
         return torch.Size(self.shape).numel()
 
     def within(self, region: range) -> range:
-        """Returns which of its elements, as they lie in memory, lie in a region of the buffer."""
+        """Returns the elements of this slot, by order in memory, that a region contains."""
         begin = min(max(region.start - self.offset, 0), self.numel)
         return range(begin, max(min(region.stop - self.offset, self.numel), begin))
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that travel together. The same on every rank but for the ranks in its route.
+    """Parameters whose gradients travel together. It differs between ranks in two fields.
 
-    And but for the shapes of slots where a rank has a smaller local shard: it lies together, at the
-    beginning of its slot, as it does on all ranks that this one reduces it with.
+    The route has the ranks of the rank's own copy. And a rank with a smaller local shard of a
+    DTensor has a smaller shape in that slot. The shard begins where the slot begins, as on all
+    ranks with which it is reduced.
 
     Attributes:
-        index: Its number, counted over all ranks' buckets in the order they become ready.
-        ready: Tick at which its last holder's gradient is final.
+        index: Its number among the buckets of all ranks, in the order in which they become ready.
+        ready: Tick at which the gradients of its last holder are final.
         holders: Stages that hold its parameters.
         dtype: dtype in which its gradients accumulate.
-        wire_dtype: dtype in which they travel.
-        parameter_dtype: dtype of its parameters; the one in which they travel back, if they do.
+        wire_dtype: dtype in which they are sent.
+        parameter_dtype: dtype of its parameters, also in a parameter sync.
         route: The reductions, in order.
-        slots: Reverse position in the model: the order in which backward completes them.
-        payload_numel: Elements of all slots, padding included; the flags follow, one a slot.
+        slots: By reverse position in the model, which is the order in which backward fills them.
+        payload_numel: Elements of all slots, with padding. The flags follow, one for each slot.
     """
 
     index: int
@@ -66,18 +67,18 @@ class Bucket:
 
     @property
     def names(self) -> str:
-        """Its parameters in few words."""
+        """A short text for its parameters."""
         return in_few_words([slot.key for slot in self.slots])
 
     @property
     def numel(self) -> int:
-        """Elements on the wire: the payload and one contributed flag a slot."""
+        """Elements on the wire: the payload, and a contributed flag for each slot."""
         return self.payload_numel + len(self.slots)
 
     def region(self, rank: int, num_steps: int) -> range:
-        """Returns which elements of the payload `rank` still has after so many reductions.
+        """Returns the elements of the payload that `rank` has after `num_steps` reductions.
 
-        The flags of all slots follow it, wherever it ends. See [Note: shards].
+        The flags of all slots lie right after this region. See [Note: shards].
         """
         region = range(self.payload_numel)
         for step in self.route[:num_steps]:
@@ -87,9 +88,9 @@ class Bucket:
         return region
 
     def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
-        """Returns where what `rank` still has of each slot lies, in its region.
+        """Returns the part of each slot that `rank` has, with offsets inside its region.
 
-        In a shard it is flat, and empty if the shard has nothing of it.
+        A part of a shard is flat. It is empty if the shard has no element of the slot.
         """
         region = self.region(rank, num_steps)
         if len(region) == self.payload_numel:
@@ -102,12 +103,12 @@ class Bucket:
         return (size + len(self.slots)) * self.wire_dtype.itemsize
 
     def parameter_nbytes(self, step: int) -> int:
-        """Returns the bytes of parameters that move back along a reduction."""
+        """Returns the bytes of the parameter sync along a reduction."""
         return self.payload_numel // num_shards(self.route[:step]) * self.parameter_dtype.itemsize
 
     @property
     def syncs_parameters(self) -> bool:
-        """Whether updated parameters come back."""
+        """Whether its parameters need a parameter sync after the optimizer's step."""
         return any(step.syncs_parameters for step in self.route)
 
 
@@ -118,13 +119,15 @@ def _piece(slot: Slot, region: range) -> Slot:
     return Slot(slot.key, offset, (len(part),), (1,))
 
 
-# [Note: shards] After a SHARD each rank goes on with one shard of the payload, where it lies, and
-# with the flags. The flags are moved right behind the shard, over elements that other ranks have by
-# now. So later reductions have one flat tensor as well, and nothing is copied or allocated.
+# [Note: shards] After a reduction with SHARD, a rank continues with one shard of the payload, and
+# with the flags. The shard stays where it is. The flags are copied to right behind it, over
+# elements that belong to other ranks now. So the later reductions of the route also have one flat
+# tensor, and the payload is neither copied nor allocated again. See step 6 of the journey of a
+# gradient in docs/internals.md.
 
 
 class Kind:
-    """What decides with whom a parameter may share a bucket, and when that bucket is ready."""
+    """The properties of a parameter that decide its bucket, and when the bucket is ready."""
 
     def __init__(
         self,
@@ -143,29 +146,35 @@ class Kind:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The bucket key. Route as mesh axes, not ranks; holders as stages."""
-        back = str(self.record.dtype) if any(step.syncs_parameters for step in self.route) else ""
-        dtypes = (str(self.dtype), str(self.wire_dtype), back)
+        """Equal for parameters that may share a bucket. It contains no rank."""
+        # Buckets must be equal on all ranks. So the route counts by its mesh axes, and the holders
+        # by their stages. The dtype of the parameter counts only if parameters are sent.
+        has_sync = any(step.syncs_parameters for step in self.route)
+        dtypes = (str(self.dtype), str(self.wire_dtype), str(self.record.dtype) if has_sync else "")
         return (self.ready, self.record.holders, signature(self.route), dtypes)
 
 
 def in_few_words(keys: Sequence[str]) -> str:
-    """Returns how many parameters these are, the first and the last."""
+    """Returns a text with the number of keys, the first and the last key."""
     return f"{len(keys)} parameters, {keys[0]} .. {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
 def make_buckets(manifest: Manifest, kinds: Iterable[Kind], capacity_bytes: int) -> list[Bucket]:
-    """Cuts each kind, in reverse position, where it exceeds the capacity; numbers the result."""
+    """Returns buckets of parameters of one kind, in reverse position, numbered by readiness."""
+    # Backward completes gradients in the reverse order of the model. With buckets in this order,
+    # the first bucket is complete early, and its collective runs beside the rest of the backward.
     families: dict[tuple[object, ...], list[Kind]] = {}
     for kind in sorted(kinds, key=lambda k: (k.record.position, k.record.key), reverse=True):
         families.setdefault(kind.key, []).append(kind)
     cuts = [cut for family in families.values() for cut in _cut(family, capacity_bytes)]
-    # Within one tick the bucket that backward completes first goes first.
+    # Two buckets may be ready in the same tick, in one stage. The later position in the model is
+    # complete first.
     cuts.sort(key=lambda cut: (cut[0].ready, -cut[-1].record.position, str(cut[0].key)))
     return [_bucket(index, cut, manifest) for index, cut in enumerate(cuts)]
 
 
 def _cut(family: Iterable[Kind], capacity_bytes: int) -> Iterable[list[Kind]]:
+    """Yields runs of at most `capacity_bytes`. A larger gradient is a run by itself."""
     cut: list[Kind] = []
     filled = 0
     for kind in family:
@@ -184,7 +193,7 @@ def _aligned(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
 
 
 def num_shards(route: Route) -> int:
-    """Returns into how many shards a route cuts a bucket."""
+    """Returns the number of shards into which a route cuts a bucket."""
     return math.prod(len(step.ranks) for step in route if step.placement is Placement.SHARD)
 
 
@@ -208,16 +217,19 @@ def _bucket(index: int, cut: Sequence[Kind], manifest: Manifest) -> Bucket:
 
 
 def _padded(numel: int, num_flags: int, kind: Kind) -> int:
-    """Returns the elements of a payload, in shards of one size, none smaller than the flags."""
-    rows = num_shards(kind.route)
-    behind = num_flags * rows if rows > 1 else 0
-    return _aligned(max(numel, behind), kind.wire_dtype, rows)
+    """Returns the number of elements of a payload, so that all shards have the same size."""
+    # The flags are written right behind a shard, over a shard of another rank; see [Note: shards].
+    # So no shard may be smaller than the flags.
+    shards = num_shards(kind.route)
+    minimum = num_flags * shards if shards > 1 else 0
+    return _aligned(max(numel, minimum), kind.wire_dtype, shards)
 
 
 def _common_stride(manifest: Manifest, record: ParameterRecord) -> tuple[int, ...]:
-    """Returns the parameter's strides if all holders agree and they fill the slot, else row-major.
+    """Returns the parameter's strides if they are dense and equal on all holders, else row-major.
 
-    Autograd wants a gradient strided like its parameter; elements must lie alike on all holders.
+    Autograd needs a gradient with the strides of its parameter; otherwise it copies. And a
+    reduction adds elements by position, so all holders must have the same strides.
     """
     strides = {entry.stride for entry in manifest.entries(record.key)}
     stride = min(strides)
@@ -236,12 +248,12 @@ def localised(
     routes: Mapping[str, Route],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Returns the buckets of one rank, with the ranks of its own copy of each group.
+    """Returns the buckets of one rank, with that rank's routes and local shards.
 
     Args:
         buckets: Of all ranks.
         routes: Key -> route on that rank.
-        shapes: Key -> shape of the rank's local shard, where it has one.
+        shapes: Key -> shape of the rank's local shard of a DTensor.
     """
     return tuple(
         replace(
@@ -255,7 +267,9 @@ def localised(
 
 
 def _shard(slot: Slot, shape: tuple[int, ...] | None) -> Slot:
-    """Returns a slot with a local shard in it, row-major: the largest's strides would have gaps."""
+    """Returns a slot for a local shard, row-major."""
+    # The strides of the slot are those of the largest shard. They would leave gaps in a smaller
+    # one.
     if shape is None:
         return slot
     return replace(slot, shape=shape, stride=tuple(torch.empty(shape, device="meta").stride()))

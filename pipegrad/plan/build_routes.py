@@ -1,4 +1,4 @@
-"""Handlers are asked, and what they say becomes every rank's routes. Pure."""
+"""Makes the routes of all ranks from the reductions that handlers return. Pure."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from pipegrad.plugins.handler import (
 )
 from pipegrad.topology import Topology
 
+# OWNER comes first: behind it only the owner takes part. SHARD comes before REPLICATE: then each
+# rank replicates only its shard, which is less to send.
 _ORDER = (Placement.OWNER, Placement.SHARD, Placement.REPLICATE)
 
 
@@ -30,42 +32,50 @@ def make_routes(
     handlers: Sequence[tuple[str, GradientHandler]],
     allow_unsynced: Sequence[str],
 ) -> tuple[Routes, Divisors]:
-    """Returns every rank's routes, checked against each other, and what gradients are divided by.
+    """Returns the routes of all ranks, checked against each other, and the divisors.
 
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
+    # Handlers are pure. So every rank can compute the routes of all ranks, and compare them before
+    # anything is sent.
     for name, handler in handlers:
         _check_options(name, handler, manifest, topology)
-    asked = {r: _asked_of_all(manifest, topology.at(r), handlers) for r in sorted(topology.ranks)}
-    routes = {r: _routes(manifest, topology.at(r), asked[r]) for r in asked}
+    reductions = {
+        rank: _named_reductions(manifest, topology.at(rank), handlers)
+        for rank in sorted(topology.ranks)
+    }
+    routes = {r: _routes(manifest, topology.at(r), reductions[r]) for r in reductions}
     check_routes(manifest, topology, routes, allow_unsynced)
-    return routes, _divisors(manifest, topology, asked)
+    return routes, _divisors(manifest, topology, reductions)
 
 
-Asked = Sequence[tuple[str, Reduction]]
+NamedReductions = Sequence[tuple[str, Reduction]]
+"""Reductions of one rank, each with the name of its handler."""
 
 
-def _asked_of_all(
+def _named_reductions(
     manifest: Manifest, topology: Topology, handlers: Sequence[tuple[str, GradientHandler]]
-) -> Asked:
-    """Returns what all handlers say on one rank, each reduction with its handler's name."""
+) -> NamedReductions:
+    """Returns the reductions of all handlers on one rank."""
     records = manifest.records(topology)
-    known = set(records)
-    asked = []
+    held = set(records)
+    named = []
     for name, handler in handlers:
-        for reduction in _asked(name, handler, records, topology):
-            _check_reduction(name, reduction, known, topology)
+        for reduction in _reductions_of(name, handler, records, topology):
+            _check_reduction(name, reduction, held, topology)
             if handler.hook is not None:
                 _check_hooked(name, reduction)
-            asked.append((name, reduction))
-    return asked
+            named.append((name, reduction))
+    return named
 
 
-def _routes(manifest: Manifest, topology: Topology, asked: Asked) -> dict[str, Route]:
-    """Returns key -> route on one rank, without the reductions that would stay on that rank."""
+def _routes(
+    manifest: Manifest, topology: Topology, reductions: NamedReductions
+) -> dict[str, Route]:
+    """Returns key -> route on one rank, without reductions over this rank alone."""
     steps: dict[str, list[ReductionStep]] = {r.key: [] for r in manifest.records(topology)}
-    for name, reduction in asked:
+    for name, reduction in reductions:
         ranks = tuple(sorted(reduction.ranks))
         if len(ranks) > 1:
             axes = topology.axes_of(ranks)
@@ -76,21 +86,25 @@ def _routes(manifest: Manifest, topology: Topology, asked: Asked) -> dict[str, R
     return {key: _ordered(key, route, topology) for key, route in steps.items() if route}
 
 
-def _divisors(manifest: Manifest, topology: Topology, asked: Mapping[int, Asked]) -> Divisors:
-    """Returns what gradients are divided by: alike on all copies, or sums would be weighted."""
+def _divisors(
+    manifest: Manifest, topology: Topology, reductions: Mapping[int, NamedReductions]
+) -> Divisors:
+    """Returns the divisors of gradients."""
+    # All copies of a parameter must have the same divisor. Otherwise a sum over ranks would weight
+    # their gradients differently.
     agreed: dict[str, tuple[float, int]] = {}
-    for rank, mine in asked.items():
-        here = dict.fromkeys((r.key for r in manifest.records(topology.at(rank))), 1.0)
-        for _, reduction in mine:
-            here[reduction.record.key] *= reduction.divisor
-        for key, divisor in here.items():
-            there, other = agreed.setdefault(key, (divisor, rank))
-            if divisor != there:
-                both = [*mine, *asked[other]]
+    for rank, on_rank in reductions.items():
+        divisors = dict.fromkeys((r.key for r in manifest.records(topology.at(rank))), 1.0)
+        for _, reduction in on_rank:
+            divisors[reduction.record.key] *= reduction.divisor
+        for key, divisor in divisors.items():
+            expected, other = agreed.setdefault(key, (divisor, rank))
+            if divisor != expected:
+                both = [*on_rank, *reductions[other]]
                 names = {n for n, r in both if r.record.key == key and r.divisor != 1}
                 raise PlanError(
                     f"the gradient of {key!r} is divided by {divisor:g} on rank {rank}, but by "
-                    f"{there:g} on rank {other}: handlers {sorted(names)} must give one divisor "
+                    f"{expected:g} on rank {other}: handlers {sorted(names)} must give one divisor "
                     f"on all ranks that hold it"
                 )
     return {key: divisor for key, (divisor, _) in agreed.items() if divisor != 1}
@@ -99,73 +113,73 @@ def _divisors(manifest: Manifest, topology: Topology, asked: Mapping[int, Asked]
 def _check_options(
     name: str, handler: GradientHandler, manifest: Manifest, topology: Topology
 ) -> None:
-    """Lets a handler see the whole model; what it raises names it."""
+    """Calls a handler's `check`; its error is raised with the handler's name."""
     try:
         handler.check(manifest.parameters, topology)
     except (Exception, SystemExit) as error:
         raise PlanError(f"handler {name!r}: check() failed: {in_words(error)}") from error
 
 
-def _asked(
+def _reductions_of(
     name: str,
     handler: GradientHandler,
     records: Sequence[ParameterRecord],
     topology: Topology,
 ) -> list[Reduction]:
-    """Returns what a handler says on one rank; what it raises names it."""
+    """Returns a handler's reductions on one rank; its error is raised with the handler's name."""
     try:
-        asked = list(handler.reductions(records, topology))
+        reductions = list(handler.reductions(records, topology))
     except (Exception, SystemExit) as error:
         raise PlanError(
             f"handler {name!r}: reductions() of rank {topology.rank} failed: {in_words(error)}"
         ) from error
-    for reduction in asked:
+    for reduction in reductions:
         if not isinstance(reduction, Reduction):
             raise PlanError(
                 f"handler {name!r}: reductions() of rank {topology.rank} gave {reduction!r}, "
                 f"expected Reductions"
             )
-    return asked
+    return reductions
 
 
 def _check_reduction(
-    name: str, reduction: Reduction, known: set[ParameterRecord], topology: Topology
+    name: str, reduction: Reduction, held: set[ParameterRecord], topology: Topology
 ) -> None:
     record, ranks = reduction.record, reduction.ranks
-    asked = f"handler {name!r} reduces {record.key!r} over ranks {list(ranks)}"
-    if record not in known:
-        raise PlanError(f"{asked} on rank {topology.rank}, which does not hold it")
+    subject = f"handler {name!r} reduces {record.key!r} over ranks {list(ranks)}"
+    if record not in held:
+        raise PlanError(f"{subject} on rank {topology.rank}, which does not hold it")
     if topology.rank not in ranks or len(set(ranks)) < len(ranks):
-        raise PlanError(f"{asked}: expected each rank once, and rank {topology.rank} among them")
+        raise PlanError(f"{subject}: expected each rank once, and rank {topology.rank} among them")
     if not set(ranks) <= set(topology.ranks):
-        raise PlanError(f"{asked}, but the topology has only ranks {list(topology.ranks)}")
+        raise PlanError(f"{subject}, but the topology has only ranks {list(topology.ranks)}")
     if reduction.op not in ("sum", "mean"):
-        raise PlanError(f"{asked} by {reduction.op!r}: expected 'sum' or 'mean'")
+        raise PlanError(f"{subject} by {reduction.op!r}: expected 'sum' or 'mean'")
     divisor = reduction.divisor
     if not 0 < divisor < math.inf:
-        raise PlanError(f"{asked} with divisor {divisor!r}: expected a positive number")
-    _check_exchange(asked, reduction)
+        raise PlanError(f"{subject} with divisor {divisor!r}: expected a positive number")
+    _check_exchange(subject, reduction)
 
 
-def _check_exchange(asked: str, reduction: Reduction) -> None:
+def _check_exchange(subject: str, reduction: Reduction) -> None:
     if reduction.exchange not in get_args(Exchange):
         raise PlanError(
-            f"{asked}, exchange {reduction.exchange!r}: expected one of {get_args(Exchange)}"
+            f"{subject}, exchange {reduction.exchange!r}: expected one of {get_args(Exchange)}"
         )
     is_plain = reduction.exchange == "all-reduce" or len(reduction.ranks) == 1
     if not is_plain and (
         len(reduction.ranks) != 2 or reduction.placement is not Placement.REPLICATE
     ):
         raise PlanError(
-            f"{asked}, placement {reduction.placement.value!r}, exchange {reduction.exchange!r}: "
+            f"{subject}, placement {reduction.placement.value!r}, exchange {reduction.exchange!r}: "
             f"that is for the gradients of two ranks, placed by 'replicate'; give others the "
             f"exchange 'all-reduce'"
         )
 
 
 def _check_hooked(name: str, reduction: Reduction) -> None:
-    asked = reduction.op, reduction.placement, reduction.exchange
-    if asked != ("mean", Placement.REPLICATE, "all-reduce"):
+    kind = reduction.op, reduction.placement, reduction.exchange
+    if kind != ("mean", Placement.REPLICATE, "all-reduce"):
         raise PlanError(
             f"handler {name!r} has a communication hook, which leaves a mean on every rank, and "
             f"reduces {reduction.record.key!r} by {reduction.placement.value}-{reduction.op}, "
@@ -174,7 +188,9 @@ def _check_hooked(name: str, reduction: Reduction) -> None:
 
 
 def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Route:
-    """Orders a route by placement, a reduction across stages last among its like."""
+    """Orders a route by placement; with the same placement, reductions across stages are last."""
+    # A reduction across stages must wait for other stages, reductions inside a stage need not. With
+    # this order the wait is as late as possible.
     for ranks, times in Counter(step.ranks for step in steps).items():
         if times > 1:
             names = [h.handler for h in steps if h.ranks == ranks]
@@ -184,7 +200,8 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
     across = {step: step.spans(topology.pipeline) or step.spans("ranks") for step in steps}
     order = sorted(steps, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
     for step in order[:-1]:
-        if step.exchange != "all-reduce":  # the sum of which ends late
+        # An exchange ends late, by its receive. A later reduction would need its sum earlier.
+        if step.exchange != "all-reduce":
             raise PlanError(
                 f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {order[-1]}: "
                 f"an exchange must come last; give it the exchange 'all-reduce'"

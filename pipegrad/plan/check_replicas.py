@@ -1,4 +1,8 @@
-"""Copies along dimensions of one and the same data: told by their bits, refused if left alone."""
+"""Refuses copies of parameters that no handler keeps equal.
+
+Along dimensions of the same data, such as tensor parallelism, copies are recognised by their
+initial values. Along data-parallel dimensions, all parameters are copies.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
 
 Starts = Mapping[ParameterRecord, Sequence[str | None]]
-"""A digest a rank along some dimension; None where all bits are alike, as those of zeros."""
+"""A digest for each rank along a dimension; None if all elements are equal, as for zeros."""
 
 
 def refuse_suspected_replicas(
@@ -26,23 +30,24 @@ def refuse_suspected_replicas(
     fingerprints: Mapping[int, Mapping[Location, str]],
     allow_unsynced: Sequence[str],
 ) -> None:
-    """Refuses copies along a dimension of one and the same data that nobody reduces.
+    """Refuses copies along a dimension of the same data that are not reduced along it.
 
-    A handler does, or a DTensor's own ranks do. What starts differently is no copy but a shard: a
-    reduction of it is refused. Of what is constant at the start, nobody can tell: a warning asks.
+    A handler reduces them, or the ranks of a DTensor do. Parameters with different initial values
+    are shards, not copies: a reduction of them is refused. If all elements are equal at the start,
+    it is unknown whether they are copies: then it warns.
 
     Args:
         manifest: The agreed model.
-        view: The topology, as the rank sees it whose copies are looked at.
+        view: The topology of the rank whose parameters are checked.
         routes: Of that rank.
-        fingerprints: Rank -> place -> digest of a parameter with non-constant bits.
-        allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
+        fingerprints: Rank -> location -> digest of a parameter that is not constant.
+        allow_unsynced: Shell-style patterns of keys or names that need no reduction.
 
     Raises:
-        PlanError: Names one, and what to write.
+        PlanError: If there are such parameters. It names one, and the option to write.
     """
 
-    def is_loose(record: ParameterRecord, ranks: Sequence[int]) -> bool:
+    def is_unreduced(record: ParameterRecord, ranks: Sequence[int]) -> bool:
         shard = manifest.shard(view.rank, record.key)
         reduced = [step.ranks for step in routes.get(record.key, ())]
         reduced += [shard.members] if shard else []
@@ -50,6 +55,8 @@ def refuse_suspected_replicas(
         allowed = matches_any(allow_unsynced, (record.key, record.name))
         return record.requires_grad and not is_covered and not allowed
 
+    # All ranks along such a dimension see the same data. Without a reduction, rounding alone makes
+    # their copies drift apart, so slowly that no loss curve shows it.
     for axis, size in view.axes:
         if size == 1 or axis in (view.pipeline, *view.data_axes):
             continue
@@ -59,9 +66,9 @@ def refuse_suspected_replicas(
             for record in manifest.records(view)
         }
         _refuse_reduced_shards(axis, ranks, starts, routes)
-        loose = {record: told for record, told in starts.items() if is_loose(record, ranks)}
-        _refuse_copies(axis, ranks, loose)
-        _warn_of_constants(axis, ranks, loose)
+        unreduced = {record: d for record, d in starts.items() if is_unreduced(record, ranks)}
+        _refuse_copies(axis, ranks, unreduced)
+        _warn_of_constants(axis, ranks, unreduced)
 
 
 def refuse_bare_replicas(
@@ -71,21 +78,21 @@ def refuse_bare_replicas(
     divisors: Mapping[str, float],
     allow_unsynced: Sequence[str],
 ) -> None:
-    """Refuses trained parameters that nobody averages over ranks that see different data.
+    """Refuses trained parameters that are not averaged over ranks that see different data.
 
-    A handler does, or DistributedDataParallel, or a DTensor's own ranks do. Where a handler divides
-    a gradient by the size of the dimensions that are left, each rank has a part of its own, as
-    experts are.
+    A handler averages them, or DistributedDataParallel does, or the ranks of a DTensor do. A
+    handler may also divide a gradient by the size of the remaining dimensions: then each rank has
+    its own parameters, as with experts.
 
     Args:
         manifest: The agreed model.
-        view: The topology, as the rank sees it whose parameters are looked at.
+        view: The topology of the rank whose parameters are checked.
         routes: Of that rank.
-        divisors: Key -> what handlers divide its gradient by.
-        allow_unsynced: Shell-style patterns of keys or names that may stay without a reduction.
+        divisors: Key -> divisor of its gradient.
+        allow_unsynced: Shell-style patterns of keys or names that need no reduction.
 
     Raises:
-        PlanError: Names one, and what to write.
+        PlanError: If there are such parameters. It names one, and the handler to add.
     """
     along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
 
@@ -111,21 +118,21 @@ def refuse_bare_replicas(
 def refuse_different_buffers(
     buffers: Mapping[int, Mapping[Location, str]], topology: Topology, allow_unsynced: Sequence[str]
 ) -> None:
-    """Refuses buffers that start differently on replicas of a stage: they would stay different.
+    """Refuses buffers that start differently on replicas of a stage. They would stay different.
 
     Args:
-        buffers: Rank -> place -> digest.
-        topology: From any rank's point of view.
-        allow_unsynced: Shell-style patterns of names, plain or behind ``stage.``.
+        buffers: Rank -> location -> digest.
+        topology: Of any rank.
+        allow_unsynced: Shell-style patterns of names, with or without ``stage.`` before them.
 
     Raises:
-        PlanError: Names one, and what to write.
+        PlanError: If there is such a buffer. It names it, and the ways to repair it.
     """
     for rank in sorted(topology.ranks):
         replicas = topology.at(rank).ranks_along(topology.data_axes)
         for stage, name in buffers[rank]:
-            told = {buffers[replica].get((stage, name)) for replica in replicas}
-            if len(told) > 1 and not matches_any(allow_unsynced, (name, f"{stage}.{name}")):
+            digests = {buffers[replica].get((stage, name)) for replica in replicas}
+            if len(digests) > 1 and not matches_any(allow_unsynced, (name, f"{stage}.{name}")):
                 raise PlanError(
                     f"buffer {name!r} of stage {stage} starts with different bits on ranks "
                     f"{list(replicas)}, which train replicas of that stage, and buffers are never "
@@ -137,11 +144,12 @@ def refuse_different_buffers(
 def _refuse_reduced_shards(
     axis: str, ranks: Sequence[int], starts: Starts, routes: Mapping[str, Route]
 ) -> None:
+    # If the ranks hold different shards, a reduction would add gradients of different parameters.
     for record, digests in starts.items():
-        told = dict(zip(ranks, digests, strict=True))
+        by_rank = dict(zip(ranks, digests, strict=True))
         for step in routes.get(record.key, ()):
             along = sorted(set(step.ranks) & set(ranks))
-            if len({told[rank] for rank in along}) > 1:
+            if len({by_rank[rank] for rank in along}) > 1:
                 raise PlanError(
                     f"handler {step.handler!r} reduces {record.key!r} by {step} over ranks "
                     f"{list(step.ranks)}, but it starts with different bits on ranks {along}, "
@@ -150,8 +158,8 @@ def _refuse_reduced_shards(
                 )
 
 
-def _refuse_copies(axis: str, ranks: Sequence[int], loose: Starts) -> None:
-    alike = [r.key for r, told in loose.items() if told[0] is not None and len(set(told)) == 1]
+def _refuse_copies(axis: str, ranks: Sequence[int], unreduced: Starts) -> None:
+    alike = [r.key for r, d in unreduced.items() if d[0] is not None and len(set(d)) == 1]
     if alike:
         raise PlanError(
             f"{alike[0]!r} and {len(alike) - 1} more start with the same bits on ranks "
@@ -163,8 +171,8 @@ def _refuse_copies(axis: str, ranks: Sequence[int], loose: Starts) -> None:
         )
 
 
-def _warn_of_constants(axis: str, ranks: Sequence[int], loose: Starts) -> None:
-    constant = [record.key for record, told in loose.items() if not any(told)]
+def _warn_of_constants(axis: str, ranks: Sequence[int], unreduced: Starts) -> None:
+    constant = [record.key for record, digests in unreduced.items() if not any(digests)]
     if constant:
         more = f" and {len(constant) - 3} more" if len(constant) > 3 else ""
         warnings.warn(
@@ -176,17 +184,17 @@ def _warn_of_constants(axis: str, ranks: Sequence[int], loose: Starts) -> None:
 
 
 def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology: Topology) -> None:
-    """Refuses a loss with parameters of its own, which nobody would average over replicas.
+    """Refuses a loss with its own parameters, which would not be averaged over replicas.
 
     Args:
-        loss: A function, a module or a method of one.
+        loss: A function, a module, or a method of a module.
         modules: This rank's stages.
         topology: Ranks.
 
     Raises:
-        PlanError: Names them.
+        PlanError: If it has parameters that no stage holds. It names them.
     """
-    owner = getattr(loss, "func", loss)  # of a functools.partial
+    owner = getattr(loss, "func", loss)  # the function of a functools.partial
     owner = getattr(owner, "__self__", owner)
     if not isinstance(owner, nn.Module) or len(topology.pipelines) == 1:
         return

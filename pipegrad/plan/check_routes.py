@@ -1,4 +1,7 @@
-"""Refuses routes that do not fit each other, the stages, or the model. Pure."""
+"""Refuses routes that contradict each other, the stages, or the model. Pure.
+
+Each check finds a mistake that would otherwise hang a job, or silently give wrong gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from pipegrad.topology import Topology
 def check_routes(
     manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
 ) -> None:
-    """Does nothing if all ranks' routes fit together, and leave nothing out.
+    """Checks that the routes of all ranks fit together, and cover all that must be reduced.
 
     Raises:
-        PlanError: If they do not; names the handlers.
+        PlanError: If they do not. It names the handlers.
     """
     _check_members(routes)
     _check_copies(manifest, topology, routes)
-    _check_places(routes)
+    _check_regions(routes)
     _check_wrappers(manifest, topology, routes)
     _check_shards(manifest, topology, routes)
     _check_left_out(manifest, topology, routes, allow_unsynced)
@@ -33,29 +36,31 @@ def check_routes(
 
 
 def _check_members(routes: Routes) -> None:
-    """Every member of a reduction must have asked for the same one, or its peers would hang."""
-    for rank, mine in routes.items():
-        for key, route in mine.items():
+    """All members of a reduction must have it in their routes; otherwise the others would hang."""
+    for rank, by_key in routes.items():
+        for key, route in by_key.items():
             for step in route:
-                # All against the lowest member, and that one against all: no pair is left out.
+                # The owner is compared with all members, and each member with the owner. So all
+                # pairs are covered, in linear time.
                 for member in step.ranks if rank == step.owner else step.ranks[:1]:
-                    theirs = routes[member].get(key, ())
-                    if step not in theirs:
+                    on_member = routes[member].get(key, ())
+                    if step not in on_member:
                         raise PlanError(
                             f"handler {step.handler!r}: rank {rank} reduces {key!r} by {step} "
                             f"over ranks {list(step.ranks)}, but rank {member} has "
-                            f"{[str(h) for h in theirs] or 'no reduction of it'}; a handler must "
-                            f"say the same for every rank of a reduction"
+                            f"{[str(h) for h in on_member] or 'no reduction of it'}; a handler "
+                            f"must say the same for every rank of a reduction"
                         )
 
 
-def _check_places(routes: Routes) -> None:
-    """Members of a reduction must be left with the same by those before it: a shard, or the sum."""
-    for rank, mine in routes.items():
-        for key, route in mine.items():
+def _check_regions(routes: Routes) -> None:
+    """All members of a reduction must have the same part of the gradient before it."""
+    # Otherwise the reduction would add different shards of one gradient.
+    for rank, by_key in routes.items():
+        for key, route in by_key.items():
             for number, step in enumerate(route[: steps_taken(route, rank)]):
                 for member in step.ranks:
-                    if _left(routes[member][key], number, member) != _left(route, number, rank):
+                    if _part(routes[member][key], number, member) != _part(route, number, rank):
                         raise PlanError(
                             f"{key!r}: before {step} over ranks {list(step.ranks)}, rank {rank} "
                             f"and rank {member} are left with different parts of it: number the "
@@ -63,8 +68,8 @@ def _check_places(routes: Routes) -> None:
                         )
 
 
-def _left(route: Route, num_steps: int, rank: int) -> list[int | bool]:
-    """Returns which part of a gradient a rank has after so many reductions."""
+def _part(route: Route, num_steps: int, rank: int) -> list[int | bool]:
+    """Returns which part of a gradient a rank has after `num_steps` reductions."""
     return [
         h.ranks.index(rank) if h.placement is Placement.SHARD else rank == h.owner
         for h in route[:num_steps]
@@ -73,11 +78,11 @@ def _left(route: Route, num_steps: int, rank: int) -> list[int | bool]:
 
 
 def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> None:
-    """Every copy of a parameter must take the same route, or the copies' buckets would differ."""
+    """All copies of a parameter must take the same route; otherwise their buckets would differ."""
     agreed = shared_routes(routes)
-    for rank, mine in routes.items():
+    for rank, by_key in routes.items():
         for record in manifest.records(topology.at(rank)):
-            route, expected = mine.get(record.key, ()), agreed.get(record.key, ())
+            route, expected = by_key.get(record.key, ()), agreed.get(record.key, ())
             if signature(route) != signature(expected):
                 raise PlanError(
                     f"{record.key!r} takes the route {[str(h) for h in route]} on rank {rank}, but "
@@ -87,6 +92,7 @@ def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> Non
 
 
 def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    """A wrapper that reduces gradients must be known, and no handler may reduce them again."""
     for stage, wrapper in manifest.wrappers:
         if wrapper == FSDP2:
             continue
@@ -108,20 +114,21 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
 
 
 def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> None:
-    """A DTensor's own ranks reduce among themselves; along others the same parts must meet."""
-    for rank, mine in routes.items():
-        for key, route in mine.items():
+    """A reduction of a DTensor must join equal parts, and no two ranks of the DTensor's mesh."""
+    # The ranks of the mesh already reduce among themselves.
+    for rank, by_key in routes.items():
+        for key, route in by_key.items():
             shard = manifest.shard(rank, key)
             if shard is None:
                 continue
             layout = manifest.entries(key)[0].layout
             for step in route:
-                asked = (
+                subject = (
                     f"handler {step.handler!r} reduces {key!r} by {step} over {list(step.ranks)}"
                 )
                 if step.syncs_parameters:
                     raise PlanError(
-                        f"{asked}, but it is a DTensor, {layout}: only whole parameters can be "
+                        f"{subject}, but it is a DTensor, {layout}: only whole parameters can be "
                         f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
                     )
                 twice = set(step.ranks) & set(shard.members)
@@ -133,7 +140,7 @@ def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> Non
                         else "leave it out of the parameters that the handler is given"
                     )
                     raise PlanError(
-                        f"{asked}, but it is a DTensor, {layout}, on ranks "
+                        f"{subject}, but it is a DTensor, {layout}, on ranks "
                         f"{list(shard.members)}, which reduce it among themselves: it would be "
                         f"reduced twice; {way_out}"
                     )
@@ -141,16 +148,18 @@ def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> Non
                 parts = {r: s and (s.coordinate, s.shape) for r, s in locations.items()}
                 if len(set(parts.values())) > 1:
                     raise PlanError(
-                        f"{asked}, where it is a DTensor, {layout}, but these ranks have different "
-                        f"parts of it, (coordinate, shape): {parts}; number the ranks of its mesh "
-                        f"alike in all stages"
+                        f"{subject}, where it is a DTensor, {layout}, but these ranks have "
+                        f"different parts of it, (coordinate, shape): {parts}; number the ranks "
+                        f"of its mesh alike in all stages"
                     )
 
 
 def _check_left_out(
     manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
 ) -> None:
-    """What FSDP2 has left out of a stage, nobody would reduce over its mesh."""
+    """If FSDP2 wraps a stage only in part, a handler must reduce the other parameters."""
+    # FSDP2 reduces over its mesh only the parameters that it shards. The other parameters of the
+    # stage see different data on each rank of the mesh, too.
     for stage, wrapper in manifest.wrappers:
         rank = next(r for r in routes if stage in topology.at(r).local_stages)
         held = [
@@ -180,6 +189,7 @@ def _check_ties(
     routes: Routes,
     allow_unsynced: Sequence[str],
 ) -> None:
+    """A tied parameter must be reduced over all ranks that hold it."""
     for rank in routes:
         view = topology.at(rank)
         for record in filter(lambda r: r.shared, manifest.records(view)):

@@ -1,4 +1,4 @@
-"""The options of a gradient layer: one frozen record, passed whole to all that need one of them."""
+"""The options of the gradient layer: one frozen record, always passed as a whole."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pipegrad.topology import Topology
 class GradientOptions:
     """How gradients travel. `GradientSync`, `Scheduler` and `attach` take each field by its name.
 
-    All ranks give the same.
+    All options must be the same on all ranks.
 
     Attributes:
-        bucket_bytes: Wire bytes at which a bucket is closed. A larger gradient travels alone.
-        reduce_dtype: dtype on the wire. None: each gradient's own, which saves all copies.
-        master_dtype: dtype of what the optimizer steps, and of its state. float32 gives parameters
-            of lower precision a master copy of what this rank steps of them. None: each
-            parameter's own; then nothing is copied.
-        comm_streams: Side streams (on CPU threads), each with communicators of its own. A bucket
-            stays in comm stream ``index % comm_streams``.
+        bucket_bytes: Wire bytes at which a bucket is closed. A larger gradient has its own bucket.
+        reduce_dtype: dtype on the wire. None: the dtype of each gradient, so nothing is copied.
+        master_dtype: dtype of the main parameters, and of the optimizer's state. With float32, each
+            parameter of lower precision has a master copy of the part that this rank steps. None:
+            the dtype of each parameter, so nothing is copied.
+        comm_streams: Number of side streams (on CPU, threads), each with its own communicators. A
+            bucket uses comm stream ``index % comm_streams``.
         allow_unsynced: Shell-style patterns of names, or of keys of ties, that may drift apart.
-        stage_ticks: For each stage when its gradients are final, in any unit; orders the
-            collectives. None: from the last stage to the first, as in every 1F1B-like schedule.
+        stage_ticks: For each stage, the time when its gradients are final, in any unit. It orders
+            the collectives. None: from the last stage to the first, as in all schedules like 1F1B.
         shared_ticks: The same for gradients that stages on several ranks hold. None:
             `stage_ticks`.
     """
@@ -54,24 +54,24 @@ class GradientOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, taker: str = "GradientSync") -> GradientOptions:
-        """Returns the options that a caller has passed by name.
+        """Returns options that were passed by name.
 
         Args:
             options: Name -> value.
-            taker: What the caller has passed them to, for the message.
+            taker: The class or function that takes them, for the message.
 
         Raises:
-            PlanError: If a name is unknown; it names the closest one that is known.
+            PlanError: If a name is unknown. It lists the known names, the closest first.
         """
         if complaints := complaints_of(cls, options):
             raise PlanError(f"{taker} {complaints}")
         return cls(**options)
 
     def check(self, topology: Topology) -> None:
-        """Refuses values that are wrong on any model.
+        """Refuses values that are wrong for any model.
 
         Raises:
-            PlanError: Names the option and its value.
+            PlanError: If a value is wrong. It names the option and its value.
         """
         if self.bucket_bytes < 0 or self.comm_streams < 1:
             raise PlanError(

@@ -1,4 +1,4 @@
-"""Plan: what a rank does with gradients, in order. Pure and printable, for any rank, offline."""
+"""Plan: everything that a rank does with gradients, in order. Pure, for any rank, and printable."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from pipegrad.topology import Topology
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective: a reduction of a bucket, in its comm stream.
+    """One collective: a reduction of a bucket, on a comm stream.
 
     Attributes:
-        bucket: Its index.
+        bucket: Index of the bucket.
         step: The number of the reduction in the bucket's route.
-        ready: Tick at which it may leave.
-        comm_stream: Where it runs.
+        ready: Tick at which it may be launched.
+        comm_stream: The number of its comm stream.
     """
 
     bucket: int
@@ -49,15 +49,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Publish:
-    """One movement of updated parameters, back along a reduction, in the bucket's comm stream.
+    """One parameter sync, backwards along a reduction, on the bucket's comm stream.
 
     Attributes:
-        bucket: Whose parameters.
+        bucket: Index of the bucket.
         step: The number of that reduction in the bucket's route.
-        comm_stream: Where.
-        use: Its place in the order: the first stage, over all ranks, that waits for it, unless one
-            that comes before it on the way is waited for later.
-        readers: Stages of this rank whose parameters come by it: none of an owner's.
+        comm_stream: The number of its comm stream.
+        use: Sort key: the first stage, over all ranks, that waits for it. If an earlier sync of the
+            same bucket has a later first use, the key is that later use.
+        readers: Stages of this rank that receive parameters by it; none on an owner.
     """
 
     bucket: int
@@ -69,9 +69,9 @@ class Publish:
 
 @dataclass(frozen=True)
 class MainRange:
-    """What a rank's optimizer steps of a parameter: elements ``begin:end``, as they lie in memory.
+    """The part of a parameter that a rank's optimizer steps.
 
-    All of it, as it is, unless it is `sharded`.
+    The elements ``begin:end``, in the order of memory. Without `sharded`, the whole parameter.
     """
 
     key: str
@@ -85,19 +85,19 @@ class Plan:
     """Everything one rank does with gradients, in order.
 
     Attributes:
-        rank: Whose plan it is.
-        buckets: The buckets this rank takes part in, by index.
+        rank: The rank of this plan.
+        buckets: The buckets of this rank, by index.
         launches: Its collectives, in the order of ``(ready, step, bucket)``.
-        publishes: What moves back after the optimizer's step, by first use.
-        shares: What the optimizer steps on this rank, by stage and position.
+        publishes: Its parameter syncs after the optimizer's step, by first use.
+        main_ranges: What the optimizer steps on this rank, by stage and position.
         trained_numel: Elements of all trained parameters that this rank holds.
-        moves: Whether updated parameters move back on any rank.
+        syncs_parameters: Whether any rank needs a parameter sync.
         routes: Key -> route, for every parameter that this rank reduces or keeps equal.
         packs: Buckets of parameters (frozen ones too), for making replicas equal.
-        groups: Process groups of all ranks, as (ranks, comm stream, or `way_back` of one): made by
-            every rank in this order.
-        digest: Of all ranks' routes and buckets: equal on ranks whose plans fit together.
-        divisors: Key -> what its gradient is divided by before it leaves, where that is not 1.
+        groups: Process groups of all ranks, as (ranks, comm stream or `second_communicator` of a
+            comm stream). All ranks make them in this order.
+        digest: Of the routes and buckets of all ranks. Equal digests mean that plans fit together.
+        divisors: Key -> divisor of its gradient before it is sent, if that is not 1.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class Plan:
     publishes: tuple[Publish, ...]
     main_ranges: tuple[MainRange, ...]
     trained_numel: int
-    moves: bool
+    syncs_parameters: bool
     routes: tuple[tuple[str, Route], ...]
     packs: tuple[Bucket, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
@@ -121,7 +121,7 @@ class Plan:
 
     @cached_property
     def published_bytes(self) -> int:
-        """Bytes of parameters that move back to this rank, or from it, in one step."""
+        """Bytes of parameters that this rank sends or receives in the parameter sync of a step."""
         buckets = {bucket.index: bucket for bucket in self.buckets}
         return sum(
             buckets[publish.bucket].parameter_nbytes(publish.step) for publish in self.publishes
@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def chains(self) -> frozenset[tuple[int, ...]]:
-        """Ranks that hand gradients down, one to the next, and what becomes of them up."""
+        """Sets of ranks that run reduce chains, broadcast chains or pair exchanges."""
         steps = [step for _, route in self.routes for step in route]
         return frozenset(step.ranks for step in steps if step.is_point_to_point)
 
@@ -186,7 +186,7 @@ def make_plan(
 ) -> Plan:
     """Returns the plan of ``topology.rank``. Pure: any rank's plan can be made on any machine.
 
-    Takes what `make_plans` takes, and raises what it raises.
+    Arguments and errors are those of `make_plans`.
     """
     return make_plans(manifest, topology, handlers, options, ranks=[topology.rank])[topology.rank]
 
@@ -203,10 +203,10 @@ def make_plans(
 
     Args:
         manifest: The agreed model.
-        topology: Ranks and stages, from any rank's point of view.
-        handlers: Name and instance, in the order of the configuration (which changes nothing).
+        topology: Ranks and stages; of any rank.
+        handlers: Name and instance. Their order changes nothing.
         options: Of the gradient layer.
-        ranks: Whose plans; all by default.
+        ranks: The ranks of the plans; all by default.
 
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
@@ -235,6 +235,8 @@ def _plan_shared(
     options: GradientOptions,
 ) -> _Shared:
     """Makes the routes and buckets of all ranks."""
+    # Every rank computes this from the same manifest, and gets the same result. So bucket numbers
+    # and communicators need no further message; `digest` is compared as a check.
     routes, divisors = make_routes(manifest, topology, handlers, options.allow_unsynced)
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
@@ -279,7 +281,7 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
         publishes=_publishes(buckets, view, shared.routes, options.comm_streams),
         main_ranges=tuple(_main_ranges(trained, buckets, route_of, rank)),
         trained_numel=sum(record.numel for record in trained),
-        moves=any(bucket.syncs_parameters for bucket in shared.buckets),
+        syncs_parameters=any(bucket.syncs_parameters for bucket in shared.buckets),
         routes=tuple(route_of.items()),
         packs=localised(shared.packs, route_of, shapes),
         groups=shared.groups,
@@ -301,28 +303,30 @@ def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[
 def _publishes(
     buckets: Iterable[Bucket], view: Topology, routes: Routes, comm_streams: int
 ) -> tuple[Publish, ...]:
-    """Orders what moves back to or from a rank, by first use. See [Note: order of publishes]."""
-    found = []
+    """Orders the parameter syncs of a rank by first use. See [Note: order of publishes]."""
+    publishes = []
     for bucket in buckets:
         for number, step in enumerate(bucket.route[: steps_taken(bucket.route, view.rank)]):
             if step.syncs_parameters:
                 use = _use(bucket, number, view, routes)
                 readers = _readers(bucket, step, [view.rank], view)
-                found.append(
+                publishes.append(
                     Publish(bucket.index, number, bucket.index % comm_streams, use, readers)
                 )
-    return tuple(sorted(found, key=lambda x: (x.use, -x.step, x.bucket)))
+    return tuple(sorted(publishes, key=lambda x: (x.use, -x.step, x.bucket)))
 
 
 def _use(bucket: Bucket, number: int, view: Topology, routes: Routes) -> int:
-    """Returns the first stage that waits for the parameters of a reduction, or of one behind it."""
+    """Returns the sort key of a parameter sync; see `Publish.use`."""
+    # The syncs of later reductions in the route come first: this sync sends their result. So its
+    # key may not be smaller than theirs, on any member.
     step = bucket.route[number]
     before = [
-        _use(theirs, later, view.at(rank), routes)
+        _use(on_rank, later, view.at(rank), routes)
         for rank in step.ranks
-        for theirs in localised([bucket], routes[rank])
-        for later in range(number + 1, steps_taken(theirs.route, rank))
-        if theirs.route[later].syncs_parameters
+        for on_rank in localised([bucket], routes[rank])
+        for later in range(number + 1, steps_taken(on_rank.route, rank))
+        if on_rank.route[later].syncs_parameters
     ]
     return max(min(_readers(bucket, step, step.ranks, view)), *before, 0)
 
@@ -330,16 +334,17 @@ def _use(bucket: Bucket, number: int, view: Topology, routes: Routes) -> int:
 def _readers(
     bucket: Bucket, step: ReductionStep, ranks: Sequence[int], view: Topology
 ) -> tuple[int, ...]:
-    """Returns the stages on some of a reduction's ranks whose parameters come by its way back."""
+    """Returns the stages on `ranks` that receive parameters by the sync along a reduction."""
     owner = step.owner if step.placement is Placement.OWNER else None
     locations = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
     return tuple(s for s in bucket.holders if view.stage_to_rank[s] in locations)
 
 
-# [Note: order of publishes] All that is published leaves at one point, when all gradients are
-# there, and no rank waits for another's compute in it. So as long as all ranks sort by the same
-# key it ends; by first use, so that the stages whose forwards come first wait least. Along a
-# bucket's route it goes backwards, whatever the stages: the owner gathers shards, then passes on.
+# [Note: order of publishes] All parameter syncs are launched at one point, after the optimizer's
+# step, and none of them waits for a compute of another rank. So they end if all ranks sort them by
+# the same key. The key is the first use: stages whose forwards come first wait least. Along the
+# route of a bucket, the syncs run backwards: the owner gathers shards first, and then sends the
+# whole parameters on. See step 9 of the journey of a gradient.
 
 
 def _main_ranges(
@@ -348,7 +353,7 @@ def _main_ranges(
     routes: Mapping[str, Route],
     rank: int,
 ) -> Iterator[MainRange]:
-    """Yields what a rank's optimizer steps."""
+    """Yields the part of each parameter that a rank's optimizer steps."""
     locations = {slot.key: (bucket, slot) for bucket in buckets for slot in bucket.slots}
     for record in records:
         route = routes.get(record.key, ())
@@ -363,37 +368,41 @@ def _main_ranges(
             yield MainRange(record.key, part.start, part.stop, sharded=True)
 
 
-# [Note: order of collectives] All ranks sort by the same key, and each issues its own part of that
-# one list, per comm stream, strictly in that order. Nothing computes while it waits for a
-# collective before finish, so the least collective not yet complete can always complete: every
-# member has issued all that comes before it. A bucket's reductions share a comm stream, so each
-# follows the one before it.
+# [Note: order of collectives] There is one list of all collectives, sorted by one key. Each rank
+# launches its own part of the list in this order, on each comm stream. No rank waits for a
+# collective before `finish`, so computes always go on. So the first collective of the list that is
+# not complete can always complete: all its members have launched everything before it. All
+# reductions of a bucket are on one comm stream, so each starts after the previous one. See step 5
+# of the journey of a gradient.
 
 
-def way_back(comm_stream: int) -> int:
-    """Returns the number of a comm stream's other communicator, for what two ranks exchange."""
+def second_communicator(comm_stream: int) -> int:
+    """Returns the number of a comm stream's second communicator, for pair exchanges."""
+    # The receive of the first message is posted early. NCCL has no tags, so on the same
+    # communicator it would block the message in the other direction.
     return ~comm_stream
 
 
 def _groups(
     routes: Routes, buckets: Sequence[Bucket], comm_streams: int
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Returns every (ranks, comm stream) of any rank; comm stream 0 also makes replicas equal."""
+    """Returns (ranks, comm stream) of all process groups of all ranks, in a fixed order."""
     comm_stream_of = {
         slot.key: bucket.index % comm_streams for bucket in buckets for slot in bucket.slots
     }
     exchanged = {
-        (step.ranks, way_back(comm_stream_of[key]))
-        for mine in routes.values()
-        for key, route in mine.items()
+        (step.ranks, second_communicator(comm_stream_of[key]))
+        for by_key in routes.values()
+        for key, route in by_key.items()
         for step in route
         if key in comm_stream_of and step.exchange != "all-reduce"
     }
-    wanted = exchanged | {
+    # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first step.
+    specs = exchanged | {
         (step.ranks, comm_stream)
-        for mine in routes.values()
-        for key, route in mine.items()
+        for by_key in routes.values()
+        for key, route in by_key.items()
         for step in route
         for comm_stream in {0, comm_stream_of.get(key, 0)}
     }
-    return tuple(sorted(wanted))
+    return tuple(sorted(specs))

@@ -1,4 +1,4 @@
-"""Routes: every gradient's reductions, in order, and what they leave on a rank. Pure."""
+"""Routes: the reductions of each gradient, in order, and the ranks that have results. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ Routes = Mapping[int, Mapping[str, Route]]
 """Rank -> key -> route, by ascending rank."""
 
 Divisors = Mapping[str, float]
-"""Key -> what its gradient is divided by before it leaves, where that is not 1."""
+"""Key -> divisor of its gradient before it is sent, if that is not 1."""
 
 
 def steps_taken(route: Route, rank: int) -> int:
-    """Returns how many reductions of a route `rank` takes part in.
-
-    Behind a reduction with OWNER only the owner goes on.
-    """
+    """Returns in how many reductions of a route `rank` takes part."""
+    # After a reduction with OWNER, only the owner has the sum, so only the owner continues.
     for index, step in enumerate(route):
         if step.placement is Placement.OWNER and rank != step.owner:
             return index + 1
@@ -27,12 +25,13 @@ def steps_taken(route: Route, rank: int) -> int:
 
 
 def has_result(route: Route, rank: int) -> bool:
-    """Whether `rank` has the result of a route, or a shard of it: OWNER leaves it to the owner."""
+    """Whether `rank` has the result of a route, or a shard of it."""
+    # With SHARD every rank has a part, with REPLICATE every rank has all.
     return all(rank == step.owner for step in route if step.placement is Placement.OWNER)
 
 
 def is_counted(route: Route, rank: int) -> bool:
-    """Whether the result of `rank` counts, where several ranks have the same result."""
+    """Whether the result on `rank` counts in a norm. Equal results count once, on the owner."""
     return all(rank == step.owner for step in route if step.placement is not Placement.SHARD)
 
 
@@ -42,9 +41,10 @@ def signature(route: Route) -> tuple[tuple[str, ...], ...]:
 
 
 def shared_routes(routes: Routes) -> dict[str, Route]:
-    """Returns key -> route as the lowest rank that holds it sees it."""
-    found: dict[str, Route] = {}
-    for mine in routes.values():
-        for key, route in mine.items():
-            found.setdefault(key, route)
-    return found
+    """Returns key -> its route on the lowest rank that holds it."""
+    # Routes of other ranks differ in their ranks only; `check_routes` makes sure of that.
+    shared: dict[str, Route] = {}
+    for by_key in routes.values():
+        for key, route in by_key.items():
+            shared.setdefault(key, route)
+    return shared

@@ -1,4 +1,4 @@
-"""What a gradient handler sees, says and may override: the contract plug-ins implement."""
+"""The contract of gradient handlers: what they are given, return and may override."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pipegrad.plugins.written import written
 from pipegrad.topology import Topology
 
 DEFAULT_HANDLERS = ("pipeline-shared", "data-parallel")
-BUCKET_BYTES = 25 * 2**20  # at which a bucket is closed, as DistributedDataParallel's
+BUCKET_BYTES = 25 * 2**20  # a bucket is closed at this size, as in DistributedDataParallel
 
 Op = Literal["sum", "mean"]
 Exchange = Literal["all-reduce", "pairwise", "asymmetric"]
 
 
 class Placement(Enum):
-    """Where the result of a reduction lives: fixes the collective, and the parameter sync."""
+    """Where the result of a reduction lives. It decides the collective and the parameter sync."""
 
     OWNER = "owner"
     SHARD = "shard"
@@ -34,18 +34,18 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """One parameter as the ranks agreed on it: plain data, the same on every rank.
+    """One parameter, as plain data on which the ranks agreed: the same on every rank.
 
-    A parameter that several stages of one rank hold has one record there, at its lowest stage.
+    If several stages of a rank hold a parameter, the rank has one record, of its lowest stage.
 
     Attributes:
-        key: Stage and name at the lowest holder, for example ``"0.embed.weight"``: its identity.
-        name: Name inside `stage`'s module, wrapper prefixes such as ``_orig_mod.`` stripped.
-        stage: The stage this record looks at the parameter from.
-        shape: Shape of the parameter (and of its gradient).
-        dtype: dtype of the parameter; its gradient may have another.
-        requires_grad: Whether it is trained. Untrained parameters are never reduced.
-        holders: Every stage that holds it, ascending.
+        key: The identity: stage and name at the lowest holder, for example ``"0.embed.weight"``.
+        name: Name in the module of `stage`, without wrapper prefixes such as ``_orig_mod.``.
+        stage: The stage of this record.
+        shape: Shape of the parameter, and of its gradient.
+        dtype: dtype of the parameter. Its gradient may have another dtype.
+        requires_grad: Whether it is trained. Other parameters are never reduced.
+        holders: All stages that hold it, ascending.
         position: Index in the order of ``named_parameters`` of the lowest holder.
     """
 
@@ -71,18 +71,19 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class Reduction:
-    """This gradient is summed (or averaged) over these global ranks, and the result lives there.
+    """A request: sum (or average) a gradient over some global ranks.
 
     Attributes:
-        record: Whose gradient.
+        record: The parameter of the gradient.
         ranks: Global ranks, each once, in any order.
         op: Sum or mean.
         placement: Where the result lives.
-        divisor: What each rank's gradient is divided by before it leaves, besides a mean's own.
-            Counts over a single rank as well: of what lives there alone.
-        exchange: With REPLICATE over two ranks, how: ``pairwise``, by one message each way, the
-            higher rank's as soon as its gradient is final; ``asymmetric``, the same, but the lower
-            rank gives the rows alone that its gradient is not zero in. All give the same bits.
+        divisor: Each rank's gradient is divided by this before it is sent, besides the division of
+            a mean. It also counts for a reduction over a single rank.
+        exchange: How to sum with REPLICATE over two ranks. ``pairwise``: one message in each
+            direction; the higher rank sends as soon as its gradient is final. ``asymmetric``: the
+            same, but the lower rank sends only rows of its gradient that are not zero. The result
+            has the same bits in all cases.
     """
 
     record: ParameterRecord
@@ -95,15 +96,17 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ReductionStep:
-    """One reduction of a route, over the ranks of one copy: what `GradientHandler.launch` gets.
+    """One reduction of a route, for `GradientHandler.launch`.
+
+    Several groups of ranks may run the same reduction, each for its own copy of the parameter.
 
     Attributes:
-        axes: The mesh dimensions that it spans (``"dp"``, ``"pp[0,3]"``): the same on every copy.
-        ranks: Global ranks of this copy, ascending.
-        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards; in float16 before.
+        axes: The mesh dimensions that it spans (``"dp"``, ``"pp[0,3]"``). The same in each group.
+        ranks: Global ranks of this group, ascending.
+        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards, but in float16 before.
         placement: Where the result lives.
-        handler: Name of the handler that asked for it.
-        exchange: How the result gets there.
+        handler: Name of the handler that has requested it.
+        exchange: How two ranks sum.
     """
 
     axes: str
@@ -115,7 +118,7 @@ class ReductionStep:
 
     @property
     def owner(self) -> int:
-        """The lowest rank. With OWNER it has the result; of equal results its own counts."""
+        """The lowest rank. With OWNER it has the result. Equal results count on this rank."""
         return self.ranks[0]
 
     @property
@@ -125,12 +128,12 @@ class ReductionStep:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """What it is, without its ranks: the same on every copy."""
+        """All its properties except the ranks: the same in each group."""
         return (self.axes, self.op, self.placement.value, self.handler, self.exchange)
 
     @property
     def syncs_parameters(self) -> bool:
-        """Whether updated parameters come back along it after the optimizer's step."""
+        """Whether updated parameters are sent along it, backwards, after the optimizer's step."""
         return self.placement is not Placement.REPLICATE
 
     @property
@@ -142,7 +145,7 @@ class ReductionStep:
         return self.placement is Placement.OWNER or self.exchange != "all-reduce"
 
     def spans(self, axis: str) -> bool:
-        """Whether it goes along this mesh dimension; unknown, so False, for ``"ranks[..]"``."""
+        """Whether it spans this mesh dimension. False for ``"ranks[..]"``, where it is unknown."""
         return axis in {part.partition("[")[0] for part in self.axes.split("+")}
 
     def __str__(self) -> str:
@@ -151,48 +154,50 @@ class ReductionStep:
 
 
 class FlatBucket(Protocol):
-    """The gradients that travel together, as a handler's `launch` sees them.
+    """The gradients that travel together, for a handler's `launch`.
 
     Attributes:
-        is_mean: Set by a `launch` that leaves the mean already: then pipegrad does not divide.
+        is_mean: A `launch` sets it if it leaves the mean. Then pipegrad does not divide.
     """
 
     is_mean: bool
 
     @property
     def index(self) -> int:
-        """Its number: the same on all ranks, and in every step."""
+        """The number of the bucket: the same on all ranks, and in every step."""
 
     @property
     def payload(self) -> torch.Tensor:
-        """The gradients of `buffer` alone, with the gaps between them, flat."""
+        """The part of `buffer` with the gradients, and the gaps between them, flat."""
 
     @property
     def flags(self) -> torch.Tensor:
-        """The rest of it, one element a gradient, 1 where this rank contributed: to be summed."""
+        """The rest of `buffer`, to be summed: for each gradient 1 if this rank contributed."""
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """Views of `payload`, one a flag, in the parameters' shapes.
+        """Views of `payload`, one for each flag, in the shapes of the parameters.
 
-        Behind a SHARD: what this rank's shard has of each, flat; empty where that is nothing.
+        After a reduction with SHARD: the part of each gradient in this rank's shard, flat. It may
+        be empty.
         """
 
     @property
     def buffer(self) -> torch.Tensor:
-        """Flat tensor ``(numel,)`` to be reduced in place; zero where nobody contributed."""
+        """Flat tensor ``(numel,)``, to be reduced in place. Zero if this rank has no gradient."""
 
     def reduce(self, reduction: ReductionStep, group: dist.ProcessGroup) -> Work:
-        """Sums over `group` as the reduction's placement says: what `launch` does by itself.
+        """Sums over `group` with the reduction's placement: what `launch` does by default.
 
-        A mean of float16 is divided before, so that its sum does not overflow; `is_mean` is set.
+        For a mean of float16, it divides before, so that the sum does not overflow, and sets
+        `is_mean`.
         """
 
 
 class Averaging(Protocol):
-    """What averages in the place of an all-reduce: `pipegrad.CommunicationHook` does.
+    """Averages instead of an all-reduce, as `pipegrad.CommunicationHook` does.
 
-    Its verbs are those of the handler that has it.
+    Its methods are those of a handler.
     """
 
     def launch(
@@ -208,17 +213,17 @@ class Averaging(Protocol):
 
 
 class GradientHandler(ABC):
-    """Says which gradients take which reduction. Nothing else is its business.
+    """Returns the reductions of gradients. pipegrad does everything else.
 
     Options are keyword-only arguments of ``__init__``. Subclasses import only ``pipegrad``'s
     public names.
 
     Attributes:
-        hook: Set in ``__init__``, how `launch` averages: then every reduction must be a mean that
-            lives on all ranks.
-        keeps_equal: False in one that sends nothing, for measuring: copies drift apart then, and
-            `GradientSync.finish` does not compare them.
-        made_with: The arguments it was constructed with, in words.
+        hook: Set it in ``__init__`` for `launch` to average with it. Then every reduction must be
+            a mean with REPLICATE.
+        keeps_equal: False in a handler that sends nothing, for measurements. Then copies drift
+            apart, and `GradientSync.finish` does not compare them.
+        made_with: The arguments of its constructor, as text.
     """
 
     hook: Averaging | None = None
@@ -226,13 +231,14 @@ class GradientHandler(ABC):
     made_with: tuple[tuple[str, str], ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Notes what the handler is made with, so that ranks can compare instances."""
+        """Stores the arguments of the handler, so that ranks can compare instances."""
+        # Here and not in `__init__`: a subclass need not call the `__init__` of its base class.
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
-        made = super().__new__(cls)
-        given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-        made.made_with = tuple((name, written(given[name])) for name in sorted(given))
-        return made
+        handler = super().__new__(cls)
+        arguments = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        handler.made_with = tuple((name, written(arguments[name])) for name in sorted(arguments))
+        return handler
 
     @abstractmethod
     def reductions(
@@ -240,48 +246,48 @@ class GradientHandler(ABC):
     ) -> Iterable[Reduction]:
         """Returns the reductions of the parameters that ``topology.rank`` holds.
 
-        Pure: called once for every rank (``topology.at(rank)``), on every rank, so that any
-        rank's plan can be computed anywhere. Reductions over a single rank are free and dropped,
-        but for their divisors.
+        It must be pure. Every rank calls it for every rank (``topology.at(rank)``), and computes
+        the plans of all ranks. Reductions over a single rank cost nothing: they are dropped, except
+        their divisors.
         """
 
     def check(  # noqa: B027 - need not be overridden
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> None:
-        """Raises, in words, if the handler's options do not fit the model; by default never.
+        """Raises an error if the handler's options do not fit the model. By default it does not.
 
-        Called once on every rank, with the parameters of all stages. Pure, as `reductions`.
+        It is called once on every rank, with the parameters of all stages. It must be pure.
         """
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
-        """Sums ``bucket.buffer`` in place over `group`, or averages it as `hook` does.
+        """Sums ``bucket.buffer`` in place over `group`, or averages it with `hook`.
 
-        Overridden for another way to send it: with REPLICATE all of the sum must be there
-        afterwards, on every rank. Leave other placements and exchanges to ``super().launch``.
+        Override it to send in another way. With REPLICATE, every rank must have the whole sum
+        afterwards. Leave other placements and exchanges to ``super().launch``.
 
-        Sync: runs on a comm stream, never on the compute stream: on CPU in the comm stream's
-            thread, on devices
-        with the comm stream's side stream current, after every producer of the bucket. The buffer
-        is held until the returned work is done.
+        Sync: runs on a comm stream, never on the compute stream: on CPU in its thread, on devices
+        with its side stream current, after all producers of the bucket. pipegrad keeps the buffer
+        until the returned work is done.
         """
+        # Step 6 of the journey of a gradient in docs/internals.md.
         if self.hook is not None:
             return self.hook.launch(bucket, reduction, group)
         return bucket.reduce(reduction, group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank keeps from step to step: numbers, strings and CPU tensors.
+        """Returns this rank's state from step to step: numbers, strings and CPU tensors.
 
-        Overridden where `launch` keeps something of its own; by default what `hook` keeps.
+        By default it is the state of `hook`. Override it if `launch` has another state.
         """
         return {} if self.hook is None else self.hook.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned on the same rank; afresh if it is empty.
+        """Continues with a result of `state_dict` of the same rank; starts anew if it is empty.
 
         Raises:
-            ValueError: If it is of something else.
+            ValueError: If it is the state of something else.
         """
         if self.hook is not None:
             self.hook.load_state_dict(state)
@@ -290,19 +296,21 @@ class GradientHandler(ABC):
 
 
 def keeps_state(handler: GradientHandler) -> bool:
-    """Whether a handler may keep something from step to step that the next one depends on."""
+    """Whether a handler may have a state from step to step, such as error feedback."""
+    # After a failed step, such a state may differ between ranks. So it makes the failure final.
     overridden = type(handler).state_dict is not GradientHandler.state_dict
     return handler.hook is not None or overridden
 
 
-# What a handler takes is what its __init__ takes, and nothing without one.
+# `inspect.signature` takes the `__init__` of a subclass if it has one, otherwise this `__new__`. A
+# handler without an `__init__` has no options, so this signature is empty.
 GradientHandler.__new__.__signature__ = Signature(  # type: ignore[attr-defined]
     [Parameter("cls", Parameter.POSITIONAL_ONLY)]
 )
 
 
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]
-"""How a handler is chosen: an instance, a class, a name, or a table of name and options."""
+"""How a user selects a handler: an instance, a class, a name, or a table of name and options."""
 
-# mypy takes type[T] for something to be called (python/mypy#4717); a base is only compared with.
+# mypy assumes that a type[T] is called (python/mypy#4717). The registry only compares with it.
 handlers = Registry(HANDLERS, GradientHandler)  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""Options by name, for whatever a configuration selects: checked before anything is called."""
+"""Options by name, for functions and classes of a configuration. They are checked before a call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Iterable
 def complaints_of(
     function: Callable[..., object], options: Collection[str], *, given: Collection[str] = ()
 ) -> str:
-    """Returns what is wrong with the names of `options` for `function`; "" if nothing is.
+    """Returns the mistakes in the names of `options` for `function`; "" if there are none.
 
     Args:
-        function: A class or function; its signature is read, it is not called. Without one it
-            takes anything.
-        options: Names that are to be passed by keyword.
-        given: Parameters that the caller passes by itself: neither missing nor allowed.
+        function: A class or function. It is not called; its signature is read. If it has no
+            signature, all options are allowed.
+        options: Names that will be passed by keyword.
+        given: Parameters that the caller passes itself. They are neither missing nor allowed.
     """
     try:
         every = inspect.signature(function).parameters.values()
@@ -32,13 +32,14 @@ def complaints_of(
         return ""
     complaints = [f"has no option {option!r}" for option in unknown]
     complaints += [f"needs the option {option!r}" for option in missing]
+    # The first mistake decides the order of the names: one suggestion is enough for a message.
     closest = closest_first((unknown + missing)[0], allowed)
     return f"{', '.join(complaints)}; allowed, closest first: {closest}"
 
 
-def closest_first(word: str, known: Iterable[str]) -> str:
-    """Returns the known names as one line: those close to `word`, then the others by name."""
+def closest_first(name: str, known: Iterable[str]) -> str:
+    """Returns the known names as one line: first those close to `name`, then the others, sorted."""
     names = sorted(set(known))
     plain = {name.lower(): name for name in reversed(names)}
-    close = [plain[found] for found in difflib.get_close_matches(word.lower(), plain)]
+    close = [plain[match] for match in difflib.get_close_matches(name.lower(), plain)]
     return ", ".join(close + [name for name in names if name not in close]) or "none"

@@ -1,8 +1,8 @@
 """Finds plug-ins by name: in-process registrations, entry points, and ``module:attr``.
 
-Listing imports nothing and only the plug-in that is selected is loaded, so a broken one harms
-nobody else. The order of anything returned here depends on names alone, never on ``sys.path``,
-sets or hash seeds: every rank sees the same list. Sole reader of entry points.
+A listing imports nothing, and only the selected plug-in is loaded. So a broken plug-in does not
+disturb others. The order of all results depends only on names, never on ``sys.path``, sets or hash
+seeds: every rank has the same list. No other file reads entry points.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipegrad.errors import (
 )
 from pipegrad.plugins.options import closest_first, complaints_of
 
-HANDLERS = "pipegrad.handlers"  # the group of handlers, which can be listed without torch
+HANDLERS = "pipegrad.handlers"  # entry-point group of handlers; here, since listing needs no torch
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 
 T = TypeVar("T")
@@ -35,13 +35,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Plugin:
-    """Where a plug-in comes from; known without importing it.
+    """The origin of a plug-in, known without an import.
 
     Attributes:
-        name: What it is selected by; ``module:qualname`` for an object that has no other name.
+        name: The name that selects it; ``module:qualname`` for an object without a name.
         value: ``module:qualname`` of its class.
-        distribution: Name of the distribution that brought it, "" when unknown.
-        version: Version of that distribution, "" when unknown.
+        distribution: Name of its distribution, "" if unknown.
+        version: Version of that distribution, "" if unknown.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Plugin:
 
     @property
     def summary(self) -> str:
-        """First line of its docstring, read in its source: nothing is imported. "" if unknown."""
+        """First line of its docstring, read from its source without an import. "" if unknown."""
         module, _, qualname = self.value.partition(":")
         try:
             node: ast.AST = ast.parse(Path(_origin(module)).read_text(encoding="utf-8"))
@@ -74,11 +74,11 @@ class Plugin:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPlugin(Plugin, Generic[T]):
-    """A plug-in ready for use, and its identity: what ranks compare and runs record.
+    """A plug-in ready for use, and its identity, which ranks compare and runs record.
 
     Attributes:
         plugin: The instance.
-        options: Sorted pairs (option, its value in words) that it was constructed with.
+        options: Sorted pairs (option, its value as text) of its constructor.
     """
 
     plugin: T
@@ -86,7 +86,7 @@ class ResolvedPlugin(Plugin, Generic[T]):
 
     @property
     def identity(self) -> tuple[str, str, str, str, tuple[tuple[str, str], ...]]:
-        """All but the instance: plain, comparable, picklable."""
+        """Everything except the instance: plain data that can be compared and pickled."""
         return self.name, self.value, self.distribution, self.version, self.options
 
 
@@ -110,7 +110,7 @@ class Registry(Generic[T]):
         return _sorted([*registered, *self._installed()])
 
     def register(self, name: str, cls: type[T], *, override: bool = False) -> None:
-        """Makes `cls` known as `name` in this process, ahead of every entry point of that name.
+        """Registers `cls` as `name` in this process. It comes before entry points of that name.
 
         Raises:
             PluginConflictError: If `name` is registered already and `override` is not set.
@@ -126,12 +126,12 @@ class Registry(Generic[T]):
         self._registered[name] = self._checked(plugin, cls)
 
     def resolve(self, spec: T | type[T] | str | Mapping[str, object]) -> ResolvedPlugin[T]:
-        """Returns the plug-in that `spec` means, constructed.
+        """Returns the plug-in of `spec`, constructed.
 
         Args:
-            spec: An instance, which is taken as it is; a class; a name; or a table of ``name``
-                and options. A name is looked up among the registered, then the entry points
-                (``distribution::name`` picks one of several), then imported if ``module:attr``.
+            spec: An instance, a class, a name, or a table of ``name`` and options. A name is looked
+                up among the registered plug-ins, then among entry points (``distribution::name``
+                selects one of several). Then it is imported if it has the form ``module:attr``.
 
         Raises:
             PluginNotFoundError: If nothing has this name.
@@ -140,7 +140,7 @@ class Registry(Generic[T]):
             PluginContractError: If it is not a concrete subclass of `base`.
             PluginOptionError: If it does not take these options.
         """
-        from pipegrad.plugins.written import written  # needs torch, and listing does not
+        from pipegrad.plugins.written import written  # needs torch, which a listing does not need
 
         if isinstance(spec, self.base):
             value = _value(type(spec))
@@ -160,19 +160,20 @@ class Registry(Generic[T]):
     def resolve_all(
         self, specs: Sequence[T | type[T] | str | Mapping[str, object]]
     ) -> dict[str, ResolvedPlugin[T]]:
-        """Returns the plug-ins of a list by name; one that is listed again has ``#index`` added.
+        """Returns the plug-ins of a list by name. A repeated name gets ``#index`` at its end.
 
         Raises:
             PluginError: As `resolve` does.
         """
-        found: dict[str, ResolvedPlugin[T]] = {}
+        by_name: dict[str, ResolvedPlugin[T]] = {}
         for index, resolved in enumerate(map(self.resolve, specs)):
             name = resolved.name
-            found[f"{name}#{index}" if name in found else name] = resolved
-        return found
+            by_name[f"{name}#{index}" if name in by_name else name] = resolved
+        return by_name
 
     def _installed(self) -> tuple[Plugin, ...]:
-        """Returns the plug-ins of entry points; a distribution that is seen twice counts once."""
+        """Returns the plug-ins of entry points; equal entry points of a distribution count once."""
+        # A distribution may be on `sys.path` twice, for example installed and as a source tree.
         only_ours = _plugins_disabled()
         unique: dict[tuple[str, str, str], Plugin] = {}
         for entry in metadata.entry_points(group=self.group):
@@ -185,7 +186,8 @@ class Registry(Generic[T]):
         return _sorted(unique.values())
 
     def _find(self, target: object) -> tuple[Plugin, object]:
-        """Returns the plug-in that is meant, and its class as found: not yet checked."""
+        """Returns the plug-in of `target`, and its class, which is not checked yet."""
+        # What this process has registered comes first: it is the most explicit choice.
         if not isinstance(target, str):
             return Plugin(_value(target), _value(target)), target
         if target in self._registered:
@@ -199,22 +201,26 @@ class Registry(Generic[T]):
 
     def _entry_point(self, target: str) -> Plugin | None:
         distribution, _, name = target.rpartition("::")
-        found = [
+        matches = [
             plugin
             for plugin in self._installed()
             if plugin.name == name
             if not distribution or _normalized(plugin.distribution) == _normalized(distribution)
         ]
-        if len(found) > 1:
-            claims = "; ".join(f"{p.source} {p.value} ('{p.distribution}::{name}')" for p in found)
+        # Two distributions with the same name are an error. To take one of them would depend on the
+        # order of `sys.path`, which may differ between ranks.
+        if len(matches) > 1:
+            claims = "; ".join(
+                f"{p.source} {p.value} ('{p.distribution}::{name}')" for p in matches
+            )
             raise PluginConflictError(
-                f"{len(found)} plug-ins of group {self.group!r} are called {target!r}: {claims}. "
+                f"{len(matches)} plug-ins of group {self.group!r} are called {target!r}: {claims}. "
                 f"Pick one by its distribution::name or as 'module:attr', or uninstall the others."
             )
-        return found[0] if found else None
+        return matches[0] if matches else None
 
     def _load(self, plugin: Plugin) -> object:
-        # Nothing is remembered: once a failure is repaired, the same process can try again.
+        # Nothing is cached, so the same process can try again after a failure was repaired.
         try:
             loaded: object = metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
         except (Exception, SystemExit) as error:
@@ -225,7 +231,7 @@ class Registry(Generic[T]):
         return loaded
 
     def _checked(self, plugin: Plugin, loaded: object) -> type[T]:
-        """Returns `loaded` if it is what this group asks for."""
+        """Returns `loaded` if it is a concrete subclass of `base`; otherwise raises."""
         expected = f"expected a concrete subclass of {_value(self.base)}"
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             raise PluginContractError(f"plug-in {plugin} is {loaded!r}: {expected}")
@@ -246,7 +252,9 @@ class Registry(Generic[T]):
 
 
 def _origin(module: str) -> str:
-    """Returns the file of a module; of its packages none is imported to find it."""
+    """Returns the file of a module, without an import of it or of its packages."""
+    # `find_spec` of a dotted name would import the parent packages. So each part is looked up in
+    # the folders of its parent.
     path: Sequence[str] | None = None
     spec = None
     parts = module.split(".")
@@ -260,7 +268,7 @@ def _origin(module: str) -> str:
 
 
 def _split(spec: object) -> tuple[object, dict[str, object]]:
-    """Returns what to look up, and the options to construct it with."""
+    """Returns the target of a spec, and the options for its constructor."""
     if not isinstance(spec, Mapping):
         return spec, {}
     if "name" not in spec:
@@ -292,7 +300,7 @@ def _plugins_disabled() -> bool:
     return os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0")
 
 
-def _value(found: object) -> str:
-    """Returns ``module:qualname`` of a class or function; of anything else what it prints as."""
-    qualname = getattr(found, "__qualname__", None)
-    return f"{found.__module__}:{qualname}" if qualname else repr(found)
+def _value(target: object) -> str:
+    """Returns ``module:qualname`` of a class or function, and the `repr` of anything else."""
+    qualname = getattr(target, "__qualname__", None)
+    return f"{target.__module__}:{qualname}" if qualname else repr(target)

@@ -1,4 +1,4 @@
-"""Values in words: the same on two ranks if, and only if, they mean the same there."""
+"""Values as text: two ranks have the same text exactly if the values mean the same."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def written(value: object) -> str:
-    """Returns `value` in words: the same on two ranks if, and only if, it means the same there.
+    """Returns a text of `value`, which is equal on two ranks exactly if the values mean the same.
 
-    Plain values as `repr` has them; sets and mappings in an order of their own, tensors by a digest
-    of all their elements, functions by name and code, other objects by class and attributes. No
-    address of memory is in it. Of modules the class alone is: each rank has stages of its own.
+    Plain values have their `repr`. Sets and mappings are sorted. Tensors have a digest of all
+    elements, functions their name and code, other objects their class and attributes. The text has
+    no address of memory. A module has only its class, since each rank has other stages.
     """
     return _written(value, ())
 
@@ -32,6 +32,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _written(value: object, inside: tuple[int, ...]) -> str:
+    # `inside` has the ids of the values around this one, so a value that contains itself ends.
     if id(value) in inside:
         return "..."
     each = partial(_written, inside=(*inside, id(value)))
@@ -71,6 +72,8 @@ def _partial(value: partial[object], each: Each) -> str:
 
 
 def _function(value: FunctionType, each: Each) -> str:
+    # The address of a function differs between processes. Its code and the values that it has
+    # captured decide what it does.
     code = value.__code__
     plain = [c for c in code.co_consts if isinstance(c, int | float | str | bytes | None)]
     digest = hashlib.sha256(code.co_code + repr((code.co_names, plain)).encode()).hexdigest()

@@ -1,6 +1,6 @@
 """How does a complete bucket leave?
 
-`bucket_buffer` is the memory that gradients go to, `reducer` launches collectives in the order of
-the plan, `reductions` is how each placement is reduced, and `pair_exchange` how two ranks do it
-alone. `bucketer` is the same for tensors of one's own; `ddp_hooks` takes torch's hooks.
+`bucket_buffer` is the memory of gradients. `reducer` launches collectives in the order of the plan.
+`reductions` has a reduction for each placement, and `pair_exchange` one for two ranks. `bucketer`
+sums tensors that users pass to it. `ddp_hooks` runs torch's communication hooks.
 """

@@ -1,4 +1,7 @@
-"""Buffers that several streams write and a comm stream reads, and the record of each gradient."""
+"""Flat buffers that several streams write and a comm stream reads, and their views.
+
+Steps 1 to 5 of the journey of a gradient (docs/internals.md) write here, steps 6 and 7 read.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,14 @@ RELEASED = sync_points.Record(
 
 
 class FlatBuffer:
-    """A flat tensor, just made, that any stream may write to: it knows what for they must wait.
+    """A new flat tensor that any stream may write to, and the event for which writers must wait.
 
-    Writers call `acquire`, write, and call `written`; its reader waits for the events of all of
-    them and calls `release`. All three are about the stream that is current, whichever it is.
+    A writer calls `acquire`, writes, and calls `written`. The reader waits for the events of all
+    writers, reads, and calls `release`. All of these are on the current stream of their caller.
     """
+
+    # One event is enough to protect the buffer: the last `release` comes after all earlier uses. So
+    # a writer on any stream waits for this event, and no stream needs a list of the others.
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -42,25 +48,27 @@ class FlatBuffer:
         site(self._free, self._device)
 
     def written(self, site: sync_points.Record) -> torch.Event | None:
-        """Returns what a reader must wait for: a producer has written on the current stream."""
+        """Returns the event for which a reader must wait, recorded after a write."""
         return site(self._device)
 
     def release(self, site: sync_points.Record) -> None:
-        """Says that the next writers must wait for what the current stream has done until now."""
+        """Makes the next writers wait for everything on the current stream until now."""
         self._free = site(self._device)
 
     def return_home(self, site: sync_points.Wait) -> None:
-        """Makes the stream that it was made on wait likewise: when freed, the memory is its own."""
+        """Makes the stream on which the buffer was allocated wait, like a writer."""
+        # torch's allocator gives freed memory back to the stream of its allocation, without a wait
+        # for the other streams that have used it.
         site(self._free, self._device, self._home)
 
 
 @dataclass(frozen=True)
 class GradientReady:
-    """One gradient is in its slot: whatever its fate, this is how the launch learns of it.
+    """The record of a final gradient in its slot; see step 4 of the journey of a gradient.
 
     Attributes:
         key: The parameter.
-        contributed: Whether this rank computed a gradient, or only zeros travel.
+        contributed: Whether this rank computed a gradient; otherwise the slot holds zeros.
         event: Recorded on the producer's stream right after the last write; None on CPU.
     """
 
@@ -70,29 +78,33 @@ class GradientReady:
 
 
 class BucketBuffer(FlatBuffer):
-    """The flat buffer of one bucket, views of its slots, and what has been written into it.
+    """The flat buffer of one bucket, views of its slots, and a record of each gradient in it.
 
-    Allocated once and kept: ``(numel,)`` of the wire dtype, slots first, then one flag a slot.
-    As a route cuts it, the flags move: see [Note: shards].
+    It is allocated once: ``(numel,)`` of the wire dtype, first the slots, then a flag for each
+    slot. A reduction with SHARD moves the flags; see [Note: shards].
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         super().__init__(torch.empty(bucket.numel, dtype=bucket.wire_dtype, device=device))
         self.bucket = bucket
-        # .data gives each view a version counter of its own, which tells who was written to.
+        # Views share the version counter of their base, but `.data` has its own counter. So it can
+        # be seen which slot was written.
         self.views = {slot.key: self._view(slot).data for slot in bucket.slots}
         self._flag_index = {slot.key: index for index, slot in enumerate(bucket.slots)}
-        self._flags = self.buffer[bucket.payload_numel :]  # where they are now
+        self._flags = self.buffer[bucket.payload_numel :]  # reductions with SHARD move them
         self._ready: dict[str, GradientReady] = {}
         self._was_zero: bool | None = None
-        self._is_fresh = True  # it takes no memory on a CPU before it is written to
+        self._is_fresh = True  # never written: on a CPU it takes no memory yet
 
     def reset(self, keys: Sequence[str]) -> None:
-        """Zeroes the slots of `keys` and forgets who has contributed.
+        """Zeroes the slots of `keys`, and drops all records.
 
-        Sync: writes on the current stream, behind the last reader of the buffer; what is recorded
-        then orders every later writer behind it.
+        Sync: writes on the current stream, after the last reader of the buffer. Later writers wait
+        for this.
         """
+        # Step 1 of the journey of a gradient. The collective of the last step may still read on its
+        # comm stream. Autograd adds to the slots on streams that know nothing of this one, so an
+        # event is recorded for them.
         self.acquire(RESET_FREE)
         if self._is_fresh or len(keys) == len(self.views):
             self.buffer.zero_()
@@ -106,14 +118,18 @@ class BucketBuffer(FlatBuffer):
         self.release(RESET)
 
     def fill(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> bool:
-        """Brings one gradient into its slot; returns True when the bucket is complete.
+        """Copies a gradient into its slot, unless it is there; returns whether the bucket is full.
 
-        Where nobody is known to have contributed, the slot itself is looked at, on the device: what
-        a kernel wrote by its address moves no version counter.
+        Args:
+            key: The parameter.
+            gradient: None if this rank has none; then the slot is zeroed.
+            contributed: False if no write was seen. The flag is then computed from the slot.
 
-        Sync: writes on the current stream, which is taken for the producer's. No write, and no
-        copy, if `gradient` already is the slot's view.
+        Sync: writes on the current stream, which must be the producer's. No write and no copy if
+        `gradient` is already the slot's view.
         """
+        # A kernel that writes to the address of a slot changes no version counter. So without a
+        # known write, the device looks for values that are not zero, and the host need not wait.
         view = self.views[key]
         if gradient is not view or not contributed:
             self.acquire(FILL_FREE)
@@ -128,16 +144,19 @@ class BucketBuffer(FlatBuffer):
         return len(self._ready) == len(self.views)
 
     def look_again(self) -> None:
-        """Forgets what `is_zero` has found: somebody may have written since."""
+        """Drops the result of `is_zero`: slots may have been written since."""
         self._was_zero = None
 
     def is_zero(self) -> bool:
-        """Whether all slots are known to be zero: one read for all, until `look_again`.
+        """Whether the bits of all slots are zero. The result is remembered until `look_again`.
 
-        False may be wrong, where a zero has a sign, or somebody else's slot has old values.
+        False does not prove a gradient: a zero may have a sign, and another slot may have old
+        values.
 
         Sync: blocks the host.
         """
+        # One read for the whole bucket, as integers of 64 bits, is much faster than one for each
+        # slot in its dtype.
         if self._was_zero is None:
             payload = self.buffer[: self.bucket.payload_numel]
             nbytes = payload.numel() * payload.element_size()
@@ -149,7 +168,7 @@ class BucketBuffer(FlatBuffer):
 
     @property
     def missing(self) -> list[str]:
-        """The slots that nothing was brought into since `reset`."""
+        """The slots without a call of `fill` since `reset`."""
         return [key for key in self.views if key not in self._ready]
 
     def producers(self) -> list[torch.Event]:
@@ -157,23 +176,23 @@ class BucketBuffer(FlatBuffer):
         return [ready.event for ready in self._ready.values() if ready.event is not None]
 
     def anybody_contributed(self, key: str) -> bool:
-        """Whether any rank did. Blocks the host only where this rank itself did not."""
+        """Whether any rank contributed. Blocks the host only if this rank did not contribute."""
         if self._ready[key].contributed:
             return True
         return bool(self._flags[self._flag_index[key]].item())
 
     def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """Returns elements of a slot, flat, as they lie in memory."""
+        """Returns the elements ``begin:end`` of a slot, flat, in the order of memory."""
         offset = self.views[key].storage_offset()
         return self.buffer[offset + begin : offset + end]
 
     def part(self, rank: int, num_steps: int) -> torch.Tensor:
-        """Returns what `rank` has left after so many reductions: payload and flags, flat."""
+        """Returns the part of `rank` after `num_steps` reductions: payload and flags, flat."""
         region = self.bucket.region(rank, num_steps)
         return self.buffer[region.start : region.stop + len(self.views)]
 
     def cut(self, rank: int, num_steps: int) -> torch.Tensor:
-        """Goes on with that part alone, and with the flags in it; returns it."""
+        """Returns the same part, and uses the flags in it from now on."""
         part = self.part(rank, num_steps)
         self._flags = part[len(part) - len(self.views) :]
         return part

@@ -1,4 +1,4 @@
-"""Bucketer: many small sums in few large collectives, for whoever calls for each one by hand."""
+"""Bucketer: many small sums in few large collectives, for code that calls for each sum itself."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ HOME = sync_points.Wait(
     "bucketer.home", "memory goes back to the stream that asked for it, if another"
 )
 
-IN_FLIGHT = 2  # with more buckets than these, a call waits for the oldest
+IN_FLIGHT = 2  # with more buckets in flight, a call waits for the oldest
 _POLL_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A bucket that has left: its calls, its memory, and the sum's, which may be the same.
+    """A bucket that was sent: its calls, its memory, and that of the sum, which may be the same.
 
-    One without elements has no ticket: nothing was sent.
+    A bucket without elements has no ticket: nothing was sent.
     """
 
     key: Key
@@ -56,34 +56,35 @@ class _InFlight:
 class Bucketer:
     """Collects the inputs of many sums and reduces them together, beside the compute.
 
-    Each kind of collective, dtype, device and group has its open bucket. It leaves when it is full,
-    before an input that no longer fits, or in `flush`; an input larger than the capacity leaves
-    alone, at once. So what leaves when depends on the calls and on nothing else. All ranks of a
-    group make the same calls, groups that share ranks are called in one order, and until `flush`
-    nobody else uses a group.
+    Each kind of collective, dtype, device and group has an open bucket. A bucket is sent when it is
+    full, when the next input does not fit, or in `flush`. An input larger than the capacity is sent
+    at once, alone. So the order of collectives depends only on the calls. All ranks of a group must
+    make the same calls. Groups that share ranks must be called in the same order. Until `flush`, no
+    other code may use a group.
 
-    Callbacks get a view of the sum, shaped like the input. They run in the caller's thread, bucket
-    by bucket in the order in which these left, and in a bucket in the order of the calls: in
-    `flush`, in `poll` when their bucket has ended, or in a later call when more than two buckets
-    are in flight. They may add inputs, but in `poll`; then all ranks must make as many calls, each
-    to its own groups. What one raises is raised by `flush`, after all others have run.
+    Callbacks get a view of the sum, with the shape of the input. They run in the caller's thread,
+    in the order of buckets and of calls: in `flush`, in `poll` if their bucket has ended, or in a
+    later call when more than two buckets are in flight. A callback may add inputs, except in
+    `poll`; then all ranks must make equally many calls, each to its own groups. An error of a
+    callback is raised by `flush`, after all others have run.
 
-    A view keeps the result of its whole bucket alive: of an all_reduce, as much as the capacity.
-    The bits of a reduce_scatter's sum on gloo do not depend on the capacity; other backends, and
-    every all_reduce of more than two ranks, may add in another order at another place.
+    A view keeps the result of its whole bucket alive; for an all_reduce that is up to the capacity.
+    On gloo, the bits of a reduce_scatter's sum do not depend on the capacity. On other backends,
+    and with an all_reduce of more than two ranks, the order of terms may depend on it.
 
-    Sync: calls return at once (but for the wait above); inputs may then be changed, or freed on
-    the stream that was current. Collectives wait for every stream that added to their bucket, and
-    run on a side stream, with gloo in a thread. Callbacks run with the current stream behind them.
-    For who keeps a view beyond the callback: a reduce_scatter's result is memory of the stream
-    whose call made its bucket leave, an all_reduce's of the one that began it. Not thread-safe.
+    Sync: calls return at once, except for the wait above. Then inputs may be changed, or freed on
+    the stream that was current. Collectives wait for every stream that added to their bucket. They
+    run on a side stream, with gloo in a thread. For callbacks, the current stream waits for them.
+    If you keep a view after the callback: the result of a reduce_scatter is memory of the stream
+    whose call sent the bucket; that of an all_reduce, of the stream that began the bucket. Not
+    thread-safe.
 
     Args:
-        capacity_bytes: Of the inputs in a bucket, those for all ranks together; what a bucket takes
-            of memory. With 0 every call is a collective.
+        capacity_bytes: Of the inputs in a bucket, with those for all ranks. It is also the memory
+            of a bucket. With 0 every call is a collective.
 
     Attributes:
-        capacity_bytes: May be changed at any time, on all ranks alike; counts from the next call.
+        capacity_bytes: You may change it at any time, in the same way on all ranks.
     """
 
     def __init__(self, *, capacity_bytes: int = BUCKET_BYTES) -> None:
@@ -103,7 +104,7 @@ class Bucketer:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of staging, and of results that no callback has got yet; 0 after `release`."""
+        """Bytes of staging, and of results before their callbacks; 0 after `release`."""
         tensors = [flat.buffer for pooled in self._pool.values() for flat in pooled]
         tensors += [staging.flat.buffer for staging in self._open.values()]
         for flight in self._in_flight:
@@ -119,11 +120,11 @@ class Bucketer:
         callback: Callback,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Calls back with the sum of what the ranks have for this rank.
+        """Sums the inputs of all ranks for this rank, and calls `callback` with the sum.
 
         Args:
-            inputs: One tensor for each rank of the group, in the order of its ranks, all of one
-                shape, dtype and device. Only read.
+            inputs: A tensor for each rank of the group, in the order of its ranks, all with the
+                same shape, dtype and device. Only read.
             callback: Called once with the sum.
             group: The default group if None.
 
@@ -143,7 +144,7 @@ class Bucketer:
         callback: Callback,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Calls back with the sum of the ranks' tensors.
+        """Sums the tensors of all ranks, and calls `callback` with the sum.
 
         Args:
             tensor: Of the same shape and dtype on every rank. Only read.
@@ -160,14 +161,14 @@ class Bucketer:
 
     @outside_of_graphs
     def flush(self) -> None:
-        """Sends what is queued, waits, and runs all callbacks; then likewise what these added.
+        """Sends all open buckets, waits, and runs all callbacks, also for inputs that these add.
 
         Raises:
-            ReduceError: If a collective failed; then this Bucketer is of no use any more.
+            ReduceError: If a collective failed. Then this Bucketer cannot be used any more.
             StepError: If a callback calls it.
-            Exception: The first that a callback has raised since the last flush; notes of others.
+            Exception: The first error of a callback since the last flush. Its notes have the rest.
 
-        Sync: afterwards the current stream is behind all collectives.
+        Sync: the current stream waits for all collectives.
         """
         self._check_usable()
         if self._in_callback:
@@ -186,16 +187,14 @@ class Bucketer:
     def poll(self) -> None:
         """Runs the callbacks of buckets that have ended, in order, and returns at once.
 
-        With a capacity of 0, or behind inputs larger than it, results need not wait for `flush`.
-        On a device whose collectives run on a side stream that is all that has left: its callbacks
-        run with the current stream behind it. Ranks may poll at other times, so what leaves when
-        does not depend on it; a callback that adds inputs is for `flush`, and refused here.
+        So results need not wait for `flush`, for example with a capacity of 0. On a device with a
+        side stream, every bucket that was sent counts as ended: the current stream waits for it.
+        Ranks may poll at different times, so a callback that adds inputs is refused here: leave it
+        to `flush`. Errors of callbacks are raised by `flush`.
 
         Raises:
-            ReduceError: If a collective failed; then this Bucketer is of no use any more.
+            ReduceError: If a collective failed. Then this Bucketer cannot be used any more.
             StepError: If a callback calls it.
-
-        What callbacks raise, `flush` raises.
         """
         self._check_usable()
         if self._in_callback:
@@ -207,13 +206,13 @@ class Bucketer:
             self._is_polling = False
 
     def release(self) -> None:
-        """Frees all memory and ends the threads; the next call brings back what it needs.
+        """Frees all memory and ends the threads. The next call allocates what it needs.
 
         Raises:
-            StepError: If something waits for `flush`: inputs, or an error of a callback. Not after
-                a failed collective: then all that waits is dropped.
+            StepError: If inputs, or errors of callbacks, wait for `flush`. After a failed
+                collective they are dropped instead.
 
-        Sync: memory is freed on the current stream, behind all collectives.
+        Sync: memory is freed on the current stream, after all collectives.
         """
         waiting = self._open or self._in_flight or self._in_callback or self._errors
         if waiting and not self._broken:
@@ -246,17 +245,17 @@ class Bucketer:
                 f"would send in another order. Leave callbacks that add inputs to flush()"
             )
         key = check(kind, inputs, group, callback)
-        with torch.inference_mode(mode=False):  # whose tensors nobody may write to outside of it
+        with torch.inference_mode(mode=False):  # its tensors cannot be written outside of it
             self._stage(key, inputs, callback)
         self._finish(at_most=IN_FLIGHT)
 
     def _stage(self, key: Key, inputs: Sequence[torch.Tensor], callback: Callback) -> None:
-        """Takes the inputs of a call; sends what is full."""
+        """Adds the inputs of a call to a bucket; sends full buckets."""
         numel, room = inputs[0].numel(), key.room(self.capacity_bytes)
         if numel > room:
-            alone = self._begin(key, numel)
-            alone.add(inputs, callback)
-            self._leave(alone)
+            single = self._begin(key, numel)
+            single.add(inputs, callback)
+            self._leave(single)
         else:
             staging = self._open.get(key)
             if staging is not None and staging.numel + numel > min(room, staging.room):
@@ -269,7 +268,7 @@ class Bucketer:
                 self._leave(self._open.pop(key))
 
     def _begin(self, key: Key, room: int) -> Staging:
-        """Returns an empty bucket, in memory that an earlier one had if possible."""
+        """Returns an empty bucket, if possible in the memory of an earlier one."""
         if self._pool_capacity_bytes != self.capacity_bytes:
             self._pool.clear()
             self._pool_capacity_bytes = self.capacity_bytes
@@ -279,10 +278,12 @@ class Bucketer:
         return Staging(key, _fresh(numel, key) if fresh else pooled.pop())
 
     def _leave(self, staging: Staging) -> None:
-        """Sends a bucket on its way, behind all that left before."""
+        """Sends a bucket, after all buckets that were sent before."""
         key, flat, events = staging.key, staging.flat, list(staging.written)
         result, ticket = flat, None
         if staging.numel:
+            # The allocator gave the result's memory to the current stream, whose earlier kernels
+            # may still use it. So the comm stream waits for this stream, too.
             if not key.in_place:
                 result = _fresh(staging.numel, key)
                 events.append(result.written(RESULT))
@@ -302,11 +303,11 @@ class Bucketer:
         self._in_flight.append(flight)
 
     def _finish(self, at_most: int, *, seconds: float = math.inf) -> None:
-        """Waits for the oldest buckets and runs their callbacks, until so many are in flight.
+        """Waits for the oldest buckets and runs their callbacks.
 
         Args:
-            at_most: How many.
-            seconds: For how long it waits for each; it ends with one that takes longer.
+            at_most: It returns when at most this many buckets are in flight.
+            seconds: How long to wait for each. It returns if a bucket takes longer.
         """
         if self._in_callback:
             return
@@ -322,11 +323,11 @@ class Bucketer:
             self._in_callback = False
 
     def _wait(self, flight: _InFlight, seconds: float) -> bool:
-        """Orders the current stream behind a bucket; returns whether it has ended in time."""
+        """Makes the current stream wait for a bucket; returns whether it has ended in time."""
         try:
             while flight.ticket is not None and not flight.ticket.wait(min(seconds, _POLL_SECONDS)):
                 if seconds < _POLL_SECONDS:
-                    return False  # else what ends it is the timeout of the group
+                    return False  # without a limit, the timeout of the group ends the wait
             return True
         except ReduceError as error:
             self._broken = str(error)
@@ -334,7 +335,7 @@ class Bucketer:
             raise
 
     def _reclaim(self, flight: _InFlight) -> None:
-        """Gives the memory of a bucket to the next one, or back to the streams it came from."""
+        """Returns the memory of a bucket to the pool, or to the stream of its allocation."""
         key, flat = flight.key, flight.held
         for buffer in dict.fromkeys((flat, flight.result)):
             if buffer is not None:

@@ -1,8 +1,8 @@
-"""Communication hooks: torch's ways to send the gradients of data parallelism, chosen by name.
+"""Communication hooks: averages buckets with torch's DDP communication hooks, chosen by name.
 
 torch's hooks are written for DistributedDataParallel: functions of a state and a bucket that return
-a future of the mean. Here each bucket has a state of its own, so comm streams share nothing; and
-flags, which say who contributed, never go through a hook.
+a future of the mean. Here each bucket has its own state, so comm streams share nothing. The
+contributed flags never go through a hook.
 """
 
 from __future__ import annotations
@@ -53,42 +53,42 @@ Function = Callable[..., Any]
 
 
 class HookState(Protocol):
-    """A hook of one bucket, and what it keeps from step to step."""
+    """A hook for one bucket, with its state from step to step."""
 
     sums_flags_first: bool
 
-    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - a future, if it is a good hook
+    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - a user's hook may return anything
         """Returns the future of the mean."""
 
     def end(self, bucket: TorchBucket) -> None:
         """Called when the mean is in the bucket."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it keeps; {} if nothing."""
+        """Returns the state; {} if there is none."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from that."""
+        """Continues with a result of `state_dict`."""
 
 
 class CommunicationHook:
-    """Averages buckets as one of torch's DDP communication hooks does.
+    """Averages buckets with one of torch's DDP communication hooks.
 
-    A handler has it as its `hook`. Names are torch's own: ``allreduce_hook``,
-    ``bf16_compress_hook``, ``fp16_compress_hook``, ``powerSGD_hook``, ``batched_powerSGD_hook``; or
-    ``module:attr``, a function ``(state, bucket) -> Future``. In a table all further keys are its
-    own options (those of ``PowerSGDState``; keyword arguments of the function), but for two:
+    A handler has it as its `hook`. Names are those of torch: ``allreduce_hook``,
+    ``bf16_compress_hook``, ``fp16_compress_hook``, ``powerSGD_hook``, ``batched_powerSGD_hook``. Or
+    give ``module:attr``, a function ``(state, bucket) -> Future``. In a table, all further keys are
+    options of the hook (of ``PowerSGDState``, or keyword arguments of the function), except two:
 
     - ``wrapper``: ``bf16_compress_wrapper``, ``fp16_compress_wrapper`` or ``module:attr``.
-    - ``state``: ``module:attr``, called as ``state(process_group=..., **options)`` for each bucket;
-      without it the state is the process group. What it keeps is saved if it has ``state_dict`` and
+    - ``state``: ``module:attr``, called as ``state(process_group=..., **options)`` for each bucket.
+      Without it, the state is the process group. The state is saved if it has ``state_dict`` and
       ``load_state_dict``.
 
-    A hook may change what `TorchBucket.buffer` gives it, but not its size, and starts no collective
-    that its future does not wait for. It sends gradients in a comm stream, beside the compute; what
-    it computes in torch's own threads no `OrderChecker` sees.
+    A hook may change the tensor of `TorchBucket.buffer`, but not its size. Its future must wait for
+    every collective that it starts. It runs on a comm stream, beside the compute. An `OrderChecker`
+    does not see what the hook computes in torch's own threads.
 
     Args:
-        spec: Which.
+        spec: The hook.
 
     Raises:
         PluginError: If there is no such hook, or it has no such options.
@@ -97,19 +97,19 @@ class CommunicationHook:
     def __init__(self, spec: HookSpec) -> None:
         if not isinstance(spec, str | Mapping):
             raise PluginOptionError(f"the hook {spec!r} should be a name or a table")
-        self._told: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
-        options = dict(self._told)
+        self._table: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+        options = dict(self._table)
         if not isinstance(name := options.pop("name", None), str):
             raise PluginOptionError(f"the hook {spec!r} lacks 'name': which one it is")
         wrapper = options.pop("wrapper", None)
-        wrap = None if wrapper is None else _found("wrapper", wrapper, _WRAPPERS)
+        wrap = None if wrapper is None else _resolve("wrapper", wrapper, _WRAPPERS)
         self._make: Callable[[dist.ProcessGroup], HookState]
         if name in _POWER_SGD:
             batched = _POWER_SGD[name]
             self._make = partial(PowerSGD, options=options, batched=batched, wrapper=wrap)
             PowerSGD.check(name, options)
         else:
-            function = _found("hook", name, {**_HOOKS, **dict.fromkeys(_POWER_SGD, "")})
+            function = _resolve("hook", name, {**_HOOKS, **dict.fromkeys(_POWER_SGD, "")})
             self._make = _plain(name, function, options, wrap)
         self._running: dict[Key, tuple[dist.ProcessGroup, HookState]] = {}
         self._loaded: dict[Key, Mapping[str, Any]] = {}
@@ -117,42 +117,41 @@ class CommunicationHook:
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
-        """Averages a bucket over `group`; what `GradientHandler.launch` does.
+        """Averages a bucket over `group`; see `GradientHandler.launch`.
 
-        Sync: on a comm stream. Flags are summed by an all-reduce of their own, exactly. One bucket
-            is
-        with one comm stream only, which waits for the work before it goes on: a hook's callbacks
-        may start collectives in the backend's threads, they meet no others of this group. Where the
-        flags decide whether the hook starts, waiting for the work blocks the host, on devices too.
+        Sync: on a comm stream. A separate all-reduce sums the flags exactly. If the flags decide
+        whether the hook starts, the wait for the work blocks the host, on devices too.
         """
+        # A hook's callbacks may start collectives in threads of the backend. The comm stream waits
+        # for the work before its next task, so they meet no other collective of this group.
         hook_state = self._of((bucket.index, reduction.ranks), group)
-        given = TorchBucket(bucket)
+        torch_bucket = TorchBucket(bucket)
         bucket.is_mean = True
         flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
         if hook_state.sums_flags_first:
             # The host reads the flags, so it waits: late, unless in a thread.
-            return LateWork(_FlagsFirst(flags, given, hook_state).wait, in_threads=False)
-        return _Hooked(flags, _started(hook_state, given), given, hook_state)
+            return LateWork(_FlagsFirst(flags, torch_bucket, hook_state).wait, in_threads=False)
+        return _Hooked(flags, _started(hook_state, torch_bucket), torch_bucket, hook_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the hooks of this rank's buckets keep; {} if nothing."""
+        """Returns the states of the hooks of this rank's buckets; {} if there are none."""
         buckets = {key: dict(state) for key, state in self._loaded.items()}
         buckets.update(
             (key, hook_state.state_dict()) for key, (_, hook_state) in self._running.items()
         )
         buckets = {key: state for key, state in buckets.items() if state}
-        return {"hook": dict(self._told), "buckets": buckets} if buckets else {}
+        return {"hook": dict(self._table), "buckets": buckets} if buckets else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned; afresh if it is empty.
+        """Continues with a result of `state_dict`; starts anew if it is empty.
 
         Raises:
-            ValueError: If it is of another hook, or of other options.
+            ValueError: If it is the state of another hook, or of other options.
         """
-        if state and state.get("hook") != self._told:
+        if state and state.get("hook") != self._table:
             raise ValueError(
                 f"what is to be loaded was kept by the hook {state.get('hook')}, this one is "
-                f"{self._told!r}: load it with the same hook and options"
+                f"{self._table!r}: load it with the same hook and options"
             )
         self._running.clear()
         self._loaded = dict(state.get("buckets", {}))
@@ -163,8 +162,8 @@ class CommunicationHook:
             if key in self._loaded:
                 hook_state.load_state_dict(self._loaded.pop(key))
             self._running[key] = group, hook_state
-        of, hook_state = self._running[key]
-        if of is not group:
+        own_group, hook_state = self._running[key]
+        if own_group is not group:
             raise ValueError(
                 "a handler with a communication hook belongs to one GradientSync, and was given to "
                 "two: give each an instance of its own, or a table of name and options"
@@ -173,10 +172,10 @@ class CommunicationHook:
 
 
 class TorchBucket:
-    """A bucket as torch's hooks see it: the methods of ``torch.distributed.GradBucket``.
+    """A bucket for torch's hooks, with the methods of ``torch.distributed.GradBucket``.
 
     Args:
-        bucket: What it is of.
+        bucket: The bucket of pipegrad.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -186,23 +185,23 @@ class TorchBucket:
         self.pieces = [(int(g.storage_offset()) - start, _in_memory(g)) for g in bucket.gradients]
 
     def index(self) -> int:
-        """Returns its number."""
+        """Returns the number of the bucket."""
         return self.flat.index
 
     def is_last(self) -> bool:
-        """Returns True: a hook that counts its last buckets counts steps."""
+        """Returns True, since each state has one bucket: hooks count steps by last buckets."""
         return True
 
     def buffer(self) -> torch.Tensor:
-        """Returns what is to be averaged, ``(numel,)``; zeros in the gaps between gradients."""
+        """Returns the payload to average, ``(numel,)``; zeros in the gaps between gradients."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Puts another tensor in its place."""
+        """Replaces the tensor of `buffer`."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns views of the buffer, contiguous: dimensions come as they lie in memory."""
+        """Returns contiguous views of the buffer, with dimensions in the order of memory."""
         return [
             self._buffer[begin : begin + shape.numel()].view(shape)
             for begin, shape in self.pieces
@@ -210,17 +209,17 @@ class TorchBucket:
         ]
 
     def parameters(self) -> NoReturn:
-        """Refuses: parameters are their optimizer's, and a hook that steps them is none."""
+        """Raises an error: a hook may not step parameters."""
         raise NotImplementedError(
             "a communication hook has gradients(), not parameters(): hooks that step parameters "
             "(optimizer overlap, ZeRO) cannot be used; handler 'sharded' does what those are for"
         )
 
     def take(self, result: object) -> None:
-        """Brings the mean to where it belongs, unless it is there.
+        """Copies the mean into the bucket, unless it is already there.
 
         Raises:
-            TypeError: If it is no such tensor.
+            TypeError: If `result` is not a tensor of the bucket's size.
         """
         payload = self.flat.payload
         if isinstance(result, list | tuple) and len(result) == 1:
@@ -235,7 +234,7 @@ class TorchBucket:
             payload.copy_(result.reshape(-1))
 
 
-def _started(hook_state: HookState, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as Kept
+def _started(hook_state: HookState, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as HookState
     with sync_points.in_use.trusting():
         future = hook_state.start(bucket)
     if not hasattr(future, "wait"):
@@ -245,7 +244,7 @@ def _started(hook_state: HookState, bucket: TorchBucket) -> Any:  # noqa: ANN401
 
 @dataclass(frozen=True)
 class _Hooked:
-    """A hook on its way. When it has been waited for, the mean and summed flags are there."""
+    """A running hook. After `wait`, the mean and the summed flags are in the bucket."""
 
     flags: Work
     future: Any
@@ -260,7 +259,7 @@ class _Hooked:
 
 @dataclass(frozen=True)
 class _FlagsFirst:
-    """A hook that starts when its flags are summed, unless all are zero: so on all ranks alike."""
+    """A hook that starts after its flags were summed, and only if one of them is not zero."""
 
     flags: Work
     bucket: TorchBucket
@@ -275,7 +274,7 @@ class _FlagsFirst:
 
 
 class _Plain:
-    """A hook that keeps nothing, or keeps it in a state of its own."""
+    """A hook without a state, or with a state of the user."""
 
     sums_flags_first = False
 
@@ -286,7 +285,7 @@ class _Plain:
         self._own: Any = None if state is None else state(process_group=group)
         self._state = group if state is None else self._own
 
-    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as Kept
+    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as HookState
         return self._function(self._state, bucket)
 
     def end(self, bucket: TorchBucket) -> None:
@@ -308,14 +307,14 @@ def load_hook_states(
     launching: Collection[str],
     ranks: Sequence[int],
 ) -> None:
-    """Gives handlers what they kept; see `GradientSync.load_state_dict`.
+    """Loads the states of handlers; see `GradientSync.load_state_dict`.
 
     Args:
-        state: What they kept on this rank.
-        handlers: All of them, by name.
-        digest: The plan's.
-        launching: Those that launch something on this rank; others keep nothing here.
-        ranks: All that call it, ascending.
+        state: The saved state of this rank.
+        handlers: All handlers, by name.
+        digest: Of the plan.
+        launching: Handlers that launch collectives on this rank. Others have no state here.
+        ranks: All ranks that call this, ascending.
     """
     hook_state = dict(state.get("handlers", {}))
 
@@ -327,21 +326,22 @@ def load_hook_states(
             )
         if unknown := sorted(hook_state.keys() - handlers.keys()):
             raise PlanError(f"what is to be loaded was kept by handlers {unknown}, not in use here")
-        for name, found in handlers.items():
+        for name, resolved in handlers.items():
             try:
-                found.plugin.load_state_dict(hook_state.get(name, {}))
+                resolved.plugin.load_state_dict(hook_state.get(name, {}))
             except Exception as error:
                 raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
         return {name: "what it kept" if hook_state.get(name) else "nothing" for name in launching}
 
     try:
-        told = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
+        replies = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
         for name in handlers:
-            said = {rank: begins[name] for rank, begins in told.items() if name in begins}
-            same(f"what handler {name!r} goes on from", said)
+            sources = {rank: reply[name] for rank, reply in replies.items() if name in reply}
+            same(f"what handler {name!r} goes on from", sources)
     except (PlanError, AgreementError) as error:
-        for found in handlers.values():
-            found.plugin.load_state_dict({})
+        # Ranks with and without a loaded state would compute different means. So all start anew.
+        for resolved in handlers.values():
+            resolved.plugin.load_state_dict({})
         if isinstance(error, PlanError):
             raise
         raise PlanError(str(error)) from error
@@ -350,12 +350,12 @@ def load_hook_states(
 def _plain(
     name: str, function: Function, options: dict[str, Any], wrap: Function | None
 ) -> Callable[[dist.ProcessGroup], HookState]:
-    """Returns what makes a bucket's hook of a function, its options checked."""
-    state, takes, given = None, function, _first_two(function)
-    if (told := options.pop("state", None)) is not None:
-        state = _found("state of a hook", told, {})
-        takes, given = state, ["process_group"]
-    if complaints := complaints_of(takes, options, given=given):
+    """Returns a function that makes the hook of a bucket, after a check of its options."""
+    state, takes, positional = None, function, _first_two(function)
+    if (factory := options.pop("state", None)) is not None:
+        state = _resolve("state of a hook", factory, {})
+        takes, positional = state, ["process_group"]
+    if complaints := complaints_of(takes, options, given=positional):
         raise PluginOptionError(f"hook {name!r} {complaints}")
     if state is None:
         function = partial(function, **options)
@@ -372,7 +372,7 @@ def _first_two(function: Function) -> list[str]:
         return []
 
 
-def _found(kind: str, name: object, known: Mapping[str, str]) -> Function:
+def _resolve(kind: str, name: object, known: Mapping[str, str]) -> Function:
     """Returns a function by name or as ``module:attr``."""
     if not isinstance(name, str) or not (name in known or ":" in name):
         raise PluginNotFoundError(
@@ -381,16 +381,16 @@ def _found(kind: str, name: object, known: Mapping[str, str]) -> Function:
         )
     value = known.get(name, name)
     try:
-        found: Any = pkgutil.resolve_name(value)
+        function: Any = pkgutil.resolve_name(value)
     except Exception as error:
         raise PluginLoadError(f"the {kind} {name!r} cannot be imported: {error!r}") from error
-    if not callable(found):
-        raise PluginLoadError(f"the {kind} {name!r} is {found!r}, expected a function")
-    return found  # type: ignore[no-any-return]  # whatever it is, it can be called
+    if not callable(function):
+        raise PluginLoadError(f"the {kind} {name!r} is {function!r}, expected a function")
+    return function  # type: ignore[no-any-return]  # of any class, but callable
 
 
 def _in_memory(gradient: torch.Tensor) -> torch.Size:
-    """Returns the shape of a gradient with its dimensions as they lie; of a scalar ``(1,)``."""
+    """Returns the shape of a gradient, dimensions in the order of memory; ``(1,)`` for a scalar."""
     strides = gradient.stride()
     dims = sorted(range(gradient.ndim), key=lambda dim: -strides[dim])
     return torch.Size([gradient.shape[dim] for dim in dims] or [1])

@@ -1,8 +1,8 @@
-"""Two holders bring their gradients together: one message each way, and a sum on each.
+"""Pair exchange: two ranks sum a gradient with one message in each direction.
 
-The second one's part leaves whole when it is final, while the first one still computes; the first
-one's when its own is final: all of it, or the rows that it has touched. Both add the same two
-terms, so both have the bits that an all-reduce would give.
+The second rank sends its whole part when it is final, while the first rank still computes. The
+first rank sends its part when that is final: the whole part, or only the rows that are not zero.
+Both ranks add the same two terms, so both have the bits of an all-reduce.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from pipegrad.comm.collectives import (
 from pipegrad.comm.work import Done, LateWork, Work
 from pipegrad.plan.buckets import Bucket
 
-_ALIGN_BYTES = 8  # row numbers lie behind values of any dtype
+_ALIGN_BYTES = 8  # in a message, row numbers follow values of any dtype
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one width, one behind the other, in a flat tensor."""
+    """Rows of the same width, side by side in a flat tensor."""
 
     begin: int
     num_rows: int
     width: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns them as a view ``(num_rows, width)``."""
+        """Returns the rows as a view ``(num_rows, width)``."""
         return flat[self.begin : self.begin + self.num_rows * self.width].view(-1, self.width)
 
 
 def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
-    """Returns what a region of a bucket is made of: rows of parameters, then the flags as one.
+    """Returns the rows in a region of a bucket: those of parameters, then all flags as one row.
 
-    A row is what lies together of one index of the outermost dimension, as memory has it; what a
-    region cuts off of one counts as a row of its own. Of complex numbers each part counts.
+    A row is one index of a parameter's outermost dimension in memory. A region may begin or end
+    inside a row; that part is a row by itself. A complex number has the width 2.
     """
+    # Rows match the use of a tied embedding: the first stage changes only the rows of the tokens in
+    # its batch.
     parts = 2 if bucket.wire_dtype.is_complex else 1
-    found = []
+    pieces = []
     for slot in bucket.slots:
         part = slot.within(region)
         begin, end = part.start, part.stop
@@ -62,20 +64,20 @@ def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
             whole = (end - begin) // width if into == 0 else 0
             numel = whole * width or min(width - into, end - begin)
             at = slot.offset + begin - region.start
-            found.append(Rows(at, whole, width) if whole else Rows(at, 1, numel))
+            pieces.append(Rows(at, whole, width) if whole else Rows(at, 1, numel))
             begin += numel
-    found.append(Rows(len(region), 1, len(bucket.slots)))
-    return tuple(Rows(rows.begin * parts, rows.num_rows, rows.width * parts) for rows in found)
+    pieces.append(Rows(len(region), 1, len(bucket.slots)))
+    return tuple(Rows(rows.begin * parts, rows.num_rows, rows.width * parts) for rows in pieces)
 
 
 class PairSum:
-    """What two ranks exchange of a bucket, each step anew. On a comm stream.
+    """The exchange of one bucket between two ranks, in each step. Runs on a comm stream.
 
     Args:
         buffer: Payload and flags, flat.
-        rows: What it is made of, where only what was touched goes back; else empty.
-        back: The communicator of the way back: receives of the way there are posted early, and
-            would block what is sent behind them where messages have no tags.
+        rows: Its rows, if the first rank sends only rows that are not zero; otherwise empty.
+        back: The communicator for messages of the first rank. The other communicator has a receive
+            that was posted early. It would block these messages on a backend without tags.
     """
 
     def __init__(
@@ -84,57 +86,62 @@ class PairSum:
         self._buffer = buffer
         self._rows = rows
         self._back = back
-        self._room: torch.Tensor | None = None  # for all of the first one's part
-        self._coming: Work | None = None
-        self._leaving: list[tuple[torch.Tensor, Work]] = []
+        self._scratch: torch.Tensor | None = None  # for the whole part of the first rank
+        self._receiving: Work | None = None
+        self._sending: list[tuple[torch.Tensor, Work]] = []
 
     def begin(self, arriving: Arriving | None, group: dist.ProcessGroup) -> Work:
-        """Sends this rank's part; the work that is returned ends when the sum is here.
+        """Sends this rank's part; the returned work ends when the sum is in the buffer.
 
         Args:
-            arriving: On the first rank what was expected from the second.
-            group: Of the two.
+            arriving: On the first rank, the posted receive of the second rank's part.
+            group: Of the two ranks.
 
-        Sync: what the first one sends is a copy, which leaves while both go on. The second one's
-        work ends late: nothing of its comm stream has to wait behind what comes at the end of the
-        step. Where only rows go back the host must know how many: that blocks it, on devices too.
+        Sync: the first rank sends a copy, and both ranks go on meanwhile. On the second rank, the
+        work is a `LateWork`. If only rows are sent, the host needs their number: that blocks the
+        host, on devices too.
         """
+        # The second rank (a later stage) is final first. The first rank answers at the end of its
+        # step. If the second rank waited here, all later collectives of its comm stream would wait
+        # for another rank's backward. So it waits late.
         if not collectives.can_send(group, self._buffer.device):
             work: Work = dist.all_reduce(self._buffer, group=group, async_op=True)
             return work
         if dist.get_rank(group) == 0:
-            if self._rows:  # the host reads how many rows, so it waits: late, unless in a thread
-                return LateWork(partial(self._give, arriving, group), in_threads=False)
-            self._give(arriving, group)
+            if self._rows:  # the host waits for the number of rows: late, unless in a thread
+                return LateWork(partial(self._send_and_add, arriving, group), in_threads=False)
+            self._send_and_add(arriving, group)
             return Done()
         collectives.reduce_chain(self._buffer, None, group)
         if not self._rows:
-            self._coming = receive(self._whole(), 0, self._back, BACK)
-        return LateWork(self._take_rows if self._rows else self._take_all)
+            self._receiving = receive(self._whole(), 0, self._back, BACK)
+        return LateWork(self._add_rows if self._rows else self._add_all)
 
     def settle(self) -> None:
-        """Waits until what this rank sent last is gone."""
-        for _, work in self._leaving:
+        """Waits until the last messages of this rank were sent."""
+        for _, work in self._sending:
             SENT(work)
-        self._leaving.clear()
+        self._sending.clear()
 
-    def _give(self, arriving: Arriving | None, group: dist.ProcessGroup) -> None:
-        """Sends the first rank's part, then adds what has come from the second."""
+    def _send_and_add(self, arriving: Arriving | None, group: dist.ProcessGroup) -> None:
+        """Sends the first rank's part, then adds the second rank's part."""
+        # The message is a copy of the part before the sum, since the sum overwrites the part. The
+        # copy of the last step must have been sent before its memory is used again.
         self.settle()
         if self._rows:
-            self._give_rows()
+            self._send_rows()
         else:
             self._send(self._whole().copy_(self._buffer), BACK)
         collectives.reduce_chain(self._buffer, arriving, group)
 
-    def _take_all(self) -> None:
-        """Adds what comes back to the second rank's part."""
-        assert self._coming is not None
-        RECEIVED(self._coming)
+    def _add_all(self) -> None:
+        """Adds the first rank's part to the second rank's part."""
+        assert self._receiving is not None
+        RECEIVED(self._receiving)
         real(self._buffer).add_(real(self._whole()))
 
-    def _give_rows(self) -> None:
-        """Sends the rows with a bit that is not zero: no other changes what the second has."""
+    def _send_rows(self) -> None:
+        """Sends the rows that have a bit that is not zero. Other rows would change nothing."""
         flat = real(self._buffer)
         parts = [rows.of(flat) for rows in self._rows]
         touched = [part.view(torch.uint8).any(dim=1).nonzero().flatten() for part in parts]
@@ -143,11 +150,12 @@ class PairSum:
         for part, numbers, (to_numbers, to_values) in zip(parts, touched, message, strict=True):
             to_numbers.copy_(numbers)
             torch.index_select(part, 0, numbers, out=to_values)
+        # The receiver needs the counts first: they say how long the message is.
         self._send(torch.tensor(counts, device=self._buffer.device), COUNTS)
         self._send(message.content, BACK)
 
-    def _take_rows(self) -> None:
-        """Adds the rows that come back to those of the second rank's part."""
+    def _add_rows(self) -> None:
+        """Adds the first rank's rows to those of the second rank's part."""
         flat = real(self._buffer)
         counts = torch.empty(len(self._rows), dtype=torch.int64, device=flat.device)
         RECEIVED(receive(counts, 0, self._back, COUNTS))
@@ -157,40 +165,43 @@ class PairSum:
         for rows, (numbers, values) in zip(self._rows, message, strict=True):
             part = rows.of(flat)
             sums.append((part, numbers.long(), part[numbers].add_(values)))
-        flat.add_(0.0)  # the first one adds zeros there, which turns -0.0 to 0.0
+        # All sums are computed before this line, and written after it. For the rows that were not
+        # sent, the first rank has added zeros, which turns -0.0 to 0.0. This does the same here, so
+        # both ranks have the same bits.
+        flat.add_(0.0)
         for part, numbers, values in sums:
             part.index_copy_(0, numbers, values)
 
     def _send(self, tensor: torch.Tensor, tag: int) -> None:
-        self._leaving.append((tensor, send(tensor, 1, self._back, tag)))
+        self._sending.append((tensor, send(tensor, 1, self._back, tag)))
 
     def _whole(self) -> torch.Tensor:
-        if self._room is None:
-            self._room = torch.empty_like(self._buffer)
-        return self._room
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self._buffer)
+        return self._scratch
 
 
 class _Message:
-    """Touched rows in one tensor of bytes: the values of all, then their numbers.
+    """Rows that are not zero, in one tensor of bytes: the values of all, then their numbers.
 
     Args:
-        rows: Of what they are rows.
-        counts: How many of each were touched.
-        like: Whose dtype and device values have.
+        rows: All rows of the buffer.
+        counts: For each entry of `rows`, the number of rows in the message.
+        like: A tensor with the dtype and device of the values.
     """
 
     def __init__(self, rows: Sequence[Rows], counts: Sequence[int], like: torch.Tensor) -> None:
         self._counts = counts
         self._widths = [each.width for each in rows]
         numel = sum(n * width for n, width in zip(counts, self._widths, strict=True))
-        behind = -(-numel * like.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
-        nbytes = behind + sum(counts) * torch.int32.itemsize
+        aligned = -(-numel * like.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+        nbytes = aligned + sum(counts) * torch.int32.itemsize
         self.content = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
         self._values = self.content[: numel * like.itemsize].view(like.dtype)
-        self._numbers = self.content[behind:].view(torch.int32)
+        self._numbers = self.content[aligned:].view(torch.int32)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields numbers ``(count,)`` and values ``(count, width)`` of each."""
+        """Yields numbers ``(count,)`` and values ``(count, width)`` for each entry of `rows`."""
         numbers = self._numbers.split(list(self._counts))
         sizes = [n * width for n, width in zip(self._counts, self._widths, strict=True)]
         values = self._values.split(sizes)

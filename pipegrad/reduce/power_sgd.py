@@ -1,4 +1,4 @@
-"""PowerSGD for one bucket: torch's hook, with memory and random numbers that are ours.
+"""PowerSGD for one bucket: torch's hook, with memory and random numbers from pipegrad.
 
 Source: PowerSGD, arXiv:1905.13727; torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py.
 """
@@ -32,27 +32,29 @@ _COUNTS = (
 )
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")
 
-# [Note: random numbers] When torch's hook finds no Q it seeds the process's generators, those of
-# devices too, and forks that of the CPU alone: in a comm stream's thread that would disturb
-# dropout. So Q is there before the hook looks: the same numbers, from a generator of our own.
+# [Note: random numbers] If torch's hook finds no Q, it seeds the generators of the process, those
+# of devices too, and saves only that of the CPU. In a comm stream's thread this would disturb the
+# dropout of the compute. So pipegrad makes Q before the hook looks for it. It has the same numbers,
+# from a separate generator.
 
-# [Note: lost columns] A gradient of zeros leaves zeros in Q, which the next step starts from; what
-# is then left of any gradient is zero, for good. One that is not finite leaves NaN. Such columns
-# get their first numbers again. Q is a sum, alike on all ranks, and so is what is done to it.
+# [Note: lost columns] The next step starts from the Q of this step. A gradient of zeros leaves zero
+# columns in Q, and from then on these columns stay zero for any gradient. A gradient that is not
+# finite leaves NaN. Such columns get their first random numbers again. Q is a sum, equal on all
+# ranks, so all ranks replace the same columns.
 
 
 class PowerSGD:
-    """`powerSGD_hook` for one bucket, with error feedback of its own.
+    """`powerSGD_hook` for one bucket, with its own error feedback.
 
-    If no rank contributed to a bucket, nothing of it is sent or changed; what error feedback would
-    have delivered to a parameter whose gradient stays None is kept for later.
+    If no rank contributed to a bucket, nothing is sent or changed. If the gradient of a parameter
+    stays None, its part of the error feedback is saved for a later step.
 
     Args:
-        group: Over which ranks.
+        group: Of the ranks to average over.
         options: Those of ``PowerSGDState``.
-        batched: Compress the bucket as one square matrix, as `batched_powerSGD_hook` does: torch's
-            own asserts, in 2.13, that its matrices have three dimensions, and they have two.
-        wrapper: Casts what is compressed.
+        batched: Compress the bucket as one square matrix, as `batched_powerSGD_hook` does. torch's
+            own hook fails in 2.13: it asserts three dimensions for matrices that have two.
+        wrapper: Casts the payload before the compression.
     """
 
     sums_flags_first = True
@@ -67,20 +69,22 @@ class PowerSGD:
     ) -> None:
         self._state = _state(group, options)
         self._starts_warm = self._state.warm_start
-        self._state.warm_start = True  # else the hook draws its own: [Note: random numbers]
+        # Without a warm start, the hook draws its own numbers in each step; see
+        # [Note: random numbers].
+        self._state.warm_start = True
         if batched:
-            self._state.min_compression_rate = 0  # whatever it saves
+            self._state.min_compression_rate = 0  # compress even if it saves nothing
         self._batched = batched
         self._hook = self._compress if wrapper is None else wrapper(self._compress)
         self._fresh = torch.empty(0)
-        self._given: torch.Tensor | None = None
+        self._prepared: torch.Tensor | None = None  # the Q that the hook must use
 
     @staticmethod
     def check(name: str, options: Mapping[str, Any]) -> None:
-        """Refuses options that torch refuses, or fails with later.
+        """Refuses options that torch refuses, or with which it fails later.
 
         Raises:
-            PluginOptionError: Names them.
+            PluginOptionError: If there are such options. It names them.
         """
         if complaints := complaints_of(PowerSGDState, options, given=("process_group",)):
             raise PluginOptionError(f"hook {name!r} {complaints}")
@@ -97,52 +101,54 @@ class PowerSGD:
 
     def start(self, bucket: TorchBucket) -> torch.futures.Future[torch.Tensor]:
         """Returns the future of the mean."""
-        self._given = None
+        self._prepared = None
         return self._hook(self._state, bucket)
 
     def end(self, bucket: TorchBucket) -> None:
-        """Checks that torch used what it was given, and keeps what nobody will see.
+        """Checks that torch has used the prepared memory, and saves means that nobody reads.
 
         Raises:
-            RuntimeError: If this torch works otherwise.
+            RuntimeError: If this version of torch does not use the prepared memory.
         """
-        if self._given is None:
+        if self._prepared is None:
             return
         used = self._state.q_memory_dict.get(bucket.index())
-        if used is None or used.data_ptr() != self._given.data_ptr():
+        if used is None or used.data_ptr() != self._prepared.data_ptr():
             raise RuntimeError(
                 f"powerSGD_hook of torch {torch.__version__} does not use the memory that pipegrad "
                 f"lays out for it: use another hook, or another version of torch"
             )
+        # If no rank contributed to a gradient, it becomes None again, and its mean is dropped. But
+        # the mean holds error feedback of earlier steps, which must not be lost.
         error = self._state.error_dict.get(bucket.index())
         flags = bucket.flat.flags.tolist()
         for flag, (begin, shape) in zip(flags, bucket.pieces, strict=True):
             if flag == 0 and error is not None:
-                lost = slice(begin, begin + shape.numel())
-                error[lost] += bucket.flat.payload[lost]
+                unread = slice(begin, begin + shape.numel())
+                error[unread] += bucket.flat.payload[unread]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns steps, error feedback, P and Q, and the state of the random numbers."""
-        told: Any = self._state.rng.get_state()
-        kind, keys, *rest = told
+        random_state: Any = self._state.rng.get_state()
+        kind, keys, *rest = random_state
         memory = {name: getattr(self._state, name) for name in _MEMORY}
         return {
             **{name: getattr(self._state, name) for name in _COUNTS},
             **{
-                name: {index: _saved(tensor) for index, tensor in found.items()}
-                for name, found in memory.items()
+                name: {index: _saved(tensor) for index, tensor in tensors.items()}
+                for name, tensors in memory.items()
             },
             "fresh": _saved(self._fresh),
             "rng": [kind, torch.from_numpy(keys.astype("int64")), *rest],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from that."""
+        """Continues with a result of `state_dict`."""
         for name in _COUNTS:
             setattr(self._state, name, state[name])
         for name in _MEMORY:
-            found = {index: _saved(tensor) for index, tensor in state[name].items()}
-            setattr(self._state, name, found)
+            tensors = {index: _saved(tensor) for index, tensor in state[name].items()}
+            setattr(self._state, name, tensors)
         self._fresh = _saved(state["fresh"])
         kind, keys, *rest = state["rng"]
         self._state.rng.set_state((kind, keys.numpy().astype("uint32"), *rest))
@@ -152,29 +158,31 @@ class PowerSGD:
     ) -> torch.futures.Future[torch.Tensor]:
         if state.iter < state.start_powerSGD_iter:
             return powerSGD_hook(state, bucket)
-        given = _Square(bucket) if self._batched else bucket
-        self._lay_out(given)
+        matrices = _Square(bucket) if self._batched else bucket
+        self._lay_out(matrices)
         numel = bucket.buffer().numel()
-        future = powerSGD_hook(state, given)
+        future = powerSGD_hook(state, matrices)
         return future.then(lambda done: done.value()[:numel]) if self._batched else future
 
     def _lay_out(self, bucket: TorchBucket | _Square) -> None:
-        """Gives the hook P and Q where it looks for them. See [Note: random numbers]."""
+        """Puts P and Q where the hook looks for them. See [Note: random numbers]."""
         state, index, buffer = self._state, bucket.index(), bucket.buffer()
-        for name in _MEMORY:  # what was loaded
+        for name in _MEMORY:  # tensors of a loaded state are on the CPU
             memory = getattr(state, name)
             memory.update({i: tensor.to(buffer.device) for i, tensor in memory.items()})
-        if index in state.error_dict:  # of a step that was not finite nothing is owed
+        # After a step whose gradients were not finite, the error feedback is not finite either. It
+        # would spoil all later steps.
+        if index in state.error_dict:
             state.error_dict[index].nan_to_num_(0.0, 0.0, 0.0)
         shapes = list(self._shapes(bucket.gradients()))
         if not self._starts_warm or index not in state.q_memory_dict:
             self._draw(index, shapes, buffer)
         else:
             self._revive(state.q_memory_dict[index], shapes)
-        self._given = state.q_memory_dict[index]
+        self._prepared = state.q_memory_dict[index]
 
     def _shapes(self, gradients: list[torch.Tensor]) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (matrices, rows, columns, rank) of what is compressed, in the hook's order."""
+        """Yields (matrices, rows, columns, rank) for the compressed gradients, in hook order."""
         state, number = self._state, Counter[tuple[int, int]]()
         for gradient in gradients:
             rows = gradient.shape[0]
@@ -192,7 +200,7 @@ class PowerSGD:
     def _draw(
         self, index: int, shapes: list[tuple[int, int, int, int]], buffer: torch.Tensor
     ) -> None:
-        """Makes P and Q, with the numbers that torch would draw: alike on all ranks."""
+        """Makes P and Q with the numbers that torch would draw, equal on all ranks."""
         state = self._state
         random = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
         drawn = [
@@ -205,27 +213,28 @@ class PowerSGD:
         state.q_memory_dict[index] = self._fresh.to(buffer.device, copy=True)
 
     def _revive(self, q: torch.Tensor, shapes: list[tuple[int, int, int, int]]) -> None:
-        """Draws columns again that nothing comes back from. See [Note: lost columns]."""
+        """Replaces columns of Q that are zero or not finite. See [Note: lost columns]."""
         self._fresh = self._fresh.to(q.device)
         begin = 0
         for n, _, columns, rank in shapes:
             end = begin + n * columns * rank
-            found, fresh = (x[begin:end].view(n, columns, rank) for x in (q, self._fresh))
-            lost = (found == 0).all(1, keepdim=True) | ~found.isfinite().all(1, keepdim=True)
-            found.copy_(torch.where(lost, fresh, found))
+            present, fresh = (x[begin:end].view(n, columns, rank) for x in (q, self._fresh))
+            lost = (present == 0).all(1, keepdim=True) | ~present.isfinite().all(1, keepdim=True)
+            present.copy_(torch.where(lost, fresh, present))
             begin = end
 
 
 class _Square:
-    """A bucket as one square matrix in memory of its own, with zeros wherever no gradient is."""
+    """A copy of a bucket as one square matrix, with zeros in the gaps between gradients."""
 
     def __init__(self, bucket: TorchBucket) -> None:
         buffer = bucket.buffer()
         self._side = math.ceil(math.sqrt(buffer.numel()))
         self._padded = buffer.new_zeros(self._side**2)
-        for begin, shape in bucket.pieces:  # behind a SHARD flags may lie in the gaps
-            place = slice(begin, begin + shape.numel())
-            self._padded[place] = buffer[place]
+        # Only the gradients are copied: after a reduction with SHARD, flags may lie in the gaps.
+        for begin, shape in bucket.pieces:
+            elements = slice(begin, begin + shape.numel())
+            self._padded[elements] = buffer[elements]
         self.index, self.is_last = bucket.index, bucket.is_last
 
     def buffer(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Launch and finish: one way for each bucket onto its comm stream, and one wait for all of them."""
+"""The reducer launches complete buckets and waits for them: steps 4 to 7 of the journey."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
-from pipegrad.plan.plan import Launch, Plan, way_back
+from pipegrad.plan.plan import Launch, Plan, second_communicator
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.reduce.bucket_buffer import BucketBuffer, FlatBuffer
 from pipegrad.reduce.pair_exchange import PairSum, rows_of
 from pipegrad.reduce.reductions import StepBucket
 
 _POLL_SECONDS = 0.2
-_REFUSED_SECONDS = 5.0  # for a rank that was refused a verb to try it again
+_REFUSED_SECONDS = 5.0  # after a verb was refused on another rank, which may call it again
 
 INBOX_FREE = sync_points.Wait(
     "reduce.inbox-free", "fresh memory may still be in use on its own stream"
@@ -36,18 +36,18 @@ COLLECTIVE = sync_points.WaitWork(
 
 
 class Reducer:
-    """Takes gradients as they become final and launches collectives in the planned order.
+    """Takes final gradients, and launches collectives in the order of the plan.
 
     Args:
         plan: This rank's buckets and collectives.
-        comm_streams: How many comm streams.
+        comm_streams: Number of comm streams.
         groups: The communicators.
-        handlers: Handler by name.
-        notice: Where a failure is told to the other ranks, and theirs are read.
-        device: Where gradients live.
+        handlers: Handlers by name.
+        notice: The board for failures of this rank and of others.
+        device: Of the gradients.
 
     Attributes:
-        comm_streams: Where collectives run.
+        comm_streams: They run the collectives.
     """
 
     def __init__(
@@ -78,26 +78,27 @@ class Reducer:
         self.notice = notice
         self._lock = threading.Lock()
         self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
-        # Owners have memory for what comes from behind, and post its receive before it is needed.
-        self._expecting = [x for x in plan.launches if self._is_behind(x)]
+        # For each sum that another rank will send, memory is made now, and `expect` posts the
+        # receive at the beginning of each step.
+        self._expecting = [x for x in plan.launches if self._receives_sum(x)]
         self._inboxes = {
             launch: FlatBuffer(torch.empty_like(self._flat[launch].buffer))
             for launch in self._expecting
         }
         self._complete: set[int] = set()
-        self._ending: set[int] = set()  # buckets of which a reduction was put off
+        self._ending: set[int] = set()  # buckets with a reduction whose wait was put off
         self._next = [0] * comm_streams
         self.num_launched = 0
         self._is_in_doubt = False  # whether an interrupt may have lost a collective
-        self._given_up = False  # whether the step has failed, and this rank knows
-        self._refusal: str | None = None  # what another rank said
+        self._has_given_up = False  # whether the step has failed on this rank
+        self._refusal: str | None = None  # the message of another rank
         self._refused_since = 0.0
 
     def begin(self) -> None:
         """Starts a step.
 
         Raises:
-            ReduceError: If a comm stream has failed since the last one; other ranks are told.
+            ReduceError: If a comm stream has failed since the last step. It is posted, too.
         """
         self.reset()
         for comm_stream in self.comm_streams:
@@ -105,42 +106,43 @@ class Reducer:
                 raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
 
     def reset(self) -> None:
-        """Says that nothing is complete, nothing launched."""
+        """Sets all buckets to incomplete, and all collectives to not launched."""
         self._ending.clear()
         self._complete.clear()
         self._next = [0] * len(self.comm_streams)
         self.num_launched = 0
-        self._given_up = False
+        self._has_given_up = False
         self._refusal = None
 
     @property
     def has_failed(self) -> bool:
-        """Whether a collective failed here, or was never launched: others may wait for it."""
-        with self._lock:  # autograd's threads may be announcing
+        """Whether a collective failed on this rank, or was perhaps never launched."""
+        with self._lock:  # threads of autograd may be in `announce`
             return self._is_in_doubt or any(
                 comm_stream.error is not None for comm_stream in self.comm_streams
             )
 
     def give_up(self) -> None:
-        """Launches what is left of a step that failed, so that it ends on all ranks.
+        """Launches the remaining collectives of a failed step, so that it ends on all ranks.
 
-        Slots that this rank had nothing for are zero. Nobody reads what comes of it.
+        Slots without a gradient are zeroed. No rank reads the results. See [Note: failed steps].
         """
-        self._given_up = True
+        self._has_given_up = True
         for buffer in self.buffers.values():
             for key in buffer.missing:
                 self.announce(key, None, contributed=False)
-        # Other ranks wait for it in their `finish`, while this one may never wait again.
+        # Late work is submitted here: other ranks need it in their `finish`, and this rank may
+        # never call `finish` for this step.
         for comm_stream in self.comm_streams:
             comm_stream.submit(comm_stream.run_late, ())
 
     def expect(self) -> None:
-        """Posts the receives of what comes from behind in this step."""
+        """Posts the receives of this step's reduce chains and pair exchanges."""
         for launch in self._expecting:
             self.comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
 
     def announce(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> None:
-        """Takes a final gradient, and launches whatever is due because of it.
+        """Takes a final gradient, and launches the collectives that are due now.
 
         Sync: the slot is written and its event recorded on the current stream; collectives run on
         the comm streams. May be called from autograd's threads.
@@ -156,11 +158,13 @@ class Reducer:
             except Exception:
                 self._is_in_doubt = False
                 raise
-            # Not behind Ctrl-C: it may have come between two lines that belong together.
+            # After Ctrl-C the flag stays: it may have come between `fill` and the launch.
             self._is_in_doubt = False
 
     def _launch_due(self, comm_stream: int) -> None:
         """Submits the next collectives of a comm stream, in order, while buckets are complete."""
+        # A bucket that is complete before its turn waits here: all ranks must launch in the order
+        # of the plan. See [Note: order of collectives].
         queue = self._queues[comm_stream]
         while (
             self._next[comm_stream] < len(queue)
@@ -172,8 +176,8 @@ class Reducer:
             self.num_launched += 1
             self.comm_streams[comm_stream].submit(partial(self._reduce, launch), buffer.producers())
 
-    def _is_behind(self, launch: Launch) -> bool:
-        """Whether another rank passes its part of a sum to this one."""
+    def _receives_sum(self, launch: Launch) -> bool:
+        """Whether the next rank sends its partial sum to this rank."""
         step = self.buffers[launch.bucket].bucket.route[launch.step]
         return step.is_point_to_point and self._rank != step.tail
 
@@ -185,7 +189,9 @@ class Reducer:
             region = bucket.region(self._rank, launch.step)
             rows = rows_of(bucket, region) if step.exchange == "asymmetric" else ()
             pair_sum = PairSum(
-                part, rows, back=self._groups.of(step.ranks, way_back(launch.comm_stream))
+                part,
+                rows,
+                back=self._groups.of(step.ranks, second_communicator(launch.comm_stream)),
             )
         return StepBucket(
             part,
@@ -196,7 +202,7 @@ class Reducer:
         )
 
     def _expect(self, launch: Launch) -> None:
-        """Posts the receive of what comes from behind, unless it still is. On a comm stream."""
+        """Posts the receive of a partial sum, unless it is posted already. On a comm stream."""
         bucket, flat = self.buffers[launch.bucket].bucket, self._flat[launch]
         if flat.arriving is None:
             step, inbox = bucket.route[launch.step], self._inboxes[launch]
@@ -206,36 +212,36 @@ class Reducer:
                 flat.arriving = collectives.expect_reduce_chain(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
-        """Runs one collective, or puts it off behind what it goes on from. On a comm stream."""
+        """Runs one collective, or puts it off behind the one before it. On a comm stream."""
         comm_stream = self.comm_streams[launch.comm_stream]
         if launch.bucket in self._ending:
             comm_stream.put_off(partial(self._reduce, launch))
             return
         buffer, flat = self.buffers[launch.bucket], self._flat[launch]
         step = buffer.bucket.route[launch.step]
-        what = (
+        description = (
             f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {step} over ranks "
             f"{list(step.ranks)} by handler {step.handler!r}"
         )
-        with self.reporting(what):
+        with self.reporting(description):
             group = self._groups.of(step.ranks, launch.comm_stream)
             flat.is_mean = False
             with record_function(f"pipegrad bucket {buffer.bucket.index} {step}"):
                 work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
-        end = partial(self._end, launch, work, what)
+        end = partial(self._end, launch, work, description)
         if isinstance(work, LateWork) and (work.in_threads or not comm_stream.is_threaded):
             self._ending.add(launch.bucket)
             comm_stream.put_off(end)
         else:
             end()
 
-    def _end(self, launch: Launch, work: Work, what: str) -> None:
+    def _end(self, launch: Launch, work: Work, description: str) -> None:
         """Waits for a collective. On a comm stream."""
         buffer = self.buffers[launch.bucket]
         step = buffer.bucket.route[launch.step]
-        with self.reporting(what):
+        with self.reporting(description):
             COLLECTIVE(work)
             self._ending.discard(launch.bucket)
             flat = self._flat[launch]
@@ -245,18 +251,19 @@ class Reducer:
                 rest.div_(len(step.ranks))
 
     @contextmanager
-    def reporting(self, what: str) -> Iterator[None]:
-        """Tells the other ranks of what fails inside, and raises it as a ReduceError."""
+    def reporting(self, description: str) -> Iterator[None]:
+        """Posts an error that is raised inside for the other ranks; raises it as a ReduceError."""
         try:
             yield
         except BaseException as error:
-            said = error if isinstance(error, Exception) else repr(error)
-            told = self.notice.post(f"{what} failed: {said}", final=True)
+            reason = error if isinstance(error, Exception) else repr(error)
+            message = self.notice.post(f"{description} failed: {reason}", final=True)
             if not ends_in_words(error):
                 raise
-            cause = self.notice.cause()  # a rank that failed may have ended connections to this one
-            words = told if cause is None else f"{FAILED_ELSEWHERE}: {cause}"
-            raise ReduceError(words) from error
+            # If another rank failed first, it may have closed the connections to this rank.
+            if (cause := self.notice.cause()) is not None:
+                message = f"{FAILED_ELSEWHERE}: {cause}"
+            raise ReduceError(message) from error
 
     def close(self) -> None:
         """Ends the comm streams' threads."""
@@ -264,12 +271,12 @@ class Reducer:
             comm_stream.close()
 
     def wait(self) -> float:
-        """Waits for all that was launched; returns the seconds the host was blocked.
+        """Waits for all collectives; returns the seconds for which the host was blocked.
 
         Sync: afterwards the current stream may read every buffer.
 
         Raises:
-            ReduceError: If a collective failed here, or a peer said that it failed.
+            ReduceError: If a collective failed on this rank, or another rank posted a failure.
         """
         start = time.perf_counter()
         self._wait_for_comm_streams()
@@ -285,8 +292,8 @@ class Reducer:
             while not comm_stream.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
 
-    def let_leave(self) -> list[Ticket]:
-        """Has comm streams wait for messages that still leave, although their sum is here."""
+    def submit_send_waits(self) -> list[Ticket]:
+        """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
         return [
             self.submit(launch.comm_stream, flat.pair_sum.settle, ())
             for launch, flat in self._flat.items()
@@ -294,20 +301,20 @@ class Reducer:
         ]
 
     def settle(self) -> None:
-        """Waits until all has left.
+        """Waits until all messages of pair exchanges were sent.
 
         Raises:
             ReduceError: As `wait` does.
         """
-        for ticket in self.let_leave():
+        for ticket in self.submit_send_waits():
             self.wait_for(ticket)
 
     def submit(self, comm_stream: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
-        """Has a comm stream do something, behind all that it has to do; as `CommStream.submit`."""
+        """Submits a task to a comm stream; see `CommStream.submit`."""
         return self.comm_streams[comm_stream].submit(task, after)
 
     def wait_for(self, ticket: Ticket) -> None:
-        """Waits for one thing that was submitted.
+        """Waits for one submitted task.
 
         Sync: as `wait`.
 
@@ -318,7 +325,7 @@ class Reducer:
             self._raise_peer_failure()
 
     def meet(self) -> Ticket:
-        """Has a comm stream wait for all ranks to come here, those that have failed as well."""
+        """Submits a collective of all ranks; ranks that have failed take part, too."""
 
         def meeting() -> None:
             assert self._groups.world is not None
@@ -328,15 +335,15 @@ class Reducer:
         return self.submit(0, meeting, ())
 
     def refuse_failed(self) -> None:
-        """Raises if a rank has told that this step failed: what was reduced may be of no use.
+        """Raises an error if a rank has posted that this step failed.
 
         Raises:
-            ReduceError: With its words.
+            ReduceError: With the message of that rank.
         """
         self.notice.refuse_failed()
 
     def _raise_refusal(self) -> None:
-        """Raises if another rank was refused a verb some time ago, and is not going on."""
+        """Raises an error if a verb was refused on another rank, and was not called again."""
         message = self.notice.read_refusal()
         now = time.monotonic()
         if message is None or message != self._refusal:
@@ -345,9 +352,10 @@ class Reducer:
             raise ReduceError(f"this rank waits for one that does not go on: {message}")
 
     def _raise_peer_failure(self) -> None:
-        # Of a step that failed every rank launches everything, unless one says that it cannot.
-        message = self.notice.read_final() if self._given_up else self.notice.read()
-        if message is None and not self._given_up:
+        # After a failure, all ranks launch everything that is left, so waits end. Only a final
+        # failure is a reason to stop waiting then.
+        message = self.notice.read_final() if self._has_given_up else self.notice.read()
+        if message is None and not self._has_given_up:
             self._raise_refusal()
         if message is not None:
             raise ReduceError(f"{FAILED_ELSEWHERE}, so its collectives never end: {message}")

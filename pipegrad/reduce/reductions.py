@@ -1,4 +1,7 @@
-"""What each placement is: how gradients are reduced to it, and how parameters come back."""
+"""The reduction of gradients for each placement, and the parameter sync along it.
+
+Steps 6 and 9 of the journey of a gradient (docs/internals.md) run these on comm streams.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,18 @@ from pipegrad.reduce.pair_exchange import PairSum
 
 
 class StepBucket:
-    """The part of a bucket that a reduction reduces: what handlers launch.
+    """The part of a bucket for one reduction; the `FlatBucket` that handlers launch.
 
     Args:
-        buffer: Payload, then one flag a slot; flat.
-        num_flags: How many.
-        index: The bucket's.
-        slots: Where each gradient lies in the payload.
-        pair_sum: What two ranks do that do not all-reduce.
+        buffer: Payload, then a flag for each slot; flat.
+        num_flags: Number of flags.
+        index: Of the bucket.
+        slots: The slot of each gradient in the payload.
+        pair_sum: The exchange of two ranks, if the reduction has one.
 
     Attributes:
-        is_mean: Whether what was launched last leaves the mean: a hook's, or of float16, whose sum
-            may overflow where the mean does not, so that each rank divides its own part before.
-        arriving: What the next rank sends in this step, if the reduction is point-to-point.
+        is_mean: Whether the last launch leaves the mean, not the sum: a hook's, or that of float16.
+        arriving: The posted receive of the next rank's sum, if the reduction is point-to-point.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class StepBucket:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the payload, one a flag; see `FlatBucket`."""
+        """Views of the payload, one for each flag; see `FlatBucket`."""
         start = int(self.payload.storage_offset())
         return [
             self.payload.as_strided(slot.shape, slot.stride, start + slot.offset)
@@ -60,8 +62,10 @@ class StepBucket:
     def reduce(self, reduction: ReductionStep, group: dist.ProcessGroup) -> Work:
         """Sums over `group` as the reduction's placement says.
 
-        Sync: on a comm stream. With SHARD this rank's shard is summed, and the flags behind it.
+        Sync: on a comm stream. With SHARD, only this rank's shard and the flags hold sums then.
         """
+        # A sum of float16 may overflow although the mean does not. So each rank divides its own
+        # part before the sum.
         if reduction.op == "mean" and self.buffer.dtype == torch.float16:
             self.buffer.div_(len(reduction.ranks))
             self.is_mean = True
@@ -76,6 +80,8 @@ def _replicate(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
 
 
 def _give_to_owner(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
+    # The receive was posted at the beginning of the step, so the sender need not wait for this
+    # rank. See steps 1 and 6 of the journey of a gradient.
     collectives.reduce_chain(bucket.buffer, bucket.arriving, group)
     return Done()
 
@@ -86,23 +92,27 @@ def _shard(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
     me, size = dist.get_rank(group), dist.get_world_size(group)
     shards = payload.view(size, -1)
     collectives.reduce_scatter(shards[me], shards.unbind(), group, common=flags)
-    if me + 1 < size:  # over the shard behind this one, which is with its rank by now
-        behind = (me + 1) * shards.shape[1]
-        payload[behind : behind + bucket.num_flags].copy_(flags)
+    # The flags are copied to right behind this rank's shard; see [Note: shards]. They overwrite the
+    # next shard, which the next rank has summed by now.
+    if me + 1 < size:
+        end = (me + 1) * shards.shape[1]
+        payload[end : end + bucket.num_flags].copy_(flags)
     return Done()
 
 
-def bring_back(parameters: torch.Tensor, placement: Placement, group: dist.ProcessGroup) -> None:
-    """Moves updated parameters back along a reduction.
+def sync_parameters(
+    parameters: torch.Tensor, placement: Placement, group: dist.ProcessGroup
+) -> None:
+    """Sends updated parameters backwards along a reduction.
 
     Args:
-        parameters: The part of a bucket that the reduction reduced the gradients of, ``(numel,)``.
-        placement: The reduction's.
+        parameters: The parameters of the region that the reduction has reduced, ``(numel,)``.
+        placement: Of the reduction.
         group: Its communicator.
 
     Sync: on a comm stream.
     """
-    _BRING_BACK[placement](parameters, group)
+    _SYNC[placement](parameters, group)
 
 
 def _gather(parameters: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -114,7 +124,7 @@ _REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup], Work]] = {
     Placement.OWNER: _give_to_owner,
     Placement.SHARD: _shard,
 }
-_BRING_BACK: Mapping[Placement, Callable[[torch.Tensor, dist.ProcessGroup], None]] = {
+_SYNC: Mapping[Placement, Callable[[torch.Tensor, dist.ProcessGroup], None]] = {
     Placement.OWNER: collectives.broadcast_chain,
     Placement.SHARD: _gather,
 }

@@ -1,4 +1,4 @@
-"""Staging: the inputs of many sums side by side, on their way into one collective."""
+"""Staging: the inputs of many sums, copied side by side for one collective."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ WRITTEN = sync_points.Record(
 
 
 class Key(NamedTuple):
-    """Inputs of one key share buckets. Groups with equal members are two: two communicators.
+    """The properties that inputs must share to lie in one bucket.
+
+    Two groups with the same ranks are different: they have different communicators.
 
     Attributes:
         kind: ``reduce_scatter`` or ``all_reduce``.
-        num_rows: How many tensors an input is: one a rank that gets a sum of its own, else one.
+        num_rows: Number of tensors in an input: one for each rank, or with an all-reduce 1.
         dtype: Of inputs and sum.
-        device: Likewise.
-        group: Whose ranks are summed over.
+        device: Of inputs and sum.
+        group: The sum is over its ranks.
     """
 
     kind: str
@@ -41,53 +43,57 @@ class Key(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether the sum lands where the inputs are."""
+        """Whether the sum is in the memory of the inputs."""
         return self.kind == "all_reduce"
 
     def room(self, capacity_bytes: int) -> int:
-        """Returns how many elements of a row fit into the capacity of all rows."""
+        """Returns the number of elements in each row, if all rows together fill the capacity."""
         return capacity_bytes // (self.num_rows * self.dtype.itemsize)
 
 
 class Calls(list[tuple[int, torch.Size, Callback]]):
-    """Who gets which part of a sum: where it begins, its shape, the callback."""
+    """For each input: the offset of its sum in the result, its shape, and the callback."""
 
     def call_back(self, result: torch.Tensor) -> list[Exception]:
-        """Gives each call its part of the sum; returns what callbacks raised."""
+        """Calls each callback with its part of the sum; returns the errors of callbacks."""
         errors = []
         for offset, shape, callback in self:
             try:
                 callback(result[offset : offset + shape.numel()].view(shape))
-            except Exception as error:  # noqa: BLE001 - flush raises it, once all have run
+            except Exception as error:  # noqa: BLE001 - `flush` raises it after all callbacks
                 errors.append(error)
         return errors
 
 
 class Staging:
-    """A bucket before it leaves: rows of inputs, and whom to call with their sums.
+    """A bucket that is being filled: a matrix of inputs, and the callbacks for their sums.
 
     Args:
-        key: What all inputs have in common.
-        flat: Has space for ``num_rows * room`` elements; what is in there is overwritten.
+        key: The properties of all inputs.
+        flat: Memory for ``num_rows * room`` elements. It is overwritten.
     """
+
+    # Row j of the matrix holds the inputs for rank j, side by side. So a row is a shard of one
+    # reduce-scatter, however many inputs it holds.
 
     def __init__(self, key: Key, flat: FlatBuffer) -> None:
         self.key = key
         self.flat = flat
         self.room = flat.buffer.numel() // key.num_rows
-        self.numel = 0  # of each row, taken
+        self.numel = 0  # elements of each row that are filled
         self.written: list[torch.Event | None] = []
         self.calls = Calls()
 
     @property
     def rows(self) -> torch.Tensor:
-        """What has been added: ``(num_rows, numel)``."""
+        """The inputs that were added, ``(num_rows, numel)``."""
         return self._row_slice(0, self.numel)
 
     def add(self, inputs: Sequence[torch.Tensor], callback: Callback) -> None:
         """Copies one tensor to the end of each row.
 
-        Sync: writes on the current stream, behind the buffer's last use; `written` tells a reader.
+        Sync: writes on the current stream, after the buffer's last use. A reader must wait for the
+        events in `written`.
         """
         end = self.numel + inputs[0].numel()
         slots = self._row_slice(self.numel, end).view(len(inputs), *inputs[0].shape)
@@ -108,10 +114,10 @@ def check(
     group: dist.ProcessGroup | None,
     callback: Callback,
 ) -> Key:
-    """Returns the key of inputs that can be summed; nothing is touched.
+    """Returns the key of inputs, after a check that they can be summed. Changes nothing.
 
     Raises:
-        PlanError: If they cannot, or this rank is not in the group.
+        PlanError: If they cannot be summed, or this rank is not in the group.
     """
     group = dist.group.WORLD if group is None else group
     if group is None or dist.get_rank(group) < 0:
@@ -122,11 +128,11 @@ def check(
             f"{kind}: {len(inputs)} inputs, expected {expected}: one for each of the ranks "
             f"{dist.get_process_group_ranks(group)}"
         )
-    found = {(tuple(x.shape), x.dtype, x.device, x.layout): None for x in inputs}
-    if len(found) > 1:
-        some = "; ".join(" ".join(map(str, facts)) for facts in found)
-        raise PlanError(f"{kind}: expected inputs of one shape, dtype and device, found {some}")
-    (_, dtype, device, layout), *_ = found
+    traits = {(tuple(x.shape), x.dtype, x.device, x.layout): None for x in inputs}
+    if len(traits) > 1:
+        listing = "; ".join(" ".join(map(str, each)) for each in traits)
+        raise PlanError(f"{kind}: expected inputs of one shape, dtype and device, found {listing}")
+    (_, dtype, device, layout), *_ = traits
     if layout is not torch.strided:
         raise PlanError(f"{kind}: inputs are {layout}, expected torch.strided: use to_dense()")
     if dtype is torch.bool:

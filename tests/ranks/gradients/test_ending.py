@@ -355,7 +355,7 @@ def timeouts() -> Any:
     module = stage(w=[4])
     sync = pair(module)
     groups = [
-        *sync._parts.groups.made,
+        *sync._parts.groups.own,
         Topology.create(pipeline=2).group_along("pp"),
         Topology.create(pipeline=2).group_along("dp"),
     ]

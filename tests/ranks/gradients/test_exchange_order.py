@@ -154,8 +154,8 @@ def meet() -> dict[str, Any]:
 def watched(store: Any, name: str) -> Iterator[None]:
     """Says when both parts have left; takes nothing back before the first rank has gone on."""
     left: list[torch.Tensor] = []
-    reduce_chain, take_all = collectives.reduce_chain, pair_exchange.PairSum._take_all
-    take_rows = pair_exchange.PairSum._take_rows
+    reduce_chain, add_all = collectives.reduce_chain, pair_exchange.PairSum._add_all
+    add_rows = pair_exchange.PairSum._add_rows
 
     def passed(tensor: torch.Tensor, *rest: Any) -> None:
         reduce_chain(tensor, *rest)
@@ -172,8 +172,8 @@ def watched(store: Any, name: str) -> Iterator[None]:
 
     with (
         mock.patch.object(collectives, "reduce_chain", passed),
-        mock.patch.object(pair_exchange.PairSum, "_take_all", late(take_all)),
-        mock.patch.object(pair_exchange.PairSum, "_take_rows", late(take_rows)),
+        mock.patch.object(pair_exchange.PairSum, "_add_all", late(add_all)),
+        mock.patch.object(pair_exchange.PairSum, "_add_rows", late(add_rows)),
     ):
         yield
 

@@ -526,7 +526,7 @@ def test_a_first_use_that_fails_keeps_its_tickets() -> None:
         groups=cast("Groups", None),
         main_shards=[],
         main_parameters=dict,
-        moves=True,
+        is_needed=True,
         device=cpu,
     )
     ticket = Ticket(cpu)

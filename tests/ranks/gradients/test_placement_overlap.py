@@ -75,16 +75,16 @@ def step() -> dict[str, Any]:
     sync.finish()
     optimizer.step()
 
-    back, gather = Meeting(), reductions._BRING_BACK[Placement.SHARD]
+    back, gather = Meeting(), reductions._SYNC[Placement.SHARD]
 
     def gathered(parameters: torch.Tensor, group: dist.ProcessGroup) -> None:
         back.begin(*(("shard", "replicate") if len(parameters) > 100 else ("replicate", "shard")))
         gather(parameters, group)
 
-    reductions._BRING_BACK[Placement.SHARD] = gathered  # type: ignore[index]
+    reductions._SYNC[Placement.SHARD] = gathered  # type: ignore[index]
     sync.publish()
     sync.wait_parameters()
-    reductions._BRING_BACK[Placement.SHARD] = gather  # type: ignore[index]
+    reductions._SYNC[Placement.SHARD] = gather  # type: ignore[index]
     values = [float(x) for p in module.parameters() for x in p.detach().unique()]
     found = {"met": MeetingRows.meeting.met, "back": back.met, "values": values}
     sync.close()

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipegrad import GradientSync, Topology
 from pipegrad.optimizer import param_sync
-from pipegrad.reduce.reductions import bring_back
+from pipegrad.reduce.reductions import sync_parameters
 from tests.support.gradients.cases import Case, on, outcome, replies
 
 TWO: list[Case] = []
@@ -151,7 +151,7 @@ def owner_cannot_send() -> Any:
     trained.step()
     refuse = mock.Mock(side_effect=OSError("no route to host"))
     with mock.patch.object(
-        param_sync, "bring_back", refuse if dist.get_rank() == 0 else bring_back
+        param_sync, "sync_parameters", refuse if dist.get_rank() == 0 else sync_parameters
     ):
         trained.sync.publish()
         began = time.monotonic()

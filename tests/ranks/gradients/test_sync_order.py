@@ -26,7 +26,7 @@ from pipegrad import (
 )
 from pipegrad.comm.process_groups import Groups
 from pipegrad.optimizer import param_sync
-from pipegrad.reduce.reductions import bring_back
+from pipegrad.reduce.reductions import sync_parameters
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
@@ -361,10 +361,10 @@ def first_uses() -> Any:
 
     def held_back(parameters: torch.Tensor, *where: Any) -> None:
         assert gates[int(parameters[0] > 5)].wait(30)
-        bring_back(parameters, *where)
+        sync_parameters(parameters, *where)
 
     found = []
-    with mock.patch.object(param_sync, "bring_back", held_back):
+    with mock.patch.object(param_sync, "sync_parameters", held_back):
         sync.prepare()
         for s, module in modules.items():
             give(module, w=1.0)

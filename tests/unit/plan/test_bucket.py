@@ -63,7 +63,7 @@ def test_a_plan_as_a_whole() -> None:
             MainRange("0.emb", 0, 15, sharded=False),
         ),
         trained_numel=18,
-        moves=False,
+        syncs_parameters=False,
         routes=(("2.ln", (mean,)), ("0.emb", (mean, tie))),
         packs=plan.packs,
         groups=(
