@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -111,14 +111,21 @@ def agree(
     _delete_last(members, [f"{prefix}/{name}" for name in names])
     results: list[T | _Failure] = [pickle.loads(reply) for reply in replies]
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
-    if not failures:
-        return [x for x in results if not isinstance(x, _Failure)]
-    alike = len(failures) == len(members) and len(set(failures.values())) == 1
-    if alike and isinstance(error, Exception):
+    if failures:
+        _raise_failures(what, failures, len(members), error)
+    return [x for x in results if not isinstance(x, _Failure)]
+
+
+def _raise_failures(
+    subject: str, failures: Mapping[int, _Failure], num_ranks: int, error: BaseException | None
+) -> NoReturn:
+    """Raises the error of this rank if all ranks have the same; otherwise lists all errors."""
+    is_common = len(failures) == num_ranks and len(set(failures.values())) == 1
+    if is_common and isinstance(error, Exception):
         raise error
     listing = "\n".join(f"  rank {rank}: {failure}" for rank, failure in failures.items())
     raise AgreementError(
-        f"{what}: {len(failures)} of {len(members)} ranks failed, so all stop:\n{listing}"
+        f"{subject}: {len(failures)} of {num_ranks} ranks failed, so all stop:\n{listing}"
     ) from error
 
 

@@ -154,6 +154,8 @@ def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     if not parameter.numel() or not (parameter.is_floating_point() or parameter.is_complex()):
         return math.inf if bool((low != high).any()) else 0.0
+    # Small elements may differ by many of their own roundings, after a subtraction in the optimizer
+    # for example. So the largest element is the measure.
     largest = torch.maximum(low.abs(), high.abs()).max() * torch.finfo(parameter.dtype).eps
     spread = ((high - low).max() / largest).item() if bool(largest) else 0.0
     return math.inf if math.isnan(spread) else spread
@@ -161,6 +163,8 @@ def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     """Returns two int64 sums ``(2,)`` over the bits: plain, and weighted by position."""
+    # Integers, so that the order of additions does not matter. The second sum sees exchanged
+    # elements. Its weights are odd, so a change of any single element changes it.
     flat = parameter.detach().contiguous().view(-1)
     integers = flat.view(_INTEGERS.get(parameter.itemsize, torch.int64))
     sums = torch.zeros(2, dtype=torch.int64, device=integers.device)

@@ -45,6 +45,8 @@ def refuse_main_shards(
     Raises:
         PlanError: If a DTensor would have one. It names the parameter.
     """
+    # A gradient of a DTensor must have the placements of its parameter, and FSDP2 makes it so. A
+    # copy in other memory would not follow when FSDP2 exchanges the parameters.
     for record in manifest.parameters:
         entry = manifest.entries(record.key)[0]
         if entry.layout is None or not entry.requires_grad:
@@ -139,6 +141,8 @@ class Agreed:
         self.handlers = registry.resolve_all(handlers)
         self._ties = declared(tied)
         self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
+        # Gathered parameters would be described instead of shards, and ties must be one object
+        # before the description.
         reshard(self.wrapped)
         link_local(modules, self._ties)
         settings = {

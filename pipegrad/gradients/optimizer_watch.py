@@ -164,6 +164,8 @@ def _lone_scaler() -> str | None:
 
 def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
     """Whether each rank steps all parameters, with gradients that are equal on all ranks."""
+    # The ranks with the same gradient are those of its reductions, of the mesh of a DTensor, and of
+    # DistributedDataParallel. If they are all ranks, all ranks make the same step.
     sizes, routes = dict(topology.axes), dict(plan.routes)
     data = math.prod(sizes[axis] for axis in topology.data_axes)
     for record in manifest.parameters:

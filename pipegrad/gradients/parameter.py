@@ -1,4 +1,4 @@
-"""One parameter of this rank: its gradient is prepared, watched, taken, and put in place."""
+"""The gradient of one parameter of this rank: steps 1, 2, 3 and 7 of the journey of a gradient."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ OnAccumulated = Callable[["LiveParameter"], None]
 
 
 class LiveParameter:
-    """What happens to one parameter's gradient on this rank within a step.
+    """The gradient of one parameter on this rank, during a step.
 
     Args:
-        record: What the ranks agreed on.
-        homes: Local stage -> the modules it is in, and its full name there; all one object.
+        record: The parameter, as the ranks agreed on it.
+        homes: Local stage -> its modules, and the full name there. All are the same object.
         accessor: Where its gradient lives.
-        buffer: Its bucket's buffer; None if nobody reduces it.
+        buffer: The buffer of its bucket; None if it is not reduced.
         has_result: Whether this rank has its reduced gradient, or a shard of it.
-        parameter_buffer: The memory of the parameter, if it may come from other ranks.
-        main_shard: What the optimizer steps in its place.
-        divisor: What its gradient is divided by, beside what each step divides all by.
+        parameter_buffer: The memory of the parameter, if a parameter sync may write to it.
+        main_shard: What the optimizer steps instead of the parameter.
+        divisor: Its gradient is divided by this, besides the divisor of each step.
         may_leave_early: Whether its gradient may be final before its stage's backward ends.
 
     Attributes:
-        live: The tensor that this step began with.
-        view: The slot that autograd can accumulate into; None where dtypes differ.
-        placed: What this rank's optimizer steps for it.
+        live: The tensor at the beginning of this step.
+        view: The slot, if autograd can accumulate into it; None if dtypes differ.
+        placed: The parameter and its main parameter.
         waiting: Stages of this rank that may still add to its gradient.
-        final: Whether none does.
-        contributed: Whether the final gradient is more than the zeros it began with.
-        left_early: Whether it was final before its stages' backwards ended.
+        final: Whether no stage will add to it.
+        contributed: Whether something was added to the zeros at the beginning.
+        left_early: Whether it was final before the backwards of its stages ended.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class LiveParameter:
         self._is_dtensor = is_dtensor(self.live)
         self._hook = AccumulationHook(self._note_accumulation)
         self._on_accumulated: weakref.WeakMethod[OnAccumulated] | None = None
-        self._fired = False  # whether autograd has added to the gradient at hand
-        self._num_firings = 0  # in this step, behind the last backwards of all its stages
-        # Whether one firing is the whole gradient. None: not known before the first step.
+        self._fired = False  # whether autograd has added to the present gradient
+        self._num_firings = 0  # in this step, during the last backwards of all its stages
+        # Whether one firing is the whole gradient. None: unknown before the first step.
         self._fires_once: bool | None = None if may_leave_early else False
         self._zeroed_version: int | None = None
-        self._owed = 1.0  # what the gradient at hand is still to be divided by
-        self._left: tuple[TensorWeakRef, int] | None = None  # a result, and its version
-        self._is_clean = False  # whether the result was zeroed in place
-        self._adds = False  # whether this step's result is added to the last one's
-        self._kept: TensorWeakRef | None = None  # a result, where the accessor has gradients
+        self._pending_divisor = 1.0  # the present gradient must still be divided by this
+        self._last_result: tuple[TensorWeakRef, int] | None = None  # and its version
+        self._is_clean = False  # whether the last result was zeroed in place
+        self._adds = False  # whether this step's result is added to the last result
+        self._accessor_result: TensorWeakRef | None = None  # the last result in the accessor
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -102,40 +102,40 @@ class LiveParameter:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The gradient of the parameter that this step began with, wherever it lives."""
+        """The gradient of `live`, in the accessor."""
         return self._accessor.read(self.live)
 
     @property
     def main_parameter(self) -> nn.Parameter | None:
-        """What this rank's optimizer steps: none, where another rank does, or it is frozen."""
+        """What this rank's optimizer steps; None if another rank steps it, or it is frozen."""
         return self.placed.tensor(self.parameter)
 
     @property
     def main_gradient(self) -> torch.Tensor | None:
-        """The gradient of what this rank's optimizer steps."""
+        """The gradient of the main parameter."""
         main_shard = self.placed.main_shard
         return self.gradient if main_shard is None else main_shard.tensor.grad
 
     def settle(self) -> None:
-        """Moves the parameter into its buffer; the main shard takes its values."""
+        """Moves the parameter into its buffer, and its values into the main shard."""
         self.placed.settle(self.parameter)
 
     def connect(self, on_accumulated: OnAccumulated) -> None:
-        """Calls a method from now on when autograd has accumulated; see `watch`.
+        """Sets the method to call after each accumulation of autograd; see `watch`.
 
         Args:
-            on_accumulated: A bound method, held weakly. Called with this object, possibly in
-                autograd's threads.
+            on_accumulated: A bound method; a weak reference. It is called with this object, perhaps
+                in a thread of autograd.
         """
         self._on_accumulated = weakref.WeakMethod(on_accumulated)
 
     def watch(self) -> None:
-        """Follows the tensor that this step began with."""
+        """Puts the hook on the tensor of this step."""
         if self.record.requires_grad:
             self._hook.follow(self.live)
 
     def unwatch(self) -> None:
-        """Leaves the parameter as it was before `watch`."""
+        """Removes the hook."""
         self._hook.remove()
 
     def _note_accumulation(self, parameter: nn.Parameter) -> None:
@@ -146,37 +146,37 @@ class LiveParameter:
             called(self)
 
     def note_last_firing(self) -> None:
-        """Counts an accumulation behind the last backwards of all stages that hold it."""
+        """Counts an accumulation during the last backwards of all stages that hold it."""
         self._num_firings += 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether one accumulation is the whole gradient, and no user's hook comes behind ours."""
+        """Whether one accumulation is the whole gradient, and no user's hook runs after it."""
         return self._fires_once is True and self._hook.runs_last
 
-    def leave(self, stage: int) -> bool:
-        """Notes that `stage` adds nothing more; returns whether no stage of this rank does."""
+    def stage_is_done(self, stage: int) -> bool:
+        """Notes that `stage` adds nothing more; returns whether the gradient can be final now."""
         self.waiting.discard(stage)
         return not self.waiting and not self.final
 
     def refresh(self, *, continuing: bool) -> None:
-        """Looks the parameter up anew, and refuses what would make this step's gradient wrong.
+        """Looks the parameter up, and refuses changes that would make this step's gradient wrong.
 
         Args:
-            continuing: The step adds to earlier ones that were accumulated.
+            continuing: Whether the step continues accumulated steps.
 
         Raises:
-            StepError: If the parameter is no longer what was agreed on, or its gradient still is
-                the reduced one of the step before.
+            StepError: If the parameter is not as the ranks agreed, or if its gradient is still the
+                reduced gradient of the last step.
         """
         parameter = self._home.look_up(self.live)
         if parameter is not self.live:
             self.live = parameter
             self._is_dtensor = is_dtensor(parameter)
         self.placed.check(parameter)
-        is_left = self._has_result_left  # not while continuing: then it is this step's own
-        self._adds = (continuing and self._adds) or is_left
-        self._is_clean = is_left and self.buffer is not None
+        has_last_result = self._has_last_result  # False if continuing: `open` has dropped it
+        self._adds = (continuing and self._adds) or has_last_result
+        self._is_clean = has_last_result and self.buffer is not None
         if self._is_clean and not self._is_zero:
             raise StepError(
                 f"the gradient of {self.record.key!r} is already reduced, and another backward "
@@ -187,20 +187,21 @@ class LiveParameter:
             )
 
     def open(self, divisor: float, *, continuing: bool) -> bool:
-        """Starts a step; returns whether to zero the slot, for a gradient that is to go there.
+        """Starts a step; returns whether the slot must be zeroed for a new gradient.
 
         Args:
-            divisor: What this step's gradient is to be divided by, beside the parameter's own.
-            continuing: The step adds to earlier ones that were accumulated.
+            divisor: Of this step's gradient, besides the parameter's own divisor.
+            continuing: Whether the step continues accumulated steps.
 
-        Sync: on the current stream, which may scale a gradient that is there already.
+        Sync: on the current stream. It may scale a gradient of earlier steps.
         """
-        owed, self._owed = self._owed, divisor * self._divisor
+        pending, self._pending_divisor = self._pending_divisor, divisor * self._divisor
         if not continuing:
             self._fired = False
-            self._drop_kept()
-            owed = 1.0 if self._adds else self._divisor  # a result, or the user's own
-        self._left = None  # the slot comes back, for a gradient that is not yet reduced
+            self._drop_accessor_result()
+            # A present gradient is a result, which was divided, or one that the user has set.
+            pending = 1.0 if self._adds else self._divisor
+        self._last_result = None
         self.waiting = set(self.stages)
         self.final = False
         self._num_firings = 0
@@ -209,23 +210,25 @@ class LiveParameter:
             return self.view is not None
         if not continuing or gradient is not self.view:
             self._zeroed_version = None
-        if owed != self._owed and not (self._is_clean or self._is_untouched(gradient)):
+        has_values = not (self._is_clean or self._is_untouched(gradient))
+        if pending != self._pending_divisor and has_values:
             with torch.no_grad():
-                gradient.mul_(self._owed / owed)  # so that one division serves all steps
+                # Now one division at the end is right for the gradients of all steps.
+                gradient.mul_(self._pending_divisor / pending)
         return False
 
     def use_view(self) -> None:
-        """Lets autograd accumulate into the zeroed slot, where that is possible."""
+        """Makes the zeroed slot the gradient, so that autograd accumulates into it."""
         view = self.view
         if view is not None:
             self._accessor.write(self.live, view)
             self._zeroed_version = self._writes(view)
 
     def close(self) -> torch.Tensor | None:
-        """Marks the gradient final and returns it, divided once; None if there is none.
+        """Marks the gradient as final and returns it, divided once; None if there is none.
 
         Raises:
-            StepError: If autograd has made one that is to be reduced, and somebody took it away.
+            StepError: If autograd has added to a gradient of a bucket, and it was set to None.
         """
         if self.live.grad is not None and not isinstance(self._accessor, GradAttribute):
             self._accessor.accumulated(self.live)  # torch's split backwards fire no hooks
@@ -243,18 +246,19 @@ class LiveParameter:
                 f"step, zero it"
             )
         self.contributed = gradient is not None and not self._is_untouched(gradient)
-        if gradient is not None and self._owed != 1:
+        if gradient is not None and self._pending_divisor != 1:
+            # Without a contribution, no producer has waited for the zeroing on another stream.
             if self.buffer is not None and not self.contributed:
-                self.buffer.acquire(FILL_FREE)  # no producer has waited for the zeroing
+                self.buffer.acquire(FILL_FREE)
             with torch.no_grad():
-                gradient.div_(self._owed)
+                gradient.div_(self._pending_divisor)
         return gradient
 
     def _is_untouched(self, gradient: torch.Tensor) -> bool:
-        """Whether nobody is known to have written into the zeroed slot.
+        """Whether no write into the zeroed slot is known.
 
-        The version tells only where no hook has fired: a kernel that is given an address leaves it.
-        What is written by address alone, without autograd, the slot's values tell: `BucketBuffer`.
+        A kernel that writes to an address does not change the version. If autograd ran it, the hook
+        has fired. Otherwise `BucketBuffer.fill` looks at the values of the slot.
         """
         if self._fired or gradient is not self.view:
             return False
@@ -262,18 +266,18 @@ class LiveParameter:
 
     @property
     def _accumulated(self) -> torch.Tensor | None:
-        """The gradient so far, or a term of it: for who asks which it is, not what is in it."""
+        """The gradient so far, or a DTensor of unsummed terms. Compare its identity, not values."""
         gradient = self.live.grad
         return gradient if has_terms(gradient) else self.gradient
 
     def finish(self) -> bool:
-        """Puts the result in place; returns True if it had to be copied out of the bucket."""
+        """Puts the result in place; returns whether it was copied out of the bucket."""
         copied = False
         if self.buffer is not None:
             result = self.buffer.views[self.record.key]
             has_any = self._has_result and self.buffer.anybody_contributed(self.record.key)
             if self.placed.is_sharded:
-                self._hand_over(self.buffer if has_any else None)
+                self._set_main_gradient(self.buffer if has_any else None)
             elif not has_any:
                 self._accessor.write(self.live, None)
             elif self.view is None:
@@ -283,19 +287,20 @@ class LiveParameter:
                 self._accessor.write(self.live, result)
         main_shard = self.placed.main_shard
         if main_shard is not None and not self.placed.is_sharded:
-            # A reduced result replaces the zeros that are left, which may be the same memory.
+            # A reduced result replaces the zeroed result of the last step, and may be in the same
+            # memory.
             adds = self._adds and (self.buffer is None or self.gradient is None)
             main_shard.take(self.gradient, adds=adds)
-            self._keep(main_shard.tensor.grad)
+            self._set_accessor_result(main_shard.tensor.grad)
         self.mark_reduced()
-        if self._num_firings > 1:  # e.g. reentrant checkpointing: each firing is only a part
+        if self._num_firings > 1:  # e.g. reentrant checkpointing: each firing adds only a part
             self._fires_once = False
         elif self._fires_once is None and self._num_firings == 1:
             self._fires_once = True
         return copied
 
-    def _hand_over(self, buffer: BucketBuffer | None) -> None:
-        """Gives the gradient to the main shard of this rank, if there is one."""
+    def _set_main_gradient(self, buffer: BucketBuffer | None) -> None:
+        """Sets the gradient of this rank's main shard, if there is one, to its part of a slot."""
         self._accessor.write(self.live, None)
         main_shard = self.placed.main_shard
         if main_shard is not None:
@@ -307,10 +312,10 @@ class LiveParameter:
             )
             main_shard.take(shard)
 
-    def _keep(self, result: torch.Tensor | None) -> None:
-        """Leaves the result where the accessor has gradients, for those who read it there.
+    def _set_accessor_result(self, result: torch.Tensor | None) -> None:
+        """Writes the result to the accessor too, for users who read it there.
 
-        Only ``.grad`` is emptied: another optimizer might step the parameter by it.
+        ``.grad`` is set to None instead: another optimizer might step the parameter with it.
         """
         if isinstance(self._accessor, GradAttribute):
             self._accessor.write(self.live, None)
@@ -319,22 +324,21 @@ class LiveParameter:
             dtype = self._accessor.dtype(self.live)
             self._accessor.write(self.live, result.detach().to(dtype))
         gradient = self.gradient
-        self._kept = None if gradient is None else TensorWeakRef(gradient)
+        self._accessor_result = None if gradient is None else TensorWeakRef(gradient)
 
-    def _drop_kept(self) -> None:
-        """Takes the last step's result from the accessor: the main shard has it, or is zeroed."""
-        gradient = None if self._kept is None else self.gradient
-        if gradient is not None and self._kept is not None and gradient is self._kept():
+    def _drop_accessor_result(self) -> None:
+        """Removes the last result from the accessor; the main shard has it, or was zeroed."""
+        last, self._accessor_result = self._accessor_result, None
+        if last is not None and (gradient := self.gradient) is not None and gradient is last():
             self._accessor.write(self.live, None)
-        self._kept = None
 
     @property
-    def _has_result_left(self) -> bool:
-        """Whether the last step's result is there still; it may have been zeroed in place."""
-        if self._left is None:
+    def _has_last_result(self) -> bool:
+        """Whether the last result is still the gradient. It may have been zeroed in place."""
+        if self._last_result is None:
             return False
         result = self._result
-        return result is not None and result is self._left[0]()
+        return result is not None and result is self._last_result[0]()
 
     @property
     def _result(self) -> torch.Tensor | None:
@@ -343,32 +347,34 @@ class LiveParameter:
 
     @property
     def _is_zero(self) -> bool:
-        """Whether the last step's result was zeroed in place; the values are read where it may."""
+        """Whether the last result was zeroed in place. Reads its values only after a write."""
         result = self._result
         assert result is not None
-        assert self._left is not None
-        if self._writes(result) == self._left[1]:
+        assert self._last_result is not None
+        if self._writes(result) == self._last_result[1]:
             return False
         is_zero = self.buffer is not None and result is self.view and self.buffer.is_zero()
         return is_zero or not bool(result.any())
 
     def drop(self) -> None:
-        """Takes the gradient away, of a step that failed: it may be a part of one."""
-        self._left = None
+        """Sets the gradient to None, after a failed step: it may not be complete."""
+        self._last_result = None
         if self.record.requires_grad:
             self._accessor.write(self.live, None)
-            self.live.grad = None  # what no accessor has taken yet
+            self.live.grad = None  # the accessor may not have moved it yet
         if self.placed.main_shard is not None:
             self.placed.main_shard.take(None)
 
     def mark_reduced(self) -> None:
-        """Remembers the result as it is now, so that `refresh` knows whether it was renewed."""
+        """Stores the result and its version, so that `refresh` can see whether it has changed."""
         gradient = self.main_gradient
-        # Weakly: a gradient that the user drops must not live on until the next one is there.
-        self._left = None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
+        # A weak reference: a gradient that the user drops must be freed before the next step.
+        self._last_result = (
+            None if gradient is None else (TensorWeakRef(gradient), self._writes(gradient))
+        )
 
     def _writes(self, gradient: torch.Tensor) -> int:
-        """Counts the writes to the gradient; what is written by way of a DTensor, that counts."""
+        """Returns the number of writes to a gradient, also of writes to a DTensor that holds it."""
         if not self._is_dtensor:
             return gradient._version
         whole = self.live.grad
@@ -383,5 +389,5 @@ class LiveParameter:
 
 
 def _shared_view(buffer: BucketBuffer, key: str) -> torch.Tensor | None:
-    main_ranges = buffer.bucket.dtype == buffer.bucket.wire_dtype
-    return buffer.views[key] if main_ranges else None
+    has_wire_dtype = buffer.bucket.dtype == buffer.bucket.wire_dtype
+    return buffer.views[key] if has_wire_dtype else None

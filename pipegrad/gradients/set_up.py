@@ -91,6 +91,8 @@ def set_up(
     # never receive the message.
     ending.call(reducer.submit_send_waits)
     failures = FailedSteps(notice, reducer.wait)
+    # Gradients and parameters have separate memory: the next step's gradients are written while the
+    # parameters of this step may still be on the wire.
     trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
     buffers = parameter_buffers(plan, device)
     parameters = live_parameters(
@@ -164,6 +166,8 @@ def live_parameters(
         buffers: Key -> the buffer of its gradient's bucket.
         parameter_buffers: Key -> the memory of the parameter, if a parameter sync may write to it.
     """
+    # A tied parameter that several stages of this rank hold is one LiveParameter: `link_local` has
+    # made it one object. It is final when all of these stages are.
     manifest, plan = agreed.manifest, agreed.plan
     routes, divisors = dict(plan.routes), dict(plan.divisors)
     homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}

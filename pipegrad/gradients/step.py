@@ -1,4 +1,4 @@
-"""One step of a GradientSync: what each of its verbs does on this rank."""
+"""One step of a GradientSync: the code of each verb on this rank."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """The step at hand on this rank. `GradientSync` has the same verbs, with their contracts.
+    """The present step on this rank. `GradientSync` has the same verbs, with their contracts.
 
     Args:
-        plan: This rank's.
-        parameters: This rank's, by key.
-        trees: Where they are looked up, by stage.
-        reducer: Launches and waits.
-        parameter_sync: What comes back after the optimizer's step.
+        plan: Of this rank.
+        parameters: Of this rank, by key.
+        trees: Find the parameters, by stage.
+        reducer: Launches collectives, and waits for them.
+        parameter_sync: Sends parameters after the optimizer's step.
         failures: Of all steps.
         drift: Compares copies.
-        ending: Ends threads and groups when nobody holds the GradientSync any more.
-        wrapped: What FSDP2 has wrapped of this rank's stages.
-        alike: As `OptimizerWatch`.
-        keeps_state: Whether a handler keeps something from step to step.
+        ending: Ends threads and groups when the GradientSync is garbage.
+        wrapped: The modules of this rank's stages that FSDP2 has wrapped.
+        alike: As in `OptimizerWatch`.
+        keeps_state: Whether a handler has a state from step to step.
         keeps_equal: Whether all handlers keep copies of a parameter equal.
 
     Attributes:
-        state: What it is in the middle of.
-        is_accumulating: Whether this step only adds up.
+        state: The present state; see `TRANSITIONS`.
+        is_accumulating: Whether this step only accumulates.
         statistics: Of the last step that ended.
     """
 
@@ -79,34 +79,34 @@ class Step:
         self._wrapped = wrapped
         self._keeps_state = keeps_state
         self._keeps_equal = keeps_equal
-        # Backward reaches the last parameter of a stage first: gradients leave in that order.
+        # Backward completes the last parameter of a stage first. Gradients are sent in that order.
         self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(trees)}
         for parameter in reversed(list(parameters.values())):
             parameter.connect(self._on_accumulated)
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
         self._by_id = {id(p.live): p for p in parameters.values()}
-        self._adds_up = False  # whether the step at hand began as one that only adds up
-        self._last_backwards: set[int] = set()  # stages of which the next backward is the last
+        self._only_accumulates = False  # whether the present step began inside `accumulate`
+        self._last_backwards: set[int] = set()  # stages whose next backward is the last
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
         self._watch = OptimizerWatch(parameters.values(), alike=alike, on_refusal=self._refused)
 
     @property
     def is_open(self) -> bool:
-        """Whether a step has begun that has not ended."""
+        """Whether a step has begun and not ended."""
         return self.state in (State.OPEN, State.LEAVING)
 
     def check(self, verb: str) -> None:
-        """Refuses a verb that the state at hand does not allow; see `TRANSITIONS`.
+        """Refuses a verb that the present state does not allow; see `TRANSITIONS`.
 
         Raises:
-            StepError: Says what to call first.
+            StepError: If it is refused. It names the verb to call first.
         """
         refuse(verb, self.state)
 
     def refuse_closed(self) -> None:
-        """Raises StepError behind `close`."""
+        """Raises StepError after `close`."""
         if self.state is State.CLOSED:
             refuse("prepare", self.state)
 
@@ -115,7 +115,7 @@ class Step:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Has the steps inside add up, and nothing else."""
+        """Makes the steps inside accumulate only."""
         before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
@@ -125,7 +125,7 @@ class Step:
     # The verbs of a step, in order.
 
     def prepare(self, divisor: float) -> None:
-        """Gives gradients zeroed slots to go to, or continues a step that only added up."""
+        """Zeroes the slots of gradients, or continues a step that only accumulated."""
         self.refuse_closed()
         with self._failures.refusing():
             self._prepare(divisor)
@@ -136,7 +136,7 @@ class Step:
         continues = self.is_open
         self._parameter_sync.publish_if_due()
         self._parameter_sync.check_published()
-        if not continues:  # else FSDP2 may go on with what it has gathered
+        if not continues:  # an accumulated step may use the gathered parameters again
             reshard(self._wrapped)
         self._refresh(continues=continues)
         self._failures.begin()
@@ -144,7 +144,7 @@ class Step:
         zeroed = {
             key: p for key, p in self._parameters.items() if p.open(divisor, continuing=continues)
         }
-        # One zeroing for each buffer, ahead of every producer that writes into it.
+        # Step 1 of the journey of a gradient: one zeroing for each buffer, before its producers.
         for buffer in self._reducer.buffers.values():
             buffer.reset([key for key in buffer.views if key in zeroed])
         for parameter in zeroed.values():
@@ -160,7 +160,7 @@ class Step:
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
         self._watch.follow(self._by_id)
-        self._adds_up = self.is_accumulating
+        self._only_accumulates = self.is_accumulating
         self._go("prepare")
         self._ending.note_in_vain(True)
 
@@ -171,7 +171,7 @@ class Step:
             self._last_backwards.add(stage)
 
     def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes some gradients of a stage as final."""
+        """Marks some gradients of a stage as final."""
         self._check_stage("parameters_final", stage)
         if self.is_accumulating:
             return
@@ -182,10 +182,10 @@ class Step:
                     f"a parameter of shape {tuple(tensor.shape)} is none of those of stage "
                     f"{stage} that the ranks agreed on: make a new GradientSync on all ranks"
                 )
-            self._leave(parameter, stage)
+            self._finalize_for(stage, parameter)
 
     def stage_final(self, stage: int) -> None:
-        """Takes all gradients of a stage as final; complete buckets leave, in order."""
+        """Marks all gradients of a stage as final; launches complete buckets, in order."""
         self._check_stage("stage_final", stage)
         if self.is_accumulating:
             return
@@ -195,10 +195,10 @@ class Step:
         self._final_stages.add(stage)
         self._last_backwards.discard(stage)
         for parameter in self._by_stage[stage]:
-            self._leave(parameter, stage)
+            self._finalize_for(stage, parameter)
 
     def finish(self) -> bool:
-        """Waits until every gradient is in place; returns whether copies are to be compared."""
+        """Waits until every gradient is in place; returns whether copies must be compared."""
         if self.is_accumulating and self.state is not State.CLOSED:
             self._failures.end()
             return False
@@ -213,7 +213,8 @@ class Step:
             exposed_seconds = self._reducer.wait()
             compares = self._keeps_equal and self._drift.count(self._failures.step)
             if compares:
-                # A rank that failed comes to this meeting too, so nobody compares alone.
+                # A failed rank takes part in this collective, too. So after it, the board says
+                # whether to compare, and no rank compares alone.
                 self._reducer.wait_for(self._reducer.meet())
             self._reducer.refuse_failed()
         except BaseException as error:
@@ -223,6 +224,7 @@ class Step:
         return compares
 
     def _put_in_place(self, exposed_seconds: float) -> None:
+        """Step 7 of the journey of a gradient, after the wait."""
         parameters = self._parameters.values()
         early = sum(parameter.left_early for parameter in parameters)
         copies = sum(parameter.finish() for parameter in parameters)
@@ -245,7 +247,7 @@ class Step:
         )
 
     def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
-        """Ends a step that failed here; see `GradientSync.abort`."""
+        """Ends a step that failed on this rank; see `GradientSync.abort`."""
         if self.state is State.CLOSED:
             return None
         if self._failures.has_posted(error):
@@ -253,18 +255,20 @@ class Step:
         if not begun:
             self._failures.settle()
             if self._failures.are_final:
-                return None  # `prepare` has said so
-        is_left = self.is_open or not begun
+                return None  # `prepare` has posted it
+        is_unfinished = self.is_open or not begun
         self._go("drop_gradients")
-        reduces = is_left and not (self._adds_up if begun else self.is_accumulating)
+        accumulates = self._only_accumulates if begun else self.is_accumulating
+        reduces = is_unfinished and not accumulates
         launches = reduces and bool(self._plan.launches)
         final = final or (launches and (self._keeps_state or self._reducer.has_failed))
         cause = self._failures.post(error, begun=begun, final=final)
-        if is_left:
+        if is_unfinished:
             self.drop_gradients()
         if reduces and not final:
-            # In the order of a step that ends: the collectives, the meeting, the parameters that
-            # other ranks may publish behind it.
+            # The same order as in a step that ends well: the collectives, the meeting of `finish`,
+            # and the parameter sync that other ranks may publish after it. Otherwise ranks would
+            # wait for each other; see [Note: failed steps].
             if launches:
                 self._give_up(begun=begun)
             if self._keeps_equal and self._drift.count(self._failures.step):
@@ -274,13 +278,13 @@ class Step:
         return cause
 
     def drop_gradients(self) -> None:
-        """Takes all gradients away, those of accumulated steps as well: they are None."""
+        """Sets all gradients to None, also those of accumulated steps."""
         self._go("drop_gradients")
         for parameter in self._parameters.values():
             parameter.drop()
 
     def close(self) -> None:
-        """Refuses all verbs from now on, and takes all hooks away."""
+        """Refuses all verbs from now on, and removes all hooks."""
         self._go("close")
         self._watch.remove()
         for parameter in self._parameters.values():
@@ -299,7 +303,7 @@ class Step:
             )
 
     def _refresh(self, *, continues: bool) -> None:
-        """Looks up what this step begins with, and refuses what would make it wrong."""
+        """Looks up all parameters for this step, and refuses changes that would make it wrong."""
         for tree in self._trees.values():
             tree.check()
         for buffer in self._reducer.buffers.values():
@@ -308,7 +312,9 @@ class Step:
             parameter.refresh(continuing=continues)
 
     def _on_accumulated(self, parameter: LiveParameter) -> None:
-        """Called by autograd, possibly in its own threads, after each accumulation."""
+        """Called by autograd, perhaps in its own threads, after each accumulation."""
+        # Step 3 of the journey of a gradient. Before the last backward of a stage, more
+        # accumulations will follow.
         if not parameter.waiting <= self._last_backwards or not self.is_open:
             return
         parameter.note_last_firing()
@@ -322,16 +328,16 @@ class Step:
         elif parameter.is_complete:
             self._finalize(parameter)
 
-    def _leave(self, parameter: LiveParameter, stage: int) -> None:
-        """Finalizes a parameter, if no other local stage will still add to it."""
-        if parameter.leave(stage):
+    def _finalize_for(self, stage: int, parameter: LiveParameter) -> None:
+        """Finalizes a parameter after `stage`, if no other local stage will add to it."""
+        if parameter.stage_is_done(stage):
             self._finalize(parameter)
 
     def _finalize(self, parameter: LiveParameter) -> None:
         self._go("parameters_final")
         try:
             gradient = parameter.close()
-        except StepError as error:  # `finish` raises it, and other ranks learn of it there
+        except StepError as error:  # `finish` raises it, and posts it for other ranks
             self._late_error = self._late_error or error
             return
         if parameter.buffer is not None:
@@ -340,7 +346,7 @@ class Step:
             )
 
     def _give_up(self, *, begun: bool) -> None:
-        """Launches what is left of a step that failed, and what `prepare` would have."""
+        """Launches the remaining collectives of a failed step, also those of `prepare`."""
         if not begun:
             if self._parameter_sync.is_taken:
                 self._parameter_sync.publish_if_due()
@@ -351,6 +357,6 @@ class Step:
         self._reducer.give_up()
 
     def _refused(self, error: PipegradError) -> None:
-        """Ends the step on ranks that do not step, when an optimizer is refused on this one."""
+        """Posts that an optimizer was refused on this rank, for ranks without an optimizer step."""
         if not self.is_open:
             self.abort(error, begun=False)

@@ -1,16 +1,16 @@
-"""GradientSync: the page to read first. Discover, agree and plan once; launch and finish each step.
+"""GradientSync: read this file first. Discover, agree and plan once; launch and finish each step.
 
-sync = GradientSync({0: module}, topology, shared=find_tied(model), handlers=[...])
+sync = GradientSync({0: module}, topology, tied=find_tied(model), handlers=[...])
 optimizer = AdamW(sync.optimizer_parameters())
 for batch in data:
-    sync.prepare()              # gradients accumulate into the buckets from here on
-    sync.stage_first_use(0)     # what other ranks stepped of stage 0 is here
+    sync.prepare()              # from here on, gradients accumulate into the buckets
+    sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have stepped
     ...                         # forward and backward of every microbatch
-    sync.stage_final(0)         # stage 0's gradients are final: its buckets leave
-    sync.finish()               # every gradient is in place
+    sync.stage_final(0)         # the gradients of stage 0 are final: launches its buckets
+    sync.finish()               # waits: every gradient is in place
     sync.clip_grad_norm_(1.0)
     optimizer.step()
-    sync.publish()              # what this rank stepped leaves for those who hold it too
+    sync.publish()              # sends the parameters that this rank has stepped
     optimizer.zero_grad()
 """
 
@@ -48,29 +48,30 @@ from pipegrad.topology import Topology
 
 
 class GradientSync:
-    """Makes the gradients of a model cut over ranks what one process would have computed.
+    """Makes the gradients of a model that is cut over ranks equal to those of one process.
 
-    All ranks of the topology construct it together: what one rank alone can get wrong is exchanged
-    before the first collective, so all raise the same error or none does. Replicas are made equal.
+    All ranks of the topology construct it together. Everything that one rank alone can get wrong is
+    exchanged before the first collective, so all ranks raise the same error, or none. Replicas are
+    made equal.
 
-    With OWNER and SHARD parameters become views of flat memory that they come back to. So save
-    clones, or a whole state_dict: ``torch.save`` of one parameter writes all that lies beside it.
+    With OWNER and SHARD, parameters become views of flat memory. So save clones, or a whole
+    state_dict: ``torch.save`` of one parameter writes the whole flat memory.
 
-    Stages may be sharded by FSDP2, and parameters be DTensors: what their own mesh dimensions need
-    is theirs to do, and handlers reduce local shards along others. So with FSDP2 over the data
-    ranks the handlers are ``["pipeline-shared"]``, and `stage_final` comes behind its reduction.
+    Stages may be sharded by FSDP2, and parameters may be DTensors. They reduce over their own mesh
+    dimensions themselves, and handlers reduce local shards along the other dimensions. So with
+    FSDP2 over the data ranks, the handlers are ``["pipeline-shared"]``. Call `stage_final` after
+    the reduction of FSDP2.
 
-    Gradients are views of the buckets, so that nothing is copied, and the next step writes into
-    the same memory. Whatever keeps a gradient beyond the next `prepare`, an optimizer's state or
-    a logger, keeps a clone of it: ``parameter.grad.clone()``.
+    Gradients are views of the buckets, so nothing is copied, and the next step writes into the same
+    memory. If you use a gradient after the next `prepare`, for example in a logger, clone it:
+    ``parameter.grad.clone()``.
 
-    Some optimizers do not fit copies of one parameter: one whose step depends on all gradients of
-    a rank (LBFGS is refused by name; an own one cannot be recognised), and
-    ``torch.nn.utils.clip_grad_norm_``, which has the norm of one rank's gradients: use
-    `clip_grad_norm_`. Copies that such a thing tears apart are an error, see `finish`.
+    Some optimizers make copies of a parameter different: those whose step depends on all gradients
+    of a rank. LBFGS is refused; an optimizer of your own cannot be recognised. Also do not use
+    ``torch.nn.utils.clip_grad_norm_``, which has the norm of one rank's gradients, but
+    `clip_grad_norm_`. Copies that have become different are an error; see `finish`.
 
-    No verb may be called while a CUDA graph is captured; `torch.compile` leaves them out of its
-    graphs.
+    No verb may be called while a CUDA graph is captured. `torch.compile` does not trace verbs.
 
     Args:
         modules: This rank's stages, ``{stage: module}``.
@@ -79,19 +80,19 @@ class GradientSync:
             stage -> name, or ``Pipe.replicated_params``. The same on all ranks.
         handlers: Names, tables of name and options, classes or instances.
         accessor: Where gradients live; ``parameter.grad`` by default.
-        agree_seconds: How long the ranks wait for each other here. Where they may have loaded
-            files before, they wait for the process group's timeout too, up to ten minutes.
+        agree_seconds: How long the ranks wait for each other. After verbs that may load files, they
+            wait for the timeout of the process group, up to ten minutes, if that is longer.
         **options: Fields of `GradientOptions` by name, such as ``bucket_bytes``.
 
     Attributes:
-        topology: As given.
+        topology: The argument.
         handlers: The resolved handlers by name, with distribution and version.
-        manifest: What the ranks agreed on.
+        manifest: The agreed model.
         plan: This rank's buckets and collectives; printable.
 
     Raises:
-        AgreementError: If ranks disagree, or one failed or stayed away. On all ranks alike.
-        PlanError: If handlers contradict each other, or leave a shared parameter uncovered.
+        AgreementError: On all ranks, if ranks disagree, or a rank failed or did not arrive.
+        PlanError: If handlers contradict each other, or do not reduce a tied parameter.
         PluginError: If a handler cannot be used.
     """
 
@@ -132,35 +133,35 @@ class GradientSync:
 
     @outside_of_graphs
     def prepare(self, *, divisor: float = 1.0) -> None:
-        """Starts a step, or continues an accumulated one: gradients get zeroed slots to go to.
+        """Starts a step, or continues an accumulated step: makes zeroed slots the gradients.
 
         Args:
-            divisor: What this step adds to gradients is divided by it, once, when they are final:
-                the number of microbatches, where each microbatch's loss is a mean. So the sum of
-                all microbatches must fit into the gradient's dtype; where that is float16, divide
-                the loss instead, or set ``parameter.grad_dtype`` to float32. Steps that accumulate
-                may have different ones; a gradient that you set yourself is not divided.
+            divisor: The gradients of this step are divided by it once, when they are final. It is
+                the number of microbatches if the loss of each is a mean. The sum of all
+                microbatches must fit into the gradient's dtype. With float16, divide the loss
+                instead, or set ``parameter.grad_dtype`` to float32. Accumulated steps may have
+                different divisors. A gradient that you set yourself is not divided.
 
-        Sync: zeroes gradients on the current stream, and may scale those of accumulated steps: call
-        backward from it, or from one that waits for it. pipegrad's own buffers are safe whichever
-        streams its verbs are called on.
+        Sync: zeroes gradients on the current stream, and may scale those of accumulated steps. Call
+        backward on this stream, or on a stream that waits for it. The buffers of pipegrad are safe
+        for verbs on any stream.
 
         Raises:
-            StepError: If a gradient still is the reduced one of the step before, if a parameter is
-                no longer what the ranks agreed on, if one was changed behind `publish`, or if this
-                step's gradients are leaving. Try again soon: other ranks wait for some seconds.
-            ReduceError: If an earlier step failed in a comm stream: its communicators are out of
-                step.
+            StepError: If a gradient is still the reduced gradient of the last step, if a parameter
+                is not as the ranks agreed, if a parameter was changed after `publish`, or if
+                gradients of this step are already sent. Then try again soon: other ranks wait for
+                some seconds.
+            ReduceError: If an earlier step failed in a comm stream, so this rank cannot go on.
         """
         self._step.prepare(divisor)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Steps inside only add up: nothing is final, divided or launched until one outside."""
+        """Makes steps inside only accumulate: nothing is final, divided or launched in them."""
         return self._step.accumulate()
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether this step only adds up."""
+        """Whether this step only accumulates."""
         return self._step.is_accumulating
 
     @property
@@ -170,28 +171,28 @@ class GradientSync:
 
     @outside_of_graphs
     def stage_last_backward(self, stage: int) -> None:
-        """Says that the next backward of `stage` is its last: parameters become final one by one.
+        """Announces the last backward of `stage`: in it, parameters become final one by one.
 
-        A shortcut, for full backward only. What it does not reach, `stage_final` does.
+        Optional, and for whole backwards only. `stage_final` finalizes all other parameters.
         """
         self._step.stage_last_backward(stage)
 
     @outside_of_graphs
     def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Says that some parameters of `stage` are final, ahead of `stage_final`.
+        """Marks some parameters of `stage` as final, before `stage_final`.
 
-        Sync: whatever wrote their gradients must be ahead of the current stream.
+        Sync: the current stream must be after everything that wrote their gradients.
 
         Raises:
-            StepError: If one is not a parameter that the ranks agreed on.
+            StepError: If a parameter is not in the agreed model.
         """
         self._step.parameters_final(stage, parameters)
 
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
-        """Says that all of `stage` is final; buckets that are complete leave, in order.
+        """Marks all parameters of `stage` as final; launches complete buckets, in order.
 
-        Sync: whatever wrote the stage's gradients must be ahead of the current stream.
+        Sync: the current stream must be after everything that wrote the stage's gradients.
         """
         self._step.stage_final(stage)
 
@@ -199,49 +200,47 @@ class GradientSync:
     def finish(self) -> None:
         """Waits until every gradient is in place.
 
-        A gradient that no rank contributed to is None again, as in one process. In the steps 2, 4,
-        8, 16 and so on all ranks meet here, and copies of one parameter are compared, as
-        `check_replicas` does; only what a few roundings a step explain is no error then, since
-        machines of two kinds may round differently. Steps that only accumulate do not count.
+        If no rank contributed to a gradient, it is None again, as in one process. In the steps 2,
+        4, 8, 16 and so on, all ranks compare the copies of each parameter, as `check_replicas`
+        does. Here, differences of a few roundings for each step are allowed, since machines of two
+        kinds may round differently. Steps that only accumulate do not count.
 
-        Sync: the current stream waits for the comm streams; the host only where collectives block
-            it, and
-        for the flag of each parameter that this rank has no gradient of.
+        Sync: the current stream waits for the comm streams. The host waits if collectives block it,
+        and for the flag of each parameter without a gradient on this rank.
 
         Raises:
-            ReduceError: If a collective failed, on every rank that waits for one that never ends:
-                within a second where collectives block the host, else when their backend gives up.
-            StepError: If a stage is not final, or a gradient changed after it was.
-            DriftError: If copies have drifted apart; on all ranks alike.
+            ReduceError: If a collective failed; on every rank that waits for it. Within a second if
+                collectives block the host, otherwise after the timeout of their backend.
+            StepError: If a stage is not final, or a gradient changed after it was final.
+            DriftError: On all ranks, if copies have drifted apart.
         """
         if self._step.finish():
             self.reshard()
             self._parts.drift.refuse_growing(self._step.statistics.steps)
 
     def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
-        """Ends a step that failed: all ranks are told, and can go on with the next one.
+        """Ends a failed step. All ranks can go on with the next step, and raise an error for this.
 
-        Gradients are None afterwards, those of steps that were accumulated as well. This rank still
-        launches the collectives that are left of the step, of zeros: so no other rank waits for one
-        in vain, and each of them finds out in its `finish`. The next `prepare` waits for them.
+        Afterwards gradients are None, also those of accumulated steps. This rank still launches the
+        remaining collectives of the step, with zeros, so no other rank waits for ever. Other ranks
+        raise an error in `finish`. The next `prepare` waits for the collectives.
 
-        This object is of no further use where a collective itself failed, or could not be launched,
-        and where a handler has a communication hook or keeps state: what is left of the step would
-        spoil it.
+        The failure is final if a collective itself failed, or was not launched. It is also final if
+        a handler has a communication hook or a state, which the zeros would spoil.
 
         Args:
-            error: Why.
-            begun: False if this rank did not come as far as `prepare`, or was refused there, and
+            error: What was raised.
+            begun: False if `prepare` was not called on this rank, or was refused, and this rank
                 will not try this step again.
-            final: Whether there is no going on after it.
+            final: Whether this rank cannot go on.
 
         Returns:
-            What a rank said that failed before this one, and so is the cause; None if none did.
+            The message of a rank that failed before this rank, which is the cause; or None.
         """
         return self._step.abort(error, begun=begun, final=final)
 
     def drop_gradients(self) -> None:
-        """Takes all gradients away, those of accumulated steps as well: they are None."""
+        """Sets all gradients to None, also those of accumulated steps."""
         self._step.drop_gradients()
 
     # After finish.
@@ -250,20 +249,23 @@ class GradientSync:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
 
-        An infinite `max_norm` measures and scales nothing.
+        With an infinite `max_norm` it only measures.
 
-        A parameter counts once, however many ranks hold it, or parts of it, if its copies are
-        reduced over those ranks; one that no handler reduces counts on every rank that holds it.
-        The norm, and so the factor, has the same bits on all ranks: every rank must call this.
+        A parameter counts once if its copies, or parts, are reduced over the ranks that hold it. If
+        no handler reduces it, it counts on each of these ranks. All ranks must call this. The norm
+        and the factor have the same bits on all ranks.
 
         Returns:
-            The norm before clipping, an fp32 scalar; of fp64 if there are gradients of fp64.
+            The norm before clipping, an fp32 scalar; fp64 if there are fp64 gradients.
 
         Sync: on the current stream; one scalar all-reduce over all ranks.
         """
         self._step.check("clip_grad_norm_")
-        found = {key: p.main_gradient for key, p in self._parameters.items()}
-        gradients = {key: gradient for key, gradient in found.items() if gradient is not None}
+        gradients = {
+            key: gradient
+            for key, parameter in self._parameters.items()
+            if (gradient := parameter.main_gradient) is not None
+        }
         norm = self._parts.norm.of(
             gradients, norm_type, group=self._parts.groups.world, device=self.device
         )
@@ -274,24 +276,24 @@ class GradientSync:
         return norm
 
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
-        """Returns parameter groups of what this rank steps, for any optimizer's constructor.
+        """Returns parameter groups of this rank's main parameters, for an optimizer's constructor.
 
-        With REPLICATE that is the parameter itself. With OWNER it is too, on the owner alone. With
-        SHARD it is a flat shard of it, for an optimizer that looks at each element by itself. With
-        a `master_dtype` it is a copy. The gradient is where the optimizer steps: behind `finish`
+        With REPLICATE these are the parameters, with OWNER the parameters on their owner. With
+        SHARD they are flat shards, for an optimizer that treats each element separately. With a
+        `master_dtype` they are copies. The main parameter has the gradient: after `finish`, the
         ``.grad`` of a parameter is None if the optimizer steps a shard or a copy of it. All ranks
-        get the same groups, of which some may be empty: make an optimizer on every rank.
+        get the same groups, some of them empty. So make an optimizer on every rank.
 
         Args:
-            group_of: Record -> the options of its parameter group; records with equal options are
-                in one group. By default one group has all.
+            group_of: Record -> the options of its parameter group. Records with equal options are
+                in the same group. By default there is one group.
         """
         self._parameter_sync.take()
         trained = [r for r in self.manifest.parameters if r.requires_grad]
         return grouped(trained, self.main_parameters(), group_of)
 
     def main_parameters(self) -> tuple[MainParameter, ...]:
-        """Returns what this rank's optimizer steps, by stage and position."""
+        """Returns the main parameters of this rank, by stage and position."""
         return tuple(
             MainParameter(
                 self._parameters[main_range.key].record,
@@ -304,44 +306,44 @@ class GradientSync:
         )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | type) -> None:
-        """Refuses an optimizer that cannot step shards of parameters, if that is what it would get.
+        """Refuses an optimizer that cannot step shards, if the plan has shards.
 
-        Any optimizer is checked before it steps; this is to know it earlier.
+        Every optimizer is checked before its step. This is for an earlier error.
 
         Raises:
-            PlanError: Names it, and those that can be taken.
+            PlanError: If it is refused. It names the optimizers that can be used.
         """
         if any(h.placement is Placement.SHARD for _, route in self.plan.routes for h in route):
             refuse_unless_elementwise(optimizer)
 
-    # Parameters that come back, and replicas.
+    # Parameter sync, and replicas.
 
     def reshard(self) -> None:
-        """Frees what FSDP2 has left gathered, so that the next forward gathers what is stepped."""
+        """Frees parameters that FSDP2 has left gathered, so the next forward gathers new values."""
         reshard(self._agreed.wrapped)
 
     @outside_of_graphs
     def publish(self) -> None:
-        """Sends what the optimizer has stepped to all that hold it; call it after its step.
+        """Sends the parameters that this rank has stepped. Call it after the optimizer's step.
 
-        It returns at once: what moves arrives under the next step's forward, and is waited for at
-        its first use. Where no placement moves anything this does nothing. If it is not called, the
-        next verb that reads parameters does; every rank must call the same.
+        It returns at once. The parameters arrive during the next step's forward, and
+        `stage_first_use` waits for them. Without OWNER, SHARD and master copies it does nothing. If
+        you do not call it, the next verb that reads parameters does. All ranks must call the same.
 
-        Sync: behind all that the current stream has done; on the comm streams.
+        Sync: on the comm streams, after everything on the current stream.
 
         Raises:
-            StepError: Inside a step, or if the optimizer was not given `optimizer_parameters`.
+            StepError: Inside a step, or if `optimizer_parameters` was never called.
         """
         self._step.check("publish")
         self._parameter_sync.publish()
 
     def publish_if_due(self) -> None:
-        """Publishes what was stepped and not published yet: before an evaluation, say.
+        """Publishes if parameters were stepped and not published, for example before an evaluation.
 
-        If no rank has stepped anything since its gradients are there, it is left for later.
+        If no rank has stepped a parameter since the gradients are there, it does nothing.
 
-        Sync: where placements move parameters, one flag for all ranks; every rank must call it.
+        Sync: if parameters are sent at all, one flag is reduced, so all ranks must call it.
         """
         self._step.check("publish_if_due")
         if self._parameter_sync.is_needed:
@@ -354,11 +356,10 @@ class GradientSync:
 
         Call it before the stage's first forward of a step, or of an evaluation.
 
-        Sync: afterwards the current stream may read them; where collectives block the host, so
-        does this.
+        Sync: afterwards the current stream may read them. Blocks the host if collectives do.
 
         Raises:
-            ReduceError: If a movement failed, on every rank that waits for it.
+            ReduceError: If a parameter sync failed; on every rank that waits for it.
         """
         self._step.check("stage_first_use")
         self._parameter_sync.publish_if_stepped()
@@ -366,7 +367,7 @@ class GradientSync:
 
     @outside_of_graphs
     def wait_parameters(self) -> None:
-        """Waits for all parameters of this rank: call it before reading or saving them.
+        """Waits for all parameters of this rank. Call it before you read or save them.
 
         Sync: as `stage_first_use`; every rank must call it.
         """
@@ -375,27 +376,31 @@ class GradientSync:
         self._parameter_sync.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank's handlers keep from step to step, such as error feedback.
+        """Returns the states of this rank's handlers from step to step, such as error feedback.
 
-        Empty if none keeps anything. It fits into the plan that it is of, on this rank.
+        It is empty if no handler has a state. It can be loaded on the same rank, with the same
+        plan.
 
         Raises:
             StepError: Inside a step.
         """
         self._step.check("state_dict")
-        kept = {name: found.plugin.state_dict() for name, found in self.handlers.items()}
-        kept = {name: state for name, state in kept.items() if state}
-        return {"plan": self.plan.digest, "handlers": kept} if kept else {}
+        states = {
+            name: state
+            for name, resolved in self.handlers.items()
+            if (state := resolved.plugin.state_dict())
+        }
+        return {"plan": self.plan.digest, "handlers": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned on this rank; handlers not in it start afresh.
+        """Continues with a result of `state_dict` of this rank; other handlers start anew.
 
-        Every rank must call it: a handler goes on, or starts afresh, on all ranks or on none.
+        Every rank must call it: a handler continues on all ranks, or starts anew on all ranks.
 
         Raises:
-            PlanError: On every rank, if on one it is of another plan, or of handlers that keep
-                something else, or if a handler would go on here and start afresh there. Nothing
-                is kept then: all handlers start afresh.
+            PlanError: On every rank, if the state of a rank is of another plan or of other
+                handlers, or if a handler would continue only on some ranks. Then all handlers
+                start anew.
             StepError: Inside a step.
         """
         self._step.check("load_state_dict")
@@ -409,15 +414,15 @@ class GradientSync:
 
     @outside_of_graphs
     def synchronize_parameters(self) -> None:
-        """Gives all replicas the bits of their lowest rank. Call it after loading a checkpoint.
+        """Copies parameters from their lowest rank to all replicas, for example after a checkpoint.
 
-        What the optimizer steps in their place takes their values.
+        Main shards take the values, too.
 
         Sync: on the current stream; every rank must call it, outside of a step.
 
         Raises:
-            StepError: Behind a step that is not published, or while parameters are on their way:
-                what other ranks stepped would be lost, or mixed with what was loaded.
+            StepError: If a step was not published, or parameters are still on the wire. They would
+                be lost, or mixed with loaded values.
         """
 
         def check() -> None:
@@ -443,13 +448,13 @@ class GradientSync:
 
     @outside_of_graphs
     def check_replicas(self) -> None:
-        """Raises on every rank if copies of a parameter differ in a single bit.
+        """Raises an error on every rank if copies of a parameter differ in a single bit.
 
-        Sync: two integers a parameter travel, and one for all; every rank must call it, outside of
-        a step.
+        Sync: sends two integers for each parameter, and one flag. Every rank must call it, outside
+        of a step.
 
         Raises:
-            DriftError: Names parameters and ranks.
+            DriftError: If copies differ. It names parameters and ranks.
         """
         self._step.check("check_replicas")
         self.publish_if_due()
@@ -458,7 +463,7 @@ class GradientSync:
         self._parts.drift.refuse()
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
-        """Returns the live parameter of a record, looked up in its module now."""
+        """Returns the parameter of a record that is in its module now."""
         return self._parts.lookup(record.key)
 
     def records(self) -> tuple[ParameterRecord, ...]:
@@ -466,26 +471,26 @@ class GradientSync:
         return self.manifest.records(self.topology)
 
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
-        """Returns the plans of any ranks, made here."""
+        """Returns the plans of any ranks, computed on this rank."""
         return self._agreed.plans(ranks)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's gradients are."""
+        """The device of this rank's gradients."""
         return self._agreed.device
 
     def statistics(self) -> Statistics:
-        """Returns what the last finished step did."""
+        """Returns numbers of the last finished step."""
         return self._step.statistics
 
     def close(self) -> None:
-        """Ends threads and destroys the process groups of comm streams; every rank must call it.
+        """Ends threads and destroys the process groups of comm streams. Every rank must call it.
 
-        Parameters that are on their way arrive before, unless a step has failed. Gradients and
-        parameters stay where they are, without hooks. Every other verb raises StepError from then
-        on; a second `close` does nothing.
+        It first waits for parameters that are on the wire, unless a step has failed. Gradients and
+        parameters stay where they are, without hooks. After it, every other verb raises StepError.
+        A second `close` does nothing.
 
-        What is not closed ends by itself: when nothing refers to it any more, or Python exits.
+        Without `close`, all of this ends when the object is garbage, or when Python exits.
         """
         if self.is_closed:
             return
@@ -511,12 +516,12 @@ class GradientSync:
 
     @outside_of_graphs
     def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each element of `values` by the largest that any rank has there.
+        """Replaces each element of `values` by its maximum over all ranks.
 
         Sync: on the current stream; one all-reduce. Every rank must call it, outside of a step.
         """
         self._parts.groups.take_largest(values)
 
     def refuse_closed(self) -> None:
-        """Raises StepError behind `close`."""
+        """Raises StepError after `close`."""
         self._step.refuse_closed()

@@ -1,4 +1,4 @@
-"""Who steps what, and how do parameters come back?
+"""Who steps what, and how do updated parameters reach the other ranks?
 
 `main_params` has the main parameters of a rank: parameters, shards of them, or master copies.
 `param_sync` sends updated parameters to all ranks that hold them.

@@ -146,6 +146,7 @@ class Registry(Generic[T]):
             value = _value(type(spec))
             made_with = getattr(spec, "made_with", ())
             return ResolvedPlugin(value, value, plugin=spec, options=made_with)
+        # The options are stored as text: ranks compare it, and it is the same in all processes.
         target, options = _split(spec)
         plugin, loaded = self._find(target)
         return ResolvedPlugin(

@@ -89,6 +89,7 @@ def _module(value: nn.Module, each: Each) -> str:
     return _class(type(value), each)
 
 
+# The first kind that fits counts, so a more special kind must come before a more general one.
 _WRITERS: tuple[tuple[type, Callable[[Any, Each], str]], ...] = (
     (Mapping, _mapping),
     (set, _set),

@@ -140,6 +140,8 @@ class BucketBuffer(FlatBuffer):
         if not contributed:
             flag = self._flags[self._flag_index[key]]
             flag.zero_() if gradient is None else flag.copy_(view.any())
+        # One event for each gradient: tied stages and autograd may write from different streams, so
+        # no single event comes after all writes. A launch waits for all of them.
         self._ready[key] = GradientReady(key, contributed, self.written(WRITTEN))
         return len(self._ready) == len(self.views)
 
@@ -173,6 +175,7 @@ class BucketBuffer(FlatBuffer):
 
     def producers(self) -> list[torch.Event]:
         """Returns the events that a launch must wait for."""
+        # On CPU there are none: a task is submitted only after the writes of all threads.
         return [ready.event for ready in self._ready.values() if ready.event is not None]
 
     def anybody_contributed(self, key: str) -> bool:

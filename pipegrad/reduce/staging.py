@@ -95,6 +95,7 @@ class Staging:
         Sync: writes on the current stream, after the buffer's last use. A reader must wait for the
         events in `written`.
         """
+        # The inputs are copied at once, so the caller may change or free them after the call.
         end = self.numel + inputs[0].numel()
         slots = self._row_slice(self.numel, end).view(len(inputs), *inputs[0].shape)
         self.flat.acquire(FILL_FREE)
