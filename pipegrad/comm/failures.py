@@ -207,16 +207,21 @@ class FailedSteps:
             ) from self._final
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def refusing(self, *, begins: bool) -> Iterator[None]:
         """Posts a refusal if a verb raises a StepError inside; withdraws it after a success.
 
         A refused verb has changed nothing, so its caller may try again. Other ranks already wait
         for this rank. With the post, their error can name the reason when their wait is too long.
+
+        Args:
+            begins: Whether the verb begins a step.
         """
         try:
             yield
         except StepError as error:
-            if not self._counted and not self._refused:
+            # The steps of all ranks have one numbering. The ranks that were not refused have turned
+            # to the next step, also where the present one only accumulates and was not finished.
+            if begins and not self._refused:
                 self._notice.next_step()
             self._refused = True
             self._notice.refuse(f"{type(error).__name__}: {error}")

@@ -145,13 +145,14 @@ class LiveParameter:
             self._accessor.accumulated(parameter)
             called(self)
 
-    def note_last_firing(self) -> None:
-        """Counts an accumulation during the last backwards of all stages that hold it."""
-        self._num_firings += 1
+    def completes(self) -> bool:
+        """Counts an accumulation during the last backwards of all stages that hold it.
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether one accumulation is the whole gradient, and no user's hook runs after it."""
+        Returns:
+            Whether it has made the gradient complete: one accumulation is the whole gradient, and
+            no user's hook runs after ours.
+        """
+        self._num_firings += 1
         return self._fires_once is True and self._hook.runs_last
 
     def stage_is_done(self, stage: int) -> bool:
@@ -173,7 +174,8 @@ class LiveParameter:
         if parameter is not self.live:
             self.live = parameter
             self._is_dtensor = is_dtensor(parameter)
-        self.placed.check(parameter)
+        if self.placed.is_updated_elsewhere:
+            self.placed.check(parameter)
         has_last_result = self._has_last_result  # False if continuing: `open` has dropped it
         self._adds = (continuing and self._adds) or has_last_result
         self._is_clean = has_last_result and self.buffer is not None
@@ -233,7 +235,7 @@ class LiveParameter:
         if self.live.grad is not None and not isinstance(self._accessor, GradAttribute):
             self._accessor.accumulated(self.live)  # torch's split backwards fire no hooks
             self._fired = True
-        if has_terms(self.live.grad):
+        if self._is_dtensor and has_terms(self.live.grad):
             sum_terms(self.live)
         self.final = True
         self.left_early = bool(self.waiting)
@@ -267,8 +269,8 @@ class LiveParameter:
     @property
     def _accumulated(self) -> torch.Tensor | None:
         """The gradient so far, or a DTensor of unsummed terms. Compare its identity, not values."""
-        gradient = self.live.grad
-        return gradient if has_terms(gradient) else self.gradient
+        has_own_terms = self._is_dtensor and has_terms(self.live.grad)
+        return self.live.grad if has_own_terms else self.gradient
 
     def finish(self) -> bool:
         """Puts the result in place; returns whether it was copied out of the bucket."""

@@ -84,7 +84,7 @@ class ParameterHome:
                 f"weight_norm, prune and parametrize replace a parameter by others: call them "
                 f"before the GradientSync is made, or make a new one on all ranks"
             ) from error
-        parameter = _unless_gathered(present, live)
+        parameter = present if present is live else _unless_gathered(present, live)
         traits = self._traits(parameter)
         if traits != self._agreed:
             raise StepError(

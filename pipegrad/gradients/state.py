@@ -71,20 +71,17 @@ TRANSITIONS: Mapping[str, Mapping[State, State]] = {
 }
 
 
-def refuse(verb: str, state: State) -> None:
-    """Refuses a verb in a state that `TRANSITIONS` does not list for it.
+def refusal(verb: str, state: State) -> StepError:
+    """Returns the error of a verb in a state that `TRANSITIONS` does not list for it.
 
-    Raises:
-        StepError: If it is refused. It names the verb to call first.
+    It names the verb to call first.
     """
-    if state in TRANSITIONS[verb]:
-        return
     if state is State.CLOSED:
-        raise StepError("this GradientSync is closed: make another one, on all ranks")
+        return StepError("this GradientSync is closed: make another one, on all ranks")
     if verb == "prepare":
-        raise StepError("prepare() inside a step whose gradients are leaving: call finish()")
+        return StepError("prepare() inside a step whose gradients are leaving: call finish()")
     if verb == "finish":
-        raise StepError("finish() without prepare(): there is no step to finish")
+        return StepError("finish() without prepare(): there is no step to finish")
     if state is State.BETWEEN:
-        raise StepError(f"{verb}() outside a step: call prepare() first")
-    raise StepError(f"{verb}() inside a step: call finish() first")
+        return StepError(f"{verb}() outside a step: call prepare() first")
+    return StepError(f"{verb}() inside a step: call finish() first")

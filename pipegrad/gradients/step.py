@@ -14,7 +14,7 @@ from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.parameter import LiveParameter
-from pipegrad.gradients.state import TRANSITIONS, State, Statistics, refuse
+from pipegrad.gradients.state import TRANSITIONS, State, Statistics, refusal
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.wrappers import reshard
 from pipegrad.optimizer.param_sync import ParameterSync
@@ -103,12 +103,13 @@ class Step:
         Raises:
             StepError: If it is refused. It names the verb to call first.
         """
-        refuse(verb, self.state)
+        if self.state not in TRANSITIONS[verb]:
+            raise refusal(verb, self.state)
 
     def refuse_closed(self) -> None:
         """Raises StepError after `close`."""
         if self.state is State.CLOSED:
-            refuse("prepare", self.state)
+            raise refusal("prepare", self.state)
 
     def _go(self, verb: str) -> None:
         self.state = TRANSITIONS[verb][self.state]
@@ -127,7 +128,7 @@ class Step:
     def prepare(self, divisor: float) -> None:
         """Zeroes the slots of gradients, or continues a step that only accumulated."""
         self.refuse_closed()
-        with self._failures.refusing():
+        with self._failures.refusing(begins=True):
             self._prepare(divisor)
 
     def _prepare(self, divisor: float) -> None:
@@ -136,7 +137,8 @@ class Step:
         continues = self.is_open
         self._parameter_sync.publish_if_due()
         self._parameter_sync.check_published()
-        if not continues:  # an accumulated step may use the gathered parameters again
+        if not continues and self._wrapped:
+            # An accumulated step may use the parameters again that FSDP2 has gathered.
             reshard(self._wrapped)
         self._refresh(continues=continues)
         self._failures.begin()
@@ -203,7 +205,7 @@ class Step:
             self._failures.end()
             return False
         self.check("finish")
-        with self._failures.refusing():
+        with self._failures.refusing(begins=False):
             unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
             if unfinished:
                 raise StepError(f"finish() before stage_final() of stages {unfinished}")
@@ -317,7 +319,7 @@ class Step:
         # accumulations will follow.
         if not parameter.waiting <= self._last_backwards or not self.is_open:
             return
-        parameter.note_last_firing()
+        is_complete = parameter.completes()
         if parameter.final:
             self._late_error = StepError(
                 f"autograd added to the gradient of {parameter.record.key!r} after it was final; "
@@ -325,7 +327,7 @@ class Step:
                 f"a stage has several backwards (an auxiliary loss, say) stage_last_backward() is "
                 f"called before the very last one, or not at all"
             )
-        elif parameter.is_complete:
+        elif is_complete:
             self._finalize(parameter)
 
     def _finalize_for(self, stage: int, parameter: LiveParameter) -> None:
@@ -334,7 +336,7 @@ class Step:
             self._finalize(parameter)
 
     def _finalize(self, parameter: LiveParameter) -> None:
-        self._go("parameters_final")
+        self.state = State.LEAVING
         try:
             gradient = parameter.close()
         except StepError as error:  # `finish` raises it, and posts it for other ranks

@@ -43,7 +43,7 @@ from pipegrad.optimizer.main_params import (
 )
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import HandlerSpec, ParameterRecord, Placement
-from pipegrad.reduce.ddp_hooks import load_hook_states
+from pipegrad.reduce.hook_states import hook_states, load_hook_states
 from pipegrad.topology import Topology
 
 
@@ -385,12 +385,7 @@ class GradientSync:
             StepError: Inside a step.
         """
         self._step.check("state_dict")
-        states = {
-            name: state
-            for name, resolved in self.handlers.items()
-            if (state := resolved.plugin.state_dict())
-        }
-        return {"plan": self.plan.digest, "handlers": states} if states else {}
+        return hook_states(self.handlers, self.plan.digest)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of this rank; other handlers start anew.

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-_PLAIN = (torch.Tensor, nn.Parameter, type(None))
+PLAIN = (torch.Tensor, nn.Parameter, type(None))
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Whether a tensor is a DTensor. False if nobody has imported DTensor, which is slow."""
-    if type(tensor) in _PLAIN:  # a short cut: this runs several times for each gradient and step
+    if type(tensor) in PLAIN:  # a short cut: this runs several times for each gradient and step
         return False
     return is_imported_kind(tensor, "torch.distributed.tensor", "DTensor")
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipegrad.errors import StepError
-from pipegrad.model.dtensor import is_dtensor, local
+from pipegrad.model.dtensor import PLAIN, is_dtensor, local
 
 
 class GradientAccessor(Protocol):
@@ -83,7 +83,8 @@ class GradAttribute:
             StepError: If its placements are not those of its parameter.
         """
         gradient = parameter.grad
-        if not is_dtensor(gradient) or not is_dtensor(parameter):
+        # Most gradients are plain, and this runs several times for each parameter and step.
+        if type(gradient) in PLAIN or not is_dtensor(gradient) or not is_dtensor(parameter):
             return gradient
         if gradient.placements != parameter.placements:
             raise StepError(

@@ -128,7 +128,7 @@ def _tie(entry: object) -> Tie:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise PlanError(
             f"a tie is a list of names or a mapping stage -> name, found {entry!r}; "
-            f"shared= takes a list of ties"
+            f"tied= takes a list of ties"
         )
     if isinstance(entry, Mapping):
         locations = sorted((_stage_index(stage), plain_name(name)) for stage, name in entry.items())
@@ -335,7 +335,7 @@ def refuse_likely_ties(
         lines = "\n".join(f"  {dict(locations)}" for locations in likely)
         raise PlanError(
             f"parameters on different stages start with the same bits, but nobody declared them "
-            f"tied. Declare each as shared=[{{stage: name, ...}}], or name it in allow_unsynced if "
+            f"tied. Declare each as tied=[{{stage: name, ...}}], or name it in allow_unsynced if "
             f"they only look alike:\n{lines}"
         )
     if alike:

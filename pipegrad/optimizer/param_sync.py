@@ -19,7 +19,8 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
 from pipegrad.optimizer.main_params import MainShard
 from pipegrad.plan.buckets import Bucket
-from pipegrad.plan.plan import Plan, Publish
+from pipegrad.plan.plan import Plan
+from pipegrad.plan.publishes import Publish
 from pipegrad.reduce.reducer import Reducer
 from pipegrad.reduce.reductions import sync_parameters
 
@@ -144,6 +145,8 @@ class ParameterSync:
                 "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
                 "not module.parameters()"
             )
+        if not self.is_needed:
+            return
         for main_shard in self._main_shards:
             main_shard.copy_back()
         self._note_versions()

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipegrad import FlatBucket, ReductionStep, Work
 from pipegrad.comm.agreement import Board, agree
@@ -276,3 +278,28 @@ def test_late_work_of_a_failed_step_waits_for_no_verb(two: Replies) -> None:
     (said, *first), (_, *second) = (reply["late_work"] for reply in two)
     assert said.startswith("ReduceError: a step failed on another rank")
     assert first == second == [2, {"a": [6.0]}]
+
+
+@on(TWO)
+def refused_while_accumulating() -> Any:
+    """Rank 0 is refused a `prepare` behind one that only accumulated and was not finished."""
+    module = stage(a=(1,))
+    sync = tied(module, "a")
+    with sync.accumulate():
+        sync.prepare()
+        give(module, a=1.0)
+    whole = module.a
+    if rank() == 0:
+        module.a = nn.Parameter(torch.zeros(3))
+        assert told(sync.prepare).startswith("StepError")
+        module.a = whole
+    sync.prepare()
+    give(module, a=1.0)
+    sync.stage_final(rank())
+    sync.finish()
+    return sync._parts.failures.step, module.get_parameter("a").grad.tolist()  # type: ignore[union-attr]
+
+
+def test_a_refusal_while_accumulating_counts_steps_as_other_ranks_do(two: Replies) -> None:
+    """It did not turn to the step: failures were posted where no other rank read them."""
+    assert [reply["refused_while_accumulating"] for reply in two] == [(2, [4.0])] * 2

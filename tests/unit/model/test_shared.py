@@ -138,9 +138,9 @@ def test_a_declaration_prints_as_the_user_wrote_it() -> None:
 @pytest.mark.parametrize(
     ("shared", "message"),
     [
-        (["wte.weight", "lm_head.weight"], "found 'wte.weight'; shared= takes a list of ties"),
+        (["wte.weight", "lm_head.weight"], "found 'wte.weight'; tied= takes a list of ties"),
         ([["wte.weight", 3]], r"found \['wte.weight', 3\]"),
-        ([3], "found 3; shared= takes a list of ties"),
+        ([3], "found 3; tied= takes a list of ties"),
         ([None], "found None"),
         ([{"stage0": "a", "stage1": "b"}], r"the stage 'stage0': expected a number or 'submod_pp_"),
         ([{"submod_pp_1x": "a"}], "the stage 'submod_pp_1x'"),
@@ -226,7 +226,7 @@ def test_an_undeclared_tie_is_likely() -> None:
         refuse_likely_ties(found, [], ())
     assert str(caught.value) == (
         "parameters on different stages start with the same bits, but nobody declared them tied. "
-        "Declare each as shared=[{stage: name, ...}], or name it in allow_unsynced if they only "
+        "Declare each as tied=[{stage: name, ...}], or name it in allow_unsynced if they only "
         "look alike:\n  {0: 'a.bias', 2: 'd.bias'}\n  {0: 'a.weight', 2: 'd.weight'}"
     )
 
