@@ -73,24 +73,7 @@ def set_up(
     # The parts may not hold the owner: with a strong reference it would never be garbage, and its
     # threads would run until the process ends.
     plan, topology, device = agreed.plan, agreed.topology, agreed.device
-    ranks = sorted(topology.ranks)
-    notice = FailureNotice(agreed.name)
-    groups = Groups(plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains)
-    reducer = Reducer(
-        plan,
-        comm_streams=agreed.options.comm_streams,
-        groups=groups,
-        handlers=agreed.plugins,
-        notice=notice,
-        device=device,
-    )
-    ending = Ending(
-        owner, threads=reducer.comm_streams, groups=groups.own, is_local=is_local(device)
-    )
-    # A pair exchange may still be sending. If its group were destroyed first, another rank would
-    # never receive the message.
-    ending.call(reducer.submit_send_waits)
-    failures = FailedSteps(notice, reducer.wait)
+    groups, reducer, ending, failures = _communication(owner, agreed)
     # Gradients and parameters have separate memory: the next step's gradients are written while the
     # parameters of this step may still be on the wire.
     trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
@@ -117,7 +100,7 @@ def set_up(
         plan.packs,
         lookup,
         groups=groups,
-        ranks=ranks,
+        ranks=sorted(topology.ranks),
         agree_seconds=slow_seconds(device, agree_seconds),
     )
     step = Step(
@@ -147,6 +130,30 @@ def set_up(
         norm,
         step,
     )
+
+
+def _communication(owner: object, agreed: Agreed) -> tuple[Groups, Reducer, Ending, FailedSteps]:
+    """Makes the process groups, and all that sends; see `set_up`."""
+    plan, topology, device = agreed.plan, agreed.topology, agreed.device
+    ranks = sorted(topology.ranks)
+    notice = FailureNotice(agreed.name)
+    groups = Groups(plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains)
+    reducer = Reducer(
+        plan,
+        comm_streams=agreed.options.comm_streams,
+        groups=groups,
+        handlers=agreed.plugins,
+        notice=notice,
+        device=device,
+    )
+    ending = Ending(
+        owner, threads=reducer.comm_streams, groups=groups.own, is_local=is_local(device)
+    )
+    # A pair exchange may still be sending. If its group were destroyed first, another rank would
+    # never receive the message.
+    ending.call(reducer.submit_send_waits)
+    failures = FailedSteps(notice, reducer.wait)
+    return groups, reducer, ending, failures
 
 
 def live_parameters(

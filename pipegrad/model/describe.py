@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -60,51 +60,21 @@ def describe_rank(
     if len(devices) > 1:
         raise PlanError(f"parameters of one rank are on several devices, {devices}: choose one")
     wrappers = {stage: kind for stage in sorted(modules) if (kind := wrapper_of(modules[stage]))}
-    entries: dict[Location, ParameterEntry] = {}
-    objects: dict[int, list[Location]] = {}
-    fingerprints: list[tuple[Location, str]] = []
-    constants: list[tuple[Location, str]] = []
-    shards: list[tuple[Location, Shard]] = []
+    seen = _Seen()
     for stage in sorted(modules):
-        seen: dict[int, str] = {}
-        for location, full_name, parameter in named({stage: modules[stage]}):
-            # A parameter that a stage holds under several names is one entry with aliases.
-            # A parameter that a stage holds under several names is one entry with aliases.
-            if id(parameter) in seen:
-                first = entries[stage, seen[id(parameter)]]
-                aliases = (*first.aliases, location[1])
-                entries[stage, first.name] = replace(first, aliases=aliases)
-                continue
-            seen[id(parameter)] = location[1]
-            owner = unwrapped(modules[stage]).get_submodule(full_name.rpartition(".")[0])
-            entries[location] = replace(
-                _entry(location[1], parameter, accessor), kind=type(owner).__name__
-            )
-            objects.setdefault(id(parameter), []).append(location)
-            if (shard := shard_of(parameter)) is not None:
-                shards.append((location, shard))
-            # Initial values are compared by digests of a sample. So manifests stay small, although
-            # every rank receives those of all ranks.
-            # To read a parameter of FSDP1 would need a collective. The plan refuses such a stage
-            # later, on all ranks.
-            is_flat = wrappers.get(stage) == FSDP1
-            varying, constant = (None, None) if is_flat else fingerprint(parameter)
-            if varying is not None:
-                fingerprints.append((location, varying))
-            if constant is not None:
-                constants.append((location, constant))
+        _see_stage(seen, stage, modules[stage], accessor, is_flat=wrappers.get(stage) == FSDP1)
     return RankManifest(
         stages=tuple(
-            (stage, tuple(e for (at, _), e in entries.items() if at == stage))
+            (stage, tuple(e for (at, _), e in seen.entries.items() if at == stage))
             for stage in sorted(modules)
         ),
         wrappers=tuple(wrappers.items()),
-        linked=tuple(tuple(locations) for locations in objects.values() if len(locations) > 1),
+        linked=tuple(tuple(locations) for locations in seen.objects.values() if len(locations) > 1),
         device_type=torch.device(devices[0]).type if devices else "",
-        fingerprints=tuple(fingerprints),
+        fingerprints=tuple(seen.fingerprints),
         settings=tuple((name, str(value)) for name, value in settings.items()),
-        shards=tuple(shards),
-        constants=tuple(constants),
+        shards=tuple(seen.shards),
+        constants=tuple(seen.constants),
         held=tuple((i, at) for i, locations in enumerate(held(modules, ties)) for at in locations),
         traced=tuple(s for s in sorted(modules) if isinstance(modules[s], GraphModule)),
         buffers=tuple(
@@ -114,6 +84,65 @@ def describe_rank(
             if (digest := "".join(filter(None, fingerprint(buffer))))
         ),
     )
+
+
+@dataclass
+class _Seen:
+    """The parameters of this rank, collected stage by stage.
+
+    Attributes:
+        entries: By location.
+        objects: Locations of each parameter object, by its id.
+        fingerprints: Digests of values that vary.
+        constants: Values of parameters that are constant.
+        shards: Local parts of DTensors.
+    """
+
+    entries: dict[Location, ParameterEntry] = field(default_factory=dict)
+    objects: dict[int, list[Location]] = field(default_factory=dict)
+    fingerprints: list[tuple[Location, str]] = field(default_factory=list)
+    constants: list[tuple[Location, str]] = field(default_factory=list)
+    shards: list[tuple[Location, Shard]] = field(default_factory=list)
+
+
+def _see_stage(
+    seen: _Seen, stage: int, module: nn.Module, accessor: GradientAccessor, *, is_flat: bool
+) -> None:
+    """Adds the parameters of one stage.
+
+    Args:
+        seen: Gets them.
+        stage: The number of the stage.
+        module: The stage.
+        accessor: Where gradients live.
+        is_flat: Whether FSDP1 has wrapped it.
+    """
+    names: dict[int, str] = {}
+    for location, full_name, parameter in named({stage: module}):
+        # A parameter that a stage holds under several names is one entry with aliases.
+        if id(parameter) in names:
+            first = seen.entries[stage, names[id(parameter)]]
+            aliases = (*first.aliases, location[1])
+            seen.entries[stage, first.name] = replace(first, aliases=aliases)
+            continue
+        names[id(parameter)] = location[1]
+        owner = unwrapped(module).get_submodule(full_name.rpartition(".")[0])
+        entry = _entry(location[1], parameter, accessor)
+        seen.entries[location] = replace(entry, kind=type(owner).__name__)
+        seen.objects.setdefault(id(parameter), []).append(location)
+        if (shard := shard_of(parameter)) is not None:
+            seen.shards.append((location, shard))
+        # To read a parameter of FSDP1 would need a collective. The plan refuses such a stage later,
+        # on all ranks.
+        if is_flat:
+            continue
+        # Initial values are compared by digests of a sample. So manifests stay small, although
+        # every rank receives those of all ranks.
+        varying, constant = fingerprint(parameter)
+        if varying is not None:
+            seen.fingerprints.append((location, varying))
+        if constant is not None:
+            seen.constants.append((location, constant))
 
 
 def _entry(name: str, parameter: nn.Parameter, accessor: GradientAccessor) -> ParameterEntry:
