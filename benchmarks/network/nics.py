@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 from pipegrad.schedules import Action
 
-ReductionStep = tuple[int, int]  # from a rank to another
+Hop = tuple[int, int]  # from a rank to another
 
 
 class Message(NamedTuple):
     """What a rank sends."""
 
     since: float
-    hop: ReductionStep
+    hop: Hop
     action: Action  # that needs it
 
 
@@ -71,10 +71,8 @@ class Shared:
     def __init__(self, transfer: float) -> None:
         self._transfer = transfer
         self._now = 0.0
-        self._queues: defaultdict[ReductionStep, deque[Message]] = defaultdict(deque)
-        self._left: dict[
-            ReductionStep, float
-        ] = {}  # of the first in a queue, begun: the time it needs alone
+        self._queues: defaultdict[Hop, deque[Message]] = defaultdict(deque)
+        self._left: dict[Hop, float] = {}  # of the first in a queue, begun: the time it needs alone
 
     def send(self, message: Message) -> None:
         self._queues[message.hop].append(message)
@@ -97,15 +95,15 @@ class Shared:
         self._now = now
         return arrived
 
-    def _ends(self) -> dict[ReductionStep, float]:
+    def _ends(self) -> dict[Hop, float]:
         """Returns when each message that has begun would arrive at its present rate."""
         rates = fair_rates(self._left)
         return {hop: self._now + left / rates[hop] for hop, left in self._left.items()}
 
 
-def fair_rates(hops: Iterable[ReductionStep]) -> dict[ReductionStep, float]:
+def fair_rates(hops: Iterable[Hop]) -> dict[Hop, float]:
     """Returns the rates of messages at once, max-min fair: a rank sends and receives at most 1."""
-    rates: dict[ReductionStep, float] = {}
+    rates: dict[Hop, float] = {}
     free: defaultdict[tuple[int, int], float] = defaultdict(lambda: 1.0)  # of (side, rank)
     rest = set(hops)
     while rest:
