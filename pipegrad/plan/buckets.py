@@ -53,6 +53,7 @@ class Bucket:
         route: The reductions, in order.
         slots: By reverse position in the model, which is the order in which backward fills them.
         payload_numel: Elements of all slots, with padding. The flags follow, one for each slot.
+            Only with SHARD is it a multiple of the number of ranks.
     """
 
     index: int

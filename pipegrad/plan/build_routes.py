@@ -12,6 +12,7 @@ from pipegrad.model.manifest import Manifest
 from pipegrad.plan.check_routes import check_routes
 from pipegrad.plan.routes import Divisors, Route, Routes
 from pipegrad.plugins.handler import (
+    PAIR_EXCHANGES,
     Exchange,
     GradientHandler,
     ParameterRecord,
@@ -166,10 +167,8 @@ def _check_exchange(subject: str, reduction: Reduction) -> None:
         raise PlanError(
             f"{subject}, exchange {reduction.exchange!r}: expected one of {get_args(Exchange)}"
         )
-    is_plain = reduction.exchange == "all-reduce" or len(reduction.ranks) == 1
-    if not is_plain and (
-        len(reduction.ranks) != 2 or reduction.placement is not Placement.REPLICATE
-    ):
+    is_pair = reduction.exchange in PAIR_EXCHANGES and len(reduction.ranks) > 1
+    if is_pair and (len(reduction.ranks) != 2 or reduction.placement is not Placement.REPLICATE):
         raise PlanError(
             f"{subject}, placement {reduction.placement.value!r}, exchange {reduction.exchange!r}: "
             f"that is for the gradients of two ranks, placed by 'replicate'; give others the "
@@ -201,7 +200,7 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
     order = sorted(steps, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
     for step in order[:-1]:
         # An exchange ends late, by its receive. A later reduction would need its sum earlier.
-        if step.exchange != "all-reduce":
+        if step.is_pair:
             raise PlanError(
                 f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {order[-1]}: "
                 f"an exchange must come last; give it the exchange 'all-reduce'"

@@ -329,7 +329,7 @@ def _groups(
         for by_key in routes.values()
         for key, route in by_key.items()
         for step in route
-        if key in comm_stream_of and step.exchange != "all-reduce"
+        if key in comm_stream_of and step.is_pair
     }
     # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first step.
     specs = exchanged | {

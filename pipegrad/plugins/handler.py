@@ -22,6 +22,7 @@ BUCKET_BYTES = 25 * 2**20  # a bucket is closed at this size, as in DistributedD
 
 Op = Literal["sum", "mean"]
 Exchange = Literal["all-reduce", "pairwise", "asymmetric"]
+PAIR_EXCHANGES: tuple[Exchange, ...] = ("pairwise", "asymmetric")
 
 
 class Placement(Enum):
@@ -142,7 +143,12 @@ class ReductionStep:
 
         The previous rank has posted the receive at the beginning of the step.
         """
-        return self.placement is Placement.OWNER or self.exchange != "all-reduce"
+        return self.placement is Placement.OWNER or self.is_pair
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether two ranks exchange their parts by messages: see `Reduction.exchange`."""
+        return self.exchange in PAIR_EXCHANGES
 
     def spans(self, axis: str) -> bool:
         """Whether it spans this mesh dimension. False for ``"ranks[..]"``, where it is unknown."""

@@ -185,7 +185,7 @@ class Reducer:
         buffer = self.buffers[launch.bucket]
         bucket, part = buffer.bucket, buffer.part(self._rank, launch.step)
         step, pair_sum = bucket.route[launch.step], None
-        if step.exchange != "all-reduce":
+        if step.is_pair:
             region = bucket.region(self._rank, launch.step)
             rows = rows_of(bucket, region) if step.exchange == "asymmetric" else ()
             pair_sum = PairSum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,3 +27,10 @@ def write_distribution(
     for module, source in (modules or {}).items():
         site.joinpath(f"{module}.py").write_text(source)
     return site
+
+
+def declared(group: str) -> dict[str, str]:
+    """Returns the entry points of a group that pyproject.toml declares, by name."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    points: dict[str, str] = tomllib.loads(text)["project"]["entry-points"][group]
+    return dict(sorted(points.items()))

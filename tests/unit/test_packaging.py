@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 
 import pipegrad
+from tests.support.distributions import declared
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pipegrad"
@@ -291,15 +292,6 @@ print(json.dumps({
 }))
 """
 
-BUILT_IN = [
-    ["data-parallel", "pipegrad_handlers.data_parallel:DataParallel"],
-    ["expert-parallel", "pipegrad_handlers.expert_parallel:ExpertParallel"],
-    ["noop", "pipegrad_handlers.noop:Noop"],
-    ["pipeline-shared", "pipegrad_handlers.pipeline_shared:PipelineShared"],
-    ["sequence-parallel", "pipegrad_handlers.sequence_parallel:SequenceParallel"],
-    ["sharded", "pipegrad_handlers.sharded:Sharded"],
-]
-
 
 def run(*command: str | Path, cwd: Path) -> str:
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
@@ -351,7 +343,8 @@ def test_somebody_elses_handler_is_installed_listed_used_and_uninstalled(
     wheels: list[Path], python: Path, tmp_path: Path
 ) -> None:
     pip("--python", python, "install", "--no-index", *wheels, cwd=tmp_path)
-    ours = [[*plugin, "pipegrad", metadata.version("pipegrad")] for plugin in BUILT_IN]
+    version = metadata.version("pipegrad")
+    ours = [[*plugin, "pipegrad", version] for plugin in declared("pipegrad.handlers").items()]
     theirs = ["acme-sum", "acme_handlers:AcmeSum", "acme-handlers", "2.5"]
 
     listed = json.loads(run(python, "-I", "-c", LIST, cwd=tmp_path))

@@ -20,7 +20,10 @@ def turns(
 
 
 def in_turns(name: str, num_warmups: Sequence[int], num_microbatches: int) -> Schedule:
-    """Returns a schedule with one stage on each rank, from the number of warm-up forwards."""
+    """Returns a schedule with one stage on each rank, from the number of warm-up forwards.
+
+    Backwards are in the order of forwards.
+    """
     actions = [
         turns(
             [Action(rank, "F", m) for m in range(num_microbatches)],

@@ -19,7 +19,7 @@ from rich.console import Console
 import pipegrad.cli
 from pipegrad.cli import main
 from pipegrad.testing import run_ranks
-from tests.support.distributions import write_distribution
+from tests.support.distributions import declared, write_distribution
 from tests.support.train.jobs import with_job
 
 ROOT = Path(__file__).parents[3]
@@ -206,22 +206,13 @@ def test_what_is_installed_is_listed_and_not_imported(
     assert ["worse", "zeta", "1.0", "Breaks."] in words
     assert "broken" not in sys.modules
     rows = json.loads(CliRunner().invoke(main, ["handlers", "--json"]).output)
-    names = ["data-parallel", "expert-parallel", "noop", "pipeline-shared"]
-    names += ["sequence-parallel", "sharded", "worse"]
-    assert [row["name"] for row in rows] == names
+    assert [row["name"] for row in rows] == [*declared("pipegrad.handlers"), "worse"]
 
 
 def test_schedules_are_listed() -> None:
     rows = json.loads(CliRunner().invoke(main, ["schedules", "--json"]).output)
-    assert [(row["name"], row["distribution"]) for row in rows] == [
-        ("1f1b", "pipegrad"),
-        ("eager-1f1b", "pipegrad"),
-        ("gpipe", "pipegrad"),
-        ("hop-aware-1f1b", "pipegrad"),
-        ("interleaved-1f1b", "pipegrad"),
-        ("zb-h1", "pipegrad"),
-        ("zbv", "pipegrad"),
-    ]
+    names = [(name, "pipegrad") for name in declared("pipegrad.schedules")]
+    assert [(row["name"], row["distribution"]) for row in rows] == names
     assert all(row["summary"] for row in rows)
 
 

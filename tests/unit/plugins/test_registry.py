@@ -16,7 +16,7 @@ from pipegrad.errors import (
 )
 from pipegrad.plugins.handler import GradientHandler, handlers
 from pipegrad.plugins.registry import DISABLE_VARIABLE, Plugin
-from tests.support.distributions import write_distribution
+from tests.support.distributions import declared, write_distribution
 from tests.support.plugins import (
     ACME,
     BROKEN,
@@ -289,8 +289,7 @@ def test_the_switch_can_be_off(
 # --- pipegrad's own
 
 
-BUILT_IN = ["data-parallel", "expert-parallel", "noop", "pipeline-shared"]
-BUILT_IN += ["sequence-parallel", "sharded"]
+BUILT_IN = list(declared("pipegrad.handlers"))
 
 
 def test_the_handlers_of_pipegrad_are_entry_points_like_any_other() -> None:
