@@ -13,8 +13,8 @@ from pipegrad import _torch_version as _torch_version  # refuses an old torch fi
 if typing.TYPE_CHECKING:
     from pipegrad import errors as errors
     from pipegrad import schedules as schedules
+    from pipegrad.comm.work import LateWork as LateWork
     from pipegrad.comm.work import Work as Work
-    from pipegrad.errors import PipegradError as PipegradError
     from pipegrad.gradients.grad_scaler import GradScaler as GradScaler
     from pipegrad.gradients.sync import GradientSync as GradientSync
     from pipegrad.interop.torch_pipelining import attach as attach
@@ -40,8 +40,7 @@ if typing.TYPE_CHECKING:
 # Each name is imported when it is first asked for: the command line, and whoever needs one thing,
 # need not wait for torch.distributed.pipelining, DTensor and torch.compile.
 _HOMES = {
-    "comm.work": "Work",
-    "errors": "PipegradError",
+    "comm.work": "LateWork Work",
     "gradients.grad_scaler": "GradScaler",
     "gradients.sync": "GradientSync",
     "interop.torch_pipelining": "attach",

@@ -221,7 +221,7 @@ class FailedSteps:
         except StepError as error:
             # The steps of all ranks have one numbering. The ranks that were not refused have turned
             # to the next step, also where the present one only accumulates and was not finished.
-            if begins and not self._refused:
+            if (begins or not self._counted) and not self._refused:
                 self._notice.next_step()
             self._refused = True
             self._notice.refuse(f"{type(error).__name__}: {error}")
@@ -240,25 +240,25 @@ class FailedSteps:
         """Ends a step that did not fail."""
         self._counted = False
 
-    def post(self, error: BaseException, *, begun: bool, final: bool) -> str | None:
+    def post(self, error: BaseException, *, begins: bool, final: bool) -> str | None:
         """Posts for the other ranks that a step failed on this rank.
 
         Args:
             error: What was raised.
-            begun: Whether the step had begun on this rank.
+            begins: Whether the step has not begun on this rank: it is the next one.
             final: Whether this rank cannot go on.
 
         Returns:
             As `cause`.
         """
-        if not begun and not self._counted and not self._refused:
+        if begins and not self._refused:
             self._notice.next_step()
         self._counted = self._refused = False
-        cause = self._notice.fail(root_of(error), final=final)  # torch wraps what a stage raises
+        # An interrupt may come during the messages below. This rank must remember the failure then.
         self._doubt = error
         if final:
             self._final = self._final or error
-        return cause
+        return self._notice.fail(root_of(error), final=final)  # torch wraps what a stage raises
 
     def cause(self) -> str | None:
         """Returns the message of a rank that failed before this rank; None if there is none."""

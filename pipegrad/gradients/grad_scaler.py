@@ -135,8 +135,8 @@ class GradScaler(torch.amp.GradScaler):
         """Raises the same error on all ranks, with the messages of ranks that have an error."""
         message = "" if error is None else in_words(error)
         ranks = sorted(self._sync.topology.ranks)
-        own_scale = super().get_scale()
-        replies = agree("unscale_", lambda: (message, own_scale), ranks=ranks)
+        get_scale = super().get_scale
+        replies = agree("unscale_", lambda: (message, get_scale()), ranks=ranks)
         failed = {rank: text for rank, (text, _) in zip(ranks, replies, strict=True) if text}
         if failed:
             raise StepError(f"gradients cannot be unscaled on ranks {failed}") from error

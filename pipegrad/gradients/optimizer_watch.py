@@ -47,6 +47,9 @@ class OptimizerWatch:
         self._placed = [p.placed for p in parameters if p.placed.main_shard]
         self._has_replaced = any(p.placed.is_replaced for p in parameters)
         self.follow({id(p.live): p for p in parameters})
+
+    def start(self) -> None:
+        """Starts the checks. All main shards must have a tensor."""
         _watches[id(self)] = self
         _start_looking()
 

@@ -8,7 +8,6 @@ from functools import partial
 
 from torch import nn
 
-from pipegrad.comm.agreement import slow_seconds
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
@@ -101,7 +100,7 @@ def set_up(
         lookup,
         groups=groups,
         ranks=sorted(topology.ranks),
-        agree_seconds=slow_seconds(device, agree_seconds),
+        agree_seconds=agree_seconds,
     )
     step = Step(
         plan,

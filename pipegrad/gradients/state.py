@@ -42,15 +42,16 @@ class State(Enum):
     CLOSED = "closed"
 
 
-# All of a step: for each verb, the states in which it may be called, and the state after it. In any
-# other state it is refused. A step that only accumulates stays OPEN until it is reduced.
+# For each verb, the states in which it may be called, and the state after it. In any other state it
+# is refused. A gradient that becomes final also leads from OPEN to LEAVING, whichever verb or hook
+# has made it final. A step that only accumulates stays OPEN until it is reduced.
 _INSIDE = {State.OPEN: State.OPEN, State.LEAVING: State.LEAVING}
 _BETWEEN = {State.BETWEEN: State.BETWEEN}
 TRANSITIONS: Mapping[str, Mapping[State, State]] = {
     "prepare": {State.BETWEEN: State.OPEN, State.OPEN: State.OPEN},
     "stage_first_use": _BETWEEN | _INSIDE,
     "stage_last_backward": _INSIDE,
-    "parameters_final": {State.OPEN: State.LEAVING, State.LEAVING: State.LEAVING},
+    "parameters_final": _INSIDE,
     "stage_final": {State.OPEN: State.LEAVING, State.LEAVING: State.LEAVING},
     "finish": {State.OPEN: State.BETWEEN, State.LEAVING: State.BETWEEN},
     "drop_gradients": dict.fromkeys(State, State.BETWEEN) | {State.CLOSED: State.CLOSED},

@@ -128,7 +128,8 @@ class Step:
     def prepare(self, divisor: float) -> None:
         """Zeroes the slots of gradients, or continues a step that only accumulated."""
         self.refuse_closed()
-        with self._failures.refusing(begins=True):
+        # In LEAVING this verb begins no step, and other ranks are in the present one.
+        with self._failures.refusing(begins=self.state is not State.LEAVING):
             self._prepare(divisor)
 
     def _prepare(self, divisor: float) -> None:
@@ -258,13 +259,15 @@ class Step:
             self._failures.settle()
             if self._failures.are_final:
                 return None  # `prepare` has posted it
+        # A step that only accumulates may be followed by the next one without `finish`.
+        begins = not begun and (not self.is_open or self._only_accumulates)
         is_unfinished = self.is_open or not begun
         self._go("drop_gradients")
         accumulates = self._only_accumulates if begun else self.is_accumulating
         reduces = is_unfinished and not accumulates
         launches = reduces and bool(self._plan.launches)
         final = final or (launches and (self._keeps_state or self._reducer.has_failed))
-        cause = self._failures.post(error, begun=begun, final=final)
+        cause = self._failures.post(error, begins=begins, final=final)
         if is_unfinished:
             self.drop_gradients()
         if reduces and not final:
@@ -284,6 +287,10 @@ class Step:
         self._go("drop_gradients")
         for parameter in self._parameters.values():
             parameter.drop()
+
+    def watch_optimizers(self) -> None:
+        """Checks optimizers from now on. The main shards have their tensors now."""
+        self._watch.start()
 
     def close(self) -> None:
         """Refuses all verbs from now on, and removes all hooks."""
@@ -336,7 +343,8 @@ class Step:
             self._finalize(parameter)
 
     def _finalize(self, parameter: LiveParameter) -> None:
-        self.state = State.LEAVING
+        if self.state is State.OPEN:
+            self.state = State.LEAVING
         try:
             gradient = parameter.close()
         except StepError as error:  # `finish` raises it, and posts it for other ranks

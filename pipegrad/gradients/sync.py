@@ -122,12 +122,13 @@ class GradientSync:
         self.handlers = agreed.handlers
         self.manifest = agreed.manifest
         self.plan = agreed.plan
-        parts = set_up(self, agreed, modules, agree_seconds=agree_seconds)
+        parts = set_up(self, agreed, modules, agree_seconds=self._agree_seconds)
         self._parts = parts
         self._step = parts.step
         self._parameters = parts.parameters
         self._parameter_sync = parts.parameter_sync
         self._synchronize()
+        self._step.watch_optimizers()
 
     # The verbs of a step, in order.
 
@@ -338,6 +339,7 @@ class GradientSync:
         self._step.check("publish")
         self._parameter_sync.publish()
 
+    @outside_of_graphs
     def publish_if_due(self) -> None:
         """Publishes if parameters were stepped and not published, for example before an evaluation.
 

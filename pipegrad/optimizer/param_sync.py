@@ -179,8 +179,8 @@ class ParameterSync:
         Sync: as `publish`.
         """
         # All ranks submit their part of one list, in the same order: see
-        # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event, since
-        # the optimizer may still write on the current stream.
+        # [Note: order of publishes] in plan/publishes.py. The comm streams wait for this event,
+        # since the optimizer may still write on the current stream.
         self.is_due = self._is_idle = False
         self.is_moving = self._plan.syncs_parameters
         if not self._plan.publishes:

@@ -65,16 +65,18 @@ class Executor:
 
     def _compile(self, program: Program, weights: WeightGradients) -> None:
         """Turns items into calls, so that a step looks nothing up."""
-        transfers, values = self._transfers, self._values
+        # None of them is a method of this object. It would hold itself, and the threads of a
+        # Scheduler that nobody holds any more would wait for the garbage collector.
+        transfers, values, sync = self._transfers, self._values, self._sync
         methods: dict[Op, Method] = {
-            Op.FIRST_USE: self._first_use,
+            Op.FIRST_USE: partial(_first_use, sync),
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: values.receive,
             Op.JOIN: values.join,
-            Op.LAST_BACKWARD: self._last_backward,
+            Op.LAST_BACKWARD: partial(_last_backward, sync, self._sharded),
             Op.SEND: values.send,
             Op.RELEASE: transfers.release,
-            Op.FINAL: self._become_final,
+            Op.FINAL: partial(_become_final, sync),
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: weights.compute_shared,
         }
@@ -93,7 +95,7 @@ class Executor:
                 which, kind, _ = program.action(item)
                 method = self._compute.method_of(which, kind)
                 self._labels[method] = f"{{0}}{kind}{{1}}"
-                ranged = partial(self._in_range, method)
+                ranged = partial(_in_range, method, self._labels[method])
             elif item.op in methods:
                 method = methods[item.op]
             else:
@@ -179,21 +181,6 @@ class Executor:
         self._compute.forget()
         self._transfers.forget()
 
-    def _first_use(self, stage: int, _microbatch: int) -> None:
-        self._sync.stage_first_use(stage)
-
-    def _last_backward(self, stage: int, _microbatch: int) -> None:
-        self._sync.stage_last_backward(stage)
-        self._sharded.last_backward(stage)
-
-    def _become_final(self, stage: int, _microbatch: int) -> None:
-        self._sync.stage_final(stage)
-
-    def _in_range(self, compute: Method, stage: int, microbatch: int) -> None:
-        """Computes inside a range that profilers see: ``pipegrad 2F0``."""
-        with record_function(f"pipegrad {self._labels[compute].format(stage, microbatch)}"):
-            compute(stage, microbatch)
-
     def _add_location(self, error: BaseException) -> None:
         """Adds the failed action and this rank to an error's notes."""
         method, stage, microbatch = self._calls[self._position]
@@ -205,3 +192,24 @@ class Executor:
 
 def _skip(_index: int, _microbatch: int) -> None:
     """Does nothing, in the place of an item that a failed step leaves out."""
+
+
+def _first_use(sync: GradientSync, stage: int, _microbatch: int) -> None:
+    sync.stage_first_use(stage)
+
+
+def _last_backward(
+    sync: GradientSync, sharded: ShardedStages, stage: int, _microbatch: int
+) -> None:
+    sync.stage_last_backward(stage)
+    sharded.last_backward(stage)
+
+
+def _become_final(sync: GradientSync, stage: int, _microbatch: int) -> None:
+    sync.stage_final(stage)
+
+
+def _in_range(compute: Method, label: str, stage: int, microbatch: int) -> None:
+    """Computes inside a range that profilers see: ``pipegrad 2F0``."""
+    with record_function(f"pipegrad {label.format(stage, microbatch)}"):
+        compute(stage, microbatch)

@@ -53,7 +53,7 @@ class GradientOptions:
             object.__setattr__(self, name, tuple(value))
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], *, taker: str = "GradientSync") -> GradientOptions:
+    def of(cls, options: Mapping[str, Any]) -> GradientOptions:
         """Returns options that were passed by name.
 
         Args:
@@ -64,7 +64,7 @@ class GradientOptions:
             PlanError: If a name is unknown. It lists the known names, the closest first.
         """
         if complaints := complaints_of(cls, options):
-            raise PlanError(f"{taker} {complaints}")
+            raise PlanError(f"GradientSync {complaints}")
         return cls(**options)
 
     def check(self, topology: Topology) -> None:

@@ -271,7 +271,12 @@ class GradientHandler(ABC):
         """Sums ``bucket.buffer`` in place over `group`, or averages it with `hook`.
 
         Override it to send in another way. With REPLICATE, every rank must have the whole sum
-        afterwards. Leave other placements and exchanges to ``super().launch``.
+        afterwards. Leave other placements and exchanges to ``super().launch``. Return its work, or
+        wrap it: a work that wraps a `LateWork` must be a `LateWork` too.
+
+        Returns:
+            The work to wait for, right after the launch; or a `LateWork`, to wait for at the end of
+            the step. Use it if waiting blocks the host, or computes.
 
         Sync: runs on a comm stream, never on the compute stream: on CPU in its thread, on devices
         with its side stream current, after all producers of the bucket. pipegrad keeps the buffer

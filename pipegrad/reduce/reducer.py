@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from pipegrad.comm import collectives, sync_points
+from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
@@ -209,7 +209,7 @@ class Reducer:
             with self.reporting(f"bucket {bucket.index}: expecting its {step}"):
                 inbox.acquire(INBOX_FREE)
                 group = self._groups.of(step.ranks, launch.comm_stream)
-                flat.arriving = collectives.expect_reduce_chain(inbox.buffer, group)
+                flat.expect(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective, or puts it off behind the one before it. On a comm stream."""
@@ -225,7 +225,7 @@ class Reducer:
         )
         with self.reporting(description):
             group = self._groups.of(step.ranks, launch.comm_stream)
-            flat.is_mean = False
+            flat.begin()
             with record_function(f"pipegrad bucket {buffer.bucket.index} {step}"):
                 work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
@@ -245,7 +245,7 @@ class Reducer:
             COLLECTIVE(work)
             self._ending.discard(launch.bucket)
             flat = self._flat[launch]
-            flat.arriving = None
+            flat.end()
             rest = buffer.cut(self._rank, launch.step + 1)
             if step.op == "mean" and not flat.is_mean:
                 rest.div_(len(step.ranks))

@@ -50,6 +50,18 @@ class StepBucket:
         self.is_mean = False
         self.arriving: collectives.Arriving | None = None
 
+    def begin(self) -> None:
+        """Starts a reduction: what is launched next is a sum, unless it says otherwise."""
+        self.is_mean = False
+
+    def expect(self, inbox: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Posts the receive of the next rank's partial sum, for this step."""
+        self.arriving = collectives.expect_reduce_chain(inbox, group)
+
+    def end(self) -> None:
+        """Ends a reduction: the partial sum was added."""
+        self.arriving = None
+
     @property
     def gradients(self) -> list[torch.Tensor]:
         """Views of the payload, one for each flag; see `FlatBucket`."""

@@ -41,6 +41,7 @@ def captured() -> Any:
         "prepare": sync.prepare,
         "clip_grad_norm_": lambda: sync.clip_grad_norm_(1.0),
         "publish": sync.publish,
+        "publish_if_due": sync.publish_if_due,
         "check_replicas": sync.check_replicas,
         "all_reduce": lambda: bucketer.all_reduce(torch.ones(2), callback=print),
         "flush": bucketer.flush,

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import FlatBucket, ReductionStep, Work
+from pipegrad import FlatBucket, GradientSync, LateWork, ReductionStep, Work
 from pipegrad.comm.agreement import Board, agree
+from pipegrad.comm.failures import FailureNotice
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
     Case,
@@ -236,12 +238,10 @@ class SumsLate(PipelineShared):
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
-        return LateSum(bucket, group)
+        return LateWork(LateSum(bucket, group).wait)
 
 
 class LateSum:
-    ends_late = True
-
     def __init__(self, bucket: FlatBucket, group: dist.ProcessGroup) -> None:
         self._bucket = bucket
         self._group = group
@@ -280,26 +280,115 @@ def test_late_work_of_a_failed_step_waits_for_no_verb(two: Replies) -> None:
     assert first == second == [2, {"a": [6.0]}]
 
 
+def reduce(sync: GradientSync, module: nn.Module) -> None:
+    give(module, a=1.0)
+    sync.stage_final(rank())
+    sync.finish()
+
+
+def refused_while_accumulating(sync: GradientSync, module: nn.Module) -> None:
+    """Rank 0 is refused a `prepare` after one that only accumulated and was not finished."""
+    with sync.accumulate():
+        sync.prepare()
+    if rank() == 0:
+        whole, module.a = module.a, nn.Parameter(torch.zeros(3))
+        assert told(sync.prepare).startswith("StepError: '0.a' was (1,)")
+        module.a = whole
+    sync.prepare()
+    reduce(sync, module)
+
+
+def refused_while_leaving(sync: GradientSync, module: nn.Module) -> None:
+    """Rank 0 is refused a `prepare` when its gradients have left, and does as it is told."""
+    sync.prepare()
+    give(module, a=1.0)
+    sync.stage_final(rank())
+    if rank() == 0:
+        assert "inside a step whose gradients are leaving" in told(sync.prepare)
+    sync.finish()
+
+
+def refused_without_a_step(sync: GradientSync, module: nn.Module) -> None:
+    """Rank 0 calls `finish` again, after a step that only accumulated and was finished."""
+    with sync.accumulate():
+        sync.prepare()
+        give(module, a=1.0)
+        sync.finish()
+    if rank() == 0:
+        assert "finish() before stage_final() of stages [0]" in told(sync.finish)
+    sync.prepare()
+    reduce(sync, module)
+
+
+REFUSALS = (refused_while_accumulating, refused_while_leaving, refused_without_a_step)
+
+
 @on(TWO)
-def refused_while_accumulating() -> Any:
-    """Rank 0 is refused a `prepare` behind one that only accumulated and was not finished."""
+def refusals() -> Any:
+    """After each, the numbers of steps; and what rank 0 hears of a step that fails on rank 1."""
+    found = {}
+    for refused in REFUSALS:
+        module = stage(a=(1,))
+        sync = tied(module, "a")
+        refused(sync, module)
+        module.zero_grad()
+        number, words = sync._parts.failures.step, ""
+        sync.prepare()
+        if rank() == 1:
+            sync.abort(MemoryError("too large"))
+        else:
+            words = told(partial(reduce, sync, module))
+        found[refused.__name__] = number, words, step(sync, module, a=3.0)
+    return found
+
+
+@pytest.mark.parametrize("refused", REFUSALS, ids=lambda refused: refused.__name__)
+def test_a_refused_verb_counts_steps_as_other_ranks_do(
+    refused: Callable[[GradientSync, nn.Module], None], two: Replies
+) -> None:
+    """Failures were posted for a step where no other rank read them."""
+    (first, words, after), (second, _, other) = (r["refusals"][refused.__name__] for r in two)
+    assert first == second
+    assert words.startswith("ReduceError: a step failed on another rank: rank 1: MemoryError")
+    assert (after, other) == ({"a": [6.0]}, {"a": [6.0]})
+
+
+@on(TWO)
+def aborted_after_accumulating() -> Any:
+    """Rank 1 fails before the step that reduces; the one before only accumulated, unfinished."""
     module = stage(a=(1,))
     sync = tied(module, "a")
     with sync.accumulate():
         sync.prepare()
         give(module, a=1.0)
-    whole = module.a
-    if rank() == 0:
-        module.a = nn.Parameter(torch.zeros(3))
-        assert told(sync.prepare).startswith("StepError")
-        module.a = whole
+    words = ""
+    if rank() == 1:
+        sync.abort(MemoryError("no data"), begun=False)
+    else:
+        sync.prepare()
+        words = told(lambda: reduce(sync, module))
+    module.zero_grad()
+    return words, sync._parts.failures.step, step(sync, module, a=3.0)
+
+
+def test_an_abort_after_accumulating_is_of_the_next_step(two: Replies) -> None:
+    """The other rank finished with a gradient that lacked a part, and nobody said so."""
+    (words, *first), (_, *second) = (reply["aborted_after_accumulating"] for reply in two)
+    assert "rank 1: MemoryError: no data" in words
+    assert first == second == [2, {"a": [6.0]}]
+
+
+@on(TWO)
+def interrupted_while_posting() -> str:
+    """Ctrl-C comes while rank 0 posts a failure that is final."""
+    module = stage(a=(1,))
+    sync = tied(module, "a")
     sync.prepare()
-    give(module, a=1.0)
-    sync.stage_final(rank())
-    sync.finish()
-    return sync._parts.failures.step, module.get_parameter("a").grad.tolist()  # type: ignore[union-attr]
+    with mock.patch.object(FailureNotice, "post", side_effect=KeyboardInterrupt):
+        assert told(lambda: sync.abort(MemoryError("x"), final=True)) == "KeyboardInterrupt: "
+    return told(sync.prepare)
 
 
-def test_a_refusal_while_accumulating_counts_steps_as_other_ranks_do(two: Replies) -> None:
-    """It did not turn to the step: failures were posted where no other rank read them."""
-    assert [reply["refused_while_accumulating"] for reply in two] == [(2, [4.0])] * 2
+def test_a_final_failure_is_remembered_though_an_interrupt_comes(two: Replies) -> None:
+    for reply in two:
+        assert "failed before and its communicators" in reply["interrupted_while_posting"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -200,3 +202,14 @@ def test_a_sync_may_go_while_torch_runs_its_hooks() -> None:
         hook.remove()
         behind.remove()
     assert syncs == []
+
+
+def test_a_sync_that_was_not_completed_leaves_other_optimizers_alone() -> None:
+    """Its watch looked at main shards that had no tensor yet: AttributeError in any `step`."""
+    topology = Topology.build(axes=(("pp", 1), ("dp", 1)))
+    module, other = stage(w=(4,)), nn.Linear(2, 2)
+    with mock.patch("pipegrad.gradients.sync.make_equal", side_effect=MemoryError("x")):
+        with pytest.raises(MemoryError) as kept:  # keeps the frames, and so the sync
+            GradientSync({0: module}, topology, handlers=[], master_dtype=torch.float64)
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert str(kept.value) == "x"

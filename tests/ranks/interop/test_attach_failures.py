@@ -18,8 +18,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import pipegrad
-from pipegrad import GradientSync, PipegradError, Scheduler, Stage, Topology
-from pipegrad.errors import root_of
+from pipegrad import GradientSync, Scheduler, Stage, Topology
+from pipegrad.errors import PipegradError, root_of
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
 
 TWO: list[Case] = []

@@ -14,7 +14,8 @@ from torch.distributed.pipelining.schedules import ScheduleGPipe
 from torch.torch_version import TorchVersion
 
 import pipegrad
-from pipegrad import PipegradError, Topology
+from pipegrad import Topology
+from pipegrad.errors import PipegradError
 from pipegrad.testing import run_ranks
 from tests.support.pipeline.pipelines import CPU, Case, Cut, loss_of
 

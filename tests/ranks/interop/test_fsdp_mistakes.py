@@ -17,15 +17,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import Shard
 
 import pipegrad
-from pipegrad import (
-    GradientSync,
-    MainGrad,
-    PipegradError,
-    Scheduler,
-    Stage,
-    Topology,
-    find_tied,
-)
+from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, find_tied
+from pipegrad.errors import PipegradError
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import in_float32
 from tests.support.pipeline.pipelines import CPU, loss_of

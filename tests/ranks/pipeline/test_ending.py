@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,27 @@ def test_schedulers_leave_nothing(two: Replies) -> None:
     for reply in two:
         assert reply["schedulers"][2] == reply["schedulers"][5]
         assert reply["schedulers"][5]["hooks"] == 0
+
+
+@on(TWO)
+def dropped_without_gc() -> bool:
+    topology = Topology.create(pipeline=2)
+    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(ROWS, WIDTH)
+    gc.collect()
+    gc.disable()
+    one = scheduler(topology, layer)
+    one.step(*([] if topology.coordinate("pp") else [x]), target=x).loss  # noqa: B018
+    held = weakref.ref(one.sync)
+    del one
+    is_freed = held() is None
+    gc.enable()
+    dist.barrier()
+    return is_freed
+
+
+def test_a_dropped_scheduler_ends_at_once(two: Replies) -> None:
+    """A cycle kept its threads until the garbage was collected."""
+    assert [reply["dropped_without_gc"] for reply in two] == [True, True]
 
 
 @on(TWO)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad import PipegradError, Scheduler, Stage, Topology
+from pipegrad import Scheduler, Stage, Topology
+from pipegrad.errors import PipegradError
 from tests.support.gradients.cases import Case, Replies, on, rank, replies
 
 TWO: list[Case] = []

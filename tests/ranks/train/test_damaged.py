@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipegrad import PipegradError
+from pipegrad.errors import PipegradError
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
