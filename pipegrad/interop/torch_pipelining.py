@@ -75,7 +75,8 @@ def attach(
         tied: Parameters that several stages hold: `find_tied` of the uncut model, mappings
             stage -> name, or ``pipe.replicated_params`` of a traced model.
         handlers: Which gradients take which reduction.
-        **options: Further arguments of `GradientSync`.
+        **options: Further arguments of `GradientSync`: ``accessor``, ``agree_seconds``, and the
+            fields of `GradientOptions`.
 
     Returns:
         The `GradientSync` of the schedule, for clipping, statistics and its plan.

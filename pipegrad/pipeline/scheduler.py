@@ -67,8 +67,9 @@ class Scheduler:
         tied: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
-        **options: Further arguments of `GradientSync`. In the first step ranks wait for each other
-            for ``agree_seconds``, or for the timeout of the process group, at most ten minutes, if
+        **options: Further arguments of `GradientSync`: ``accessor``, ``agree_seconds``, and the
+            fields of `GradientOptions`. In the first step ranks wait for each other for
+            ``agree_seconds``, or for the timeout of the process group, at most ten minutes, if
             that is longer: kernels may be compiled there.
 
     Attributes:
