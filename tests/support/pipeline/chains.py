@@ -137,14 +137,14 @@ def step(scheduler: Scheduler) -> float:
 def watched(note: Callable[[str, str], object]) -> Iterator[None]:
     """Tells when a compute of a Scheduler made inside starts and ends: "start" or "end", "0F1"."""
 
-    def in_range(self: executor.Executor, compute: Any, stage: int, microbatch: int) -> None:
-        action = self._labels[compute].format(stage, microbatch)
+    def in_range(compute: executor.Method, label: str, stage: int, microbatch: int) -> None:
+        action = label.format(stage, microbatch)
         note("start", action)
         compute(stage, microbatch)
         note("end", action)
 
     with (
         mock.patch.object(executor, "is_profiled", return_value=True),
-        mock.patch.object(executor.Executor, "_in_range", in_range),
+        mock.patch.object(executor, "_in_range", in_range),
     ):
         yield
