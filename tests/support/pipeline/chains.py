@@ -13,6 +13,7 @@ from torch import nn
 
 from pipegrad import Scheduler, Stage, Topology, schedules
 from pipegrad.pipeline import executor
+from pipegrad.pipeline.compute import Method
 
 Tensor = torch.Tensor
 WIDTH = 4
@@ -137,7 +138,7 @@ def step(scheduler: Scheduler) -> float:
 def watched(note: Callable[[str, str], object]) -> Iterator[None]:
     """Tells when a compute of a Scheduler made inside starts and ends: "start" or "end", "0F1"."""
 
-    def in_range(compute: executor.Method, label: str, stage: int, microbatch: int) -> None:
+    def in_range(compute: Method, label: str, stage: int, microbatch: int) -> None:
         action = label.format(stage, microbatch)
         note("start", action)
         compute(stage, microbatch)
