@@ -9,8 +9,8 @@ Nobody declares them, so the first step of each kind (training, evaluation) find
    nothing crosses that channel in either direction.
 3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
    then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
-4. All ranks exchange their specs, their loss_divisor and the number of rows of their batches. These
-   must fit together. If a rank failed, all ranks raise, and the next step is a first step again.
+4. All ranks exchange their specs and their loss_divisor, which must be equal. If a rank failed, all
+   ranks raise, and the next step is a first step again.
 5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
    no channel back. All later steps of the kind must look like the first one.
 """
@@ -18,17 +18,17 @@ Nobody declares them, so the first step of each kind (training, evaluation) find
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from pipegrad.comm.agreement import Board, agree, same
 from pipegrad.comm.failures import FAILED_ELSEWHERE
 from pipegrad.errors import PipegradError, StepError
+from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.loss import StepResult
-from pipegrad.pipeline.microbatch import Batch
 from pipegrad.pipeline.step import StepContext, StepKind
 from pipegrad.pipeline.transfers import Spec, Specs
+from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.program import Channel
 
 
@@ -81,17 +81,16 @@ class _Learned:
 
     Attributes:
         specs: By link, of the values that this rank made or received.
-        rows: Of the tensors of its batch, by name.
         divisor: Its loss_divisor; None if this rank has none.
     """
 
     specs: dict[int, Spec]
-    rows: dict[str, int]
     divisor: float | None
 
 
 def run_first_step(
     context: StepContext,
+    schedule: Schedule,
     batch: Batch,
     *,
     forward_only: bool,
@@ -101,6 +100,7 @@ def run_first_step(
 
     Args:
         context: What all kinds of step share.
+        schedule: What every rank computes.
         batch: What the step is given.
         forward_only: Which kind it is: evaluation or training.
         wait_seconds: How long ranks wait for each other. Kernels may be compiled meanwhile.
@@ -115,7 +115,7 @@ def run_first_step(
     pipeline = topology.ranks_along(topology.pipeline)
     board = Board(f"{context.name}/{context.notice.step}/{pipeline[0]}")
     specs = LearnedSpecs(board, wait_seconds)
-    first = StepKind(context, links, specs, depth=0, forward_only=forward_only)
+    first = StepKind(context, schedule, links, specs, depth=0, forward_only=forward_only)
     outcomes: list[StepResult | BaseException] = []
 
     def learn() -> _Learned | None:
@@ -127,7 +127,7 @@ def run_first_step(
             outcomes.append(error)
             return None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
-        return _Learned(known, first.batches.rows, first.divisors(batch)[1])
+        return _Learned(known, first.divisors(batch)[1])
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
@@ -143,12 +143,14 @@ def run_first_step(
     learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}
     if len(learned) < len(ranks):
         raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
-    _check_alike(context, learned)
+    divisors = {rank: reply.divisor for rank, reply in learned.items()}
+    same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
     # Each rank has seen the values that it made or received. All ranks of a pipeline together have
     # seen all of them, and a rank needs them all to lower the programs of the others.
     by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
     kind = StepKind(
         context,
+        schedule,
         [
             link._replace(differentiable=by_link[number].differentiable)
             for number, link in enumerate(links)
@@ -156,15 +158,5 @@ def run_first_step(
         Specs(by_link),
         depth=context.depth,
         forward_only=forward_only,
-        first=first.batches,
     )
     return kind, outcome
-
-
-def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
-    """Refuses different divisors, and batches of one pipeline with different numbers of rows."""
-    divisors = {rank: reply.divisor for rank, reply in learned.items()}
-    same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
-    for pipeline in context.topology.pipelines:
-        rows = {r: str(max(learned[r].rows.values())) for r in pipeline if learned[r].rows}
-        same("how many rows their tensors have", rows)

@@ -25,9 +25,10 @@ from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
+from pipegrad.pipeline.batch.microbatch import Batch, Batches
 from pipegrad.pipeline.first_step import run_first_step
 from pipegrad.pipeline.loss import Losses, StepResult
-from pipegrad.pipeline.microbatch import Batch
+from pipegrad.pipeline.other_numbers import OtherNumbers
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.step import StepContext, StepKind
@@ -59,7 +60,8 @@ class Scheduler:
         stages: The stages that the schedule places on this rank.
         topology: Over all ranks. The schedule says which rank has which stages.
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`.
-        num_microbatches: Into how many a batch is cut, along the first dimension.
+        num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
+            another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
             parameters as inputs go to those of a `Stage`. Returns one element.
         whole: Names of inputs that belong to no sample, such as a table of rotary frequencies.
@@ -127,8 +129,15 @@ class Scheduler:
         self.program, self.proof = self._context.program, self._context.proof
         # How long ranks wait for each other in first steps: kernels may be compiled there.
         self._first_step_seconds = slow_seconds(self.sync.device, agree_seconds)
-        # By forward_only. A kind is missing until its first step has ended on all ranks.
-        self._kinds: dict[bool, StepKind] = {}
+        self._numbers = OtherNumbers(
+            pipeline,
+            schedule,
+            name=f"scheduler {self._context.name}",
+            timeout_seconds=agree_seconds,
+        )
+        # By forward_only, and number of microbatches. There is none before the first step of any
+        # number has ended on all ranks.
+        self._kinds: dict[tuple[bool, int], StepKind] = {}
         self._closed = False
 
     def _make_context(
@@ -157,7 +166,12 @@ class Scheduler:
             proof=proof,
             stages=self._stages,
             loss_fn=pipeline.loss_fn,
-            whole=whole,
+            batches=Batches(
+                pipeline.wiring,
+                self._stages,
+                has_loss=pipeline.loss_fn is not None,
+                whole=whole,
+            ),
             sync=self.sync,
             weights=WeightGradients(modules, self.sync),
             sharded=ShardedStages(modules, self.sync),
@@ -176,13 +190,21 @@ class Scheduler:
         *inputs: object,
         target: object = None,
         loss_divisor: float | None = None,
+        microbatches: Sequence[object] | None = None,
+        num_microbatches: int | None = None,
         **named: object,
     ) -> StepResult:
         """Runs forward and backward of a batch; gradients are complete and reduced afterwards.
 
         Every rank must call it. An input is needed only on the ranks of stages that name it, and
-        the target on the rank of the last stage. Tensors are cut into microbatches along their
-        first dimension. All have the same number of rows, in this step and in the first one. Every
+        the target on the rank of the last stage. One argument alone may hold the inputs: a mapping,
+        dataclass or named tuple by name, a tuple or list in order. A mapping may also hold
+        ``"target"``, and other parts only if they are parts of `target`.
+
+        Tensors are cut into microbatches along their first dimension, as evenly as
+        `torch.tensor_split` does. All that are given on one rank have the same number of rows, at
+        least one for each microbatch. Another step may have another number, and so may a replica.
+        A value may be a tree: dicts, lists and tuples of tensors, cut leaf by leaf. Every
         microbatch gets the values of ``whole``, tensors without dimensions, numbers, strings and
         None as they are. Anything else is refused. Afterwards `inputs` says what was done.
 
@@ -191,13 +213,21 @@ class Scheduler:
         data rank's loss, through the stages of this rank that take the value.
 
         Args:
-            *inputs: External inputs, in the order of their first use.
+            *inputs: External inputs, in the order of their first use; or one that holds them all.
             target: Cut like inputs; goes to the loss.
             loss_divisor: The losses of all microbatches are summed and divided by it. The default
-                is the number of microbatches, for losses that are means. For losses that are sums
+                is the number of microbatches, for losses that are means: each microbatch counts
+                alike, whatever its number of rows. For losses that are sums
                 over tokens, give the number of tokens of the batch over all data ranks, divided by
                 the number of data ranks. The ranks of the last stage need it. Other ranks may give
                 it too, and then the same number.
+            microbatches: Ready microbatches, in place of inputs and target. Each is what alone may
+                hold the inputs, with ``"target"``; None or empty on ranks that need nothing. They
+                go to the stages as they are: each may have other shapes, and values of any type.
+                Inputs of ``whole`` may be given beside them.
+            num_microbatches: Another number of microbatches than the Scheduler's, for this step.
+                All ranks must give it, or as many `microbatches`. The first step of a number makes
+                and proves its Program. If ranks disagree, all raise, after ``agree_seconds``.
             **named: External inputs by name.
 
         Returns:
@@ -209,9 +239,12 @@ class Scheduler:
             StepError: If an input is missing or does not fit, if a microbatch looks unlike the
                 first one, or if a parameter was exchanged. All ranks raise, with stage and
                 microbatch.
+            AgreementError: If ranks disagree on the number of microbatches; then ranks with the
+                Scheduler's own number raise a StepError.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
-        return self._run(Batch(inputs, named, target, loss_divisor), forward_only=False)
+        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches)
+        return self._run(batch, forward_only=False)
 
     @outside_of_graphs
     def evaluate(
@@ -219,26 +252,27 @@ class Scheduler:
         *inputs: object,
         target: object = None,
         loss_divisor: float | None = None,
+        microbatches: Sequence[object] | None = None,
+        num_microbatches: int | None = None,
         **named: object,
     ) -> StepResult:
         """Runs forward alone, without gradients and with all modules in evaluation mode.
 
         Everything is as in `step`. Without a target the loss is nan, and the result has the outputs
-        alone. All evaluations have batches of the same size, which may be another one than that of
-        `step`.
+        alone.
         """
+        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches)
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
-            return self._run(Batch(inputs, named, target, loss_divisor), forward_only=True)
+            return self._run(batch, forward_only=True)
 
     @property
     def inputs(self) -> dict[str, str]:
-        """What steps do with each of their inputs on this rank, by name, in words.
+        """What the last step did with each of its inputs on this rank, in words.
 
-        ``{"x": "8 rows, cut into 4 microbatches of 2", "rope": "whole in every microbatch"}``.
-        Empty before the first step.
+        By name, and for a tree by name and path: ``{"x": "8 rows, cut into 4 microbatches of 2",
+        "batch['scale']": "whole in every microbatch"}``. Empty before the first step.
         """
-        kinds = self._kinds.values()
-        return {name: words for kind in kinds for name, words in kind.batches.report.items()}
+        return dict(self._context.batches.report)
 
     @property
     def receive_buffers(self) -> int:
@@ -265,21 +299,38 @@ class Scheduler:
     def _run(self, batch: Batch, *, forward_only: bool) -> StepResult:
         if self._closed:
             raise StepError("this Scheduler is closed: make another one")
-        self._context.notice.next_step()
-        kind = self._kinds.get(forward_only)
-        if kind is not None:
-            return kind.run(batch)
-        kind, result = run_first_step(
-            self._context,
-            batch,
-            forward_only=forward_only,
-            wait_seconds=self._first_step_seconds,
-        )
-        self._kinds[forward_only] = kind
-        if not forward_only:
+        context, schedule = self._context, self.schedule
+        context.notice.next_step()
+        if batch.number not in (None, schedule.num_microbatches):
+            try:
+                schedule = self._numbers.agreed(batch.number, context.notice.step)
+            except BaseException as error:  # noqa: BLE001 - raised in the step
+                # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
+                if not isinstance(error, Exception):
+                    context.edges.cut()  # they may also run a step of this number
+                batch = batch._replace(error=error)
+        key = forward_only, schedule.num_microbatches
+        if key in self._kinds:
+            return self._kinds[key].run(batch)
+        result = None
+        learned = [
+            kind for (is_forward, _), kind in self._kinds.items() if is_forward is forward_only
+        ]
+        if learned:
+            kind = learned[0].with_schedule(schedule)
+        else:
+            kind, result = run_first_step(
+                context,
+                schedule,
+                batch,
+                forward_only=forward_only,
+                wait_seconds=self._first_step_seconds,
+            )
+        self._kinds[key] = kind
+        if schedule is self.schedule and not forward_only:
             # The first step has shown which values have a gradient. Others have no channel back.
             self.program, self.proof = kind.program, kind.proof
-        return result
+        return kind.run(batch) if result is None else result
 
 
 @contextlib.contextmanager

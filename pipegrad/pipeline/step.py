@@ -16,10 +16,10 @@ from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.aliases import Aliases
+from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.executor import Executor
 from pipegrad.pipeline.loss import Losses, StepResult
-from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.transfers import BufferPool, Edges, Specs, Transfers
@@ -38,7 +38,7 @@ class StepContext:
 
     Attributes:
         name: The same on all ranks, and of no other Scheduler.
-        schedule: What every rank computes.
+        schedule: What every rank computes, in a step of the Scheduler's number of microbatches.
         topology: With the schedule's stages.
         wiring: How the stages hang together.
         collectives: The reductions of this rank's pipeline.
@@ -47,7 +47,7 @@ class StepContext:
         proof: What that program needs.
         stages: The stages of this rank.
         loss_fn: Takes the last stage's outputs and a microbatch's target.
-        whole: Names of external values that every microbatch gets whole.
+        batches: Turns what a step is given into microbatches.
         sync: The gradient layer.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
@@ -67,7 +67,7 @@ class StepContext:
     proof: Proof
     stages: Mapping[int, Stage]
     loss_fn: Loss | None
-    whole: frozenset[str]
+    batches: Batches
     sync: GradientSync
     weights: WeightGradients
     sharded: ShardedStages
@@ -77,7 +77,7 @@ class StepContext:
     notice: FailureNotice
 
     def proven(
-        self, links: Sequence[Link], *, depth: int, forward_only: bool
+        self, schedule: Schedule, links: Sequence[Link], *, depth: int, forward_only: bool
     ) -> tuple[Program, Proof]:
         """Returns the Program of a kind of step, and its proof.
 
@@ -85,10 +85,11 @@ class StepContext:
             ScheduleError: If the proof fails.
         """
         # The proof of a large schedule takes long, and most models need no other program.
-        if (tuple(links), depth, forward_only) == (self.program.links, self.depth, False):
+        own = self.schedule, self.program.links, self.depth, False
+        if (schedule, tuple(links), depth, forward_only) == own:
             return self.program, self.proof
         program = lower(
-            self.schedule,
+            schedule,
             links=links,
             depth=depth,
             collectives=self.collectives,
@@ -102,31 +103,33 @@ class StepKind:
 
     Args:
         context: What all kinds of step share.
+        schedule: What every rank computes.
         links: The values that stages hand on, differentiable or not.
         specs: What these values look like.
         depth: How many receives of an edge are posted ahead.
         forward_only: Whether it is evaluation.
-        first: The batches of the first step of this kind; None if this is the first.
 
     Attributes:
         program: What all ranks do.
         proof: What that needs.
-        batches: Cuts batches into microbatches.
     """
 
     def __init__(
         self,
         context: StepContext,
+        schedule: Schedule,
         links: Sequence[Link],
         specs: Specs,
         *,
         depth: int,
         forward_only: bool,
-        first: Batches | None = None,
     ) -> None:
         self._context = context
+        self._specs = specs
         self._has_last_stage = context.topology.num_stages - 1 in context.stages
-        self.program, self.proof = context.proven(links, depth=depth, forward_only=forward_only)
+        self.program, self.proof = context.proven(
+            schedule, links, depth=depth, forward_only=forward_only
+        )
         stages, rank = context.stages, context.topology.coordinate(context.topology.pipeline)
         transfers = Transfers(self.program.channels, context.edges, context.pool, specs)
         aliases = Aliases(stages, context.sharded, transfers.lent)
@@ -138,6 +141,7 @@ class StepKind:
             transfers=transfers,
             aliases=aliases,
             specs=specs,
+            outer=context.batches.outer.leaves,
         )
         compute = Compute(
             self.program,
@@ -159,15 +163,22 @@ class StepKind:
             weights=context.weights,
             sharded=context.sharded,
         )
-        self.batches = Batches(
-            context.wiring,
-            stages,
-            context.schedule.num_microbatches,
-            needs_target=self._has_last_stage and not forward_only,
-            takes_target=self._has_last_stage,
-            has_loss=context.loss_fn is not None,
-            whole=context.whole,
-            first=first,
+
+    def with_schedule(self, schedule: Schedule) -> StepKind:
+        """Returns this kind of step with another schedule, such as one of more microbatches.
+
+        Raises:
+            ScheduleError: If the proof of its program fails.
+        """
+        links, forward_only = self.program.links, self.program.forward_only
+        context = self._context
+        return StepKind(
+            context,
+            schedule,
+            links,
+            self._specs,
+            depth=context.depth,
+            forward_only=forward_only,
         )
 
     def run(self, batch: Batch) -> StepResult:
@@ -188,7 +199,8 @@ class StepKind:
                 # All ranks must take part, also one that refuses its batch below.
                 context.sync.publish_if_due()
             divisor, own_divisor = self.divisors(batch)
-            inputs, targets = self.batches.cut(batch)
+            number = self.program.schedule.num_microbatches
+            inputs, targets = context.batches.cut(batch, number, needs_target=training)
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
                 context.sync.prepare()
@@ -196,7 +208,7 @@ class StepKind:
             losses, outputs = executor.run(inputs, targets, divisor)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
-            self.batches.outer.backward()
+            context.batches.outer.backward()
             if training:
                 context.sync.finish()
             if not training or context.sync.is_accumulating:
@@ -225,7 +237,7 @@ class StepKind:
             StepError: If it is not a number above 0.
         """
         own = batch.loss_divisor
-        divisor = float(self._context.schedule.num_microbatches if own is None else own)
+        divisor = float(self.program.schedule.num_microbatches if own is None else own)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
         return divisor, divisor if self._has_last_stage or own is not None else None

@@ -71,6 +71,8 @@ class Values:
         transfers: Sends and receives, and owns the receive buffers.
         aliases: Copies values that lie in memory of others.
         specs: What values look like.
+        outer: Parts of external values that need a gradient, by name and microbatch: a table that
+            changes with each step.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Values:
         transfers: Transfers,
         aliases: Aliases,
         specs: Specs,
+        outer: Mapping[str, Mapping[int, Sequence[Tensor]]],
     ) -> None:
+        self._outer = outer
         self._program = program
         self._channels = program.channels
         self._rank = rank
@@ -271,9 +275,8 @@ class Values:
         """
         leaves = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
         for name in self._names_taken[stage]:
-            outer = self._external[name][microbatch]
-            if isinstance(outer, Tensor) and outer.requires_grad:
-                leaves += (outer,)
+            if name in self._outer:
+                leaves += self._outer[name].get(microbatch, ())
         # Gradients are parted before any of them is handed on, and before a receive buffer that
         # one of them may lie in goes back to the pool.
         self._aliases.part_gradients(stage, leaves)

@@ -141,7 +141,8 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
                 f"inputs of one, or leave them out"
             )
     external = tuple(dict.fromkeys(s for taken in sources for s in taken if isinstance(s, str)))
-    reserved = [name for name in external if name in ("target", "loss_divisor")]
+    arguments = ("target", "loss_divisor", "microbatches", "num_microbatches")
+    reserved = [name for name in external if name in arguments]
     if reserved:
         raise ScheduleError(
             f"stages take {reserved} from outside, which are arguments of step() itself: rename"
