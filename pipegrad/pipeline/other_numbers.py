@@ -47,7 +47,7 @@ class OtherNumbers:
             PipegradError: If there is no schedule of this number. Or if another rank has another
                 number, or does not come; then on all ranks that are in the meeting.
         """
-        if not isinstance(number, int) or isinstance(number, bool):
+        if type(number) is not int:
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
         schedule = self._known.get(number) or self._generated(number)
         ranks = sorted(self._pipeline.topology.ranks)

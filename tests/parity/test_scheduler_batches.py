@@ -95,7 +95,8 @@ class Last(nn.Module):
 
 def loss_of(logits: Tensor, target: dict[str, Any]) -> Tensor:
     losses = F.cross_entropy(logits.transpose(1, 2), target["labels"], reduction="none")
-    return (losses.mean(1) * target["more"][0]).mean()
+    more: Tensor = target["more"][0]
+    return (losses.mean(1) * more).mean()
 
 
 def built(num_stages: int) -> list[nn.Module]:
@@ -234,7 +235,7 @@ def run_case(case: Case) -> Report:
     ).stage_to_rank
     modules, true = built(len(places)), built(len(places))
     if places[0] != places[-1]:  # else one rank has both
-        modules[-1].weight = nn.Parameter(built(2)[0].weight.detach())
+        modules[-1] = built(2)[-1]
     stages = [stage_of(modules[s], s) for s in at.with_stages(places).local_stages]
     scheduler = Scheduler(
         stages,

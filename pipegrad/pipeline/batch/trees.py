@@ -58,5 +58,6 @@ def check_kind(path: str, leaf: object) -> None:
 
 
 def _is_plain_list(value: object) -> bool:
-    is_list = isinstance(value, tuple | list) and len(value) > 0
-    return is_list and all(isinstance(item, Number | str) for item in value)
+    if not isinstance(value, tuple | list) or not value:
+        return False
+    return all(isinstance(item, Number | str) for item in value)

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.pipeline import other_numbers, step
-from pipegrad.schedules import build
+from pipegrad.comm.agreement import agree
+from pipegrad.schedules import build, lower
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
 from tests.support.pipeline.layers import NUM_MICROBATCHES as OWN
 from tests.support.pipeline.layers import WIDTH, Layer, distance, make, mean_square, normal, train
@@ -115,39 +116,31 @@ def test_fewer_rows_than_microbatches_are_refused_on_all_ranks_and_any_others_ta
 @on(PAIR)
 def changing_numbers() -> Any:
     """Programs are made once a number, and steps of the Scheduler's own number do not meet."""
-    lowered, met = [], []
-    true_lower, true_agree = step.lower, other_numbers.agree
-    step.lower = lambda schedule, **options: (  # type: ignore[assignment]
-        lowered.append(schedule.num_microbatches) or true_lower(schedule, **options)
-    )
-    other_numbers.agree = lambda what, *args, **options: (  # type: ignore[assignment]
-        met.append(what) or true_agree(what, *args, **options)
-    )
-    try:
+    own_lower = mock.patch("pipegrad.pipeline.step.lower", wraps=lower)
+    own_agree = mock.patch("pipegrad.pipeline.other_numbers.agree", wraps=agree)
+    with own_lower as lowered, own_agree as met:
         pipeline = Pipeline(schedule="zb-h1")
         own = [pipeline.said(8), pipeline.said(8, num_microbatches=OWN), pipeline.evaluated(8)]
         own += [pipeline.evaluated(8)]
-        num_own = len(met), len(lowered)
+        met_for_own = met.call_count
         others = [
             pipeline.said(rows, num_microbatches=number)
             for rows, number in ((6, 2), (9, 3), (8, 2), (8, OWN), (7, 5), (3, 3), (1, 1))
         ]
         others += [pipeline.evaluated(rows, num_microbatches=2) for rows in (2, 5)]
-    finally:
-        step.lower, other_numbers.agree = true_lower, true_agree
-    first = len(lowered)
-    again = [pipeline.said(9, num_microbatches=number) for number in (1, 2, 3, 5, OWN)]
-    again += [pipeline.evaluated(9, num_microbatches=2)]
+        first = lowered.call_count
+        again = [pipeline.said(9, num_microbatches=number) for number in (1, 2, 3, 5, OWN)]
+        again += [pipeline.evaluated(9, num_microbatches=2)]
+        found = met_for_own, met.call_count, lowered.call_count - first
     pipeline.scheduler.close()
-    return own, num_own[0], others, len(met), again, len(lowered) - first
+    return {*own, *others, *again}, found
 
 
 def test_the_number_of_microbatches_may_change_from_step_to_step(pair: Replies) -> None:
     for reply in pair:
-        own, met_for_own, others, met, again, lowered_again = reply["changing_numbers"]
-        assert {*own, *others, *again} == {"True"}
-        assert (met_for_own, met) == (0, 8)
-        assert lowered_again == 0
+        said, (met_for_own, met, lowered_again) = reply["changing_numbers"]
+        assert said == {"True"}
+        assert (met_for_own, met, lowered_again) == (0, 13, 0)
 
 
 DISAGREE: dict[str, tuple[Any, Any]] = {
@@ -171,7 +164,7 @@ def disagreements(pipeline: Pipeline, take: str) -> dict[str, tuple[str, str]]:
     for name, given in DISAGREE.items():
         call = getattr(pipeline, take)
         said = timed(call, 8, num_microbatches=given[rank()])
-        right = [call(8), call(8, num_microbatches=3), pipeline.said(8)]
+        right = [call(8), call(6, num_microbatches=3), pipeline.said(8)]
         found[name] = said, f"{set(right)}"
     return found
 
@@ -183,7 +176,7 @@ def disagree_at_first() -> Any:
     for name, given in DISAGREE.items():
         pipeline = Pipeline()
         said = timed(pipeline.said, 8, num_microbatches=given[rank()])
-        right = [pipeline.said(8, num_microbatches=3), pipeline.said(8)]
+        right = [pipeline.said(6, num_microbatches=3), pipeline.said(8)]
         found[name] = said, f"{set(right)}"
         pipeline.scheduler.close()
     return found
@@ -192,7 +185,7 @@ def disagree_at_first() -> Any:
 @on(PAIR)
 def disagree_later() -> Any:
     pipeline = Pipeline()
-    assert [pipeline.said(8), pipeline.said(8, num_microbatches=3)] == ["True", "True"]
+    assert [pipeline.said(8), pipeline.said(6, num_microbatches=3)] == ["True", "True"]
     found = disagreements(pipeline, "said")
     pipeline.scheduler.close()
     return found
@@ -201,7 +194,7 @@ def disagree_later() -> Any:
 @on(PAIR)
 def disagree_in_evaluation() -> Any:
     pipeline = Pipeline(schedule="gpipe")
-    assert [pipeline.evaluated(8), pipeline.evaluated(8, num_microbatches=3)] == ["True", "True"]
+    assert [pipeline.evaluated(8), pipeline.evaluated(6, num_microbatches=3)] == ["True", "True"]
     found = disagreements(pipeline, "evaluated")
     pipeline.scheduler.close()
     return found
@@ -240,7 +233,7 @@ def one_of_four() -> Any:
             for _ in range(2):  # first, and later
                 given = 6 if rank() in others else None
                 said += [timed(pipeline.said, 8, num_microbatches=given)]
-                said += [pipeline.said(8), pipeline.said(8, num_microbatches=6)]
+                said += [pipeline.said(8), pipeline.said(12, num_microbatches=6)]
             found[name, schedule] = said
             pipeline.scheduler.close()
     return found
@@ -268,7 +261,7 @@ def numbers_without_a_schedule() -> Any:
         "a word": ("1f1b", "3"),
     }
     for name, (schedule, number) in given.items():
-        options = {"num_microbatches": None} if name == "a Schedule" else {}
+        options: dict[str, Any] = {"num_microbatches": None} if name == "a Schedule" else {}
         pipeline = Pipeline(schedule=schedule, **options)
         said = [timed(pipeline.said, 8, num_microbatches=number) for _ in range(2)]
         found[name] = said, pipeline.said(8)

@@ -352,7 +352,8 @@ def test_a_rank_that_needs_nothing_may_give_nothing() -> None:
     wiring = wire({0: (("x",), ("x",)), 1: (("x",), ("x",)), 2: (("x",), ("x",))})
     middle = Batches(wiring, [1], has_loss=False, whole=())
 
-    for ready in ([{}, None], [{"x": X, "target": Y}] * 2, [None, None]):
+    given_ready: list[list[Any]] = [[{}, None], [{"x": X, "target": Y}] * 2, [None, None]]
+    for ready in given_ready:
         assert cut(middle, microbatches=ready, needs_target=True) == {}
     assert cut(middle, num_microbatches=2, needs_target=True) == {}
 
