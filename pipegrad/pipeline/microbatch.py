@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Number
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -264,9 +264,15 @@ def _level_of_caller() -> int:
     return level
 
 
-def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns outputs of all microbatches, each in one tensor."""
-    return tuple(
-        torch.cat(parts) if parts[0].dim() else torch.stack(parts)
-        for parts in zip(*outputs, strict=True)
-    )
+def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
+    """Returns outputs of all microbatches, each in one tensor, or one for each microbatch.
+
+    The second is what there is of microbatches whose outputs differ beyond the first dimension.
+    """
+    return tuple(map(_joined, zip(*outputs, strict=True)))
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    if len({(part.dim(), part.shape[1:], part.dtype) for part in parts}) > 1:
+        return parts
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)

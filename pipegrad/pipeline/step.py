@@ -22,8 +22,11 @@ from pipegrad.pipeline.loss import Losses, StepResult
 from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import BufferPool, Edges, Specs, Transfers
-from pipegrad.pipeline.values import PeerFailedError, Values
+from pipegrad.pipeline.transfers.buffers import BufferPool
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.specs import Specs
+from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.wiring import Loss, Wiring
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.lower import lower
@@ -103,7 +106,7 @@ class StepKind:
     Args:
         context: What all kinds of step share.
         links: The values that stages hand on, differentiable or not.
-        specs: What these values look like.
+        specs: What these values look like in the first microbatch.
         depth: How many receives of an edge are posted ahead.
         forward_only: Whether it is evaluation.
         first: The batches of the first step of this kind; None if this is the first.
