@@ -12,9 +12,10 @@ from ctypes import c_int64
 
 import torch
 
-from pipegrad.interop.private import num_holders
+from pipegrad.interop.private import storage_holders, storage_key
 from pipegrad.pipeline.transfers.specs import Spec
 
+OWN_HOLDERS = 3  # of a buffer's storage: `storage`, `memory` and `tensor`
 _STEPS = 8  # capacities between two powers of two: at most 1/8 of a buffer stays unused
 
 
@@ -30,16 +31,20 @@ class Buffer:
         capacity: How many bytes it has.
         address: Of its storage.
         head: Its first eight bytes, as the host reads them; zero if they are on another device.
-        tensor: The value that arrived last, a view of the memory.
+        storage: Of the memory.
+        holders: What `storage_holders` needs to count who holds the storage.
+        tensor: The value that arrived last, in the memory.
         spec: What the value looks like, if it begins where the memory begins.
     """
 
-    __slots__ = ("address", "capacity", "head", "memory", "spec", "tensor")
+    __slots__ = ("address", "capacity", "head", "holders", "memory", "spec", "storage", "tensor")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.capacity = len(memory)
-        self.address = memory.untyped_storage().data_ptr()
+        self.storage = memory.untyped_storage()
+        self.holders = storage_key(self.storage)
+        self.address = self.storage.data_ptr()
         self.head = c_int64.from_address(self.address) if memory.is_cpu else c_int64(0)
         self.show(Spec((self.capacity,), memory.dtype, differentiable=False), 0)
 
@@ -48,8 +53,10 @@ class Buffer:
         # A tensor made in inference mode can never take part in autograd, and a pool serves
         # evaluations and training steps.
         with torch.inference_mode(mode=False):
-            part = self.memory[offset : offset + spec.nbytes]
-            self.tensor = part.view(spec.dtype).view(spec.shape)
+            # Not a view of a view, which would hold the memory once more.
+            value = torch.empty(0, dtype=spec.dtype, device=self.memory.device)
+        begin = offset // spec.dtype.itemsize
+        self.tensor = value.set_(self.storage, begin, spec.shape)  # type: ignore[call-overload]
         self.spec = spec if offset == 0 else None
 
 
@@ -67,7 +74,7 @@ class BufferPool:
 
     def give_back(self, buffer: Buffer) -> None:
         """Takes a buffer that nobody reads any more; see [Note: held buffers]."""
-        if num_holders(buffer.memory) == 2:  # its `memory` and its `tensor`
+        if storage_holders(buffer.holders) == OWN_HOLDERS:
             self._free.setdefault(buffer.capacity, []).append(buffer)
 
     def drop(self, capacity: int) -> None:

@@ -38,8 +38,8 @@ import torch.distributed as dist
 from pipegrad.comm import sync_points
 from pipegrad.comm.work import Done, Work
 from pipegrad.errors import StepError
-from pipegrad.interop.private import num_holders
-from pipegrad.pipeline.transfers.buffers import Buffer, BufferPool
+from pipegrad.interop.private import storage_holders
+from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS, Buffer, BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.ends import End, Ends
 from pipegrad.pipeline.transfers.messages import (
@@ -193,7 +193,7 @@ class Transfers:
         del self._lent[buffer.address]
         if buffer.capacity != end.sizes.capacity:
             self._pool.give_back(buffer)
-        elif num_holders(buffer.memory) == 2:  # its `memory` and its `tensor`
+        elif storage_holders(buffer.holders) == OWN_HOLDERS:
             end.sizes.free.append(buffer)
 
     def send(

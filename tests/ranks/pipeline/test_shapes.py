@@ -184,13 +184,15 @@ def marked() -> Any:
     seen: list[Tensor] = []
 
     def give(linear: nn.Module, x: Tensor) -> Any:
-        made = Marks.apply(linear(x).sum().expand(1), kinds[int(x[0, 0])], normal(1))
+        value = kinds[int(x[0, 0])]
+        made: Tensor = Marks.apply(linear(x).sum().expand(1), value, normal(1))  # type: ignore[no-untyped-call]
         made.register_hook(lambda gradient: seen.append(gradient.clone()))
         return made
 
     def take(linear: nn.Module, x: Tensor) -> Any:
         seen.append(x.detach().clone())
-        return Marks.apply(x, linear(normal(1, WIDTH)).sum(), x.detach()) + 0 * linear.weight.sum()
+        there = linear(normal(1, WIDTH)).sum()
+        return Marks.apply(x, there, x.detach())  # type: ignore[no-untyped-call]
 
     scheduler = make(Layer(give), Layer(take), loss_fn=lambda x, target: x.sum() + 0 * target.sum())
     x = torch.arange(4.0, dtype=torch.float64)[:, None].expand(4, WIDTH).contiguous()
