@@ -68,10 +68,20 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+# How many objects hold a storage, given by `storage_key`. It is a name and not a function, so that
+# it costs one call.
+storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Returns what `storage_holders` takes. It is valid as long as `storage` lives."""
+    return int(storage._cdata)
+
+
 def num_holders(tensor: torch.Tensor) -> int:
     """Returns how many tensors share the memory of `tensor`, which counts too."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself does not count
+    return storage_holders(storage_key(storage)) - 1  # `storage` itself does not count
 
 
 def end_backward(part: FSDPModule) -> None:

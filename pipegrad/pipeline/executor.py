@@ -14,7 +14,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
 from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.transfers import Transfers
+from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.schedules.program.program import Op, Program
 
@@ -83,8 +83,8 @@ class Executor:
         self._labels[weights.compute_shared] = "shared weights of stage {0}"
         drain_methods: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
-            Op.WAIT_RECEIVE: transfers.receive_and_drop,
-            Op.SEND: transfers.send_zeros,
+            Op.WAIT_RECEIVE: values.receive_and_drop,
+            Op.SEND: transfers.send_failed,
             Op.RELEASE: transfers.release,
         }
         for item in program.decoded(self._rank):
@@ -118,6 +118,7 @@ class Executor:
         a step whose first item never ran.
         """
         self._position = 0
+        self._transfers.ends.grow()
 
     def run(
         self,
@@ -159,7 +160,7 @@ class Executor:
         return losses, outputs
 
     def finish_transfers(self) -> None:
-        """Makes the transfers that are left of a failed step, with zeros.
+        """Makes the transfers that are left of a failed step, without values.
 
         Other ranks still wait for messages of this rank, and send their own. After this, each of
         these transfers ends on any backend, and the next step begins with the same messages on

@@ -1,7 +1,8 @@
 """The first step of a kind: ranks learn what values look like.
 
-[Note: first step] A rank can make a receive buffer only if it has the shape and dtype of the value.
-Nobody declares them, so the first step of each kind (training, evaluation) finds them:
+[Note: first step] A rank can make a receive buffer only if it knows how large a value is. Nobody
+declares that, so the first step of each kind (training, evaluation) finds out what values look like
+in the first microbatch. What changes later travels with the values: see [Note: shapes].
 
 1. The Program of the first step posts no receive ahead: each stands directly before its wait.
 2. A stage runs its forward. Before the first send of a value, its rank posts a `Spec` of the value
@@ -12,7 +13,7 @@ Nobody declares them, so the first step of each kind (training, evaluation) find
 4. All ranks exchange their specs and their loss_divisor, which must be equal. If a rank failed, all
    ranks raise, and the next step is a first step again.
 5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
-   no channel back. All later steps of the kind must look like the first one.
+   no channel back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pipegrad.errors import PipegradError, StepError
 from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.loss import StepResult
 from pipegrad.pipeline.step import StepContext, StepKind
-from pipegrad.pipeline.transfers import Spec, Specs
+from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.program import Channel
 
@@ -46,7 +47,7 @@ class LearnedSpecs(Specs):
         self._board = board
         self._timeout = timedelta(seconds=wait_seconds)
 
-    def expected(self, link: int, spec: Spec) -> Spec | None:
+    def first(self, link: int, spec: Spec) -> Spec | None:
         """Returns what the first microbatch looked like; `spec` itself if it is the first."""
         return self._by_link.setdefault(link, spec)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from pipegrad.errors import StepError
 from pipegrad.topology import Topology
 
 Tensor = torch.Tensor
+Outputs = tuple[Any, ...]  # tensors, or tuples of them
 
 _DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks round
 
@@ -34,7 +36,8 @@ class StepResult:
 
     Attributes:
         outputs: Of `Scheduler.evaluate`, on ranks with the last stage: each of its outputs, all
-            microbatches in one tensor. Elsewhere empty.
+            microbatches in one tensor, or in a tuple if they differ beyond the first dimension.
+            Elsewhere empty.
 
     Made by `Losses.send`. If the step failed on another rank after it had ended here,
     ``on_failure`` drops what it left on this rank, and returns the words of that rank.
@@ -44,7 +47,7 @@ class StepResult:
         self,
         message: Tensor,
         work: dist.Work | None,
-        outputs: tuple[Tensor, ...] = (),
+        outputs: Outputs = (),
         on_failure: Callable[[], str] = str,
     ) -> None:
         self.outputs = outputs
@@ -61,7 +64,11 @@ class StepResult:
                 loss = f"{self.loss:g}"
             except StepError:
                 loss = "of a step that failed"
-        return f"StepResult(loss {loss}, outputs {[tuple(out.shape) for out in self.outputs]})"
+        shapes = [
+            tuple(out.shape) if isinstance(out, Tensor) else [tuple(part.shape) for part in out]
+            for out in self.outputs
+        ]
+        return f"StepResult(loss {loss}, outputs {shapes})"
 
     @property
     def loss(self) -> Tensor:
@@ -122,7 +129,7 @@ class Losses:
         self,
         loss: Tensor,
         divisor: float | None,
-        outputs: tuple[Tensor, ...] = (),
+        outputs: Outputs = (),
         *,
         failed: bool = False,
         on_failure: Callable[[], str] = str,

@@ -32,7 +32,8 @@ from pipegrad.pipeline.other_numbers import OtherNumbers
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.step import StepContext, StepKind
-from pipegrad.pipeline.transfers import BufferPool, Edges
+from pipegrad.pipeline.transfers.buffers import BufferPool
+from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.wiring import (
     Loss,
     ScheduleSpec,
@@ -279,8 +280,9 @@ class Scheduler:
         """How many receive buffers this rank has made so far.
 
         If all values have one shape and dtype, there are no more than the largest proof of a kind
-        of step says. Otherwise there are at most so many of each shape and dtype. If a module keeps
-        a value, its buffer is not used again, and another one is made.
+        of step says. Otherwise there are at most so many of each capacity: that of a link grows
+        with its largest value. If a module keeps a value, its buffer is not used again, and another
+        one is made.
         """
         return self._context.pool.num_made
 

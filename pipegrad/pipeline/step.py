@@ -22,8 +22,11 @@ from pipegrad.pipeline.executor import Executor
 from pipegrad.pipeline.loss import Losses, StepResult
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import BufferPool, Edges, Specs, Transfers
-from pipegrad.pipeline.values import PeerFailedError, Values
+from pipegrad.pipeline.transfers.buffers import BufferPool
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.specs import Specs
+from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.wiring import Loss, Wiring
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.lower import lower
@@ -105,7 +108,7 @@ class StepKind:
         context: What all kinds of step share.
         schedule: What every rank computes.
         links: The values that stages hand on, differentiable or not.
-        specs: What these values look like.
+        specs: What these values look like in the first microbatch.
         depth: How many receives of an edge are posted ahead.
         forward_only: Whether it is evaluation.
 

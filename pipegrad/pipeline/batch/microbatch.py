@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -234,9 +234,15 @@ class Batches:
         return [rebuilt(list(row)) for row in zip(*columns, strict=True)]
 
 
-def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns outputs of all microbatches, each in one tensor."""
-    return tuple(
-        torch.cat(parts) if parts[0].dim() else torch.stack(parts)
-        for parts in zip(*outputs, strict=True)
-    )
+def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
+    """Returns outputs of all microbatches, each in one tensor, or one for each microbatch.
+
+    The second is what there is of microbatches whose outputs differ beyond the first dimension.
+    """
+    return tuple(map(_joined, zip(*outputs, strict=True)))
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    if len({(part.dim(), part.shape[1:], part.dtype) for part in parts}) > 1:
+        return parts
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
