@@ -10,8 +10,9 @@ in the first microbatch. What changes later travels with the values: see [Note: 
    nothing crosses that channel in either direction.
 3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
    then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
-4. All ranks exchange their specs and their loss_divisor, which must be equal. If a rank failed, all
-   ranks raise, and the next step is a first step again.
+4. All ranks exchange their specs, their loss_divisor and the number of rows that they cut. The
+   divisors must be equal, and in each pipeline the rows. If a rank failed, all ranks raise, and the
+   next step is a first step again.
 5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
    no channel back.
 """
@@ -83,10 +84,12 @@ class _Learned:
     Attributes:
         specs: By link, of the values that this rank made or received.
         divisor: Its loss_divisor; None if this rank has none.
+        rows: Of the batch that it cut; None if it cut nothing.
     """
 
     specs: dict[int, Spec]
     divisor: float | None
+    rows: int | None
 
 
 def run_first_step(
@@ -128,7 +131,7 @@ def run_first_step(
             outcomes.append(error)
             return None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
-        return _Learned(known, first.divisors(batch)[1])
+        return _Learned(known, first.divisors(batch)[1], context.batches.rows)
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
@@ -146,6 +149,11 @@ def run_first_step(
         raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
     divisors = {rank: reply.divisor for rank, reply in learned.items()}
     same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
+    # A target that is cut unlike its input, such as a list of tensors of each sample, would be cut
+    # in all steps. So one comparison is enough, and it costs later steps nothing.
+    for ranks_of_one in topology.pipelines:
+        rows = {rank: learned[rank].rows for rank in ranks_of_one}
+        same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})
     # Each rank has seen the values that it made or received. All ranks of a pipeline together have
     # seen all of them, and a rank needs them all to lower the programs of the others.
     by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}

@@ -11,6 +11,8 @@ That sends what the other ranks wait for, and they raise too.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, fed, schedule_of
@@ -36,7 +38,7 @@ class OtherNumbers:
         self._timeout_seconds = timeout_seconds
         self._known: dict[int, Schedule] = {}  # the same numbers on all ranks
 
-    def agreed(self, number: int, step: int) -> Schedule:
+    def agreed(self, number: object, step: int) -> Schedule:
         """Returns the schedule of a step, after a meeting of all ranks.
 
         Args:
@@ -47,8 +49,9 @@ class OtherNumbers:
             PipegradError: If there is no schedule of this number. Or if another rank has another
                 number, or does not come; then on all ranks that are in the meeting.
         """
-        if type(number) is not int:
+        if not isinstance(number, Integral) or isinstance(number, bool):
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
+        number = int(number)  # also numpy's
         schedule = self._known.get(number) or self._generated(number)
         ranks = sorted(self._pipeline.topology.ranks)
         what = "num_microbatches of a step, which every rank is given alike, with or without inputs"

@@ -303,14 +303,16 @@ class Scheduler:
             raise StepError("this Scheduler is closed: make another one")
         context, schedule = self._context, self.schedule
         context.notice.next_step()
-        if batch.number not in (None, schedule.num_microbatches):
-            try:
+        try:
+            if batch.number not in (None, schedule.num_microbatches):
                 schedule = self._numbers.agreed(batch.number, context.notice.step)
-            except BaseException as error:  # noqa: BLE001 - raised in the step
-                # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
-                if not isinstance(error, Exception):
-                    context.edges.cut()  # they may also run a step of this number
-                batch = batch._replace(error=error)
+        except BaseException as error:  # noqa: BLE001 - raised in the step
+            # Other ranks may run a step of the Scheduler's own number: [Note: other numbers]. After
+            # an interrupt they may also run one of this number, and wait for other transfers.
+            if not isinstance(error, Exception):
+                context.notice.fail(error)  # first: the ranks that fail next find the cause there
+                context.edges.cut()
+            batch = batch._replace(error=error)
         key = forward_only, schedule.num_microbatches
         if key in self._kinds:
             return self._kinds[key].run(batch)

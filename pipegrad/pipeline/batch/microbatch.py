@@ -52,6 +52,7 @@ class Batches:
         whole: Names of values that every microbatch gets whole.
 
     Attributes:
+        rows: Of the batch that was cut last; None if nothing was cut.
         report: What was done last with each value, by name and path, in words.
         outer: Those values of the last batch that have a graph of the caller's.
     """
@@ -66,6 +67,7 @@ class Batches:
         self._has_loss = has_loss
         self._whole = whole
         self._repeated = Repeated()
+        self.rows: int | None = None
         self.report: dict[str, str] = {}
         self.outer = OuterGraphs()
 
@@ -84,7 +86,7 @@ class Batches:
             BaseException: The error of the batch.
         """
         self.outer.forget()  # a failed step may have left something
-        self.report = {}
+        self.rows, self.report = None, {}
         if batch.error is not None:
             raise batch.error
         if batch.microbatches is None:
@@ -169,6 +171,7 @@ class Batches:
                 f"together: give all the same number of rows, at least {number}, or give another "
                 f"num_microbatches= on all ranks"
             )
+        self.rows = min(rows.values(), default=None)
         self._repeated.check({**given, **leaves}, rows)
         self.report = dict.fromkeys([*leaves, *whole], "whole in every microbatch")
         for path, length in rows.items():

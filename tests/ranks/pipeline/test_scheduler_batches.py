@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -257,7 +259,9 @@ def numbers_without_a_schedule() -> Any:
         "zero": ("1f1b", 0),
         "negative": ("gpipe", -1),
         "True": ("1f1b", True),
+        "numpy": ("1f1b", np.int64(3)),
         "a tensor": ("1f1b", torch.tensor(3)),
+        "tensors": ("1f1b", torch.tensor([3, 4])),
         "a word": ("1f1b", "3"),
     }
     for name, (schedule, number) in given.items():
@@ -274,7 +278,9 @@ NOT_THERE = {
     "zero": "ScheduleError: a schedule has at least 1 rank and 1 microbatch, not 2 and 0",
     "negative": "ScheduleError: a schedule has at least 1 rank and 1 microbatch, not 2 and -1",
     "True": "StepError: num_microbatches is True, expected a whole number",
+    "numpy": "True",
     "a tensor": "StepError: num_microbatches is tensor(3), expected a whole number",
+    "tensors": "RuntimeError: Boolean value of Tensor with more than one value is ambiguous",
     "a word": "StepError: num_microbatches is '3', expected a whole number",
 }
 
@@ -285,6 +291,36 @@ def test_a_number_without_a_schedule_is_refused_on_all_ranks(name: str, pair: Re
         said, right = reply["numbers_without_a_schedule"][name]
         assert [text.startswith(NOT_THERE[name]) for text in said] == [True, True], said
         assert right == "True"
+
+
+@on(PAIR)
+def interrupted() -> Any:
+    """Ctrl-C on rank 1 behind a meeting, when rank 0 goes on with the number."""
+    pipeline = Pipeline()
+    said = [pipeline.said(8, num_microbatches=2)]
+    interrupt = mock.patch("pipegrad.pipeline.other_numbers.same", side_effect=KeyboardInterrupt)
+    with interrupt if rank() else contextlib.nullcontext():
+        said += [timed(ended, pipeline.said, 8, num_microbatches=2)]
+    said += [timed(ended, pipeline.said, 8), timed(ended, pipeline.said, 8)]
+    pipeline.scheduler.close()
+    return said
+
+
+def ended(call: Callable[..., str], *args: Any, **options: Any) -> str:
+    try:
+        return call(*args, **options)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+
+
+def test_an_interrupt_behind_a_meeting_is_no_hang(pair: Replies) -> None:
+    for place, reply in enumerate(pair):
+        right, said, *later = reply["interrupted"]
+        assert right == "True"
+        wanted = "KeyboardInterrupt" if place else f"{ELSEWHERE}rank 1: KeyboardInterrupt"
+        assert said.startswith(wanted)
+        # What crossed the edges is unknown, so they are closed for good.
+        assert all("Error: " in text and not text[0].isdigit() for text in later)
 
 
 # Ready microbatches.

@@ -119,17 +119,19 @@ def test_a_loss_without_a_graph_is_refused_on_all_ranks(two: Replies) -> None:
 
 @on(TWO)
 def numbers_that_differ_between_ranks() -> Any:
+    rows = make(loss_fn=lambda out, target: (out.mean() - target).square().sum())
     first = make()
     later = make()
     words = make()
     divisor = 1.0 + rank()
     found = {
+        "rows": train(rows, batch(4), target=batch(2)),
         "first divisor": train(first, batch(), target=batch(), loss_divisor=divisor),
         "good": train(later, batch(), target=batch()),
         "later divisor": train(later, batch(), target=batch(), loss_divisor=divisor),
         "a word": train(words, batch(), target=batch(), loss_divisor="x" if rank() else 1.0),
     }
-    for scheduler in (first, later, words):
+    for scheduler in (rows, first, later, words):
         scheduler.close()
     return found
 
@@ -137,6 +139,7 @@ def numbers_that_differ_between_ranks() -> Any:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("rows", "ranks disagree on how many rows their tensors have"),
         ("first divisor", "ranks disagree on loss_divisor"),
         ("good", "fine: 24.0"),
         ("later divisor", "loss_divisor differs between the 2 ranks"),

@@ -334,6 +334,7 @@ def test_ready_microbatches_are_given_as_they_are() -> None:
     assert all(part is one["x"] for part, one in zip(parts["x"], given, strict=True))
     assert all(part is mask for part, mask in zip(parts["mask"], masks, strict=True))
     assert set(batch.report.values()) == {"as given in each of 3 microbatches"}
+    assert batch.rows is None
 
 
 def test_ready_microbatches_may_be_tensors_or_tuples() -> None:
