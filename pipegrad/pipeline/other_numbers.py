@@ -49,7 +49,7 @@ class OtherNumbers:
             PipegradError: If there is no schedule of this number. Or if another rank has another
                 number, or does not come; then on all ranks that are in the meeting.
         """
-        if not isinstance(number, Integral) or isinstance(number, bool):
+        if isinstance(number, bool) or not isinstance(number, Integral):
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
         number = int(number)  # also numpy's
         schedule = self._known.get(number) or self._generated(number)
