@@ -247,17 +247,20 @@ class Transfers:
         if spec is not None:
             self.ends.note(end.sizes, spec)
         if head is not None and end.has_headers:
-            self._send_to_host(end, key, head, tag)
+            self._start(key, head, end.host, end.host_peer, tag)
         elif head is not None:
             message = torch.cat((head, message))
         if len(message) > capacity:
-            self._send_to_host(end, key, message[capacity:].cpu(), tag + 1)
+            self._start(key, message[capacity:].cpu(), end.host, end.host_peer, tag + 1)
         if self._is_tagged or len(message) >= capacity:
             return message[:capacity]
         return torch.cat((message, message.new_zeros(capacity - len(message))))
 
-    def _send_to_host(self, end: End, key: Key, message: torch.Tensor, tag: int) -> None:
-        work = sync_points.in_use.send(end.host, message, end.host_peer, tag)
+    def _start(
+        self, key: Key, message: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int
+    ) -> None:
+        """Starts to send a message beside the value of a transfer, or in its place."""
+        work = sync_points.in_use.send(group, message, peer, tag)
         self._leaving.setdefault(key, []).append((work, SENDING(message)))
 
     def release(self, channel: int, microbatch: int) -> None:
@@ -293,16 +296,13 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
         if end is None:
             return
-        key, head = (channel, microbatch), header(None)
+        key, head, tag = (channel, microbatch), header(None), self._tag(channel, microbatch)
         self.is_in_doubt = True
-        if self._is_tagged:
-            message = head
-        else:
-            message = torch.zeros(end.sizes.capacity, dtype=torch.uint8, device=self._pool.device)
-            if end.has_headers:
-                self._send_to_host(end, key, head, self._tag(*key))
-        work = sync_points.in_use.send(end.group, message, end.peer, self._tag(*key))
-        self._sending[key] = work, SENDING(message)
+        if end.has_headers:
+            self._start(key, head, end.host, end.host_peer, tag)
+        if not self._is_tagged:
+            head = torch.zeros(end.sizes.capacity, dtype=torch.uint8, device=self._pool.device)
+        self._start(key, head, end.group, end.peer, tag)
         self.is_in_doubt = False
 
     def receive_and_drop(self, channel: int, microbatch: int, spec: Spec | None) -> None:
