@@ -9,8 +9,9 @@ Nobody declares them, so the first step of each kind (training, evaluation) find
    nothing crosses that channel in either direction.
 3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
    then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
-4. All ranks exchange their specs, their loss_divisor and the number of rows of their batches. These
-   must fit together. If a rank failed, all ranks raise, and the next step is a first step again.
+4. All ranks exchange their specs, their loss_divisor, the names of their metrics and the number of
+   rows of their batches. These must fit together. If a rank failed, all ranks raise, and the next
+   step is a first step again.
 5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
    no channel back. All later steps of the kind must look like the first one.
 """
@@ -83,11 +84,13 @@ class _Learned:
         specs: By link, of the values that this rank made or received.
         rows: Of the tensors of its batch, by name.
         divisor: Its loss_divisor; None if this rank has none.
+        metrics: The names of loss_fn's metrics; None if this rank computed no loss.
     """
 
     specs: dict[int, Spec]
     rows: dict[str, int]
     divisor: float | None
+    metrics: tuple[str, ...] | None
 
 
 def run_first_step(
@@ -127,7 +130,7 @@ def run_first_step(
             outcomes.append(error)
             return None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
-        return _Learned(known, first.batches.rows, first.divisors(batch)[1])
+        return _Learned(known, first.batches.rows, first.divisors(batch)[1], first.terms.metrics)
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
@@ -144,6 +147,13 @@ def run_first_step(
     if len(learned) < len(ranks):
         raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
     _check_alike(context, learned)
+    metrics = [reply.metrics for reply in learned.values() if reply.metrics is not None]
+    context.losses.learn(
+        metrics[0] if metrics else None,
+        forward_only=forward_only,
+        terms=first.terms,
+        result=outcome,
+    )
     # Each rank has seen the values that it made or received. All ranks of a pipeline together have
     # seen all of them, and a rank needs them all to lower the programs of the others.
     by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
@@ -162,9 +172,11 @@ def run_first_step(
 
 
 def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
-    """Refuses different divisors, and batches of one pipeline with different numbers of rows."""
+    """Refuses different divisors or metrics, and rows that differ within a pipeline."""
     divisors = {rank: reply.divisor for rank, reply in learned.items()}
     same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
+    names = {rank: reply.metrics for rank, reply in learned.items()}
+    same("the metrics of loss_fn", {rank: str(n) for rank, n in names.items() if n is not None})
     for pipeline in context.topology.pipelines:
         rows = {r: str(max(learned[r].rows.values())) for r in pipeline if learned[r].rows}
         same("how many rows their tensors have", rows)

@@ -29,6 +29,7 @@ class Batch(NamedTuple):
     named: Mapping[str, object]
     target: object
     loss_divisor: float | None
+    keeps_outputs: bool
 
 
 class Batches:
@@ -82,7 +83,7 @@ class Batches:
             StepError: If inputs are missing, given twice, unknown, cannot be cut, or not alike.
         """
         self.outer.forget()  # a failed step may have left something
-        inputs, named, target, _ = batch
+        inputs, named, target, *_ = batch
         values = self._values(inputs, named)
         if self._needs_target or (self._takes_target and target is not None):
             if target is None or not self._has_loss:
@@ -264,9 +265,16 @@ def _level_of_caller() -> int:
     return level
 
 
-def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns outputs of all microbatches, each in one tensor."""
+def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor | tuple[Tensor, ...], ...]:
+    """Returns the outputs of all microbatches, each in one tensor.
+
+    An output whose microbatches differ in more than their first dimension stays a tuple of them.
+    """
     return tuple(
-        torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+        parts
+        if len({(part.dim(), part.shape[1:]) for part in parts}) > 1
+        else torch.cat(parts)
+        if parts[0].dim()
+        else torch.stack(parts)
         for parts in zip(*outputs, strict=True)
     )

@@ -41,6 +41,12 @@ class Stage:
             whether the schedule splits backwards or not. Torch's random numbers and the buffers of
             the module are the same in both forwards. Whatever else a forward depends on must not
             change.
+        losses: Names of losses that the stage makes itself, such as the balance loss of experts.
+            The module returns them behind its outputs, or by name: tensors of one element. They are
+            added to the loss as one of loss_fn is: divided by the number of microbatches, or by
+            ``loss_divisor``. With ``loss_reduction="token_mean"`` they are divided by the sum of
+            all weights, so the module returns sums over its tokens. Several stages may have a loss
+            of one name. A stage with losses need not have outputs, unless it is the last one.
     """
 
     def __init__(
@@ -51,12 +57,15 @@ class Stage:
         outputs: Sequence[str] = ("x",),
         *,
         recompute: bool = False,
+        losses: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.recompute = recompute
         self.index = index
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.losses = tuple(losses)
+        self._returned = (*self.outputs, *self.losses)
 
     @cached_property
     def binding(self) -> Binding:
@@ -68,7 +77,7 @@ class Stage:
         return bind(self.module, self.inputs, f"stage {self.index}")
 
     def forward(self, values: Sequence[object]) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs, in the order of their names.
+        """Returns the outputs, in the order of their names, and behind them the losses.
 
         Args:
             values: The inputs, in the order of their names.
@@ -77,22 +86,23 @@ class Stage:
             StepError: If the module returns something else.
         """
         out = self.binding(*values)
-        if type(out) is torch.Tensor and len(self.outputs) == 1:
+        if type(out) is torch.Tensor and len(self._returned) == 1:
             return (out,)
         return self._outputs_of(out)
 
     def _outputs_of(self, out: object) -> tuple[torch.Tensor, ...]:
         returned: tuple[object, ...]
         if isinstance(out, Mapping):
-            returned = tuple(out.get(name) for name in self.outputs)
+            returned = tuple(out.get(name) for name in self._returned)
         else:
             returned = tuple(out) if isinstance(out, tuple | list) else (out,)
         tensors = tuple(value for value in returned if isinstance(value, torch.Tensor))
-        if len(tensors) != len(returned) or len(returned) != len(self.outputs):
+        if len(tensors) != len(returned) or len(returned) != len(self._returned):
             kinds = [type(value).__name__ for value in returned]
+            losses = f" and its losses {list(self.losses)}" if self.losses else ""
             raise StepError(
                 f"stage {self.index} returned {kinds}, expected a tensor for each of its outputs "
-                f"{list(self.outputs)}"
+                f"{list(self.outputs)}{losses}"
             )
         return tensors
 
