@@ -171,7 +171,8 @@ class Compute:
         returned = self._loss_fn(*outputs, self._targets[microbatch])
         parts = loss_parts(returned, is_weighted=self._terms.is_weighted)
         loss = parts[0]
-        check_plain(loss, "loss_fn returned its loss")
+        if type(loss) is not Tensor or loss.layout is not torch.strided:
+            check_plain(loss, "loss_fn returned its loss")
         if self._sync is not None and not loss.requires_grad and self._is_trained:
             raise StepError(
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "

@@ -129,6 +129,9 @@ class StepKind:
         self._has_last_stage = context.topology.num_stages - 1 in context.stages
         stage_losses = any(stage.losses for stage in context.stages.values())
         self._has_loss = self._has_last_stage or stage_losses
+        self._make_terms = partial(
+            context.losses.terms, forward_only=forward_only, is_last=self._has_last_stage
+        )
         self.program, self.proof = context.proven(links, depth=depth, forward_only=forward_only)
         stages, rank = context.stages, context.topology.coordinate(context.topology.pipeline)
         transfers = Transfers(self.program.channels, context.edges, context.pool, specs)
@@ -183,30 +186,30 @@ class StepKind:
             Exception: What failed on this rank.
         """
         context, executor = self._context, self._executor
-        training = not self.program.forward_only
+        training, is_weighted = not self.program.forward_only, context.losses.is_weighted
         executor.rewind()
-        context.losses.begin(
-            continues=not training or context.sync.is_in_step,
-            reduces=training and not context.sync.is_accumulating,
-        )
+        if is_weighted and training:
+            context.losses.begin(
+                continues=context.sync.is_in_step, reduces=not context.sync.is_accumulating
+            )
         begun = False
         try:
             if not training:
                 # All ranks must take part, also one that refuses its batch below.
                 context.sync.publish_if_due()
             divisor, own_divisor = self.divisors(batch)
-            terms = self._terms(divisor)
+            terms = self._make_terms(divisor)
             inputs, targets = self.batches.cut(batch)
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
-                context.sync.prepare(divisor=None if context.losses.is_weighted else 1.0)
+                context.sync.prepare(divisor=None if is_weighted else 1.0)
             begun = True
             outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
             self.batches.outer.backward()
             if training:
-                context.sync.finish(divisor=context.losses.divisor(terms))
+                context.sync.finish(divisor=context.losses.divisor(terms) if is_weighted else None)
             if not training or context.sync.is_accumulating:
                 # A training step that reduces has looked for failures of other ranks in `finish`.
                 context.notice.refuse_failed(PeerFailedError)
@@ -223,12 +226,6 @@ class StepKind:
             forward_only=not training,
             outputs=whole_outputs,
             on_failure=on_failure,
-        )
-
-    def _terms(self, divisor: float) -> LossTerms:
-        """Returns where the losses of a step are collected: none so far."""
-        return self._context.losses.terms(
-            divisor, forward_only=self.program.forward_only, is_last=self._has_last_stage
         )
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
@@ -275,7 +272,7 @@ class StepKind:
         with contextlib.suppress(RuntimeError):  # another rank has died
             # Every rank sends a loss in every step, or later losses would be added to this one.
             context.losses.send(
-                self._terms(1.0), None, forward_only=self.program.forward_only, failed=True
+                self._make_terms(1.0), None, forward_only=self.program.forward_only, failed=True
             )
         # An interrupt stays one, whichever rank failed first. An error before the step has begun,
         # such as that of a batch that does not fit, is this rank's own.

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -70,7 +70,8 @@ class Losses:
         self.is_weighted = is_weighted
         self._auxiliary = auxiliary
         self._learned = dict[bool, tuple[str, ...]]()  # names of loss_fn's metrics, by forward_only
-        self._weight: Tensor | float = 0.0  # of this step, and of those that it continues
+        # Of this step, and of those that it continues.
+        self._weight = torch.zeros((), dtype=torch.float64, device=device)
         self._owes_weight = False  # whether other ranks wait for the weight of this step
         self._group: dist.ProcessGroup | None = None
         self._leaving: deque[dist.Work] = deque()
@@ -84,15 +85,15 @@ class Losses:
         )
 
     def begin(self, *, continues: bool, reduces: bool) -> None:
-        """Begins a step, before anything of it can fail.
+        """Begins a step with weights, before anything of it can fail.
 
         Args:
             continues: Whether it continues steps that only accumulated.
             reduces: Whether its gradients are reduced.
         """
         if not continues:
-            self._weight = 0.0
-        self._owes_weight = self.is_weighted and reduces
+            self._weight = torch.zeros_like(self._weight)
+        self._owes_weight = reduces
 
     def terms(self, divisor: float, *, forward_only: bool, is_last: bool) -> LossTerms:
         """Returns where the losses of a step are collected; see `LossTerms`."""
@@ -106,19 +107,17 @@ class Losses:
         )
 
     def divisor(self, terms: LossTerms) -> Tensor | None:
-        """Returns what gradients are still to be divided by; None if by nothing, or not yet.
+        """Returns what gradients are to be divided by; None in a step that only accumulates.
 
         It is the weight of a data rank's losses, as a mean over data ranks: a float64 scalar. All
         ranks call it when the computes of a step have ended. See [Note: divided at the end].
 
         Sync: one all-reduce of one number. The current stream waits for it, on CPU the host.
         """
-        if not self.is_weighted:
-            return None
         self._weight = self._weight + terms.weight
         if not self._owes_weight:
             return None
-        total = self._send_weight(self._weight).sums()[0]
+        total = self._send_weight(self._weight / self._num_copies).sums()[0]
         # If everything is ignored, gradients become zero, as those of torch's cross_entropy are.
         return torch.where(total == 0, math.inf, total)
 
@@ -143,18 +142,18 @@ class Losses:
             on_failure: As that of `StepResult`.
         """
         if self._owes_weight:  # the step failed before this rank sent it
-            self._send_weight(0.0)
+            self._send_weight(torch.zeros(()))
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
         # See [Note: message of a loss].
-        message = self._reduced(
-            [
-                terms.total / self._num_copies,
-                float(failed),
-                *([0.0] * 3 if divisor is None else [1.0, divisor, divisor**2]),
-                terms.weight / self._num_copies if self.is_weighted else 0.0,
-                *(terms.metric(name) / self._num_copies for name in names),
-            ]
-        )
+        divisors = (0.0, 0.0, 0.0) if divisor is None else (1.0, divisor, divisor**2)
+        numbers = [0.0, float(failed), *divisors, 0.0]
+        tensors = {0: terms.total / self._num_copies}
+        if self.is_weighted:
+            tensors[5] = terms.weight / self._num_copies
+        for name in names:
+            tensors[len(numbers)] = terms.metric(name) / self._num_copies
+            numbers.append(0.0)
+        message = self._reduced(numbers, tensors)
         return StepResult(
             message,
             names,
@@ -186,25 +185,28 @@ class Losses:
             names = self._learned.get(not forward_only, ())
         self._learned[forward_only] = names
         if names:
-            metrics = [terms.metric(name) / self._num_copies for name in names]
-            result.add(names, self._reduced(metrics))
+            metrics = {i: terms.metric(n) / self._num_copies for i, n in enumerate(names)}
+            result.add(names, self._reduced([0.0] * len(names), metrics))
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""
         self._ending.end()
         self._group = None
 
-    def _send_weight(self, weight: Tensor | float) -> Message:
+    def _send_weight(self, weight: Tensor) -> Message:
         self._owes_weight = False
-        return self._reduced([weight / self._num_copies])
+        return self._reduced([0.0], {0: weight})
 
-    def _reduced(self, numbers: Sequence[Tensor | float]) -> Message:
-        """Starts an all-reduce of numbers; returns at once."""
-        known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
-        message = torch.tensor(known, dtype=torch.float64, device=self._device)
-        for place, number in enumerate(numbers):
-            if isinstance(number, Tensor):
-                message[place] = number  # stays on its device: the host waits for nothing
+    def _reduced(self, numbers: Sequence[float], tensors: Mapping[int, Tensor]) -> Message:
+        """Starts an all-reduce of numbers; returns at once.
+
+        Args:
+            numbers: Of this rank.
+            tensors: Those of them that are on the device, by their place.
+        """
+        message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for place, tensor in tensors.items():
+            message[place] = tensor  # the host waits for nothing
         if self._group is None:
             return Message(message, None)
         work = dist.all_reduce(message, group=self._group, async_op=True)

@@ -36,6 +36,8 @@ def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
     Raises:
         StepError: If it is something else.
     """
+    if type(returned) is Tensor and returned.numel() == 1 and not is_weighted:
+        return returned, None, _NO_METRICS  # most do
     parts = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     loss, *rest = parts or (None,)
     weight = rest.pop(0) if is_weighted and rest else None
@@ -134,8 +136,10 @@ class LossTerms:
     @property
     def total(self) -> Tensor:
         """The sum of all losses on this rank, divided: a float64 scalar."""
-        auxiliary = [loss for losses in self._auxiliary.values() for loss in losses]
-        return self._sum([*self._losses, *auxiliary, *self._missing]) / self.divisor
+        terms = self._losses or self._missing
+        for losses in self._auxiliary.values():
+            terms = terms + losses
+        return self._sum(terms) / self.divisor
 
     def metric(self, name: str) -> Tensor:
         """Returns a metric on this rank, a float64 scalar.
@@ -145,8 +149,8 @@ class LossTerms:
         """
         if name in self._taken:
             return self._sum(self._auxiliary.get(name, [])) / self.divisor
-        values = self._metrics.get(name, [])
-        if not values:
+        values = self._metrics.get(name)
+        if values is None:
             return self._sum(self._missing)
         if not self.is_weighted:
             return torch.stack(values).mean()
@@ -171,7 +175,7 @@ class LossTerms:
     @property
     def _missing(self) -> list[Tensor]:
         """What takes the place of a loss, or of metrics, in an evaluation without a target."""
-        return [self._number(math.nan)] if self._is_last and not self._losses else []
+        return [self._number(math.nan)] if self._is_last else []
 
     def _number(self, value: Number) -> Tensor:
         """Returns a number that no one else writes, without a graph."""
@@ -179,7 +183,7 @@ class LossTerms:
             return value.detach().to(self._device, torch.float64, copy=True).reshape(())
         return torch.tensor(float(value), dtype=torch.float64, device=self._device)
 
-    def _sum(self, terms: Sequence[Tensor]) -> Tensor:
+    def _sum(self, terms: list[Tensor]) -> Tensor:
         if not terms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(list(terms)).sum()
+        return torch.stack(terms).sum()

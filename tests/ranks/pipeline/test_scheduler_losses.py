@@ -330,7 +330,7 @@ def dropped_accumulation() -> Any:
     """An accumulated batch that is dropped counts no more, and an evaluation does not count."""
     scheduler = make(loss_fn=counted, loss_reduction="token_mean")
     weight, found = weight_of(scheduler), []
-    for drops in (False, True):
+    for drops, evaluates in ((False, False), (True, False), (False, True)):
         weight.grad = None
         if drops:
             with scheduler.sync.accumulate():
@@ -338,7 +338,8 @@ def dropped_accumulation() -> Any:
             scheduler.sync.drop_gradients()
         with scheduler.sync.accumulate():
             scheduler.step(**batch())
-        scheduler.evaluate(**batch())
+        if evaluates:
+            scheduler.evaluate(**batch())
         scheduler.step(**batch())
         found.append(repr(weight.grad))
     scheduler.close()
@@ -347,8 +348,8 @@ def dropped_accumulation() -> Any:
 
 def test_accumulated_weights_are_those_of_the_accumulated_gradients(two: Replies) -> None:
     for reply in two:
-        plain, dropped = reply["dropped_accumulation"]
-        assert plain == dropped != "None"
+        plain, dropped, evaluated = reply["dropped_accumulation"]
+        assert plain == dropped == evaluated != "None"
 
 
 # Losses of stages.
