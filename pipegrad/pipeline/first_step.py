@@ -10,9 +10,9 @@ in the first microbatch. What changes later travels with the values: see [Note: 
    nothing crosses that channel in either direction.
 3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
    then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
-4. All ranks exchange their specs, their loss_divisor and the number of rows that they cut. The
-   divisors must be equal, and in each pipeline the rows. If a rank failed, all ranks raise, and the
-   next step is a first step again.
+4. All ranks exchange their specs, their loss_divisor, the names of their metrics and the number of
+   rows that they cut. Divisors and names must be equal, and in each pipeline the rows. If a rank
+   failed, all ranks raise, and the next step is a first step again.
 5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
    no channel back.
 """
@@ -20,6 +20,7 @@ in the first microbatch. What changes later travels with the values: see [Note: 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -84,11 +85,13 @@ class _Learned:
     Attributes:
         specs: By link, of the values that this rank made or received.
         divisor: Its loss_divisor; None if this rank has none.
+        metrics: The names of loss_fn's metrics; None if this rank computed no loss.
         rows: Of the batch that it cut; None if it cut nothing.
     """
 
     specs: dict[int, Spec]
     divisor: float | None
+    metrics: tuple[str, ...] | None
     rows: int | None
 
 
@@ -131,7 +134,8 @@ def run_first_step(
             outcomes.append(error)
             return None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
-        return _Learned(known, first.divisors(batch)[1], context.batches.rows)
+        divisor = first.divisors(batch)[1]
+        return _Learned(known, divisor, first.terms.metrics, context.batches.rows)
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
@@ -147,13 +151,14 @@ def run_first_step(
     learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}
     if len(learned) < len(ranks):
         raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
-    divisors = {rank: reply.divisor for rank, reply in learned.items()}
-    same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
-    # A target that is cut unlike its input, such as a list of tensors of each sample, would be cut
-    # in all steps. So one comparison is enough, and it costs later steps nothing.
-    for ranks_of_one in topology.pipelines:
-        rows = {rank: learned[rank].rows for rank in ranks_of_one}
-        same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})
+    _check_alike(context, learned)
+    metrics = [reply.metrics for reply in learned.values() if reply.metrics is not None]
+    context.losses.learn(
+        metrics[0] if metrics else None,
+        forward_only=forward_only,
+        terms=first.terms,
+        result=outcome,
+    )
     # Each rank has seen the values that it made or received. All ranks of a pipeline together have
     # seen all of them, and a rank needs them all to lower the programs of the others.
     by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
@@ -169,3 +174,16 @@ def run_first_step(
         forward_only=forward_only,
     )
     return kind, outcome
+
+
+def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
+    """Refuses different divisors or metrics, and rows that differ within a pipeline."""
+    divisors = {rank: reply.divisor for rank, reply in learned.items()}
+    same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
+    names = {rank: reply.metrics for rank, reply in learned.items()}
+    same("the metrics of loss_fn", {rank: str(n) for rank, n in names.items() if n is not None})
+    # A target that is cut unlike its input, such as a list of tensors of each sample, would be cut
+    # in all steps. So one comparison is enough, and it costs later steps nothing.
+    for pipeline in context.topology.pipelines:
+        rows = {rank: learned[rank].rows for rank in pipeline}
+        same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})

@@ -64,7 +64,17 @@ class Scheduler:
         num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
             another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
-            parameters as inputs go to those of a `Stage`. Returns one element.
+            parameters as inputs go to those of a `Stage`. Returns one element, or ``(loss,
+            metrics)`` with a mapping of names and numbers, or tensors of one element: see
+            `StepResult.metrics`. All microbatches of all steps have the same names.
+        loss_reduction: ``"mean"``: the loss of a step is the mean over microbatches and data ranks.
+            ``"token_mean"``: loss_fn returns ``(sum, weight)`` or ``(sum, weight, metrics)``, such
+            as the sum of ``cross_entropy(..., ignore_index=-100, reduction="sum")`` and the number
+            of targets that are not ignored. The loss is the sum over all microbatches and data
+            ranks, divided by the sum of all weights, and gradients are those of this loss. If that
+            sum is 0, the loss is nan and gradients are zero, as in one process. In steps inside
+            ``sync.accumulate()`` weights add up too: gradients are divided by all of them. Until
+            the end of a step gradients are sums, so float16 needs a small loss scale.
         whole: Names of inputs that belong to no sample, such as a table of rotary frequencies.
             Every microbatch gets them whole. They may be anything, also ``"target"``.
         tied: As `GradientSync`.
@@ -94,6 +104,7 @@ class Scheduler:
         schedule: ScheduleSpec,
         num_microbatches: int | None = None,
         loss_fn: Loss | None = None,
+        loss_reduction: str = "mean",
         whole: Sequence[str] = (),
         tied: Tied = (),
         handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
@@ -109,6 +120,7 @@ class Scheduler:
             schedule=schedule,
             num_microbatches=num_microbatches,
             loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
             whole=whole,
             depth=depth,
             timeout_seconds=agree_seconds,
@@ -178,7 +190,12 @@ class Scheduler:
             sharded=ShardedStages(modules, self.sync),
             # All ranks make these groups, in this order.
             edges=Edges(program.channels, self.topology, device),
-            losses=Losses(self.topology, device),
+            losses=Losses(
+                self.topology,
+                device,
+                is_weighted=pipeline.is_weighted,
+                auxiliary=pipeline.wiring.losses,
+            ),
             pool=BufferPool(device),
             notice=FailureNotice(f"step {name}"),
         )
@@ -193,6 +210,7 @@ class Scheduler:
         loss_divisor: float | None = None,
         microbatches: Sequence[object] | None = None,
         num_microbatches: int | None = None,
+        outputs: bool = False,
         **named: object,
     ) -> StepResult:
         """Runs forward and backward of a batch; gradients are complete and reduced afterwards.
@@ -220,8 +238,9 @@ class Scheduler:
                 is the number of microbatches, for losses that are means: each microbatch counts
                 alike, whatever its number of rows. For losses that are sums
                 over tokens, give the number of tokens of the batch over all data ranks, divided by
-                the number of data ranks. The ranks of the last stage need it. Other ranks may give
-                it too, and then the same number.
+                the number of data ranks; or make the Scheduler with
+                ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
+                need it. Other ranks may give it too, and then the same number.
             microbatches: Ready microbatches, in place of inputs and target. Each is what alone may
                 hold the inputs, with ``"target"``; None or empty on ranks that need nothing. They
                 go to the stages as they are: each may have other shapes, and values of any type.
@@ -229,10 +248,12 @@ class Scheduler:
             num_microbatches: Another number of microbatches than the Scheduler's, for this step.
                 All ranks must give it, or as many `microbatches`. The first step of a number makes
                 and proves its Program. If ranks disagree, all raise, after ``agree_seconds``.
+            outputs: Whether the result has the outputs of the last stage. They are kept until the
+                step ends. Only the ranks of the last stage need to ask.
             **named: External inputs by name.
 
         Returns:
-            The loss, on every rank; it is still on its way.
+            The loss and the metrics, on every rank; they are still on their way.
 
         Sync: all on the current stream; call every step from the same one.
 
@@ -244,7 +265,7 @@ class Scheduler:
                 Scheduler's own number raise a StepError.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
-        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches)
+        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
         return self._run(batch, forward_only=False)
 
     @outside_of_graphs
@@ -255,14 +276,14 @@ class Scheduler:
         loss_divisor: float | None = None,
         microbatches: Sequence[object] | None = None,
         num_microbatches: int | None = None,
+        outputs: bool = True,
         **named: object,
     ) -> StepResult:
         """Runs forward alone, without gradients and with all modules in evaluation mode.
 
-        Everything is as in `step`. Without a target the loss is nan, and the result has the outputs
-        alone.
+        Everything is as in `step`. Without a target the loss and its metrics are nan.
         """
-        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches)
+        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
             return self._run(batch, forward_only=True)
 

@@ -45,6 +45,12 @@ class Stage:
             whether the schedule splits backwards or not. Torch's random numbers and the buffers of
             the module are the same in both forwards. Whatever else a forward depends on must not
             change.
+        losses: Names of losses that the stage makes itself, such as the balance loss of experts.
+            The module returns them behind its outputs, or by name: tensors of one element. They are
+            added to the loss as one of loss_fn is: divided by the number of microbatches, or by
+            ``loss_divisor``. With ``loss_reduction="token_mean"`` they are divided by the sum of
+            all weights, so the module returns sums over its tokens. Several stages may have a loss
+            of one name. A stage with losses need not have outputs, unless it is the last one.
     """
 
     def __init__(
@@ -55,12 +61,15 @@ class Stage:
         outputs: Sequence[str] = ("x",),
         *,
         recompute: bool = False,
+        losses: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.recompute = recompute
         self.index = index
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.losses = tuple(losses)
+        self._returned = (*self.outputs, *self.losses)
 
     @cached_property
     def binding(self) -> Binding:
@@ -72,7 +81,7 @@ class Stage:
         return bind(self.module, self.inputs, f"stage {self.index}")
 
     def forward(self, values: Sequence[object]) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs, in the order of their names.
+        """Returns the outputs, in the order of their names, and behind them the losses.
 
         Args:
             values: The inputs, in the order of their names.
@@ -81,27 +90,28 @@ class Stage:
             StepError: If the module returns something else.
         """
         out = self.binding(*values)
-        if type(out) is torch.Tensor and len(self.outputs) == 1:
+        if type(out) is torch.Tensor and len(self._returned) == 1:
             return (out,)
         return self._outputs_of(out)
 
     def _outputs_of(self, out: object) -> tuple[torch.Tensor, ...]:
         named = fields_of(out)
-        if named is not None and (not isinstance(out, tuple) or set(self.outputs) <= set(named)):
+        if named is not None and (not isinstance(out, tuple) or set(self._returned) <= set(named)):
             kinds: object = {name: type(value).__name__ for name, value in named.items()}
-            returned, others = [named.get(name) for name in self.outputs], []
+            returned, others = [named.get(name) for name in self._returned], []
         else:
             values = list(out) if isinstance(out, tuple | list) else [out]
             kinds = [type(value).__name__ for value in values]
-            returned, others = values[: len(self.outputs)], values[len(self.outputs) :]
+            returned, others = values[: len(self._returned)], values[len(self._returned) :]
         tensors = tuple(value for value in returned if isinstance(value, torch.Tensor))
         # A tensor without a name is refused in a tuple: nobody can say that the names before it
         # belong to the tensors before it.
         is_unclear = any(isinstance(value, torch.Tensor) for value in others)
-        if len(tensors) != len(self.outputs) or is_unclear:
+        if len(tensors) != len(self._returned) or is_unclear:
+            losses = f" and its losses {list(self.losses)}" if self.losses else ""
             raise StepError(
                 f"stage {self.index} returned {kinds}, expected a tensor for each of its outputs "
-                f"{list(self.outputs)}"
+                f"{list(self.outputs)}{losses}"
             )
         return tensors
 

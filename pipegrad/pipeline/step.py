@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
@@ -19,7 +17,7 @@ from pipegrad.pipeline.aliases import Aliases
 from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.executor import Executor
-from pipegrad.pipeline.loss import Losses, StepResult
+from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.transfers.buffers import BufferPool
@@ -115,7 +113,10 @@ class StepKind:
     Attributes:
         program: What all ranks do.
         proof: What that needs.
+        terms: The losses of this rank in the last step that ended.
     """
+
+    terms: LossTerms
 
     def __init__(
         self,
@@ -130,6 +131,11 @@ class StepKind:
         self._context = context
         self._specs = specs
         self._has_last_stage = context.topology.num_stages - 1 in context.stages
+        stage_losses = any(stage.losses for stage in context.stages.values())
+        self._has_loss = self._has_last_stage or stage_losses
+        self._make_terms = partial(
+            context.losses.terms, forward_only=forward_only, is_last=self._has_last_stage
+        )
         self.program, self.proof = context.proven(
             schedule, links, depth=depth, forward_only=forward_only
         )
@@ -194,56 +200,70 @@ class StepKind:
             Exception: What failed on this rank.
         """
         context, executor = self._context, self._executor
-        training = not self.program.forward_only
+        training, is_weighted = not self.program.forward_only, context.losses.is_weighted
         executor.rewind()
+        if is_weighted and training:
+            context.losses.begin(
+                continues=context.sync.is_in_step, reduces=not context.sync.is_accumulating
+            )
         begun = False
         try:
             if not training:
                 # All ranks must take part, also one that refuses its batch below.
                 context.sync.publish_if_due()
             divisor, own_divisor = self.divisors(batch)
+            terms = self._make_terms(divisor)
             number = self.program.schedule.num_microbatches
             inputs, targets = context.batches.cut(batch, number, needs_target=training)
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
-                context.sync.prepare()
+                context.sync.prepare(divisor=None if is_weighted else 1.0)
             begun = True
-            losses, outputs = executor.run(inputs, targets, divisor)
+            outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
             context.batches.outer.backward()
             if training:
-                context.sync.finish()
+                context.sync.finish(divisor=context.losses.divisor(terms) if is_weighted else None)
             if not training or context.sync.is_accumulating:
                 # A training step that reduces has looked for failures of other ranks in `finish`.
                 context.notice.refuse_failed(PeerFailedError)
         except BaseException as error:
             self._fail(error, begun=begun)
             raise
-        device = context.sync.device
-        # Without a target the loss of an evaluation is nan. Other stages add zero to the sum.
-        loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=device)
-        if losses:
-            loss = torch.stack(losses).float().sum() / divisor
         # A result may be kept for longer than the Scheduler, and must not keep its communicators
         # and buffers. So it holds the context weakly.
         on_failure = partial(_drop_failed, weakref.ref(context), context.notice.step)
-        return context.losses.send(loss, own_divisor, whole_outputs, on_failure=on_failure)
+        self.terms = terms
+        return context.losses.send(
+            terms,
+            own_divisor,
+            forward_only=not training,
+            outputs=whole_outputs,
+            on_failure=on_failure,
+        )
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.
 
-        The second is None if this rank neither has the last stage nor was given a ``loss_divisor``:
+        The second is None if this rank has no stage with a loss and was given no ``loss_divisor``:
         then its default may differ from theirs, and does no harm.
 
         Raises:
-            StepError: If it is not a number above 0.
+            StepError: If it is not a number above 0, or if losses have weights.
         """
         own = batch.loss_divisor
+        if self._context.losses.is_weighted:
+            if own is not None:
+                raise StepError(
+                    f"loss_divisor is {own}, and with loss_reduction='token_mean' the weights that "
+                    f"loss_fn returns divide: leave it out"
+                )
+            return 1.0, None
         divisor = float(self.program.schedule.num_microbatches if own is None else own)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
-        return divisor, divisor if self._has_last_stage or own is not None else None
+        return divisor, divisor if self._has_loss or own is not None else None
 
     def _fail(self, error: BaseException, *, begun: bool) -> None:
         """Ends a failed step: posts the error, and sends everything that other ranks wait for.
@@ -265,9 +285,10 @@ class StepKind:
             executor.finish_transfers()
         context.sharded.forget()
         with contextlib.suppress(RuntimeError):  # another rank has died
-            zero = torch.zeros((), device=context.sync.device)
             # Every rank sends a loss in every step, or later losses would be added to this one.
-            context.losses.send(zero, None, failed=True)
+            context.losses.send(
+                self._make_terms(1.0), None, forward_only=self.program.forward_only, failed=True
+            )
         # An interrupt stays one, whichever rank failed first. An error before the step has begun,
         # such as that of a batch that does not fit, is this rank's own.
         is_interrupt = not isinstance(error, Exception)

@@ -32,6 +32,7 @@ class Batch(NamedTuple):
     loss_divisor: float | None
     microbatches: Sequence[object] | None
     num_microbatches: int | None
+    keeps_outputs: bool
     error: BaseException | None = None
 
     @property

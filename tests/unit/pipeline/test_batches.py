@@ -22,8 +22,8 @@ from pipegrad.interop.private import flat
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
 from pipegrad.pipeline.wiring import wire
 
-ONE = wire({0: (("x",), ("x",)), 1: (("x",), ("x",))})
-TWO = wire({0: (("x", "mask"), ("x",)), 1: (("x",), ("x",))})
+ONE = wire({0: (("x",), ("x",), ()), 1: (("x",), ("x",), ())})
+TWO = wire({0: (("x", "mask"), ("x",), ()), 1: (("x",), ("x",), ())})
 ROWS = 5
 
 
@@ -39,7 +39,9 @@ def cut(
         name: options.pop(name, None)
         for name in ("target", "loss_divisor", "microbatches", "num_microbatches")
     }
-    parts, targets = batches.cut(Batch(inputs, options, **own), number, needs_target=needs_target)
+    parts, targets = batches.cut(
+        Batch(inputs, options, **own, keeps_outputs=False), number, needs_target=needs_target
+    )
     return dict(parts) if targets is None else {**parts, "target": targets}
 
 
@@ -350,7 +352,7 @@ def test_what_is_whole_may_stand_beside_ready_microbatches() -> None:
 
 
 def test_a_rank_that_needs_nothing_may_give_nothing() -> None:
-    wiring = wire({0: (("x",), ("x",)), 1: (("x",), ("x",)), 2: (("x",), ("x",))})
+    wiring = wire({0: (("x",), ("x",), ()), 1: (("x",), ("x",), ()), 2: (("x",), ("x",), ())})
     middle = Batches(wiring, [1], has_loss=False, whole=())
 
     given_ready: list[list[Any]] = [[{}, None], [{"x": X, "target": Y}] * 2, [None, None]]
