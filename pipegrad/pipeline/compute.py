@@ -75,6 +75,7 @@ class Compute:
         """Takes the targets of a step, one for each microbatch, and the divisor of every loss."""
         self._targets = targets
         self._divisor = divisor
+        self._loss_scale = None if self._sync is None else self._sync.loss_scale()
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
@@ -216,7 +217,8 @@ class Compute:
     def _loss_gradient(self, loss: Tensor) -> Tensor:
         """Returns the gradient that backward begins with: one, divided as the loss is.
 
-        The division happens here, so gradients need not be scaled afterwards.
+        The division happens here, so gradients need not be scaled afterwards. With a GradScaler it
+        is the scale, divided. It may overflow then, as the gradients may.
 
         Raises:
             StepError: If the loss's dtype has no such number.
@@ -229,4 +231,9 @@ class Compute:
                 f"of microbatches or loss_divisor, is none of its numbers: return loss.float() "
                 f"from loss_fn, and compute it of float32"
             )
-        return torch.full_like(loss, exact)
+        if self._loss_scale is None:
+            return torch.full_like(loss, exact)
+        # The scale stays on its device, so the host waits for nothing.
+        dtype = torch.promote_types(loss.dtype, self._loss_scale.dtype)
+        scaled = self._loss_scale.to(dtype) / self._divisor
+        return scaled.to(loss.device, loss.dtype).reshape(loss.shape)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -18,6 +22,9 @@ class Chunk(Tensor):
     It is a tensor of the whole size without memory of that size. torch.distributed.checkpoint calls
     the three methods below, which DTensor has too. They return only the elements of this rank. So a
     checkpoint can be read in other chunks than it was written.
+
+    It can be copied and moved to another device. It has no other values than `local`, so nothing
+    else can be computed of it.
     """
 
     local: Tensor
@@ -45,6 +52,36 @@ class Chunk(Tensor):
     def __get_tensor_shard__(self, _: object) -> Tensor:
         return self.local
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
+        return Chunk.of(copy.deepcopy(self.local, memo), self.begin, len(self))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - torch's signature
+        """Copies and moves the local elements; refuses to compute."""
+        options = dict(kwargs or {})
+        if func in _COPIES:
+            chunk = args[0]
+            return cls.of(func(chunk.local, *args[1:], **options), chunk.begin, len(chunk))
+        found = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
+        if isinstance(found, Tensor):
+            raise TypeError(
+                f"{func} of a Chunk, this rank's part of a sharded state: use its `local` elements, "
+                f"or save and load it by torch.distributed.checkpoint"
+            )
+        return found
+
     @property
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size([self.begin]), self.local.size())
+
+
+_COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.to}
+
+# torch.load reads only classes that it knows.
+torch.serialization.add_safe_globals([Chunk])
