@@ -71,7 +71,7 @@ class Chunk(Tensor):
         found = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
         if isinstance(found, Tensor):
             raise TypeError(
-                f"{func} of a Chunk, this rank's part of a sharded state: use its `local` elements, "
+                f"{func} of a Chunk, this rank's part of a sharded state: take its `local` values, "
                 f"or save and load it by torch.distributed.checkpoint"
             )
         return found
