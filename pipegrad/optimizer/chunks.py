@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class Chunk(Tensor):
@@ -39,7 +37,12 @@ class Chunk(Tensor):
         shard.local, shard.begin = local, begin
         return shard
 
+    # torch.distributed.checkpoint takes long to import. If it calls these, it is imported.
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.local)
         data = TensorWriteData(chunk=self._chunk, properties=properties, size=self.size())
         # The offset is part of the index, so torch finds the chunks of all ranks under one name.
@@ -78,6 +81,8 @@ class Chunk(Tensor):
 
     @property
     def _chunk(self) -> ChunkStorageMetadata:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return ChunkStorageMetadata(torch.Size([self.begin]), self.local.size())
 
 
