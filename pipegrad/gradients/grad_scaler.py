@@ -22,8 +22,8 @@ class GradScaler(torch.amp.GradScaler):
     the step. So the scale is the same on all ranks, too. All ranks construct it, and step the same
     optimizers in the same order.
 
-    A `Scheduler` scales by itself: it begins backward with the scale. Return the loss itself from
-    ``loss_fn``, and `StepResult.loss` is the loss itself::
+    A `Scheduler` scales by itself: it begins backward with the scale. So `StepResult.loss` is the
+    loss itself. A ``loss_fn`` that returns ``scaler.scale(loss)`` is not scaled once more::
 
         optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-3)
         scaler = pipegrad.GradScaler(scheduler.sync)
@@ -63,8 +63,8 @@ class GradScaler(torch.amp.GradScaler):
         self._sync = sync
         self._first = sync.statistics().steps
         self._is_manual = False  # whether the caller may multiply losses by `get_scale`
-        self._has_scheduler = False  # whether a Scheduler scales
         self._has_scaled = False  # whether this rank has scaled since `update`
+        self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
         self._is_stepping = False
         # What is known of the gradients of one step: whether any rank has an overflow, if clipping
         # has unscaled all of them, and for which optimizers `unscale_` was called.
@@ -78,25 +78,21 @@ class GradScaler(torch.amp.GradScaler):
     # The loss.
 
     def scale(self, outputs: Any) -> Any:  # noqa: ANN401 - torch's signature
-        """Multiplies a tensor, or several, by the scale, unless gradients are disabled.
-
-        Raises:
-            StepError: In a step of a Scheduler, which scales by itself.
-        """
-        if not torch.is_grad_enabled() or not self.is_enabled():
+        """Multiplies a tensor, or several, by the scale, unless gradients are disabled."""
+        if not torch.is_grad_enabled():
             return outputs
-        if self._has_scheduler and self._sync.is_in_step:
-            raise StepError(
-                "scaler.scale() in a step of a Scheduler, which scales by itself: return the loss "
-                "itself from loss_fn"
-            )
         self._has_scaled = True
+        self._has_caller_scaled |= self._sync.is_in_step
         return super().scale(outputs)
 
-    def begin_backward(self) -> torch.Tensor:
-        """Returns the scale, a scalar on the device: a Scheduler begins its backwards with it."""
-        self._has_scheduler = self._has_scaled = True
-        assert self._scale is not None
+    def begin_backward(self) -> torch.Tensor | None:
+        """Returns the scale, a scalar on the device: a Scheduler begins a backward with it.
+
+        None if gradients are not scaled, or if `scale` was called in this step.
+        """
+        if not self.is_enabled() or self._has_caller_scaled:
+            return None
+        self._has_scaled = True
         return self._scale
 
     def get_scale(self) -> float:
@@ -182,7 +178,8 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
-        self._has_scaled, self._found_inf = False, None
+        self._has_scaled = self._has_caller_scaled = False
+        self._found_inf = None
         self._unscaled.clear()
 
     def refusal(self) -> str | None:

@@ -97,10 +97,13 @@ class OptimizerWatch:
                 for the ranks that do not step.
         """
         error = self._error(optimizer)
-        is_adopted = optimizer in self._adopted
-        if not (error or is_adopted or self._adopted or self._has_replaced or self._is_untaken):
+        if not (error or self._adopted or self._has_replaced or self._is_untaken):
             return
-        parameters, main_shards = self._stepped_by(optimizer)
+        # An optimizer that was adopted is known. It is searched only if it could have got a
+        # parameter later that it may not step.
+        is_adopted = optimizer in self._adopted
+        searches = not is_adopted or self._has_replaced
+        parameters, main_shards = self._stepped_by(optimizer) if searches else ([], [])
         if not (is_adopted or parameters or main_shards):
             return
         try:

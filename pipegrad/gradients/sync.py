@@ -303,13 +303,19 @@ class GradientSync:
         """Makes `scaler` the scaler of these gradients, as long as the caller keeps it."""
         self._step.watch.scaler = weakref.ref(scaler)
 
-    def loss_scale(self) -> torch.Tensor | None:
-        """Returns the scalar with which backward begins in this step; None without a GradScaler.
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is a `GradScaler` for these gradients."""
+        return self._step.watch.scaler() is not None
 
-        For whoever runs backward himself, as a `Scheduler` does: ``loss_fn`` may not scale then.
+    def loss_scale(self) -> torch.Tensor | None:
+        """Returns the scalar with which a backward begins; None without a `GradScaler`.
+
+        For whoever begins backward with a gradient, as a `Scheduler` does. It is also None if the
+        loss of this step was scaled by `GradScaler.scale`.
         """
         scaler = self._step.watch.scaler()
-        return scaler.begin_backward() if scaler is not None and scaler.is_enabled() else None
+        return None if scaler is None else scaler.begin_backward()
 
     # The optimizer.
 
@@ -334,7 +340,7 @@ class GradientSync:
 
         Args:
             kind: A class of torch.optim, or any function that takes parameter groups and `options`.
-            group_of: Name and parameter -> options of the parameter's group. It is called for the
+            group_of: Name and parameter -> options of the parameter's group, or None. It is for the
                 parameters of all ranks, so each is a tensor on the meta device: it has a shape and
                 a dtype, but no values. Names are those of the uncut model; if several stages use
                 one name, it begins with the stage: ``"1.weight"``.

@@ -55,6 +55,10 @@ class Chunk(Tensor):
     def __get_tensor_shard__(self, _: object) -> Tensor:
         return self.local
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        end = self.begin + self.local.numel()
+        return f"Chunk(elements {self.begin} to {end} of {len(self)}: {self.local})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
         return Chunk.of(copy.deepcopy(self.local, memo), self.begin, len(self))
 

@@ -18,7 +18,7 @@ from pipegrad.plan.plan import MainRange
 from pipegrad.plugins.handler import ParameterRecord
 
 GroupOf = Callable[[ParameterRecord], Mapping[str, Any]]
-NamedGroupOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
+NamedGroupOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 
 _ELEMENTWISE = (
     torch.optim.ASGD,

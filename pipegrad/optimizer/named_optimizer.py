@@ -51,7 +51,7 @@ def named_optimizer(
 
     def options_of(record: ParameterRecord) -> Mapping[str, Any]:
         shown = nn.Parameter(torch.empty(record.shape, dtype=record.dtype, device="meta"))
-        return {} if group_of is None else group_of(names[record.key], shown)
+        return {} if group_of is None else group_of(names[record.key], shown) or {}
 
     groups = group_keys(records, options_of)
     optimizer = kind(grouped(groups, main_parameters), **options)

@@ -75,7 +75,7 @@ class Compute:
         """Takes the targets of a step, one for each microbatch, and the divisor of every loss."""
         self._targets = targets
         self._divisor = divisor
-        self._loss_scale = None if self._sync is None else self._sync.loss_scale()
+        self._is_scaled = self._sync is not None and self._sync.is_scaled
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
@@ -231,9 +231,9 @@ class Compute:
                 f"of microbatches or loss_divisor, is none of its numbers: return loss.float() "
                 f"from loss_fn, and compute it of float32"
             )
-        if self._loss_scale is None:
+        scale = self._sync.loss_scale() if self._sync is not None and self._is_scaled else None
+        if scale is None:
             return torch.full_like(loss, exact)
         # The scale stays on its device, so the host waits for nothing.
-        dtype = torch.promote_types(loss.dtype, self._loss_scale.dtype)
-        scaled = self._loss_scale.to(dtype) / self._divisor
+        scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._divisor
         return scaled.to(loss.device, loss.dtype).reshape(loss.shape)
