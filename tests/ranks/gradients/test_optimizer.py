@@ -468,6 +468,8 @@ def untimely() -> Any:
             compute(sync, partial(give, module, **drawn(rank(), 0)))
 
         said = {"before": outcome(optimizer.step)}
+        once()
+        optimizer.zero_grad()
         with sync.accumulate():
             once()
         said["accumulating"] = outcome(optimizer.step)

@@ -241,6 +241,31 @@ def test_a_norm_that_overflows_float32_is_no_overflow(two: list[dict[str, Any]])
 
 
 @on(TWO)
+def given_up() -> Any:
+    """A step that is clipped and then left out, with an overflow, and no update()."""
+    module = stage(w=(2,))
+    sync = replicated(module)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    scaler = pipegrad.GradScaler(sync, init_scale=4.0)
+    norms = []
+    for gradient in (INF, 1.0):
+        loss = (module.get_parameter("w") * gradient).sum()
+        compute(sync, scaler.scale(loss).backward)
+        norms.append(sync.clip_grad_norm_(INF).item())
+        if gradient == INF:
+            optimizer.zero_grad()
+    scaler.step(optimizer)
+    scaler.update()
+    return norms, module.get_parameter("w").tolist(), scaler.get_scale()
+
+
+def test_a_step_that_was_left_out_says_nothing_of_the_next(two: list[dict[str, Any]]) -> None:
+    """Its overflow skipped the next step, and the next gradients stayed scaled."""
+    norms = pytest.approx([INF, 2**0.5])
+    assert [reply["given_up"] for reply in two] == [(norms, [-1.0] * 2, 4.0)] * 2
+
+
+@on(TWO)
 def largest() -> Any:
     """The infinity norm, with a nan on one stage alone."""
     found = []

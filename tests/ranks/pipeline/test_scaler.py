@@ -39,7 +39,7 @@ def one_process() -> Any:
     whole = model()
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
-    losses, scales = [], []
+    losses, scales, norms = [], [], []
     for step in range(STEPS):
         x, y = batch(step)
         for rows, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -48,13 +48,13 @@ def one_process() -> Any:
             losses.append(loss.item() / 2)
         overflow(whole, step)
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        norms.append(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     losses = [sum(pair) for pair in zip(losses[::2], losses[1::2], strict=True)]
-    return losses, scales, {k: v.tolist() for k, v in whole.state_dict().items()}
+    return losses, scales, norms, {k: v.tolist() for k, v in whole.state_dict().items()}
 
 
 def staged() -> Any:
@@ -117,18 +117,18 @@ def trained(
     scaler: pipegrad.GradScaler,
     part: nn.Module,
     run: Callable[[torch.Tensor, torch.Tensor], float],
-) -> tuple[list[float], list[float], dict[str, Any]]:
+) -> tuple[list[float], list[float], list[float], dict[str, Any]]:
     optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)
-    losses, scales = [], []
+    losses, scales, norms = [], [], []
     for step in range(STEPS):
         losses.append(run(*batch(step)) / scaler.get_scale())
         overflow(part, step)
-        sync.clip_grad_norm_(0.1)
+        norms.append(sync.clip_grad_norm_(0.1).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    return losses, scales, {k: v.tolist() for k, v in part.state_dict().items()}
+    return losses, scales, norms, {k: v.tolist() for k, v in part.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +139,14 @@ def replies() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["Scheduler", "Scheduler and loss_fn", "attach"])
 def test_a_scaled_step_is_that_of_one_process(replies: list[dict[str, Any]], kind: str) -> None:
     """Issue 16, point 5. An overflow on the first stage alone; the second one stepped."""
-    losses, scales, whole = one_process()
+    losses, scales, norms, whole = one_process()
     assert scales == [4.0, 8.0, 4.0, 4.0]
     # Sums of 32 terms at most, some roundings a step.
     most = 8 * STEPS * torch.finfo(torch.float32).eps * 32**0.5
     found: dict[str, Any] = {}
-    for rank, (got, got_scales, state, _) in enumerate(reply[kind] for reply in replies):
+    for rank, (got, got_scales, got_norms, state, _) in enumerate(r[kind] for r in replies):
         assert got_scales == scales
+        assert got_norms == pytest.approx(norms, rel=most)
         found |= state
         if rank == 1 or kind != "attach":
             assert got == pytest.approx(losses, rel=most)
@@ -157,7 +158,7 @@ def test_a_scaled_step_is_that_of_one_process(replies: list[dict[str, Any]], kin
         trained = model()
         trained.load_state_dict({k: torch.tensor(v) for k, v in whole.items()})
         expected = nn.functional.mse_loss(trained(x), y).item()
-        assert [reply[kind][3] for reply in replies] == pytest.approx([expected] * 2, rel=most)
+        assert [reply[kind][4] for reply in replies] == pytest.approx([expected] * 2, rel=most)
 
 
 # --- fp16
