@@ -199,7 +199,7 @@ def main(asked: argparse.Namespace) -> None:
         torchs = PipelineStage(part, stage, asked.pipeline, torch.device("cpu"), group=group)
         schedule = Schedule1F1B(torchs, MICROBATCHES, loss_fn)
         sync = pipegrad.attach(schedule, **options)
-    optimizer = torch.optim.AdamW(sync.optimizer_parameters(), lr=LEARNING_RATE)
+    optimizer = sync.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
     true_step = compared(reference) if reference else lambda *_: ""
 
     def step(tokens: Tensor, target: Tensor) -> Tensor:

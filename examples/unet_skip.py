@@ -192,8 +192,10 @@ def main(
     mine = [stages[index] for index in topology.local_stages]
     own = {n: p for stage in mine for n, p in stage.module.named_parameters()}
     scheduler = pipegrad.Scheduler(mine, topology, schedule=schedule, loss_fn=functional.mse_loss)
-    parameters = own.values(), reference.parameters()
-    optimizers = [torch.optim.SGD(p, lr=0.05, momentum=0.9) for p in parameters]
+    optimizers = [
+        scheduler.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9),
+        torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9),
+    ]
 
     def share(batch: Tensor) -> Tensor:
         return batch.chunk(topology.size("dp"))[topology.coordinate("dp")]

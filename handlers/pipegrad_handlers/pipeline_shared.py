@@ -21,7 +21,7 @@ class PipelineShared(GradientHandler):
         placement: ``replicate``: every holder gets the sum and steps the parameter. ``owner``: only
             the lowest rank of the holders steps it. The parts of the others leave as soon as they
             are final, and the updated parameter comes back during the next step's first forwards.
-            The optimizer must then be made from ``sync.optimizer_parameters()``.
+            The optimizer must then be made by ``sync.optimizer``.
         exchange: With ``replicate``, how two ranks exchange their parts. ``all-reduce`` runs when
             both are final. ``pairwise`` sends one message in each direction: that of the later
             stage while the pipeline drains, that of the first stage while it fills again. It needs

@@ -12,7 +12,7 @@ class Sharded(GradientHandler):
 
     Use it instead of ``data-parallel``. Half of the traffic runs during and after backward. The
     other half sends updated parameters, during the next forwards. Optimizer state and steps are
-    divided among the ranks. Make the optimizer from ``sync.optimizer_parameters()``. The optimizer
+    divided among the ranks. Make the optimizer by ``sync.optimizer``. The optimizer
     must be elementwise, because it sees flat shards.
 
     Args:

@@ -47,6 +47,7 @@ class Groups:
         chains: Collection[tuple[int, ...]] = (),
     ) -> None:
         self._device = device
+        self._num_ranks, self._index = len(ranks), sorted(ranks).index(rank)
         self.world: dist.ProcessGroup | None = None
         self.own: list[dist.ProcessGroup] = []
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
@@ -87,6 +88,21 @@ class Groups:
         """
         if self.world is not None:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world)
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of all ranks, by ascending rank: ``(ranks, numel)``.
+
+        Args:
+            row: Of this rank, ``(numel,)``, of the same dtype on all ranks.
+
+        Sync: on the current stream; one all-reduce over all ranks, for a few numbers.
+        """
+        # Each rank adds its row to zeros, so every bit stays, also of nan and infinity.
+        rows = row.new_zeros(self._num_ranks, row.numel())
+        rows[self._index] = row
+        if self.world is not None:
+            dist.all_reduce(rows, group=self.world)
+        return rows
 
     def is_anywhere(self, flag: bool) -> bool:
         """Returns whether `flag` is set on any rank; every rank must call it.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import StepError, in_words
+from pipegrad.gradients.norm import GlobalNorm
 from pipegrad.gradients.sync import GradientSync
 
 
@@ -16,31 +18,32 @@ class GradScaler(torch.amp.GradScaler):
 
     Each rank has the gradients of its own parameters, or shards of them. An overflow may be in the
     gradients of only one rank. torch's scaler would skip the step on that rank, and make it on
-    others. This scaler reduces a flag over all ranks: if a gradient of an optimizer overflows
-    anywhere, all ranks skip the step of that optimizer. So the scale is the same on all ranks, too.
+    others. This scaler decides once for all ranks: if a gradient overflows anywhere, all ranks skip
+    the step. So the scale is the same on all ranks, too. All ranks construct it, and step the same
+    optimizers in the same order.
 
-    All ranks construct it, and step the same optimizers in the same order. An optimizer that has
-    no parameters on a rank is stepped there as well. The loss is scaled where it is computed, on
-    the ranks of the last stage. With a Scheduler that is in `loss_fn`::
+    A `Scheduler` scales by itself: it begins backward with the scale. So `StepResult.loss` is the
+    loss itself. A ``loss_fn`` that returns ``scaler.scale(loss)`` is not scaled once more::
 
-        scheduler = pipegrad.Scheduler(..., loss_fn=lambda y, t: scaler.scale(loss(y, t)))
+        optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-3)
         scaler = pipegrad.GradScaler(scheduler.sync)
-        optimizer = torch.optim.AdamW(scheduler.sync.optimizer_parameters())
         for x, t in data:
             result = scheduler.step(x, target=t)
-            print(result.loss.item() / scaler.get_scale())  # the loss that step reports is scaled
-            scaler.unscale_(optimizer)                      # only to clip
             scheduler.sync.clip_grad_norm_(1.0)
             scaler.step(optimizer)
             scaler.update()
-            scheduler.sync.publish()
             optimizer.zero_grad()
 
-    In `Scheduler.evaluate` `scale` changes nothing, so the loss there is the loss itself. With
-    `attach` it is the same: the schedule gets that `loss_fn`, and its losses are scaled. In a loop
-    of your own call ``scaler.scale(loss).backward()``, and `finish` before `unscale_` and `step`.
+    In a loop of your own call ``scaler.scale(loss).backward()``; with `attach` return
+    ``scaler.scale(loss)`` from the schedule's loss. Call `finish` before the verbs below.
+
+    `GradientSync.clip_grad_norm_` multiplies each gradient once, by the inverse of the scale and by
+    the factor of clipping. It finds overflows by the norm that it measures, so no other message is
+    sent. Without clipping, `step` does so. `unscale_` is for whoever reads or changes unscaled
+    gradients before that; then clipping multiplies once more. Call it for every optimizer.
 
     fp16 parameters need ``master_dtype=torch.float32``: as torch's, it unscales no fp16 gradients.
+    A GradientSync has one scaler, the last one that was made for it.
 
     Args:
         sync: Whose gradients are scaled.
@@ -58,29 +61,90 @@ class GradScaler(torch.amp.GradScaler):
         same("the options of GradScaler", dict(zip(ranks, replies, strict=True)))
         super().__init__(**options)
         self._sync = sync
-        self._is_used = False
         self._first = sync.statistics().steps
+        self._is_manual = False  # whether the caller may multiply losses by `get_scale`
+        self._has_scaled = False  # whether this rank has scaled since `update`
+        self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
+        self._is_stepping = False
+        # What is known of the gradients of one step: whether any rank has an overflow, if clipping
+        # has unscaled all of them, and for which optimizers `unscale_` was called.
+        self._round = self._first
+        self._found_inf: torch.Tensor | None = None
+        self._unscaled: set[int] = set()
         # torch makes its scale tensor with the first loss, and most ranks have no loss.
         super().scale(torch.zeros((), device=sync.device))
+        sync.scale_by(self)
+
+    # The loss.
 
     def scale(self, outputs: Any) -> Any:  # noqa: ANN401 - torch's signature
         """Multiplies a tensor, or several, by the scale, unless gradients are disabled."""
         if not torch.is_grad_enabled():
             return outputs
-        self._is_used = True
+        self._has_scaled = True
+        self._has_caller_scaled |= self._sync.is_in_step
         return super().scale(outputs)
+
+    def begin_backward(self) -> torch.Tensor | None:
+        """Returns the scale, a scalar on the device: a Scheduler begins a backward with it.
+
+        None if gradients are not scaled, or if `scale` was called in this step.
+        """
+        if not self.is_enabled() or self._has_caller_scaled:
+            return None
+        self._has_scaled = True
+        return self._scale
 
     def get_scale(self) -> float:
         """Returns the scale, the same on all ranks; 1.0 if disabled."""
         # A caller before the end of the first step may multiply the loss with the scale itself.
         if self._sync.statistics().steps == self._first:
-            self._is_used = True
+            self._is_manual = True
         return super().get_scale()
 
+    # The gradients.
+
+    @property
+    def is_due(self) -> bool:
+        """Whether clipping must unscale the gradients: it is enabled, and they are scaled."""
+        self._begin_round()
+        return self.is_enabled() and self._found_inf is None and not self._unscaled
+
+    def measure(
+        self, norm: GlobalNorm, gradients: dict[str, torch.Tensor], norm_type: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Measures scaled gradients, and notes whether any rank has an overflow.
+
+        The caller multiplies them by the second result.
+
+        Args:
+            norm: Measures.
+            gradients: Of this rank, by key; scaled.
+            norm_type: As for `GradientSync.clip_grad_norm_`.
+
+        Returns:
+            The norm of the unscaled gradients, and the inverse of the scale, on all ranks.
+
+        Sync: on the current stream; one all-reduce of a few numbers. The host waits for it.
+
+        Raises:
+            StepError: As `unscale_`.
+        """
+        error = self._complaint(gradients.values(), allow_fp16=False)
+        # In float64 no square of a float32 overflows. So the norm is infinite exactly if an element
+        # is, as in torch's decision.
+        term = norm.term(gradients, norm_type, device=self._sync.device, dtype=torch.float64)
+        terms = self._gather(term, error)
+        assert self._scale is not None
+        inverse = self._scale.double().reciprocal()
+        self._found_inf = (~terms.isfinite()).any().float()
+        return norm.total(terms, norm_type, factor=inverse), inverse.float()
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of `optimizer` by the scale, and reduces a flag for overflows.
+        """Divides the gradients of `optimizer` by the scale, and looks for overflows on all ranks.
 
         Call it after the step's last backward and `finish`, once for each optimizer, on all ranks.
+        After `GradientSync.clip_grad_norm_` it does nothing more.
 
         Sync: on the current stream; one all-reduce of a few numbers. The host waits for it.
 
@@ -89,6 +153,50 @@ class GradScaler(torch.amp.GradScaler):
                 loss, or if scales differ.
         """
         super().unscale_(optimizer)
+        self._unscaled.add(id(optimizer))
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,  # noqa: ANN401 - torch's signature
+        **kwargs: Any,  # noqa: ANN401
+    ) -> float | None:
+        """Steps `optimizer`, unless a gradient overflows on any rank; unscales before, if needed.
+
+        Raises:
+            StepError: As `unscale_`.
+        """
+        self._begin_round()
+        if self._found_inf is not None and id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer)
+        self._is_stepping = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            self._is_stepping = False
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Sets the next scale: smaller after an overflow, larger after many steps without one."""
+        super().update(new_scale)
+        self._has_scaled = self._has_caller_scaled = False
+        self._found_inf = None
+        self._unscaled.clear()
+
+    def refusal(self) -> str | None:
+        """Returns why an optimizer may not step now; None if it may."""
+        if self._is_stepping or not (self.is_enabled() and self._has_scaled):
+            return None
+        return (
+            "optimizer.step() of gradients that a GradScaler has scaled, perhaps with overflows: "
+            "call scaler.step(optimizer), then scaler.update()"
+        )
+
+    def _begin_round(self) -> None:
+        """Forgets what was known of the gradients of an earlier step."""
+        number = self._sync.statistics().steps
+        if number != self._round:
+            self._round, self._found_inf = number, None
+            self._unscaled.clear()
 
     def _unscale_grads_(
         self,
@@ -98,40 +206,72 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscales, and returns whether any rank has an overflow. torch then skips the step."""
-        # An error on one rank must not leave the others in a collective. So it is caught, and sent
-        # as one number of the same all-reduce as the flag for overflows.
-        error: Exception | None = None
+        self._begin_round()
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if self._found_inf is not None:
+            self._check_unscaled(tensors)
+            return {self._found_inf.device: self._found_inf}
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        error = self._complaint(gradients, allow_fp16=allow_fp16)
         overflow = torch.zeros((), device=self._sync.device)
-        try:
-            self._check(optimizer, allow_fp16=allow_fp16)
-            by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            for each in by_device.values():
-                overflow = torch.maximum(overflow, each.to(overflow.device))
-        except Exception as caught:  # noqa: BLE001 - all ranks raise it, below
-            error = caught
-        # The scale is sent with both signs: the maximum gives the largest and the smallest scale.
-        scale = super().get_scale()
-        values = torch.tensor(
-            [0.0, error is not None, self._is_used, scale, -scale], device=overflow.device
-        )
-        values[0] = overflow
-        self._sync.take_largest(values)
-        _, failed, used, largest, smallest = values.tolist()
-        if failed or not used or largest != -smallest:
-            self._refuse(error, used=bool(used))
-        return {overflow.device: values[0]}
+        if error is None:
+            # An error on one rank must not leave the others in a collective.
+            try:
+                found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+                for each in found.values():
+                    overflow = torch.maximum(overflow, each.to(overflow.device))
+            except Exception as caught:  # noqa: BLE001 - all ranks raise it, below
+                error = caught
+        found_anywhere = self._gather(overflow, error).max().float()
+        return {found_anywhere.device: found_anywhere}
 
-    def _check(self, optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> None:
-        """Raises an error if this rank cannot unscale."""
+    def _check_unscaled(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuses an optimizer of gradients that clipping has not unscaled."""
+        own = {id(main.tensor) for main in self._sync.main_parameters()}
+        if any(tensor.grad is not None and id(tensor) not in own for tensor in tensors):
+            error = StepError(
+                "clip_grad_norm_() has unscaled the gradients of its GradientSync, and this "
+                "optimizer has others: call scaler.unscale_() for every optimizer before clipping"
+            )
+            self._sync.abort(error, begun=False)
+            raise error
+
+    def _complaint(
+        self, gradients: Iterable[torch.Tensor], *, allow_fp16: bool
+    ) -> Exception | None:
+        """Returns the error if this rank cannot unscale."""
         if self._sync.is_in_step:
-            raise StepError("a step is not finished yet: call finish() first")
-        gradients = [t.grad for group in optimizer.param_groups for t in group["params"]]
-        if not allow_fp16 and any(g is not None and g.dtype == torch.float16 for g in gradients):
-            raise StepError(
+            return StepError("a step is not finished yet: call finish() first")
+        if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
+            return StepError(
                 "gradients are torch.float16: make the GradientSync with master_dtype=torch.float32"
             )
+        return None
 
-    def _refuse(self, error: Exception | None, *, used: bool) -> None:
+    # The ranks.
+
+    def _gather(self, term: torch.Tensor, error: Exception | None) -> torch.Tensor:
+        """Returns the terms of all ranks, float64 ``(ranks,)``.
+
+        Args:
+            term: Of this rank, a scalar.
+            error: Of this rank; it is raised on all ranks.
+
+        Sync: on the current stream; one all-reduce. The host waits for it.
+        """
+        # Everything travels in one message. The scale is in it, because ranks whose scales differ
+        # would train another model than one process, and nobody would notice.
+        assert self._scale is not None
+        is_used = self._has_scaled or self._is_manual
+        flags = torch.tensor([error is not None, is_used], device=self._sync.device)
+        row = torch.cat([flags.double(), torch.stack([self._scale.double(), term.double()])])
+        rows = self._sync.gather(row)
+        failed, used, scales = rows[:, :3].unbind(1)
+        if bool(failed.any() | ~used.any() | (scales != scales[0]).any()):
+            self._refuse(error)
+        return rows[:, 3]
+
+    def _refuse(self, error: Exception | None) -> NoReturn:
         """Raises the same error on all ranks, with the messages of ranks that have an error."""
         message = "" if error is None else in_words(error)
         ranks = sorted(self._sync.topology.ranks)
@@ -140,13 +280,13 @@ class GradScaler(torch.amp.GradScaler):
         failed = {rank: text for rank, (text, _) in zip(ranks, replies, strict=True) if text}
         if failed:
             raise StepError(f"gradients cannot be unscaled on ranks {failed}") from error
-        if not used:
-            raise StepError(
-                "no rank has scaled a loss, so gradients must not be unscaled: call "
-                "scaler.scale(loss) where the loss is computed, with a Scheduler in its loss_fn"
-            )
         scales = {rank: scale for rank, (_, scale) in zip(ranks, replies, strict=True)}
+        if len(set(scales.values())) > 1:
+            raise StepError(
+                f"the scale differs between ranks: {scales}. Load the same state, and call "
+                f"update() and step() alike, on all ranks"
+            )
         raise StepError(
-            f"the scale differs between ranks: {scales}. Load the same state, and call update() "
-            f"and step() alike, on all ranks"
+            "no rank has scaled a loss, so gradients must not be unscaled: call "
+            "scaler.scale(loss) where the loss is computed, or use a Scheduler"
         )

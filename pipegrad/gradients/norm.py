@@ -36,24 +36,40 @@ def global_norm(
 
     Sync: on the current stream; one scalar all-reduce over `group`.
     """
+    term = local_term(gradients, norm_type, device=device, dtype=dtype)
+    if group is not None:
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        dist.all_reduce(term, op=op, group=group)
+    return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
+
+
+def local_term(
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    least: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Returns what this rank adds to a norm, a scalar: a sum of powers, or the largest value.
+
+    Args:
+        gradients: Those that count on this rank.
+        norm_type: As in `global_norm`.
+        device: Of the result.
+        dtype: Of the result.
+        least: The norm of each gradient is computed at least in this dtype.
+    """
     # The norm of each gradient comes first, and then a p-norm of these norms: all ranks reduce one
     # number, however many gradients they have. The reduction gives all ranks the same bits.
-    norms = [_norm(gradient, norm_type).to(dtype) for gradient in gradients]
-    zero = torch.zeros((), dtype=dtype, device=device)
-    if math.isinf(norm_type):
-        total = torch.stack([zero, *norms]).max()
-        if group is not None:
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        return total
-    total = torch.stack([zero, *norms]).pow(norm_type).sum()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.pow(1.0 / norm_type)
+    norms = [_norm(gradient, norm_type, least).to(dtype) for gradient in gradients]
+    stacked = torch.stack([torch.zeros((), dtype=dtype, device=device), *norms])
+    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
-def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Returns the norm of one gradient, computed at least in fp32."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
+def _norm(gradient: torch.Tensor, norm_type: float, least: torch.dtype) -> torch.Tensor:
+    """Returns the norm of one gradient, computed at least in the dtype `least`."""
+    dtype = torch.promote_types(gradient.dtype, least)
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if gradient.numel() == 0:  # torch refuses the maximum of no elements
@@ -62,10 +78,24 @@ def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     return norm
 
 
-def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scales `gradients` in place by a factor that makes `norm` at most `max_norm`."""
+def clip_(
+    gradients: Sequence[torch.Tensor],
+    norm: torch.Tensor,
+    max_norm: float,
+    inverse_scale: torch.Tensor | None = None,
+) -> None:
+    """Scales `gradients` in place by a factor that makes `norm` at most `max_norm`.
+
+    Args:
+        gradients: Of this rank.
+        norm: Of all gradients, without the scale.
+        max_norm: The largest norm allowed.
+        inverse_scale: Gradients are multiplied by this in the same pass; None for 1.
+    """
     # As torch does. The factor stays on the device, so the host waits for nothing.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if inverse_scale is not None:
+        factor = factor * inverse_scale
     with torch.no_grad():
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
@@ -137,5 +167,30 @@ class GlobalNorm:
             group: Of all ranks; None if there is one rank.
             device: Of the result.
         """
-        counted = [gradient for key, gradient in gradients.items() if key in self._counted]
+        counted = self._counting(gradients)
         return global_norm(counted, norm_type, group=group, device=device, dtype=self._dtype)
+
+    def term(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        norm_type: float,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Returns what this rank adds to the norm, a scalar of `dtype`; arguments are as in `of`.
+
+        A caller that sends it with other numbers gives the terms of all ranks to `total`.
+        """
+        counted = self._counting(gradients)
+        return local_term(counted, norm_type, device=device, dtype=dtype, least=dtype)
+
+    def total(self, terms: torch.Tensor, norm_type: float, *, factor: torch.Tensor) -> torch.Tensor:
+        """Returns `factor` times the norm of these terms of all ranks, ``(ranks,)``; a scalar."""
+        is_largest = math.isinf(norm_type)
+        norm = terms.max() if is_largest else terms.sum().pow(1.0 / norm_type)
+        return (norm * factor).to(self._dtype)
+
+    def _counting(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the gradients that count on this rank."""
+        return [gradient for key, gradient in gradients.items() if key in self._counted]

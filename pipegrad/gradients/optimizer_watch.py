@@ -1,4 +1,4 @@
-"""Checks each optimizer before its step, and refuses it if copies of a parameter would differ.
+"""Checks each optimizer before its step: would copies of a parameter differ, and is it the time?
 
 Step 8 of the journey of a gradient in docs/internals.md.
 """
@@ -9,19 +9,27 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from pipegrad.errors import PipegradError, PlanError, StepError
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.manifest import Manifest
-from pipegrad.optimizer.main_params import refuse_unless_elementwise
+from pipegrad.optimizer.main_params import MainShard, refuse_unless_elementwise
+from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import Placement
 from pipegrad.topology import Topology
+
+if TYPE_CHECKING:
+    from pipegrad.gradients.grad_scaler import GradScaler
 
 _FRAMES = 16  # from a step's hook to its caller: wrappers of torch and of learning-rate schedules
 
@@ -31,21 +39,35 @@ class OptimizerWatch:
 
     Args:
         parameters: Of this rank.
+        parameter_sync: Knows whether main parameters were given to an optimizer.
         alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
         on_refusal: A bound method; called with the error if an optimizer is refused.
+        on_step: A bound method; called after each step of an optimizer that was adopted.
+
+    Attributes:
+        has_gradients: Whether a step has finished, and nothing was stepped with its gradients.
+        scaler: Returns the GradScaler of these parameters, if there is one.
     """
 
     def __init__(
         self,
         parameters: Collection[LiveParameter],
         *,
+        parameter_sync: ParameterSync,
         alike: bool,
         on_refusal: Callable[[PipegradError], object],
+        on_step: Callable[[], object],
     ) -> None:
+        self.has_gradients = False
+        self.scaler: Callable[[], GradScaler | None] = lambda: None
+        self._parameter_sync = parameter_sync
         self._alike = alike
         self._on_refusal = weakref.WeakMethod(on_refusal)
+        self._on_step = weakref.WeakMethod(on_step)
         self._placed = [p.placed for p in parameters if p.placed.main_shard]
         self._has_replaced = any(p.placed.is_replaced for p in parameters)
+        self._adopted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._last: weakref.ref[torch.optim.Optimizer] | None = None  # that has stepped
         self.follow({id(p.live): p for p in parameters})
 
     def start(self) -> None:
@@ -57,6 +79,10 @@ class OptimizerWatch:
         """Looks for these parameters from now on; keys are the ids of their tensors."""
         self._live = live
 
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes `on_step` follow each step of `optimizer`, which has all main parameters."""
+        self._adopted.add(optimizer)
+
     def remove(self) -> None:
         """Stops the checks."""
         _watches.pop(id(self), None)
@@ -64,34 +90,103 @@ class OptimizerWatch:
             _stop_looking()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer of these parameters if its step would make their copies different.
+        """Refuses an optimizer of these parameters if it may not step now.
 
         Raises:
-            PipegradError: If it is refused. It says why, and which optimizer to take. The refusal
-                is also posted for the ranks that do not step.
+            PipegradError: If it is refused. It says why, and what to do. The refusal is also posted
+                for the ranks that do not step.
         """
-        # If each rank steps all parameters with the same gradients, even an optimizer that depends
-        # on all gradients makes the same step on all ranks.
-        reason = None if self._alike else _is_global(optimizer) or _is_scaled_alone()
-        if reason is None and not self._has_replaced:
+        error = self._error(optimizer)
+        if not (error or self._adopted or self._has_replaced or self._is_untaken):
             return
-        tensors = [t for group in optimizer.param_groups for t in group["params"]]
-        parameters = [p for t in tensors if (p := self._live.get(id(t)))]
-        main_shard_of = {
-            id(p.main_shard.tensor): p.main_shard for p in self._placed if p.main_shard
-        }
-        main_shards = [main_shard_of[id(t)] for t in tensors if id(t) in main_shard_of]
+        # An optimizer that was adopted is known. It is searched only if it could have got a
+        # parameter later that it may not step.
+        is_adopted = optimizer in self._adopted
+        searches = not is_adopted or self._has_replaced
+        parameters, main_shards = self._stepped_by(optimizer) if searches else ([], [])
+        if not (is_adopted or parameters or main_shards):
+            return
         try:
             if any(main_shard.main_range.sharded for main_shard in main_shards):
                 refuse_unless_elementwise(optimizer)
             for parameter in parameters:
                 _refuse_replaced(parameter)
-            if reason is not None and (parameters or main_shards):
-                raise PlanError(reason)
-        except PipegradError as error:
+            self._parameter_sync.refuse_untaken()
+            if error is not None:
+                raise error
+            if self._adopted and not self.has_gradients:
+                raise StepError(self._untimely(optimizer))
+        except PipegradError as refusal:
             if (on_refusal := self._on_refusal()) is not None:
-                on_refusal(error)
+                on_refusal(refusal)
             raise
+
+    def _error(self, optimizer: torch.optim.Optimizer) -> PipegradError | None:
+        """Returns the error for an optimizer of these parameters that is stepped in this way."""
+        # If each rank steps all parameters with the same gradients, even an optimizer that depends
+        # on all gradients makes the same step on all ranks.
+        if not self._alike and (reason := _is_global(optimizer) or _is_scaled_alone()):
+            return PlanError(reason)
+        scaler = self.scaler()
+        if scaler is not None and (reason := scaler.refusal()):
+            return StepError(reason)
+        return None
+
+    @property
+    def _is_untaken(self) -> bool:
+        return self._parameter_sync.is_needed and not self._parameter_sync.is_taken
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes that `optimizer` has stepped; calls `on_step` if it was adopted."""
+        if not self._adopted:
+            return
+        is_adopted = optimizer in self._adopted
+        if is_adopted or any(self._stepped_by(optimizer)):
+            self.has_gradients, self._last = False, weakref.ref(optimizer)
+        if is_adopted and (on_step := self._on_step()) is not None:
+            on_step()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped with the gradients that are there."""
+        return self._last is not None
+
+    def expect(self, *, has_gradients: bool) -> None:
+        """Notes whether there are gradients to step with, of a step that has just ended."""
+        self.has_gradients, self._last = has_gradients, None
+
+    def _stepped_by(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[list[LiveParameter], list[MainShard]]:
+        """Returns which of our parameters and main shards an optimizer has."""
+        tensors = [t for group in optimizer.param_groups for t in group["params"]]
+        main_shard_of = {
+            id(p.main_shard.tensor): p.main_shard for p in self._placed if p.main_shard
+        }
+        return (
+            [p for t in tensors if (p := self._live.get(id(t)))],
+            [main_shard_of[id(t)] for t in tensors if id(t) in main_shard_of],
+        )
+
+    def _untimely(self, optimizer: torch.optim.Optimizer) -> str:
+        """Returns the message for a step without new gradients."""
+        last = None if self._last is None else self._last()
+        if self._last is None:
+            return (
+                "optimizer.step() before the gradients of a step are there: call it once after "
+                "each scheduler.step() or finish(), outside of accumulate(). After a step that "
+                "failed there are none"
+            )
+        if last is optimizer:
+            return (
+                "optimizer.step() a second time with the same gradients: call it once after each "
+                "scheduler.step() or finish()"
+            )
+        return (
+            "two optimizers step the same parameters with the same gradients: an optimizer of "
+            "scheduler.optimizer() or sync.optimizer() has all parameters. Step one of them, and "
+            "give its groups their options by group_of"
+        )
 
 
 # One hook of the process serves all watches. A watch may become garbage at any time, also while
@@ -103,6 +198,9 @@ _hooks: list[RemovableHandle] = []
 def _start_looking() -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_look))
+        # torch runs this after the hooks of the optimizer itself. So a hook of the user may still
+        # change parameters before they are sent.
+        _hooks.append(register_optimizer_step_post_hook(_look_back))
 
 
 def _stop_looking() -> None:
@@ -115,12 +213,17 @@ def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
         watch.check(optimizer)
 
 
+def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for watch in list(_watches.values()):
+        watch.note_step(optimizer)
+
+
 def _refuse_replaced(parameter: LiveParameter) -> None:
     if parameter.placed.is_replaced:
         raise StepError(
             f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a shard "
-            f"or in a copy of it, so nothing would move: give the optimizer "
-            f"sync.optimizer_parameters(), not module.parameters()"
+            f"or in a copy of it, so nothing would move: make it by sync.optimizer(), or of "
+            f"sync.optimizer_parameters(), not of module.parameters()"
         )
 
 

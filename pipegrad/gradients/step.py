@@ -11,6 +11,7 @@ from torch import nn
 
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps
+from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.norm import divide_
@@ -50,6 +51,7 @@ class Step:
         state: The present state; see `TRANSITIONS`.
         is_accumulating: Whether this step only accumulates.
         statistics: Of the last step that ended.
+        watch: Checks optimizers.
     """
 
     def __init__(
@@ -94,7 +96,13 @@ class Step:
         self._last_backwards: set[int] = set()  # stages whose next backward is the last
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
-        self._watch = OptimizerWatch(parameters.values(), alike=alike, on_refusal=self._refused)
+        self.watch = OptimizerWatch(
+            parameters.values(),
+            parameter_sync=parameter_sync,
+            alike=alike,
+            on_refusal=self._refused,
+            on_step=self.publish_stepped,
+        )
 
     @property
     def is_open(self) -> bool:
@@ -171,7 +179,8 @@ class Step:
         self._last_backwards.clear()
         self._final_stages.clear()
         self._by_id = {id(p.live): p for p in self._parameters.values()}
-        self._watch.follow(self._by_id)
+        self.watch.follow(self._by_id)
+        self.watch.expect(has_gradients=False)
         self._only_accumulates = self.is_accumulating
         self._go("prepare")
         self._ending.note_in_vain(True)
@@ -261,6 +270,7 @@ class Step:
         self._go("finish")
         self._ending.note_in_vain(False)
         self._parameter_sync.expect()
+        self.watch.expect(has_gradients=True)
         self._failures.end()
         launched = self._reducer.num_launched
         assert launched == len(self._plan.launches)
@@ -310,17 +320,20 @@ class Step:
     def drop_gradients(self) -> None:
         """Sets all gradients to None, also those of accumulated steps."""
         self._go("drop_gradients")
+        self.watch.expect(has_gradients=False)
         for parameter in self._parameters.values():
             parameter.drop()
 
-    def watch_optimizers(self) -> None:
-        """Checks optimizers from now on. The main shards have their tensors now."""
-        self._watch.start()
+    @outside_of_graphs
+    def publish_stepped(self) -> None:
+        """Publishes after a step of an optimizer of `GradientSync.optimizer`."""
+        if self.state is State.BETWEEN:
+            self._parameter_sync.publish_stepped()
 
     def close(self) -> None:
         """Refuses all verbs from now on, and removes all hooks."""
         self._go("close")
-        self._watch.remove()
+        self.watch.remove()
         for parameter in self._parameters.values():
             parameter.unwatch()
 

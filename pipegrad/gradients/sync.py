@@ -1,7 +1,7 @@
 """GradientSync: read this file first. Discover, agree and plan once; launch and finish each step.
 
 sync = GradientSync({0: module}, topology, tied=find_tied(model), handlers=[...])
-optimizer = AdamW(sync.optimizer_parameters())
+optimizer = sync.optimizer(torch.optim.AdamW, lr=1e-3)
 for batch in data:
     sync.prepare()              # from here on, gradients accumulate into the buckets
     sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have stepped
@@ -9,22 +9,22 @@ for batch in data:
     sync.stage_final(0)         # the gradients of stage 0 are final: launches its buckets
     sync.finish()               # waits: every gradient is in place
     sync.clip_grad_norm_(1.0)
-    optimizer.step()
-    sync.publish()              # sends the parameters that this rank has stepped
+    optimizer.step()            # sends the parameters that this rank has stepped
     optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import StepError
 from pipegrad.gradients.negotiate import Agreed
@@ -38,13 +38,20 @@ from pipegrad.model.wrappers import reshard
 from pipegrad.optimizer.main_params import (
     GroupOf,
     MainParameter,
+    NamedGroupOf,
+    group_keys,
     grouped,
     refuse_unless_elementwise,
 )
+from pipegrad.optimizer.named_optimizer import Optimizer, named_optimizer
+from pipegrad.optimizer.names import Locations
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import HandlerSpec, ParameterRecord, Placement
 from pipegrad.reduce.hook_states import hook_states, load_hook_states
 from pipegrad.topology import Topology
+
+if TYPE_CHECKING:
+    from pipegrad.gradients.grad_scaler import GradScaler
 
 
 class GradientSync:
@@ -128,7 +135,7 @@ class GradientSync:
         self._parameters = parts.parameters
         self._parameter_sync = parts.parameter_sync
         self._synchronize()
-        self._step.watch_optimizers()
+        self._step.watch.start()
 
     # The verbs of a step, in order.
 
@@ -259,7 +266,9 @@ class GradientSync:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
 
-        With an infinite `max_norm` it only measures.
+        With an infinite `max_norm` it only measures. With a `GradScaler` it also unscales the
+        gradients, in the same pass, also if `max_norm` is infinite. The norm is then that of the
+        unscaled gradients. If they overflow it is not finite, and `GradScaler.step` skips the step.
 
         A parameter counts once if its copies, or parts, are reduced over the ranks that hold it. If
         no handler reduces it, it counts on each of these ranks. All ranks must call this. The norm
@@ -268,25 +277,118 @@ class GradientSync:
         Returns:
             The norm before clipping, an fp32 scalar; fp64 if there are fp64 gradients.
 
-        Sync: on the current stream; one scalar all-reduce over all ranks.
+        Sync: on the current stream; one all-reduce of a scalar, or of a few numbers with a
+        `GradScaler`, and then the host waits for it.
+
+        Raises:
+            StepError: Inside a step, or after the step of an optimizer of `optimizer`. With a
+                `GradScaler`, as its `unscale_`.
         """
         self._step.check("clip_grad_norm_")
+        if self._step.watch.has_stepped and not math.isinf(max_norm):
+            raise StepError(
+                "clip_grad_norm_() after optimizer.step(), which has used the gradients: call it "
+                "before"
+            )
         gradients = {
             key: gradient
             for key, parameter in self._parameters.items()
             if (gradient := parameter.main_gradient) is not None
         }
-        norm = self._parts.norm.of(
-            gradients, norm_type, group=self._parts.groups.world, device=self.device
-        )
-        if not math.isinf(max_norm):
-            clip_(list(gradients.values()), norm, max_norm)
+        scaler = self._step.watch.scaler()
+        inverse_scale = None
+        if scaler is not None and scaler.is_due:
+            norm, inverse_scale = scaler.measure(self._parts.norm, gradients, norm_type)
+        else:
+            world = self._parts.groups.world
+            norm = self._parts.norm.of(gradients, norm_type, group=world, device=self.device)
+        if inverse_scale is not None or not math.isinf(max_norm):
+            clip_(list(gradients.values()), norm, max_norm, inverse_scale)
             for key in gradients:
                 self._parameters[key].mark_reduced()
         return norm
 
+    def scale_by(self, scaler: GradScaler) -> None:
+        """Makes `scaler` the scaler of these gradients, as long as the caller keeps it."""
+        self._step.watch.scaler = weakref.ref(scaler)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is a `GradScaler` for these gradients."""
+        return self._step.watch.scaler() is not None
+
+    def loss_scale(self) -> torch.Tensor | None:
+        """Returns the scalar with which a backward begins; None without a `GradScaler`.
+
+        For whoever begins backward with a gradient, as a `Scheduler` does. It is also None if the
+        loss of this step was scaled by `GradScaler.scale`.
+        """
+        scaler = self._step.watch.scaler()
+        return None if scaler is None else scaler.begin_backward()
+
+    # The optimizer.
+
+    def optimizer(
+        self,
+        kind: Callable[..., Optimizer],
+        *,
+        group_of: NamedGroupOf | None = None,
+        **options: Any,  # noqa: ANN401 - those of `kind`
+    ) -> Optimizer:
+        """Returns an optimizer of what this rank steps, for any placement.
+
+        All ranks make it together. An ordinary loop is complete with it: it publishes after each of
+        its steps, as `publish` does. Its ``state_dict()`` has names of the uncut model, not
+        numbers. ``load_state_dict`` takes it on any cut that steps the same elements on this rank,
+        and takes whole parameters' state on any cut. `torch.distributed.checkpoint` writes it, and
+        reads it into any cut. To resume, load the model, call `synchronize_parameters`, and load
+        this last: with a `master_dtype` it has the master copies.
+
+        To change parameters right after a step, before other ranks get them, use a hook of the
+        optimizer's ``register_step_post_hook``.
+
+        Args:
+            kind: A class of torch.optim, or any function that takes parameter groups and `options`.
+            group_of: Name and parameter -> options of the parameter's group, or None. It is for the
+                parameters of all ranks, so each is a tensor on the meta device: it has a shape and
+                a dtype, but no values. Names are those of the uncut model; if several stages use
+                one name, it begins with the stage: ``"1.weight"``.
+            **options: The same on all ranks.
+
+        Raises:
+            PlanError: If no parameter is trained, or if it cannot step shards; on all ranks.
+            AgreementError: On all ranks, if ranks differ, or one of them fails.
+            StepError: In its ``step()``, if there are no gradients that were not stepped yet.
+        """
+        ranks, made = sorted(self.topology.ranks), list[Optimizer]()
+
+        def make() -> str:
+            self.refuse_closed()
+            locations = Locations(self.topology, self.plan)
+            optimizer, description = named_optimizer(
+                kind,
+                options,
+                group_of,
+                records=[r for r in self.manifest.parameters if r.requires_grad],
+                main_parameters=self.main_parameters(),
+                locations={r.key: locations.of(r.key) for r in self.records()},
+                strides={r.key: self.parameter(r).stride() for r in self.records()},
+            )
+            self.check_optimizer(optimizer)
+            made.append(optimizer)
+            return description
+
+        replies = agree("the optimizer", make, ranks=ranks, timeout_seconds=self._agree_seconds)
+        same("the optimizer", dict(zip(ranks, replies, strict=True)))
+        self._parameter_sync.take()
+        self._step.watch.adopt(made[0])
+        return made[0]
+
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
         """Returns parameter groups of this rank's main parameters, for an optimizer's constructor.
+
+        `optimizer` makes an optimizer of them. This is for optimizers of another kind, or several:
+        call `publish` after their steps.
 
         With REPLICATE these are the parameters, with OWNER the parameters on their owner. With
         SHARD they are flat shards, for an optimizer that treats each element separately. With a
@@ -300,7 +402,7 @@ class GradientSync:
         """
         self._parameter_sync.take()
         trained = [r for r in self.manifest.parameters if r.requires_grad]
-        return grouped(trained, self.main_parameters(), group_of)
+        return grouped(group_keys(trained, group_of), self.main_parameters())
 
     def main_parameters(self) -> tuple[MainParameter, ...]:
         """Returns the main parameters of this rank, by stage and position."""
@@ -335,6 +437,8 @@ class GradientSync:
     @outside_of_graphs
     def publish(self) -> None:
         """Sends the parameters that this rank has stepped. Call it after the optimizer's step.
+
+        An optimizer of `optimizer` calls it by itself, and then a second call does nothing.
 
         It returns at once. The parameters arrive during the next step's forward, and
         `stage_first_use` waits for them. Without OWNER, SHARD and master copies it does nothing. If
@@ -521,12 +625,16 @@ class GradientSync:
         return self._step.state is State.CLOSED
 
     @outside_of_graphs
-    def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each element of `values` by its maximum over all ranks.
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of all ranks, by ascending rank: ``(ranks, numel)``.
+
+        Args:
+            row: A few numbers, ``(numel,)``, of the same dtype on all ranks.
 
         Sync: on the current stream; one all-reduce. Every rank must call it, outside of a step.
         """
-        self._parts.groups.take_largest(values)
+        self.refuse_closed()
+        return self._parts.groups.gather(row)
 
     def refuse_closed(self) -> None:
         """Raises StepError after `close`."""

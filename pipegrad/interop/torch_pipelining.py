@@ -53,10 +53,10 @@ def attach(
 ) -> GradientSync:
     """Makes ``schedule.step`` leave the gradients that one process would have computed.
 
-    Call it on all ranks, once, before you make the optimizer from ``sync.optimizer_parameters()``.
-    If all placements are REPLICATE, you may also call it after. Then each step prepares, reduces
-    and finishes by itself, and forwards wait for the parameter sync. The schedule divides a
-    gradient by the number of microbatches (``scale_grads``) once, when it is final.
+    Call it on all ranks, once, before you make the optimizer by ``sync.optimizer``. If all
+    placements are REPLICATE, an optimizer of your modules may be there already. Then each step
+    prepares, reduces and finishes by itself, and forwards wait for the parameter sync. The schedule
+    divides a gradient by the number of microbatches (``scale_grads``) once, when it is final.
     ``schedule.eval`` and schedules without a loss reduce nothing. To accumulate over several steps,
     run all steps but the last under ``with sync.accumulate():``.
 

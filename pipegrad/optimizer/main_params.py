@@ -5,7 +5,7 @@ Step 8 of the journey of a gradient in docs/internals.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipegrad.plan.plan import MainRange
 from pipegrad.plugins.handler import ParameterRecord
 
 GroupOf = Callable[[ParameterRecord], Mapping[str, Any]]
+NamedGroupOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 
 _ELEMENTWISE = (
     torch.optim.ASGD,
@@ -137,29 +138,44 @@ class MainParameter:
         return self.tensor.dtype != self.record.dtype
 
 
-def grouped(
-    records: Iterable[ParameterRecord],
-    main_parameters: Iterable[MainParameter],
-    group_of: GroupOf | None,
-) -> list[dict[str, Any]]:
-    """Returns parameter groups for torch.optim: a group for each set of equal options.
+def group_keys(
+    records: Iterable[ParameterRecord], group_of: GroupOf | None
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Returns the options and the keys of each parameter group: one for each set of options.
 
     Args:
         records: Of all ranks.
-        main_parameters: Of this rank.
         group_of: Record -> options of its group.
     """
     # Groups come from the records of all ranks, so all ranks have the same groups in the same
     # order, some of them empty. A learning-rate schedule and a checkpoint need this.
-    groups: dict[Hashable, dict[str, Any]] = {}
-    group_of_key: dict[str, dict[str, Any]] = {}
+    groups: dict[Hashable, tuple[dict[str, Any], list[str]]] = {}
     for record in records:
         options = dict(group_of(record)) if group_of is not None else {}
         identity = repr(sorted(options.items()))
-        group_of_key[record.key] = groups.setdefault(identity, {"params": [], **options})
-    for main_parameter in main_parameters:
-        group_of_key[main_parameter.record.key]["params"].append(main_parameter.tensor)
+        groups.setdefault(identity, (options, []))[1].append(record.key)
     return list(groups.values())
+
+
+def grouped(
+    groups: Iterable[tuple[dict[str, Any], Sequence[str]]],
+    main_parameters: Iterable[MainParameter],
+) -> list[dict[str, Any]]:
+    """Returns parameter groups for torch.optim, some of which may be empty.
+
+    Args:
+        groups: Of all ranks, by `group_keys`.
+        main_parameters: Of this rank.
+    """
+    group_of_key: dict[str, list[nn.Parameter]] = {}
+    made = []
+    for options, keys in groups:
+        tensors: list[nn.Parameter] = []
+        group_of_key |= dict.fromkeys(keys, tensors)
+        made.append({"params": tensors, **options})
+    for main_parameter in main_parameters:
+        group_of_key[main_parameter.record.key].append(main_parameter.tensor)
+    return made
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:

@@ -86,7 +86,7 @@ class ParameterSync:
         coming: Stages whose parameters may still be on the wire.
         is_due: Whether there are gradients whose updated parameters were not published.
         is_moving: Whether parameters were published and not all ranks have waited for them. It is
-            the same on all ranks.
+            the same on all ranks that have stepped.
         is_needed: The same.
     """
 
@@ -115,6 +115,7 @@ class ParameterSync:
         self.is_moving = False
         self._is_idle = False  # due, but no rank had stepped anything in `find_if_stepped`
         self._is_taken = False  # whether main parameters were given to an optimizer
+        self._is_done = False  # whether an optimizer's own hook has published this step
         self._blocked_seconds = 0.0
         # A version counter changes with each write in place. So it shows whether an optimizer has
         # stepped, and whether a parameter was changed after it was published.
@@ -132,25 +133,43 @@ class ParameterSync:
     def publish(self) -> None:
         """Sends the parameters that this rank has stepped; returns at once.
 
-        Do not change them until the gradients of the next step are there.
+        Do not change them until the gradients of the next step are there. After `publish_stepped`
+        it does nothing.
 
         Sync: on the comm streams, after everything on the current stream.
 
         Raises:
             StepError: If a parameter sync is needed, and `take` was not called.
         """
-        if self.is_needed and not self._is_taken:
-            raise StepError(
-                "some gradients live on other ranks, in shards or in another dtype, and nobody has "
-                "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
-                "not module.parameters()"
-            )
-        if not self.is_needed:
+        self.refuse_untaken()
+        if not self.is_needed or self._is_done:
             return
         for main_shard in self._main_shards:
             main_shard.copy_back()
         self._note_versions()
         self.send()
+
+    def refuse_untaken(self) -> None:
+        """Refuses to go on if a parameter sync is needed, and `take` was not called.
+
+        Raises:
+            StepError: Says what to give the optimizer.
+        """
+        if self.is_needed and not self._is_taken:
+            raise StepError(
+                "some gradients live on other ranks, in shards or in another dtype, and nobody has "
+                "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
+                "or make it by sync.optimizer(), not of module.parameters()"
+            )
+
+    def publish_stepped(self) -> None:
+        """Publishes right after an optimizer's step, from its hook.
+
+        Sync: as `publish`.
+        """
+        if self.is_due:
+            self.publish()
+            self._is_done = True
 
     def publish_if_due(self) -> None:
         """Publishes, if there were gradients since the last `publish`.
@@ -170,7 +189,11 @@ class ParameterSync:
 
         Sync: on the current stream; one flag is reduced, so all ranks must call it.
         """
-        has_stepped = self.is_due and any(t._version != version for _, t, version in self._versions)
+        # A rank may have published from its optimizer's hook, and another rank has stepped nothing.
+        # Then both must send.
+        has_stepped = self.is_moving or (
+            self.is_due and any(t._version != version for _, t, version in self._versions)
+        )
         self._is_idle = not self._groups.is_anywhere(has_stepped)
 
     def send(self) -> None:
@@ -199,6 +222,7 @@ class ParameterSync:
         """Notes that new gradients are there, so the optimizer will step next."""
         if self.is_needed:
             self.is_due, self._is_idle, self.is_moving = True, False, False
+            self._is_done = False
             self._note_versions()
 
     def check_published(self) -> None:
@@ -211,7 +235,9 @@ class ParameterSync:
             if tensor._version != version:
                 raise StepError(
                     f"{key!r} was changed after publish(), so other ranks do not have it: call "
-                    f"publish() after optimizer.step(), and step once behind finish()"
+                    f"publish() after optimizer.step(), and step once behind finish(). If you made "
+                    f"it by sync.optimizer(), it publishes by itself: change parameters before "
+                    f"that, in a hook of its register_step_post_hook()"
                 )
 
     def first_use(self, stage: int) -> None:
@@ -240,7 +266,7 @@ class ParameterSync:
 
     def forget(self) -> None:
         """Notes that all ranks have the same parameters now, so nothing is due."""
-        self.is_due = False
+        self.is_due = self._is_done = False
         self._versions.clear()
 
     def take_blocked_seconds(self) -> float:

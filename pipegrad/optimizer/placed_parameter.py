@@ -84,7 +84,7 @@ class PlacedParameter:
             raise StepError(
                 f"the memory of {self._key!r} was replaced, and what is stepped for it would "
                 f"not arrive there: call sync.synchronize_parameters() on all ranks; if it is "
-                f"another parameter now, make the optimizer of sync.optimizer_parameters() again"
+                f"another parameter now, make the optimizer again, by sync.optimizer()"
             )
         if self._version is not None and self._version != parameter._version:
             raise StepError(

@@ -86,6 +86,7 @@ class Compute:
         self._targets = targets
         self._terms = terms
         self._keeps_outputs = keeps_outputs
+        self._is_scaled = self._sync is not None and self._sync.is_scaled
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
@@ -274,7 +275,8 @@ class Compute:
     def _loss_gradient(self, loss: Tensor) -> Tensor:
         """Returns the gradient that backward begins with: one, divided as the loss is.
 
-        The division happens here, so gradients need not be scaled afterwards.
+        The division happens here, so gradients need not be scaled afterwards. With a GradScaler it
+        is the scale, divided. It may overflow then, as the gradients may.
 
         Raises:
             StepError: If the loss's dtype has no such number.
@@ -288,4 +290,9 @@ class Compute:
                 f"number of microbatches or loss_divisor, is none of its numbers: return "
                 f"loss.float(), and compute it of float32"
             )
-        return torch.full_like(loss, exact)
+        scale = self._sync.loss_scale() if self._sync is not None and self._is_scaled else None
+        if scale is None:
+            return torch.full_like(loss, exact)
+        # The scale stays on its device, so the host waits for nothing.
+        scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
+        return scaled.to(loss.device, loss.dtype).reshape(loss.shape)

@@ -1,18 +1,18 @@
 """Scheduler: trains and evaluates a pipeline, its reductions interleaved with its compute.
 
 scheduler = Scheduler([Stage(module, 0)], topology, schedule="1f1b", num_microbatches=8, loss_fn=f)
+optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-3)
 for x, y in data:
     result = scheduler.step(x, target=y)
     scheduler.sync.clip_grad_norm_(1.0)
     optimizer.step()
-    scheduler.sync.publish()
     optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -25,6 +25,8 @@ from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
+from pipegrad.optimizer.main_params import NamedGroupOf
+from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
 from pipegrad.pipeline.first_step import run_first_step
 from pipegrad.pipeline.loss import Losses, StepResult
@@ -286,6 +288,16 @@ class Scheduler:
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
             return self._run(batch, forward_only=True)
+
+    def optimizer(
+        self,
+        kind: Callable[..., Optimizer],
+        *,
+        group_of: NamedGroupOf | None = None,
+        **options: Any,  # noqa: ANN401 - those of `kind`
+    ) -> Optimizer:
+        """Returns an optimizer of what this rank steps; see `GradientSync.optimizer`."""
+        return self.sync.optimizer(kind, group_of=group_of, **options)
 
     @property
     def inputs(self) -> dict[str, str]:

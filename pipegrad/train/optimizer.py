@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.options import closest_first, complaints_of
 from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate
 
 
-def make_optimizer(config: Config, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns the configured optimizer for parameter groups.
+def make_optimizer(
+    config: Config, make: Callable[..., torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
+    """Returns the configured optimizer.
+
+    Args:
+        config: The configuration.
+        make: Takes a class of torch.optim and its options, and returns an optimizer.
 
     Raises:
         ConfigError: If torch has no such optimizer, or if it does not take these options.
@@ -42,15 +48,15 @@ def make_optimizer(config: Config, groups: Sequence[dict[str, Any]]) -> torch.op
         config.refuse("optimizer.decay_norms_and_biases", f"{choice.name} has no weight decay")
     # torch checks values of options itself, with many kinds of errors.
     try:
-        optimizer: torch.optim.Optimizer = kind(list(groups), **choice.options)
+        optimizer = make(kind, **choice.options)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
         config.refuse("optimizer", f"{choice.name} will not take that: {error}", cause=error)
     return optimizer
 
 
-def group_of(config: Config, record: ParameterRecord) -> dict[str, Any]:
+def group_of(config: Config, _: str, parameter: nn.Parameter) -> dict[str, Any]:
     """Returns the options of a parameter's group: no weight decay for norms and biases, if set."""
-    decays = config.optimizer.decay_norms_and_biases or len(record.shape) > 1
+    decays = config.optimizer.decay_norms_and_biases or parameter.ndim > 1
     return {} if decays else {"weight_decay": 0.0}
 
 

@@ -145,7 +145,7 @@ def try_out_optimizer(config: Config, device: torch.device) -> set[str]:
     """
     probe = nn.Parameter(torch.ones(2, 2, device=device))
     probe.grad = torch.ones_like(probe)
-    optimizer = make_optimizer(config, [{"params": [probe]}])
+    optimizer = make_optimizer(config, lambda kind, **options: kind([probe], **options))
     learning_rate = make_learning_rate(config, optimizer)
     try:
         optimizer.step()

@@ -92,7 +92,12 @@ class Trainer:
         agree("trying the model out", self._run_preflight, timeout_seconds=_PREPARE_SECONDS)
         agree("placing the stages", self._place_stages, timeout_seconds=_PREPARE_SECONDS)
         self._make_scheduler()
-        agree("the optimizer", self._make_optimizer)
+        agree("trying the optimizer out", self._try_out_optimizer)
+        # All ranks make it together: it agrees by itself.
+        self._optimizer = make_optimizer(
+            config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
+        )
+        agree("the learning rate", self._make_learning_rate)
         agree("the outline", self._summarize)
         self.first_step = 1
         self.notes: tuple[str, ...] = ()
@@ -120,7 +125,6 @@ class Trainer:
             self._refuse_step(number, norm)
         # Parameters are sent as soon as they are stepped. They arrive during the next forwards.
         self._optimizer.step()
-        self.sync.publish()
         self._optimizer.zero_grad()
         if self._learning_rate is not None:
             self._learning_rate.step()
@@ -271,15 +275,13 @@ class Trainer:
             self.job.plans(manifest, ranks=replica)
         self._cut = None
 
-    def _make_optimizer(self) -> None:
-        """Makes the optimizer of this rank's main parameters; there may be none."""
-        config = self.job.config
-        self._state_names = try_out_optimizer(config, self._device)
+    def _try_out_optimizer(self) -> None:
+        self._state_names = try_out_optimizer(self.job.config, self._device)
         if any(main_range.sharded for main_range in self.sync.plan.main_ranges):
             self.job.check_optimizer()
-        groups = self.sync.optimizer_parameters(partial(group_of, config))
-        self._optimizer = make_optimizer(config, groups)
-        self._learning_rate = make_learning_rate(config, self._optimizer)
+
+    def _make_learning_rate(self) -> None:
+        self._learning_rate = make_learning_rate(self.job.config, self._optimizer)
         self._state = TrainingState(self.sync, self._modules, self._optimizer)
 
     def _resume(self, config: Config) -> None:

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.optimizer.chunks import Chunk
 from pipegrad.optimizer.main_params import MainParameter
+from pipegrad.optimizer.names import Locations
 from pipegrad.train.checkpoint.checksums import CheckedWriter, Checksums
-from pipegrad.train.checkpoint.chunks import Chunk
 from pipegrad.train.checkpoint.handler_state import (
     empty_like_saved,
     own_key,
@@ -35,7 +36,7 @@ from pipegrad.train.checkpoint.handler_state import (
     readable_key,
     unpack,
 )
-from pipegrad.train.checkpoint.layout import Locations, check_locations
+from pipegrad.train.checkpoint.layout import check_locations
 from pipegrad.train.checkpoint.validate import check_names, read_metadata
 from pipegrad.train.config import Config, path_of
 
@@ -49,7 +50,7 @@ class TrainingState:
     Args:
         sync: The gradient layer. It has the parameters and their keys.
         modules: Stage -> module, for the stages of this rank.
-        optimizer: The optimizer of ``sync.optimizer_parameters()``.
+        optimizer: Made by ``sync.optimizer``.
 
     Attributes:
         handler_state: State of the handlers that `unpack_handler_state` has read.
@@ -258,20 +259,12 @@ class TrainingState:
 
     def _restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
         """Sets the state of the optimizer."""
-        # The optimizer's own format is used, because it moves and casts each tensor as needed.
-        # There, parameters are numbered in the order of the groups.
-        optimizer_state = optimizer.state_dict()
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        index = {id(parameter): i for i, parameter in enumerate(ordered)}
-        optimizer_state["state"] = {}
+        named: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             name = self._owner(key)
             if key.startswith("optimizer.") and name in self._main_parameters:
-                tensor = self._main_parameters[name].tensor
-                own_part = value.local.view_as(tensor) if isinstance(value, Chunk) else value
-                parameter_state = optimizer_state["state"].setdefault(index[id(tensor)], {})
-                parameter_state[key.rpartition(".")[2]] = own_part
-        optimizer.load_state_dict(optimizer_state)
+                named.setdefault(name, {})[key.rpartition(".")[2]] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": named})
 
 
 def _chunk(main: MainParameter, values: Tensor) -> Chunk:

@@ -1,48 +1,10 @@
-"""Layout: where along the mesh a parameter or buffer lives that has no equal copies."""
+"""Layout: refuses a checkpoint whose parameters lie elsewhere along the mesh than here."""
 
 from __future__ import annotations
 
 import re
 
-from pipegrad.plan.plan import Plan
-from pipegrad.topology import Topology
 from pipegrad.train.config import Config
-
-
-class Locations:
-    """Locations of this rank's parameters, as in ``"[tp=1]"``; "" if all replicas are equal.
-
-    Args:
-        topology: The topology of this rank.
-        plan: The plan of this rank.
-    """
-
-    def __init__(self, topology: Topology, plan: Plan) -> None:
-        self._view = topology
-        self._routes, self._divisors = dict(plan.routes), dict(plan.divisors)
-
-    def of(self, key: str | None = None) -> str:
-        """Returns the location of a parameter, in dimensions that none of its reductions spans.
-
-        Args:
-            key: The parameter; None for a buffer, which no reduction makes equal.
-        """
-        view = self._view
-        # Replicas along "dp" count as one parameter, even if no reduction makes them equal. Experts
-        # are the exception: each data rank may hold other experts.
-        replicated = {view.pipeline, *(() if key in self._divisors else ("dp",))}
-        reduction_steps = [
-            set(reduction_step.ranks) for reduction_step in self._routes.get(key or "", ())
-        ]
-        apart = [
-            f"{axis}={view.coordinate(axis)}"
-            for axis, size in view.axes
-            if size > 1 and axis not in replicated
-            if not any(
-                set(view.ranks_along(axis)) <= reduction_step for reduction_step in reduction_steps
-            )
-        ]
-        return f"[{','.join(apart)}]" if apart else ""
 
 
 def check_locations(config: Config, saved: set[str], own: set[str]) -> None:

@@ -19,6 +19,8 @@ from tests.support.pages import SCRIPTS, SNIPPETS, write_handler
 
 # What the snippets under a heading may take for granted: that of a page, behind what they all have.
 GIVEN = """
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -85,18 +87,25 @@ topology = pipegrad.Topology.create(pipeline=2)
 stage, module = topology.coordinate("pp"), nn.Linear(4, 4, bias=False).to(torch.bfloat16)
 tied = [{0: "weight", 1: "weight"}]
 """,
-    "How parameters return": """
-loaded = {"weight": torch.ones(4, 4)}
+    "Save and load": """
+import tempfile
+
+folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+dist.broadcast_object_list(folder, src=0)
+[folder] = folder
 sync.prepare()
 module(torch.ones(1, 4).to(torch.bfloat16)).sum().backward()
 sync.stage_final(stage)
 sync.finish()
 optimizer.step()
+loaded = {"model": {"weight": torch.ones(4, 4)}, "optimizer": optimizer.state_dict()}
+for state in loaded["optimizer"]["state"].values():
+    state.pop("master")
 """,
 }
 CHECKED_AFTER = {
     "Many small sums: `Bucketer`": "assert [float(s[0]) for s in sums] == [4.0, 4.0]",
-    "How parameters return": "assert bool((module.weight == 1).all())",
+    "Save and load": "assert bool((module.weight == 1).all()) and os.listdir(folder)",
     "Your own schedule": "assert same_schedule.actions == schedule.actions",
     "Further dimensions": "assert topology.size('ep') == 2",
 }

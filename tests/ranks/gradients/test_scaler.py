@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import pipegrad
@@ -29,24 +32,25 @@ TWO: list[Case] = []
 
 two = replies(2, TWO)
 
-STEPS = 8
+STEPS = 50
 OPTIONS: dict[str, Any] = {"init_scale": 8.0, "growth_interval": 2}
+CLIPS = ("", "unscale_", "clip", "measure")  # what comes before scaler.step()
 Optimizer = Callable[..., torch.optim.Optimizer]
-INF = float("inf")
+INF, MAX_NORM = float("inf"), 0.5
 
 
 def gradients(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns those of "w" and of "v" in a step; of two steps one element overflows."""
+    """Returns those of "w" and of "v" in a step; in some steps one element overflows."""
     drawn = torch.Generator().manual_seed(step)
     w, v = torch.randn(12, generator=drawn), torch.randn(1, generator=drawn)
-    if step == 1:
+    if step % 9 == 1:
         w[2] = INF
-    if step == 5:
+    if step % 9 == 5:
         v[0] = float("nan")
     return w, v
 
 
-def trained_by_torch(make: Optimizer, clip: float) -> tuple[list[float], list[list[float]]]:
+def trained_by_torch(make: Optimizer, clip: str) -> tuple[list[float], list[list[float]]]:
     """One process: scales and parameters after each step."""
     module = stage(w=(12,), v=(1,))
     optimizer, scaler = make(module.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
@@ -55,9 +59,9 @@ def trained_by_torch(make: Optimizer, clip: float) -> tuple[list[float], list[li
         w, v = gradients(step)
         loss = (module.get_parameter("w") * w).sum() + (module.get_parameter("v") * v).sum()
         scaler.scale(loss).backward()
-        if clip:
+        if clip in ("unscale_", "clip"):
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
+            nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -67,10 +71,10 @@ def trained_by_torch(make: Optimizer, clip: float) -> tuple[list[float], list[li
 
 
 def trained(
-    sync: GradientSync, module: nn.Module, make: Optimizer, clip: float
+    sync: GradientSync, module: nn.Module, make: Optimizer, clip: str
 ) -> tuple[list[float], list[list[float]]]:
     """The same on ranks, on whichever of them the parameters are."""
-    optimizer = make(sync.optimizer_parameters())
+    optimizer = sync.optimizer(make)
     scaler = pipegrad.GradScaler(sync, **OPTIONS)
     scales, values = [], []
     for step in range(STEPS):
@@ -82,12 +86,12 @@ def trained(
             scaler.scale(torch.stack(terms).sum()).backward()
 
         compute(sync, backward)
-        if clip:
+        if clip == "unscale_":
             scaler.unscale_(optimizer)
-            sync.clip_grad_norm_(clip)
+        if clip:
+            sync.clip_grad_norm_(INF if clip == "measure" else MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
-        sync.publish()
         optimizer.zero_grad()
         sync.wait_parameters()
         scales.append(scaler.get_scale())
@@ -105,11 +109,11 @@ def placed() -> Any:
     found = {}
     for name, placement in {"replicate": REPLICATE, "owner": OWNER, "sharded": SHARD}.items():
         for kind, make in {"sgd": SGD, "fused": FUSED, "adam": ADAM}.items():
-            module = stage(w=(12,), v=(1,))
-            sync = alone(module, By("dp", placement, "mean"))
-            found[name, kind] = trained(sync, module, make, 0.0)
-    module = stage(w=(12,), v=(1,))
-    found["sharded", "clip"] = trained(alone(module, By("dp", SHARD, "mean")), module, SGD, 0.5)
+            for clip in CLIPS:
+                module = stage(w=(12,), v=(1,))
+                sync = alone(module, By("dp", placement, "mean"))
+                found[name, kind, clip] = trained(sync, module, make, clip)
+                sync.close()
     return found
 
 
@@ -118,14 +122,17 @@ def stored() -> Any:
     """fp16 parameters, stepped as fp32 copies: only the decisions are one process's."""
     module = stage(w=torch.zeros(12, dtype=torch.float16), v=torch.zeros(1, dtype=torch.float16))
     sync = alone(module, By("dp", SHARD, "mean"), master_dtype=torch.float32)
-    return trained(sync, module, SGD, 0.0)[0]
+    return trained(sync, module, SGD, "")[0]
 
 
 @on(TWO)
 def stages() -> Any:
     """Two stages with a parameter each: an overflow is on one rank alone."""
-    module = stage(**{"wv"[rank()]: (12,) if rank() == 0 else (1,)})
-    return trained(tied(module), module, SGD, 0.0)
+    found = {}
+    for clip in CLIPS:
+        module = stage(**{"wv"[rank()]: (12,) if rank() == 0 else (1,)})
+        found[clip] = trained(tied(module), module, SGD, clip)
+    return found
 
 
 @pytest.mark.parametrize("placement", ["replicate", "owner", "sharded"])
@@ -134,34 +141,161 @@ def test_scales_and_parameters_are_those_of_one_process(
     two: list[dict[str, Any]], placement: str, kind: str, make: Optimizer
 ) -> None:
     """Issue 16, point 5. With rows, ranks without an overflow stepped, and scales went apart."""
-    scales, values = trained_by_torch(make, 0.0)
+    scales, values = trained_by_torch(make, "")
     assert scales[:3] == [8.0, 4.0, 4.0]  # the second step overflows
     assert values[0] == values[1] != values[2]
+    assert sum(after < before for before, after in pairwise(scales)) == 11
     for reply in two:
-        assert reply["placed"][placement, kind] == (scales, values)
+        assert reply["placed"][placement, kind, ""] == (scales, values)
+        # With an infinite max_norm it is unscaled by the norm's pass, and nothing is clipped.
+        assert reply["placed"][placement, kind, "measure"] == (scales, values)
 
 
-def test_clipping_comes_between_unscaling_and_the_step(two: list[dict[str, Any]]) -> None:
-    """Issue 16, point 5."""
-    scales, values = trained_by_torch(SGD, 0.5)
+@pytest.mark.parametrize("placement", ["replicate", "owner", "sharded"])
+@pytest.mark.parametrize(("kind", "make"), [("sgd", SGD), ("fused", FUSED)])
+@pytest.mark.parametrize("clip", ["unscale_", "clip"])
+def test_clipping_comes_between_unscaling_and_the_step(
+    two: list[dict[str, Any]], placement: str, kind: str, make: Optimizer, clip: str
+) -> None:
+    """Issue 16, point 5; issue 18, point 4: clipping unscales by itself."""
+    scales, values = trained_by_torch(make, clip)
     for reply in two:
-        got_scales, got = reply["placed"]["sharded", "clip"]
+        got_scales, got = reply["placed"][placement, kind, clip]
         assert got_scales == scales
         # Both norms add up 13 squares, in another order; a step adds one rounding more.
         most = 4 * STEPS * torch.finfo(torch.float32).eps * 13**0.5
         assert torch.tensor(got).sub(torch.tensor(values)).abs().max() <= most
 
 
-def test_an_overflow_on_one_stage_skips_the_step_on_all(two: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("clip", CLIPS)
+def test_an_overflow_on_one_stage_skips_the_step_on_all(
+    two: list[dict[str, Any]], clip: str
+) -> None:
     """Issue 16, point 5. The stage with the overflow skipped, the other one stepped."""
-    scales, values = trained_by_torch(SGD, 0.0)
-    assert two[0]["stages"] == (scales, [each[:12] for each in values])
-    assert two[1]["stages"] == (scales, [each[12:] for each in values])
+    scales, values = trained_by_torch(SGD, clip)
+    most = 4 * STEPS * torch.finfo(torch.float32).eps * 13**0.5 if "c" in clip else 0.0
+    for reply, own in zip(two, (slice(0, 12), slice(12, 13)), strict=True):
+        got_scales, got = reply["stages"][clip]
+        assert got_scales == scales
+        expected = torch.tensor([each[own] for each in values])
+        assert torch.tensor(got).sub(expected).abs().max() <= most
+
+
+@on(TWO)
+def one_pass() -> Any:
+    """Counts the writes to a gradient, and the messages, from `finish` to the optimizer's step."""
+    found = {}
+    for clip in CLIPS:
+        module = stage(w=(4096,))  # so that each rank has a shard
+        sync = alone(module, By("dp", SHARD, "mean"))
+        optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+        scaler = pipegrad.GradScaler(sync, init_scale=4.0)
+        compute(sync, partial(give, module, w=scaler.get_scale()))
+        [main] = sync.main_parameters()
+        assert main.tensor.grad is not None
+        before = main.tensor.grad._version
+        unscale = torch._amp_foreach_non_finite_check_and_unscale_  # counts as no write
+        with (
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent,
+            mock.patch.object(torch, unscale.__name__, wraps=unscale) as unscaled,
+        ):
+            if clip == "unscale_":
+                scaler.unscale_(optimizer)
+            norm = sync.clip_grad_norm_(INF if clip == "measure" else MAX_NORM) if clip else None
+            scaler.step(optimizer)
+        writes = main.tensor.grad._version - before + unscaled.call_count
+        found[clip] = (writes, sent.call_count, None if norm is None else norm.item())
+    return found
+
+
+def test_unscaling_and_clipping_are_one_pass_and_one_message(two: list[dict[str, Any]]) -> None:
+    """Issue 18, point 4."""
+    norm = pytest.approx(64.0)
+    for reply in two:
+        assert reply["one_pass"] == {
+            "": (1, 1, None),
+            "unscale_": (2, 2, norm),
+            "clip": (1, 1, norm),
+            "measure": (1, 1, norm),
+        }
+
+
+@on(TWO)
+def huge() -> Any:
+    """Squares of the scaled gradients are more than float32 has, the gradients are not."""
+    module = stage(w=(2,))
+    sync = replicated(module)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    scaler = pipegrad.GradScaler(sync, init_scale=2.0**100)
+    compute(sync, lambda: scaler.scale((module.get_parameter("w") * 3.0).sum()).backward())
+    norms = [sync.clip_grad_norm_(INF, 2.0).item()]
+    scaler.step(optimizer)
+    scaler.update()
+    return norms, module.get_parameter("w").tolist(), scaler.get_scale()
+
+
+def test_a_norm_that_overflows_float32_is_no_overflow(two: list[dict[str, Any]]) -> None:
+    """torch looks at elements: the norm of finite ones skipped the step."""
+    norm = pytest.approx(18**0.5)
+    assert [reply["huge"] for reply in two] == [([norm], [-3.0] * 2, 2.0**100)] * 2
+
+
+@on(TWO)
+def given_up() -> Any:
+    """A step that is clipped and then left out, with an overflow, and no update()."""
+    module = stage(w=(2,))
+    sync = replicated(module)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    scaler = pipegrad.GradScaler(sync, init_scale=4.0)
+    norms = []
+    for gradient in (INF, 1.0):
+        loss = (module.get_parameter("w") * gradient).sum()
+        compute(sync, scaler.scale(loss).backward)
+        norms.append(sync.clip_grad_norm_(INF).item())
+        if gradient == INF:
+            optimizer.zero_grad()
+    scaler.step(optimizer)
+    scaler.update()
+    return norms, module.get_parameter("w").tolist(), scaler.get_scale()
+
+
+def test_a_step_that_was_left_out_says_nothing_of_the_next(two: list[dict[str, Any]]) -> None:
+    """Its overflow skipped the next step, and the next gradients stayed scaled."""
+    norms = pytest.approx([INF, 2**0.5])
+    assert [reply["given_up"] for reply in two] == [(norms, [-1.0] * 2, 4.0)] * 2
+
+
+@on(TWO)
+def largest() -> Any:
+    """The infinity norm, with a nan on one stage alone."""
+    found = []
+    for bad in (1.0, float("nan")):
+        name = "wv"[rank()]
+        module = stage(**{name: (2,)})
+        sync = tied(module)
+        optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+        scaler = pipegrad.GradScaler(sync, init_scale=4.0)
+        loss = (module.get_parameter(name) * (bad if rank() == 0 else 2.0)).sum()
+        compute(sync, scaler.scale(loss).backward)
+        norm = sync.clip_grad_norm_(1.0, INF).item()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((str(norm), module.get_parameter(name).tolist(), scaler.get_scale()))
+    return found
+
+
+def test_the_infinity_norm_sees_a_nan_of_another_rank(two: list[dict[str, Any]]) -> None:
+    """A maximum of gloo may drop a nan."""
+    for number, reply in enumerate(two):
+        (norm, values, scale), (bad, skipped, backed_off) = reply["largest"]
+        assert (norm, scale) == ("2.0", 4.0)
+        assert values == pytest.approx([-0.5 - 0.5 * number] * 2)
+        assert (bad, skipped, backed_off) == ("nan", [0.0] * 2, 2.0)
 
 
 def test_copies_in_another_dtype_are_unscaled(two: list[dict[str, Any]]) -> None:
     """Issue 16, point 5."""
-    assert [reply["stored"] for reply in two] == [trained_by_torch(SGD, 0.0)[0]] * 2
+    assert [reply["stored"] for reply in two] == [trained_by_torch(SGD, "")[0]] * 2
 
 
 # --- several optimizers, state, mistakes
@@ -241,7 +375,32 @@ def mistakes() -> Any:
     compute(split, lambda: scaler.scale(half.get_parameter("w").sum()).backward())
     optimizer = torch.optim.SGD(split.optimizer_parameters(), lr=1.0)
     found["half"] = outcome(lambda: scaler.step(optimizer))
-    return found
+    half = stage(w=torch.zeros(4, dtype=torch.float16 if rank() == 0 else torch.float32))
+    split = tied(half)
+    scaler = pipegrad.GradScaler(split, init_scale=2.0)
+    compute(split, lambda: scaler.scale(half.get_parameter("w").sum()).backward())
+    found["half clip"] = outcome(lambda: split.clip_grad_norm_(1.0))
+    plain = stage(w=(4,))
+    sync = replicated(plain)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    scaler = pipegrad.GradScaler(sync, init_scale=2.0)
+    for name in ("not stepped by it", "clipped and not stepped by it"):
+        compute(sync, lambda: scaler.scale(plain.get_parameter("w").sum()).backward())
+        if name.startswith("clipped"):
+            sync.clip_grad_norm_(1.0)
+        found[name] = outcome(optimizer.step)
+    compute(sync, lambda: give(plain, w=1.0))
+    scaler.update(2.0)  # another step was given up: its loss was scaled, this one's is not
+    found["no longer scaled"] = outcome(lambda: sync.clip_grad_norm_(1.0))
+    optimizer.zero_grad()
+    scaler = pipegrad.GradScaler(sync, init_scale=2.0)
+    compute(sync, lambda: scaler.scale(plain.get_parameter("w").sum()).backward())
+    sync.clip_grad_norm_(1.0)
+    other = nn.Parameter(torch.zeros(2))
+    other.grad = torch.ones(2)
+    found["of others"] = outcome(lambda: scaler.step(torch.optim.SGD([other])))
+    optimizer.zero_grad()
+    return found, plain.get_parameter("w").tolist()
 
 
 @pytest.mark.parametrize(
@@ -252,10 +411,17 @@ def mistakes() -> Any:
         "unscaled": "StepError: no rank has scaled a loss",
         "scales": "StepError: the scale differs between ranks: {0: 2.0, 1: 3.0}",
         "half": "StepError: gradients cannot be unscaled on ranks {0: 'gradients are torch.float16",
+        "half clip": "StepError: gradients cannot be unscaled on ranks {0: 'gradients are torch.fl",
+        "not stepped by it": "StepError: optimizer.step() of gradients that a GradScaler has",
+        "clipped and not stepped by it": "StepError: optimizer.step() of gradients that a GradSca",
+        "no longer scaled": "StepError: no rank has scaled a loss",
+        "of others": "StepError: clip_grad_norm_() has unscaled the gradients of its GradientSync",
     }.items(),
 )
 def test_mistakes_are_told_on_all_ranks(
     two: list[dict[str, Any]], mistake: str, words: str
 ) -> None:
     """Issue 16, point 5. Also what one rank alone does wrong."""
-    assert [reply["mistakes"][mistake][: len(words)] for reply in two] == [words] * 2
+    said = [reply["mistakes"][0] for reply in two]
+    assert [each[mistake][: len(words)] for each in said] == [words] * 2
+    assert [reply["mistakes"][1] for reply in two] == [[0.0] * 4] * 2

@@ -1,8 +1,9 @@
-"""GradScaler with a Scheduler and with attach: the loop that its docstring shows."""
+"""GradScaler with a Scheduler, which scales by itself, and with attach, whose loss does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def one_process() -> Any:
     whole = model()
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
-    losses, scales = [], []
+    losses, scales, norms = [], [], []
     for step in range(STEPS):
         x, y = batch(step)
         for rows, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
@@ -47,34 +48,45 @@ def one_process() -> Any:
             losses.append(loss.item() / 2)
         overflow(whole, step)
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        norms.append(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     losses = [sum(pair) for pair in zip(losses[::2], losses[1::2], strict=True)]
-    return losses, scales, {k: v.tolist() for k, v in whole.state_dict().items()}
+    return losses, scales, norms, {k: v.tolist() for k, v in whole.state_dict().items()}
 
 
 def staged() -> Any:
     """Two stages of the same model: with a Scheduler, then on a schedule of torch."""
-    return {"Scheduler": with_scheduler(), "attach": with_attach()}
+    return {
+        "Scheduler": with_scheduler(scales=False),
+        "Scheduler and loss_fn": with_scheduler(scales=True),
+        "attach": with_attach(),
+    }
 
 
-def with_scheduler() -> Any:
+def with_scheduler(*, scales: bool) -> Any:
+    """Whether loss_fn scales or not, gradients are scaled once."""
     rank, scalers = torch.distributed.get_rank(), list[pipegrad.GradScaler]()
+
+    def loss_fn(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.mse_loss(y, t)
+        return scalers[0].scale(loss) if scales else loss
+
     part = model()[2 * rank : 2 * rank + 2]
     scheduler = pipegrad.Scheduler(
         [pipegrad.Stage(part, rank)],
         pipegrad.Topology.create(pipeline=2),
         schedule="1f1b",
         num_microbatches=2,
-        loss_fn=lambda y, t: scalers[0].scale(nn.functional.mse_loss(y, t)),
+        loss_fn=loss_fn,
     )
     scalers.append(pipegrad.GradScaler(scheduler.sync, init_scale=SCALE, growth_interval=2))
 
     def step(x: torch.Tensor, y: torch.Tensor) -> float:
-        return scheduler.step(x, target=y).loss.item()
+        loss = scheduler.step(x, target=y).loss.item()
+        return loss if scales else loss * scalers[0].get_scale()
 
     x, y = batch(STEPS - 1)
     return *trained(scheduler.sync, scalers[0], part, step), scheduler.evaluate(
@@ -105,20 +117,18 @@ def trained(
     scaler: pipegrad.GradScaler,
     part: nn.Module,
     run: Callable[[torch.Tensor, torch.Tensor], float],
-) -> tuple[list[float], list[float], dict[str, Any]]:
-    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.1)
-    losses, scales = [], []
+) -> tuple[list[float], list[float], list[float], dict[str, Any]]:
+    optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)
+    losses, scales, norms = [], [], []
     for step in range(STEPS):
         losses.append(run(*batch(step)) / scaler.get_scale())
         overflow(part, step)
-        scaler.unscale_(optimizer)
-        sync.clip_grad_norm_(0.1)
+        norms.append(sync.clip_grad_norm_(0.1).item())
         scaler.step(optimizer)
         scaler.update()
-        sync.publish()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    return losses, scales, {k: v.tolist() for k, v in part.state_dict().items()}
+    return losses, scales, norms, {k: v.tolist() for k, v in part.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
@@ -126,25 +136,145 @@ def replies() -> list[dict[str, Any]]:
     return run_ranks(staged, 2)
 
 
-@pytest.mark.parametrize("kind", ["Scheduler", "attach"])
+@pytest.mark.parametrize("kind", ["Scheduler", "Scheduler and loss_fn", "attach"])
 def test_a_scaled_step_is_that_of_one_process(replies: list[dict[str, Any]], kind: str) -> None:
     """Issue 16, point 5. An overflow on the first stage alone; the second one stepped."""
-    losses, scales, whole = one_process()
+    losses, scales, norms, whole = one_process()
     assert scales == [4.0, 8.0, 4.0, 4.0]
     # Sums of 32 terms at most, some roundings a step.
     most = 8 * STEPS * torch.finfo(torch.float32).eps * 32**0.5
     found: dict[str, Any] = {}
-    for rank, (got, got_scales, state, _) in enumerate(reply[kind] for reply in replies):
+    for rank, (got, got_scales, got_norms, state, _) in enumerate(r[kind] for r in replies):
         assert got_scales == scales
+        assert got_norms == pytest.approx(norms, rel=most)
         found |= state
-        if rank == 1 or kind == "Scheduler":
+        if rank == 1 or kind != "attach":
             assert got == pytest.approx(losses, rel=most)
     assert found.keys() == whole.keys()
     for name, value in whole.items():
         assert torch.tensor(found[name]).sub(torch.tensor(value)).abs().max() <= most, name
-    if kind == "Scheduler":
+    if kind != "attach":
         x, y = batch(STEPS - 1)
         trained = model()
         trained.load_state_dict({k: torch.tensor(v) for k, v in whole.items()})
         expected = nn.functional.mse_loss(trained(x), y).item()
-        assert [reply[kind][3] for reply in replies] == pytest.approx([expected] * 2, rel=most)
+        assert [reply[kind][4] for reply in replies] == pytest.approx([expected] * 2, rel=most)
+
+
+# --- fp16
+
+
+class Half(nn.Linear):
+    """A layer whose products, and their gradients, are float16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.bias is not None
+        found = nn.functional.linear(x.half(), self.weight.half(), self.bias.half())
+        return found.float()
+
+
+MANY = 50
+FP16: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 3}
+
+
+def fp16_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Half(4, 8), nn.Tanh(), Half(8, 8), nn.Tanh(), Half(8, 4), nn.Tanh())
+
+
+def fp16_alone() -> tuple[list[float], dict[str, Any]]:
+    """One process, the batch in microbatches, as torch's documentation writes the loop."""
+    whole, scales = fp16_model(), []
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", **FP16)
+    for step in range(MANY):
+        x, y = batch(step)
+        for rows, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
+            scaler.scale(nn.functional.mse_loss(whole(rows), wanted) / 2).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, {name: value.tolist() for name, value in whole.state_dict().items()}
+
+
+def fp16_staged() -> Any:
+    """The same in two stages, for each way to place; and what a scaled loss_fn is told."""
+    rank, found = torch.distributed.get_rank(), {}
+    for schedule in ("1f1b", "zb-h1"):
+        for handlers in (["data-parallel"], ["sharded"]):
+            whole = fp16_model()
+            part = whole[:2] if rank == 0 else whole[2:]
+            scheduler = pipegrad.Scheduler(
+                [pipegrad.Stage(part, rank)],
+                pipegrad.Topology.create(pipeline=2),
+                schedule=schedule,
+                num_microbatches=2,
+                loss_fn=nn.functional.mse_loss,
+                handlers=handlers,
+            )
+            optimizer = scheduler.optimizer(torch.optim.AdamW, lr=0.01)
+            scaler, scales = pipegrad.GradScaler(scheduler.sync, **FP16), []
+            for step in range(MANY):
+                x, y = batch(step)
+                scheduler.step(x, target=y)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+            scheduler.sync.wait_parameters()
+            state = {name: value.tolist() for name, value in part.state_dict().items()}
+            found[schedule, handlers[0]] = (scales, state)
+            scheduler.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def fp16_replies() -> list[dict[Any, Any]]:
+    return run_ranks(fp16_staged, 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("handler", ["data-parallel", "sharded"])
+def test_fifty_fp16_steps_have_the_bits_of_one_process(
+    fp16_replies: list[dict[Any, Any]], schedule: str, handler: str
+) -> None:
+    """Issue 18, point 4. Gradients overflow by themselves; scales are powers of two."""
+    scales, whole = fp16_alone()
+    halved = sum(after < before for before, after in pairwise(scales))
+    assert 5 < halved < MANY - 5
+    found: dict[str, Any] = {}
+    for reply in fp16_replies:
+        got_scales, state = reply[schedule, handler]
+        assert got_scales == scales
+        found |= state
+    assert found == whole
+
+
+def half_loss() -> Any:
+    """A loss of float16: the gradient that backward begins with overflows, as in torch."""
+    rank = torch.distributed.get_rank()
+    own = Half(4, 4)
+    scheduler = pipegrad.Scheduler(
+        [pipegrad.Stage(own, rank)],
+        pipegrad.Topology.create(pipeline=2),
+        schedule="1f1b",
+        num_microbatches=1,
+        loss_fn=lambda y, t: nn.functional.mse_loss(y.half(), t.half()),
+    )
+    optimizer = scheduler.optimizer(torch.optim.SGD, lr=1.0)
+    scaler, scales = pipegrad.GradScaler(scheduler.sync), []
+    for step in range(3):
+        x, y = batch(step)
+        scheduler.step(x, target=y)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_a_loss_of_float16_may_overflow_by_the_scale() -> None:
+    for scales in run_ranks(half_loss, 2):
+        assert scales[0] == 2.0**15
+        assert scales == sorted(scales, reverse=True)

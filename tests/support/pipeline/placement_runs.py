@@ -189,7 +189,12 @@ class Run:
             **PRECISIONS[case.precision],
         )
         self.sync = self.scheduler.sync
-        self.optimizer = case.make_optimizer(self.sync.optimizer_parameters())
+        # The Scheduler's publishes by itself, so it has the cases in which the caller does not.
+        self.optimizer = (
+            case.make_optimizer(self.sync.optimizer_parameters())
+            if case.after.startswith("publish")
+            else self.scheduler.optimizer(case.make_optimizer)
+        )
 
     def train(self) -> Seen:
         for step in range(self.case.steps):

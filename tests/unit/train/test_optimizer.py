@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from pipegrad import ParameterRecord
-from pipegrad.optimizer.main_params import MainParameter, grouped
+from pipegrad.optimizer.main_params import MainParameter, group_keys, grouped
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 
@@ -24,8 +24,9 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in [(2, 3), (3,), (), (1, 3)]]
 
 
-def groups() -> list[dict[str, Any]]:
-    return [{"params": parameters()}]
+def of(params: Any) -> Callable[..., torch.optim.Optimizer]:
+    """Returns what makes an optimizer of parameters, or of groups of them."""
+    return lambda kind, **options: kind(params, **options)
 
 
 def record(position: int, shape: tuple[int, ...]) -> ParameterRecord:
@@ -34,8 +35,17 @@ def record(position: int, shape: tuple[int, ...]) -> ParameterRecord:
     )
 
 
+def parted(spared: Config, records: Sequence[ParameterRecord]) -> Any:
+    """Returns the groups that a configuration wants."""
+
+    def options_of(record: ParameterRecord) -> dict[str, Any]:
+        return group_of(spared, record.name, nn.Parameter(torch.empty(record.shape)))
+
+    return group_keys(records, options_of)
+
+
 def test_options_are_torchs_own() -> None:
-    made = make_optimizer(config(lr=0.5, betas=[0.8, 0.9], weight_decay=0.3), groups())
+    made = make_optimizer(config(lr=0.5, betas=[0.8, 0.9], weight_decay=0.3), of(parameters()))
     assert type(made) is torch.optim.AdamW
     [group] = made.param_groups
     assert (group["lr"], *group["betas"], group["weight_decay"]) == (0.5, 0.8, 0.9, 0.3)
@@ -50,7 +60,7 @@ def test_norms_and_biases_may_be_spared() -> None:
     rows[3] = MainParameter(
         records[3], nn.Parameter(given[3].detach().flatten()), 0
     )  # a row of a matrix
-    made = make_optimizer(spared, grouped(records, rows, partial(group_of, spared)))
+    made = make_optimizer(spared, of(grouped(parted(spared, records), rows)))
     decayed, undecayed = made.param_groups
     assert [p.shape for p in decayed["params"]] == [(2, 3), (3,)]
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.5, 0.0)
@@ -64,7 +74,7 @@ def test_a_rank_with_vectors_only_has_both_groups() -> None:
     spared = config(decay_norms_and_biases=False)
     records = [record(0, (2, 3)), record(1, (3,))]
     own = [MainParameter(records[1], nn.Parameter(torch.ones(3)), 0)]
-    made = make_optimizer(spared, grouped(records, own, partial(group_of, spared)))
+    made = make_optimizer(spared, of(grouped(parted(spared, records), own)))
     assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == [(0, 0.01), (1, 0)]
 
 
@@ -73,7 +83,7 @@ def test_a_rank_with_vectors_only_has_both_groups() -> None:
 )
 def test_any_first_order_optimizer(name: str) -> None:
     given = parameters()
-    made = make_optimizer(config(name=name, lr=0.1), [{"params": given}])
+    made = make_optimizer(config(name=name, lr=0.1), of(given))
     for parameter in given:
         parameter.grad = torch.ones_like(parameter)
     made.step()
@@ -82,7 +92,7 @@ def test_any_first_order_optimizer(name: str) -> None:
 
 def rates(schedule: Any, steps: int) -> list[float]:
     wanted = config(name="SGD", lr=1.0, schedule=schedule)
-    optimizer = make_optimizer(wanted, groups())
+    optimizer = make_optimizer(wanted, of(parameters()))
     scheduler = make_learning_rate(wanted, optimizer)
     return list(stepped(optimizer, scheduler, steps))
 

@@ -8,9 +8,10 @@ import pytest
 
 from pipegrad import Topology
 from pipegrad.errors import ConfigError
+from pipegrad.optimizer.names import Locations
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
-from pipegrad.train.checkpoint.layout import Locations, check_locations
+from pipegrad.train.checkpoint.layout import check_locations
 from pipegrad.train.config import Config
 from pipegrad.train.schema import Model
 from pipegrad_handlers.data_parallel import DataParallel
