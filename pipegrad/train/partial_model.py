@@ -18,6 +18,7 @@ if a factory reads values of tensors, which the meta device does not have, the m
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,10 +34,10 @@ from pipegrad.interop.private import TorchDispatchMode
 _DRAW_BY_VALUE = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 
 
+# What tensors say of themselves, by the getters of these properties.
 _SAID = {
-    Tensor.is_meta.__get__: False,
-    Tensor.is_cpu.__get__: True,
-    Tensor.device.__get__: torch.device("cpu"),
+    inspect.getattr_static(Tensor, name).__get__: value
+    for name, value in {"is_meta": False, "is_cpu": True, "device": torch.device("cpu")}.items()
 }
 
 

@@ -387,9 +387,7 @@ CASES |= {  # Issue 18, point 6
     "a loss of many numbers": loss(
         "not_reduced", says=r"the loss of .* is torch.float32 \(16,\); e"
     ),
-    "a loss that is no tensor": loss(
-        "no_number", says=".* is a float; expected one element of float"
-    ),
+    "a loss that is no tensor": loss("no_number", says=".* is a float; expected one element"),
     "a loss that fails": loss("fails", says="the loss fails on torch.float32 .*: RuntimeError"),
     "a loss misspelt": loss("smothed", says="cannot be imported: AttributeError"),
     "a loss without gradient": loss("no_gradient", says=".* has no gradient"),
