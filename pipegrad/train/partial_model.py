@@ -165,6 +165,7 @@ class _Build(TorchDispatchMode):
         self._recorded = list(zip(operators, needed, strict=True))
         self._number = 0
         self.mismatch = ""
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     # ANN401: an operator takes and returns anything.
     def __torch_dispatch__(
@@ -182,9 +183,39 @@ class _Build(TorchDispatchMode):
             raise NotInPartsError(self.mismatch)
         if needed:
             return func(*args, **kwargs)
+        result = _on_meta(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            func(*_mapped(args, _stand_in), **_mapped(kwargs, _stand_in))
-        return _on_meta(func, args, kwargs)
+            self._draw(func, args, kwargs, result)
+        return result
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:  # noqa: ANN401
+        """Draws the random numbers of an operator, and drops them."""
+        # A new tensor each time would not take the memory of the one before: the allocator aligns
+        # blocks, and a block that was freed is a little too small for the next one of its size.
+        written = {id(tensor) for tensor in _mutated(func, args, kwargs)}
+        given = [
+            _mapped(values, lambda t: self._dropped(t) if id(t) in written else _ones_like(t))
+            for values in (args, kwargs)
+        ]
+        overload = "" if func._overloadname == "default" else f"{func._overloadname}_"
+        out = getattr(func.overloadpacket, f"{overload}out", None)
+        if written or out is None or not isinstance(result, Tensor):
+            func(*given[0], **given[1])
+            return
+        known = {argument.name for argument in out._schema.arguments}
+        options = {name: value for name, value in given[1].items() if name in known}
+        out(*given[0], **options, out=self._dropped(result))
+
+    def _dropped(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor like this one, in memory that all of them share."""
+        last = sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        scratch = self._scratch.get(tensor.dtype)
+        if scratch is None or len(scratch) <= last:
+            self._scratch.pop(tensor.dtype, None)
+            scratch = self._scratch[tensor.dtype] = torch.empty(last + 1, dtype=tensor.dtype)
+        return scratch.as_strided(tensor.shape, tensor.stride())
 
 
 class _OnCpu(TorchFunctionMode):
@@ -212,10 +243,8 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return tensor.to("meta") if _has_memory(tensor) else tensor
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
-    """Returns a tensor with memory that looks like one without."""
-    if _has_memory(tensor):
-        return tensor.clone()
+def _ones_like(tensor: Tensor) -> Tensor:
+    """Returns a tensor with memory that looks like this one; its values do not matter."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
 
 
