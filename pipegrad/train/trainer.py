@@ -54,6 +54,7 @@ _RUN_KEYS = (
     "gradients.reduce_dtype",
     "gradients.master_dtype",
 )
+_ALIKE = "if that is not wanted, let the function return other batches for each data_rank"
 
 
 class Trainer:
@@ -91,6 +92,8 @@ class Trainer:
         agree("the outline", self._summarize)
         self.first_step = 1
         self.notes: tuple[str, ...] = ()
+        if self._feed.is_repeated:
+            self.notes = (f"{self._feed.what}: all data ranks have the same first batch: {_ALIKE}",)
         if config.train.resume is not None:
             self._resume(config)
         self._begin = time.perf_counter()

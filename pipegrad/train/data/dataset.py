@@ -201,9 +201,10 @@ class Batches:
         if not rows or rows % microbatches:
             self._config.refuse(
                 self._key,
-                f"batch {number} has {rows} rows, which cannot be cut into "
-                f"parallel.microbatches = {microbatches}: return a multiple, and leave out a "
-                f"smaller batch at the end, as a DataLoader does with drop_last=True",
+                f"batch {number} has {rows} rows (inputs {_described(inputs)}), which cannot be "
+                f"cut into parallel.microbatches = {microbatches}: return batches, not single "
+                f"examples, of a multiple of that, and leave out a smaller batch at the end, as a "
+                f"DataLoader does with drop_last=True",
             )
         if self._first is None:
             self._first = inputs, target
@@ -287,6 +288,11 @@ def _tensor(value: object) -> Tensor:
         return value.detach()
     if isinstance(value, np.ndarray):
         value = np.array(value)  # torch cannot share memory that is read-only or runs backwards
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        raise TypeError(
+            f"a list of {len(value)} tensors in it: expected one tensor; a DataLoader makes such "
+            f"lists of examples that are lists: make tensors of them first"
+        )
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -44,6 +44,7 @@ class Feed:
         elements: Elements of the targets of the agreed batch, all data ranks together.
         elements_seen: The same of all batches up to it.
         has_ended: Whether a rank has no such batch.
+        is_repeated: Whether all data ranks have the same batch.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Feed:
         self.found: list[float] = []
         self.replies: Sequence[Sequence[float]] = ()
         self.elements = self.elements_seen = 0
-        self.has_ended = False
+        self.has_ended = self.is_repeated = False
 
     def begin(self, number: int) -> None:
         """Fetches a batch and settles it; every rank must call it.
@@ -120,6 +121,8 @@ class Feed:
                     f"rank {one}, which need the same: let the function draw random numbers from "
                     f"torch, numpy and random alone, and go by data_rank, not by the rank"
                 )
+        batches = [{replies[rank][1] for rank in ranks} - {_NOTHING} for ranks in self._by_data]
+        self.is_repeated = len(batches) > 1 and all(batch == batches[0] for batch in batches)
         self.elements, self.elements_seen = (
             int(sum(max(replies[rank][column] for rank in ranks) for ranks in self._by_data))
             for column in (2, 3)

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
+from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.data.tokenizer import Tokenizer, Tokens
 
@@ -77,16 +79,27 @@ def shared_token_file(
     # another way write their own files. These are the same, and the last one counts.
     machine = os.environ.get("GROUP_RANK", "0")
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    own: list[TokenFile] = []
+    own: list[TokenFile | str] = []
 
-    def write() -> tuple[str, TokenFile | None]:
+    def write() -> tuple[str, TokenFile | str | None]:
         if is_first:
-            own.append(write_tokens(config, key, files, tokenizer))
+            try:
+                own.append(write_tokens(config, key, files, tokenizer))
+            except ConfigError as error:
+                own.append(str(error))
         return machine, own[0] if own else None
 
-    written = agree(f"the text of {key}", write, timeout_seconds=_WRITE_SECONDS)
-    of_machine = [file for name, file in written if name == machine and file is not None]
-    return [*own, *of_machine][0]
+    def read() -> TokenFile:
+        # What the first rank of a machine says of its text is said by all ranks of this machine.
+        of_machine = [x for name, x in written if name == machine and x is not None]
+        file = [*own, *of_machine][0]
+        if isinstance(file, str):
+            raise ConfigError(file)
+        return file
+
+    subject = f"the text of {key}"
+    written = agree(subject, write, timeout_seconds=_WRITE_SECONDS)
+    return agree(subject, read)[dist.get_rank()]
 
 
 def write_tokens(config: Config, key: str, files: Sequence[str], tokenizer: Tokenizer) -> TokenFile:

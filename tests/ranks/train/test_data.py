@@ -163,6 +163,23 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(folder: Path, case: str) -> Non
         assert seen == [n * TOKENS for n in range(8, 13)]
 
 
+def noted(folder: str) -> list[tuple[str, ...]]:
+    os.chdir(folder)
+    found = []
+    for name in ("alike", "drawn"):
+        settings = [dataset(name), "parallel.data=2"]
+        trainer = Trainer(partial(load, Path("job.toml"), settings))
+        found.append(trainer.notes)
+        trainer.close()
+    return found
+
+
+def test_data_ranks_with_the_same_batch_are_noted(folder: Path) -> None:
+    for [note], nothing in run_ranks(noted, 2, str(folder)):
+        assert note.startswith("data.dataset: all data ranks have the same first batch: if that")
+        assert nothing == ()
+
+
 # --- what goes wrong behind the first batch
 
 LATE = {
@@ -328,6 +345,22 @@ def rank_of_text(folder: str) -> tuple[str, int]:
     trainer.close()
     assert corpus is not None
     return corpus._tokens.filename, len(list(Path("cache").iterdir()))  # type: ignore[attr-defined]
+
+
+def text_refused(folder: str) -> str:
+    os.chdir(folder)
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    with pytest.raises(PipegradError) as caught:
+        Trainer(partial(load, Path("job.toml"), ["data.files='nowhere.txt'"]))
+    return str(caught.value)
+
+
+def test_what_one_rank_reads_is_refused_by_all_in_one_line(folder: Path) -> None:
+    first, second = run_ranks(text_refused, 2, str(folder))
+    assert first == second
+    assert first.startswith(
+        "--set data.files='nowhere.txt': data.files = ['nowhere.txt']: there is"
+    )
 
 
 def test_ranks_of_a_machine_map_one_file(folder: Path) -> None:

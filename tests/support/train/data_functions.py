@@ -61,6 +61,11 @@ def by_rank() -> list[Tensor]:
     return [rows_of(dist.get_rank())]
 
 
+def alike(*, data_rank: int) -> list[Tensor]:
+    """Takes the data rank, and returns the same batch for each."""
+    return [rows_of(data_rank * 0)]
+
+
 def by_rank_later() -> list[Tensor]:
     return [rows_of(0), rows_of(0), rows_of(dist.get_rank())]
 

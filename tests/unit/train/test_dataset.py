@@ -94,6 +94,7 @@ def test_images_stay_what_they_are() -> None:
         ({"text": ["one", "two"]}, "a list in it is no tensor: "),
         (np.array(["one", "two"]), "a ndarray in it is no tensor: "),
         (np.array([[1], [2, 3]], object), "a ndarray in it is no tensor: "),
+        ({"input_ids": [*TOKENS]}, "a list of 3 tensors in it: expected one tensor; a DataLoader"),
         ([], "it has one tensor, float32"),
     ],
 )
@@ -210,7 +211,7 @@ def exiting() -> Iterator[Tensor]:
         (lambda: [TOKENS, TOKENS[:1]], r"the inputs of batch 2 are int64 \(1, 3\), and those of"),
         (lambda: [TOKENS, TOKENS[:, :3]], r"the inputs of batch 2 are int64 \(3, 2\), and those"),
         (lambda: [(INPUTS, TARGETS), (INPUTS, TARGETS * 1.0)], "the targets of batch 2 are float"),
-        (lambda: [TOKENS[:0]], "batch 1 has 0 rows, which cannot be cut into parallel.microb"),
+        (lambda: [TOKENS[:0]], r"batch 1 has 0 rows \(inputs int64 \(0, 3\)\), which cannot be"),
     ],
 )
 def test_a_function_that_goes_wrong_says_where(function: Any, says: str) -> None:
