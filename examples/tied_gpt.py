@@ -10,9 +10,9 @@ from torch.nn import functional
 class Embedding(nn.Module):
     """Tokens and their positions: ``(batch, sequence)`` to ``(batch, sequence, width)``."""
 
-    def __init__(self, width: int, context: int) -> None:
+    def __init__(self, vocabulary: int, width: int, context: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(256, width) * 0.02)
+        self.weight = nn.Parameter(torch.randn(vocabulary, width) * 0.02)
         self.position = nn.Parameter(torch.randn(context, width) * 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -34,11 +34,17 @@ class Block(nn.TransformerEncoderLayer):
 
 
 def tied_gpt(
-    *, layers: int = 4, width: int = 64, heads: int = 4, context: int = 128, dropout: float = 0.0
+    *,
+    vocabulary: int = 256,
+    layers: int = 4,
+    width: int = 64,
+    heads: int = 4,
+    context: int = 128,
+    dropout: float = 0.0,
 ) -> nn.Sequential:
-    """Returns the uncut model, from bytes ``(batch, sequence)`` to logits of the next byte."""
-    embedding = Embedding(width, context)
-    head = nn.Linear(width, 256, bias=False)
+    """Returns the uncut model, from tokens ``(batch, sequence)`` to logits of the next token."""
+    embedding = Embedding(vocabulary, width, context)
+    head = nn.Linear(width, vocabulary, bias=False)
     head.weight = embedding.weight  # tied: one parameter, at both ends of the pipeline
     blocks = [Block(width, heads, dropout) for _ in range(layers)]
     return nn.Sequential(embedding, *blocks, nn.LayerNorm(width), head)

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipegrad.errors import DriftError, PipegradError, ReduceError, in_words
-from pipegrad.plugins.registry import HANDLERS, Plugin, Registry
+from pipegrad.plugins.registry import HANDLERS, REPORTERS, Plugin, Registry
 
 # torch takes seconds to import: a command imports what it needs when it runs.
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from pipegrad.train.config import Config
-    from pipegrad.train.report import Report
+    from pipegrad.train.reporters.report import Report
     from pipegrad.train.trainer import Trainer
 
 _INTERRUPTED = 130  # the exit code of a shell for SIGINT
-_PLAIN_WIDTH = 160  # columns without a terminal
 _CHANGES = (
     click.argument("config", type=Path),
     click.option(
@@ -88,19 +87,20 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
 
     from pipegrad.comm.agreement import once_a_machine
     from pipegrad.train.process import process_group
-    from pipegrad.train.report import Report
+    from pipegrad.train.reporters.report import Report
     from pipegrad.train.summary import rendered
+    from pipegrad.train.tables import make_console
     from pipegrad.train.trainer import Trainer
 
     with _usage_errors(), process_group():
-        console = _console(quiet=dist.get_rank() != 0)
+        console = make_console(quiet=dist.get_rank() != 0)
         try:
             trainer = Trainer(loaded)
             _print(console, trainer.notes)
             if dry_run:
                 _print(console, rendered(trainer.summary) if trainer.summary else [])
             else:
-                _run(trainer, Report(console, trainer.job.config))
+                _run(trainer, Report(console, trainer.job))
         except KeyboardInterrupt:
             console.print("stopped; the run's folder holds what was done")
             sys.exit(_INTERRUPTED)
@@ -134,7 +134,7 @@ def _exit_message(error: SystemExit) -> str:
 def _run(trainer: Trainer, report: Report) -> None:
     import torch.distributed as dist
 
-    from pipegrad.train.report import manifest_of
+    from pipegrad.train.reporters.report import manifest_of
 
     config, is_first_rank = trainer.job.config, dist.get_rank() == 0
     folder = trainer.make_folder(
@@ -166,13 +166,14 @@ def _run(trainer: Trainer, report: Report) -> None:
 def plan(loaded: Callable[[], Config], ranks: int | None, as_json: bool) -> None:
     """Print what all ranks of CONFIG will do, without starting any."""
     from pipegrad.train.summary import rendered
+    from pipegrad.train.tables import make_console
 
     with _usage_errors():
         summary = _planned(loaded(), ranks)
     if as_json:
         click.echo(json.dumps(summary, indent=2))
     else:
-        _print(_console(), rendered(summary))
+        _print(make_console(), rendered(summary))
 
 
 def _planned(config: Config, ranks: int | None) -> dict[str, Any]:
@@ -209,24 +210,22 @@ def list_schedules(as_json: bool) -> None:
     _list(registry, as_json)
 
 
+@main.command("reporters")
+@_JSON
+def list_reporters(as_json: bool) -> None:
+    """List the installed reporters of metrics; none is imported."""
+    _list(Registry(REPORTERS, object), as_json)
+
+
 def _list(plugins: Iterable[Plugin], as_json: bool) -> None:
     entries = [asdict(plugin) | {"summary": plugin.summary} for plugin in plugins]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
         return
-    from pipegrad.train.tables import table
+    from pipegrad.train.tables import make_console, table
 
     columns = ["name", "distribution", "version", "summary"]
-    _print(_console(), [table(columns, ([entry[c] for c in columns] for entry in entries))])
-
-
-def _console(*, quiet: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False, quiet=quiet)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-    return console
+    _print(make_console(), [table(columns, ([entry[c] for c in columns] for entry in entries))])
 
 
 def _print(console: Console, parts: Iterable[RenderableType]) -> None:

@@ -6,7 +6,9 @@ Every test but a mutation is `full`. Unit tests that are not `slow`, and all `sm
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,13 @@ TESTS = Path(__file__).parent
 def is_named(config: pytest.Config) -> bool:
     """Returns whether the command line has a path or -k."""
     return config.args_source is config.ArgsSource.ARGS or bool(config.option.keyword)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps files of tokens out of the home folder; ranks and other processes inherit it."""
+    cache = tempfile.TemporaryDirectory()
+    config.add_cleanup(cache.cleanup)
+    os.environ["XDG_CACHE_HOME"] = cache.name
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

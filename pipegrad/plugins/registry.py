@@ -27,7 +27,9 @@ from pipegrad.errors import (
 )
 from pipegrad.plugins.options import closest_first, complaints_of
 
-HANDLERS = "pipegrad.handlers"  # entry-point group of handlers; here, since listing needs no torch
+# Entry-point groups. They are here, because listing plug-ins needs no torch.
+HANDLERS = "pipegrad.handlers"
+REPORTERS = "pipegrad.reporters"
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from pipegrad.plugins.options import closest_first
 from pipegrad.train.schema import (
     Choice,
     Data,
+    Eval,
     Gradients,
     Model,
     Named,
@@ -51,6 +52,7 @@ class Config(Table):
     model: Model
     parallel: Parallel = Parallel()
     data: Data = Data()
+    eval: Eval = Eval()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import pkgutil
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from pipegrad.errors import PlanError, TopologyError, in_words
 from pipegrad.model.manifest import Manifest
@@ -25,11 +24,15 @@ from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
 from pipegrad.plugins.handler import GradientHandler, handlers
 from pipegrad.plugins.options import complaints_of
-from pipegrad.plugins.registry import ResolvedPlugin
+from pipegrad.plugins.registry import Registry, ResolvedPlugin
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
+from pipegrad.train.data.dataset import check_data, dataset_of
+from pipegrad.train.functions import imported, parameters_of, with_options
+from pipegrad.train.reporters.reporter import Reporter, reporters
+from pipegrad.train.schema import Choice
 
 
 class Job:
@@ -47,6 +50,9 @@ class Job:
         generator: The plug-in of the schedule.
         schedule: What every pipeline rank computes.
         handlers: The handlers by name.
+        reporters: The reporters by name.
+        dataset: Makes the batches of an epoch; None if text is read.
+        held_out: Makes the held-out batches; None if there are none, or if they are of text.
 
     Raises:
         ConfigError: If sizes contradict each other, or a plug-in cannot be used.
@@ -54,27 +60,38 @@ class Job:
 
     def __init__(self, config: Config, num_ranks: int | None = None) -> None:
         self.config = config
+        check_data(config)
         parallel = config.parallel
         inside = math.prod(parallel.dimensions.values())
         self.num_ranks = num_ranks or (parallel.pipeline or 1) * (parallel.data or 1) * inside
         self.pipeline, self.data = self._sizes()
         self.num_shares = self._num_shares()
         share = self.num_shares * parallel.microbatches
-        if config.data.batch_size % share:
+        if config.data.dataset is None and config.data.batch_size % share:
             config.refuse(
                 "data.batch_size",
                 f"{self.num_shares} replicas x {parallel.microbatches} microbatches do not divide "
                 f"it: choose a multiple of {share}",
             )
-        # Factories and handlers may be modules beside the configuration.
+        # Factories, functions and plug-ins may be modules beside the configuration.
         folder = str(config.path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
-        self.handlers = self._handlers()
+        self.handlers: dict[str, ResolvedPlugin[GradientHandler]] = self._plugins(
+            "gradient_handlers", handlers, config.gradient_handlers
+        )
+        self.reporters: dict[str, ResolvedPlugin[Reporter]] = self._plugins(
+            "train.reporters", reporters, config.train.reporters
+        )
         self.generator: ResolvedPlugin[ScheduleGenerator] = self._refusing(
             "parallel.schedule", schedules.resolve, parallel.schedule.spec
         )
         self.schedule: Schedule = self._refusing("parallel.schedule", self._schedule)
+        self._loss = None
+        if config.train.loss is not None:
+            self._loss = with_options(config, "train.loss", config.train.loss, lambda n: n[:2])
+        self.dataset = dataset_of(config, "data.dataset", self.num_shares)
+        self.held_out = dataset_of(config, "eval.dataset", self.num_shares)
 
     def topology(self, rank: int = 0) -> Topology:
         """Returns the topology of a rank as plain data."""
@@ -98,7 +115,7 @@ class Job:
             ConfigError: If the factory fails or does not return layers in order.
         """
         factory, options = self._factory, self.config.model.options
-        passed = {"topology"} & set(_parameters_of(factory))
+        passed = {"topology"} & set(parameters_of(factory))
         if complaint := complaints_of(factory, options, given=passed):
             self.config.refuse("model", f"the factory {complaint}")
         options |= dict.fromkeys(passed, topology or self.topology())
@@ -120,6 +137,12 @@ class Job:
             return only_layers(model)
         except TopologyError as error:
             self.config.refuse("model.factory", f"of what it returns, {error}", cause=error)
+
+    def loss(self, output: Tensor, target: Tensor) -> Any:  # noqa: ANN401 - the function's own
+        """Returns the loss of a microbatch. By default the mean cross-entropy, in fp32."""
+        if self._loss is not None:
+            return self._loss(output, target)
+        return functional.cross_entropy(output.flatten(0, -2).float(), target.flatten())
 
     def cut(self, model: nn.Sequential) -> Cut:
         """Returns the stages of all ranks."""
@@ -235,12 +258,14 @@ class Job:
             self.config.refuse("parallel.data_dimensions", f"expected of {[*sizes]}, once each")
         return math.prod(sizes[name] for name in names)
 
-    def _handlers(self) -> dict[str, ResolvedPlugin[GradientHandler]]:
-        specs = [choice.spec for choice in self.config.gradient_handlers]
-        # Each handler is resolved alone first, so that its error names its entry of the list.
+    def _plugins(
+        self, key: str, registry: Registry[Any], choices: Sequence[Choice]
+    ) -> dict[str, ResolvedPlugin[Any]]:
+        specs = [choice.spec for choice in choices]
+        # Each plug-in is resolved alone first, so that its error names its entry of the list.
         for index, spec in enumerate(specs):
-            self._refusing(f"gradient_handlers[{index}]", handlers.resolve, spec)
-        return handlers.resolve_all(specs)
+            self._refusing(f"{key}[{index}]", registry.resolve, spec)
+        return registry.resolve_all(specs)
 
     def _schedule(self) -> Schedule:
         return generate(
@@ -251,15 +276,7 @@ class Job:
 
     @cached_property
     def _factory(self) -> Callable[..., object]:
-        try:
-            factory: Any = pkgutil.resolve_name(self.config.model.factory)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-            self.config.refuse(
-                "model.factory", f"cannot be imported: {in_words(error)}", cause=error
-            )
-        if not callable(factory):
-            self.config.refuse("model.factory", f"is {type(factory).__name__}, expected a function")
-        return factory  # type: ignore[no-any-return]  # whatever it is, it can be called
+        return imported(self.config, "model.factory", self.config.model.factory)
 
     def _refusing(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         """Returns the function's result; its errors become errors about the key."""
@@ -267,10 +284,3 @@ class Job:
             return function(*arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a plug-in
             self.config.refuse(key, in_words(error), cause=error)
-
-
-def _parameters_of(factory: Callable[..., object]) -> list[str]:
-    try:
-        return list(inspect.signature(factory).parameters)
-    except ValueError:  # some functions written in C
-        return []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import resource
+import sys
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,14 @@ class StepMetrics:
         collectives: Number of collectives that reduced gradients, summed over their ranks.
         bytes_reduced: Bytes that they reduced, summed over their ranks.
         exposed_seconds: The longest time that a rank was blocked by them.
+        learning_rate: Of the update of this step.
+        tokens_seen: Tokens of all batches up to this one, also before a resume.
+        elapsed_seconds: Wall-clock time since the first step of this run began.
+        peak_memory_bytes: The most memory that a rank has taken so far: of the device, or on CPU
+            of the process.
+        held_out_loss: Mean over the held-out batches, after the update; None if not measured.
+        perplexity: Its exponential, if it is the default loss; None if not measured.
+        sample: The prompt as the model continues it; None if not asked for.
     """
 
     step: int
@@ -31,6 +41,25 @@ class StepMetrics:
     collectives: int
     bytes_reduced: int
     exposed_seconds: float
+    learning_rate: float
+    tokens_seen: int
+    elapsed_seconds: float
+    peak_memory_bytes: int
+    held_out_loss: float | None = None
+    perplexity: float | None = None
+    sample: str | None = None
+
+    def known(self) -> dict[str, float | str]:
+        """Returns all attributes by name, without those that are None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most bytes that this process has taken so far, of a device or on CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 
 
 def every_rank(values: list[float], device: torch.device) -> list[list[float]]:

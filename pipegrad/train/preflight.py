@@ -6,11 +6,15 @@ configuration, on all ranks alike, before any training.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,9 +23,10 @@ from pipegrad.model.dtensor import is_dtensor
 from pipegrad.pipeline.partition import Cut
 from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config
+from pipegrad.train.data.tokenizer import Tokenizer
 from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 
-NUM_TOKENS = 256  # each byte is a token
+RANDOM = "the next random number"  # sorts behind names of parameters
 
 
 def check_parameters(config: Config, cut: Cut) -> None:
@@ -44,9 +49,18 @@ def check_parameters(config: Config, cut: Cut) -> None:
 
 
 def digests_of(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of the bits of each parameter and buffer of a model, by name."""
+    """Returns a digest of the bits of each parameter and buffer of a model, by name.
+
+    The generators of random numbers have one too. It shows that ranks have drawn alike, also for
+    layers that only one of them keeps. Call this right after the model was made.
+    """
     named = chain(model.named_parameters(), model.named_buffers())
-    return {name: digest(tensor) for name, tensor in named if not tensor.is_meta}
+    states = repr((random.getstate(), np.random.get_state()))
+    drawn = hashlib.sha256(states.encode()).hexdigest()
+    return {
+        **{name: digest(tensor) for name, tensor in named if not tensor.is_meta},
+        RANDOM: f"{digest(torch.get_rng_state())} {drawn}",
+    }
 
 
 def check_alike(config: Config, replies: Mapping[int, tuple[object, Mapping[str, str]]]) -> None:
@@ -60,41 +74,70 @@ def check_alike(config: Config, replies: Mapping[int, tuple[object, Mapping[str,
     Raises:
         ConfigError: If values differ. Names the first parameter that differs, and two ranks.
     """
-    # Ranks of one location must have the same values. Other locations may hold other shards.
-    first: dict[object, tuple[int, Mapping[str, str]]] = {}
+    # Ranks of one location must have the same values. Other locations may hold other shards. A rank
+    # has values of its own stages only, so each name has a first rank of its own.
+    first: dict[tuple[object, str], tuple[int, str]] = {}
     for rank, (location, digests) in replies.items():
-        other, expected = first.setdefault(location, (rank, digests))
-        differs = [n for n in expected.keys() & digests.keys() if expected[n] != digests[n]]
+        differs = dict[str, int]()
+        for name, own in digests.items():
+            other, expected = first.setdefault((location, name), (rank, own))
+            if own != expected:
+                differs[name] = other
         if differs:
+            name = min(differs)
             config.refuse(
                 "model.factory",
-                f"it makes other values on rank {rank} than on rank {other}, of {min(differs)!r} "
+                f"it makes other values on rank {rank} than on rank {differs[name]}, of {name!r} "
                 f"and {len(differs) - 1} more, though train.seed seeds torch, numpy and random "
                 f"alike: draw from these alone, in an order that no set or hash decides",
             )
 
 
-def try_out_stages(config: Config, cut: Cut) -> None:
-    """Sends one sequence through all stages as a pipeline would, and restores all state.
+@dataclass(frozen=True)
+class Sample:
+    """What stages are tried out with.
+
+    Attributes:
+        inputs: Of the first stage, a row or two.
+        target: Of the loss.
+        tokenizer: Whose tokens `inputs` has; None for a batch of a function.
+    """
+
+    inputs: Tensor
+    target: Tensor
+    tokenizer: Tokenizer | None = None
+
+
+def sample_of(tokenizer: Tokenizer, length: int) -> Sample:
+    """Returns a sequence of tokens that begins with the largest one."""
+    tokens = torch.arange(tokenizer.size - 1, tokenizer.size - 1 - length, -1)
+    tokens = tokens.remainder(tokenizer.size)[None]
+    return Sample(tokens, tokens, tokenizer)
+
+
+def try_out_stage(
+    config: Config, stage: int, module: nn.Module, value: Tensor, tokenizer: Tokenizer | None
+) -> Tensor:
+    """Returns what a stage sends to the next one for a value, and restores all state.
+
+    Args:
+        config: The configuration.
+        stage: Index of the stage.
+        module: The stage.
+        value: What the stage is given.
+        tokenizer: Whose tokens the first stage is given, if it is given tokens.
 
     Raises:
-        ConfigError: If a stage fails or does not return one tensor of floats, or if the last stage
-            does not return logits of bytes.
+        ConfigError: If the stage fails or does not return one tensor of floats.
     """
-    modules = [cut.modules[stage] for stage in sorted(cut.modules)]
-    length = config.data.sequence_length
-    tokens = torch.arange(NUM_TOKENS - 1, NUM_TOKENS - 1 - length, -1).remainder(NUM_TOKENS)
     buffers = [
         (layer, name, buffer, buffer.clone())
-        for module in modules
         for layer in module.modules()
         for name, buffer in layer.named_buffers(recurse=False)
     ]
-    value: Tensor = tokens[None]
     # Random numbers that are drawn here, for example by dropout, must not change the training.
     with torch.random.fork_rng(devices=[]):
-        for stage, module in enumerate(modules):
-            value = _sent(config, stage, module, value)
+        output = _output(config, stage, module, value, tokenizer)
     # A forward may have replaced a buffer or written into it. Both are undone, so that training
     # starts from the state that the factory made.
     for layer, name, buffer, before in buffers:
@@ -102,25 +145,70 @@ def try_out_stages(config: Config, cut: Cut) -> None:
         if not torch.equal(buffer, before):
             with torch.no_grad():
                 buffer.copy_(before)
+    return output
+
+
+def try_out_loss(
+    config: Config, loss: Callable[[Tensor, Tensor], object], output: Tensor, sample: Sample
+) -> None:
+    """Computes the loss of the last stage's output.
+
+    Raises:
+        ConfigError: If the output is not what the loss needs, or if the loss is not one number.
+    """
+    if sample.tokenizer is not None and config.train.loss is None:
+        _check_logits(config, output, sample.tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        _check_loss(config, loss, output, sample.target)
+
+
+def _check_logits(config: Config, value: Tensor, tokenizer: Tokenizer) -> None:
+    length, size, unit = config.data.sequence_length, tokenizer.size, tokenizer.unit
     shape = (*value.shape, 0, 0, 0)[:3]
-    if value.ndim != 3 or shape[:2] != (1, length) or shape[2] < NUM_TOKENS:
+    if value.ndim != 3 or shape[:2] != (1, length) or shape[2] < size:
         config.refuse(
             "model",
-            f"it returns {value.dtype} {tuple(value.shape)} for {length} bytes; expected logits "
-            f"(1, {length}, {NUM_TOKENS} or more), one a possible byte",
+            f"it returns {value.dtype} {tuple(value.shape)} for {length} {unit}; expected logits "
+            f"(1, {length}, {size} or more), one a possible {unit.removesuffix('s')}",
         )
     if not bool(value.isfinite().all()):
         config.refuse("model", "it returns logits that are not finite")
 
 
-def _sent(config: Config, stage: int, module: nn.Module, value: Tensor) -> Tensor:
-    """Returns the value that a stage sends to the next stage, detached as by a transfer."""
+def _check_loss(
+    config: Config, loss: Callable[[Tensor, Tensor], object], output: Tensor, target: Tensor
+) -> None:
+    key = "model" if config.train.loss is None else "train.loss"
+    given = f"{output.dtype} {tuple(output.shape)} and targets {target.dtype} {tuple(target.shape)}"
+    try:
+        value = loss(output.detach().requires_grad_(), target)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
+        words = f"the loss fails on {given}: {in_words(error)}"
+        config.refuse(key, words, cause=error)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        kind = type(value).__name__
+        words = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {kind}"
+        config.refuse(key, f"the loss of {given} is {words}; expected one element of floats")
+    if not bool(value.isfinite()):
+        config.refuse(key, f"the loss of {given} is {value.item()}")
+    if not value.requires_grad:
+        config.refuse(key, f"the loss of {given} has no gradient")
+
+
+def _output(
+    config: Config, stage: int, module: nn.Module, value: Tensor, tokenizer: Tokenizer | None
+) -> Tensor:
+    """Returns the output of a stage, detached as by a transfer."""
+    if value.is_floating_point():
+        value = value.detach().requires_grad_()
     layers = [name for name, _ in module.named_children()]
     name = f"stage {stage} (layers {layers[0]} to {layers[-1]})"
     try:
         output: object = module(value)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
         words = f"{name} fails on {value.dtype} {tuple(value.shape)}: {in_words(error)}"
+        if stage == 0 and tokenizer is not None:
+            words += f"; it is given {tokenizer.unit} from 0 to {tokenizer.size - 1}"
         config.refuse("model", words, cause=error)
     if not isinstance(output, Tensor) or not output.is_floating_point():
         kind = type(output).__name__
@@ -131,7 +219,7 @@ def _sent(config: Config, stage: int, module: nn.Module, value: Tensor) -> Tenso
             "model",
             f"{name} returns {words}; expected one tensor of floats: other boundaries may do",
         )
-    return output.detach().requires_grad_()
+    return output.detach()
 
 
 def try_out_optimizer(config: Config, device: torch.device) -> set[str]:

@@ -62,6 +62,17 @@ def device_of_rank(config: Config) -> torch.device:
     return torch.device(kind, int(location))
 
 
+def choose_algorithms(*, deterministic: bool) -> None:
+    """Lets torch use all algorithms of this process, or only those that give equal bits each time.
+
+    Call it before CUDA computes anything: cuBLAS reads its variable once.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False  # else it may choose another algorithm each time
+    torch.use_deterministic_algorithms(deterministic)
+
+
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """Makes the default process group, of torchrun's ranks or of this process alone.

@@ -6,10 +6,11 @@ them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from pipegrad.plugins.handler import BUCKET_BYTES
@@ -67,7 +68,16 @@ def _check_dimensions(value: object) -> object:
     return value
 
 
+def _check_function(value: Named) -> Named:
+    if not re.fullmatch(FUNCTION, value.name):
+        raise PydanticCustomError("function", "should look like 'module:function'")
+    return value
+
+
+FUNCTION = r"^[\w.]+:[\w.]+$"
 Choice = Annotated[Named, BeforeValidator(_as_table)]
+Function = Annotated[Choice, AfterValidator(_check_function)]
+FileList = Annotated[list[str], BeforeValidator(_as_file_list)]
 Dimensions = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_check_dimensions)]
 
 
@@ -107,10 +117,11 @@ class Model(Table):
     model_config = ConfigDict(extra="allow")
 
     factory: str = Field(
-        pattern=r"^[\w.]+:[\w.]+$",
+        pattern=FUNCTION,
         description="'module:function' that returns the uncut model as an ordered nn.Sequential, "
-        "from bytes (batch, sequence) to logits (batch, sequence, 256 or more); the module may lie "
-        "beside the configuration; all further keys are the function's keyword arguments",
+        "from tokens (batch, sequence) to logits (batch, sequence, number of tokens or more); the "
+        "module may lie beside the configuration; all further keys are the function's keyword "
+        "arguments",
     )
 
     @property
@@ -157,15 +168,73 @@ class Parallel(Table):
 
 
 class Data(Table):
-    """Which text is read. Each byte is a token."""
+    """What is trained on: text, or the batches of a function."""
 
-    files: Annotated[list[str], BeforeValidator(_as_file_list)] = Field(
+    files: FileList = Field(
         default=[],
         description="UTF-8 text files, or shell-style patterns of them, which are read in the "
-        "order of their names; by default what CPython carries",
+        "order of their names; of a file '*.jsonl' the field 'text' of each line; by default what "
+        "CPython carries",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="a file of the library tokenizers, as 'tokenizer.json'; else each byte is a "
+        "token",
+    )
+    separator: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what follows each document, which is a file or a line of a '*.jsonl'; with a "
+        "tokenizer one of its tokens, as '<|endoftext|>'",
     )
     batch_size: int = Field(default=16, ge=1, description="sequences a step, all ranks together")
     sequence_length: int = Field(default=128, ge=1, description="tokens a sequence")
+    cache: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder for the tokens of the files, which all ranks of a machine map into "
+        "their memory; by default 'pipegrad' in $XDG_CACHE_HOME or ~/.cache",
+    )
+    dataset: Function | None = Field(
+        default=None,
+        description="instead of all other keys here: 'module:function' that returns batches, or a "
+        "table of this name and the function's keyword arguments; docs/trainer.md says what "
+        "batches are",
+    )
+
+
+class Eval(Table):
+    """What is measured and shown beside the training."""
+
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between measurements on held-out data, and one at the end; else none",
+    )
+    files: FileList = Field(
+        default=[], description="held-out text, read as data.files with the same tokenizer"
+    )
+    dataset: Function | None = Field(
+        default=None, description="held-out batches instead of files, as data.dataset"
+    )
+    batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="largest number of batches that a measurement takes; else all",
+    )
+    sample_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between samples, and one at the end: the model continues a text; else "
+        "none",
+    )
+    sample_tokens: int = Field(default=64, ge=1, description="tokens that a sample adds")
+    prompt: str = Field(default="The ", min_length=1, description="the text that samples continue")
+    temperature: float = Field(
+        default=0.0,
+        ge=0,
+        description="by which logits are divided before a token is drawn; 0 takes the likeliest",
+    )
 
 
 class LearningRate(Named):
@@ -203,6 +272,21 @@ class Train(Table):
     steps: int = Field(default=100, ge=1, description="number of optimizer steps")
     seed: int = Field(
         default=0, ge=0, lt=2**31, description="of the model's start, of dropout and of the batches"
+    )
+    loss: Function | None = Field(
+        default=None,
+        description="'module:function' that takes the model's output and the targets of a "
+        "microbatch and returns one element, or a table of this name and the function's keyword "
+        "arguments; by default the mean cross-entropy, without targets of -100",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="only algorithms that give the same bits in every run; an operator that has "
+        "none is an error",
+    )
+    reporters: list[Choice] = Field(
+        default=[Named(name="jsonl"), Named(name="terminal")],
+        description="names that `pipegrad reporters` lists, or tables of name and options",
     )
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32",

@@ -1,11 +1,22 @@
-"""Tables in the output of commands."""
+"""The console of commands, and tables on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
+
+_PLAIN_WIDTH = 160  # columns without a terminal
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """Returns a console on the standard output that prints text as it is."""
+    console = Console(highlight=False, markup=False, emoji=False, quiet=quiet)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    return console
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:

@@ -3,8 +3,8 @@
 [Note: set-up of a job] Each part of the set-up runs inside of `agree`. A rank that fails in it does
 not leave its peers in a collective: all ranks raise the same error. The order matters:
 
-1. Configuration, text and device of each rank, alone.
-2. The topology with its process groups.
+1. Configuration and device of each rank, alone; then the text, once a machine.
+2. The topology with its process groups; with it each rank knows its data, and has its first batch.
 3. The model, which a factory may shard along dimensions of the topology.
 4. A preflight of the model. Layers may use process groups, so every rank must have its model first.
 5. Stages on the device, the scheduler with the gradient layer, and the optimizer.
@@ -23,9 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.nn import functional
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import StepError
@@ -36,29 +34,27 @@ from pipegrad.topology import Topology
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.resume import failure_message, resume
 from pipegrad.train.config import Config
-from pipegrad.train.data import Corpus, mixed, read_corpus
+from pipegrad.train.data.corpus import mixed
+from pipegrad.train.data.sources import make_feed, read_texts
+from pipegrad.train.evaluation import Evaluation
 from pipegrad.train.job import Job
-from pipegrad.train.metrics import StepMetrics, every_rank
+from pipegrad.train.metrics import StepMetrics, every_rank, peak_memory_bytes
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
-from pipegrad.train.preflight import (
-    check_alike,
-    check_parameters,
-    digests_of,
-    try_out_optimizer,
-    try_out_stages,
-)
-from pipegrad.train.process import device_of_rank
+from pipegrad.train.preflight import try_out_optimizer
+from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.run_folder import free_space, make_run_folder
+from pipegrad.train.stages import build_stages
 from pipegrad.train.summary import make_summary
 
 _RUN_KEYS = (
     "train.seed",
     "train.precision",
+    "train.loss",
     "gradients.clip_norm",
     "gradients.reduce_dtype",
     "gradients.master_dtype",
 )
-_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to read its text and build the model
+_ALIKE = "if that is not wanted, let the function return other batches for each data_rank"
 
 
 class Trainer:
@@ -81,17 +77,17 @@ class Trainer:
 
     def __init__(self, load: Callable[[], Config]) -> None:
         config = self._agreed_configuration(load)
-        replies = agree(
-            "preparing the job", lambda: self._read_inputs(config), timeout_seconds=_PREPARE_SECONDS
-        )
-        same("the text", {rank: text for rank, (text, _) in enumerate(replies)})
-        same("the device", {rank: kind for rank, (_, kind) in enumerate(replies)})
+        kinds = agree("preparing the job", lambda: self._prepare(config))
+        same("the device", dict(enumerate(kinds)))
+        self._texts = read_texts(config)
         self._topology = self._make_topology()
-        models = agree("the model", self._make_model, timeout_seconds=_PREPARE_SECONDS)
-        check_alike(config, dict(enumerate(models)))
-        agree("trying the model out", self._run_preflight, timeout_seconds=_PREPARE_SECONDS)
-        agree("placing the stages", self._place_stages, timeout_seconds=_PREPARE_SECONDS)
+        self._feed = make_feed(self.job, self._topology, self._texts)
+        self._feed.begin(1)
+        stages = build_stages(self.job, self._topology, self._feed, self._texts, self._device)
+        self._cut: Cut | None = stages.cut
+        self._modules = stages.modules
         self._make_scheduler()
+        self._evaluation = self._make_evaluation()
         agree("trying the optimizer out", self._try_out_optimizer)
         # All ranks make it together: it agrees by itself.
         self._optimizer = make_optimizer(
@@ -101,8 +97,11 @@ class Trainer:
         agree("the outline", self._summarize)
         self.first_step = 1
         self.notes: tuple[str, ...] = ()
+        if self._feed.is_repeated:
+            self.notes = (f"{self._feed.what}: all data ranks have the same first batch: {_ALIKE}",)
         if config.train.resume is not None:
             self._resume(config)
+        self._begin = time.perf_counter()
 
     def step(self, number: int) -> StepMetrics:
         """Trains on the batch of a step; returns its metrics, the same on every rank.
@@ -112,43 +111,61 @@ class Trainer:
             PipegradError: As `GradientSync` does.
         """
         config, begin, topology = self.job.config, time.perf_counter(), self._topology
+        # A rank without a batch ends the run here, on all ranks; see [Note: a batch ahead].
+        self._feed.begin(number)
         # Dropout must differ by stage, data and step. It must be the same on ranks that compute one
         # layer together, such as tensor-parallel ranks. Seeded by the step, a resumed run draws the
         # same numbers as a run that was never interrupted.
         coordinate = topology.coordinate((topology.pipeline, *topology.data_axes))
         torch.manual_seed(mixed(config.train.seed, number, coordinate))
-        tokens, following = self._batch(number)
-        result = self._scheduler.step(tokens, target=following)
+        inputs, target = self._feed.placed(
+            self._device,
+            inputs=0 in self._modules,
+            target=topology.num_stages - 1 in self._modules,
+        )
+        result = self._scheduler.step(inputs, target=target)
+        # A device still computes while the host fetches the next batch.
+        if number < config.train.steps:
+            self._feed.fetch(number + 1)
         clip = config.gradients.clip_norm
         norm = self.sync.clip_grad_norm_(math.inf if clip is None else clip).item()
         if not math.isfinite(norm):
             self._refuse_step(number, norm)
         # Parameters are sent as soon as they are stepped. They arrive during the next forwards.
+        learning_rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._learning_rate is not None:
             self._learning_rate.step()
         loss = result.loss.item()
         statistics = self.sync.statistics()
-        seconds = time.perf_counter() - begin
+        now = time.perf_counter()
         measured = [
-            seconds,
+            now - begin,
             statistics.exposed_seconds,
             statistics.collectives,
             statistics.reduced_bytes,
+            peak_memory_bytes(self._device),
+            now - self._begin,
         ]
-        all_measured = every_rank(measured, self._device)
-        all_seconds, exposed, collectives, nbytes = zip(*all_measured, strict=True)
-        num_tokens = config.data.batch_size * config.data.sequence_length
+        all_measured = every_rank([*measured, *self._feed.found], self._device)
+        self._feed.replies = [of_rank[len(measured) :] for of_rank in all_measured]
+        columns = list(zip(*all_measured, strict=True))
+        seconds, exposed, collectives, nbytes, memory, elapsed, *_ = columns
         return StepMetrics(
             step=number,
             loss=loss,
             grad_norm=norm,
-            step_seconds=max(all_seconds),
-            tokens_per_second=num_tokens / max(all_seconds),
+            step_seconds=max(seconds),
+            tokens_per_second=self._feed.elements / max(seconds),
             collectives=int(sum(collectives)),
             bytes_reduced=int(sum(nbytes)),
             exposed_seconds=max(exposed),
+            learning_rate=learning_rate,
+            tokens_seen=self._feed.elements_seen,
+            elapsed_seconds=max(elapsed),
+            peak_memory_bytes=int(max(memory)),
+            **self._evaluation.after(number),
         )
 
     def save(self, folder: Path, number: int) -> None:
@@ -186,6 +203,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the comm streams and destroys their process groups; every rank must call it."""
         self._scheduler.close()
+        choose_algorithms(deterministic=self._were_deterministic)
 
     # Before the first step.
 
@@ -196,14 +214,15 @@ class Trainer:
             same(key, {rank: str(flat.get(key)) for rank, flat in enumerate(values)})
         return configs[dist.get_rank()]
 
-    def _read_inputs(self, config: Config) -> tuple[str, str]:
-        """Reads the text and chooses the device; returns the text's digest and the device type."""
+    def _prepare(self, config: Config) -> str:
+        """Makes the job and chooses the device; returns its type."""
         self.job = Job(config, dist.get_world_size())
-        self._corpus: Corpus = read_corpus(config)
         self._device = device_of_rank(config)
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index)
-        return self._corpus.digest, self._device.type
+        self._were_deterministic = torch.are_deterministic_algorithms_enabled()
+        choose_algorithms(deterministic=config.train.deterministic)
+        return self._device.type
 
     def _make_topology(self) -> Topology:
         """Makes the topology with its process groups; every rank must call it."""
@@ -216,34 +235,6 @@ class Trainer:
             device_type=self._device.type,
         )
 
-    def _make_model(self) -> tuple[object, dict[str, str]]:
-        """Makes the uncut model and cuts it. Local, unless the factory communicates.
-
-        Returns:
-            This rank's coordinates along dimensions that a factory may shard along, and digests.
-        """
-        job, view = self.job, self._topology
-        model = job.model(topology=view)
-        self._cut: Cut | None = job.cut(model)
-        check_parameters(job.config, self._cut)
-        location = tuple(view.coordinate(axis) for axis in job.config.parallel.dimensions)
-        return location, digests_of(model)
-
-    def _run_preflight(self) -> None:
-        assert self._cut is not None
-        try_out_stages(self.job.config, self._cut)
-
-    def _place_stages(self) -> None:
-        """Moves this rank's stages to its device."""
-        job, device = self.job, self._device
-        assert self._cut is not None
-        local = job.topology(dist.get_rank()).local_stages
-        self._modules = {stage: self._cut.modules[stage].to(device) for stage in local}
-        if job.config.train.precision == "bf16":
-            for module in self._modules.values():
-                autocast = torch.autocast(device.type, dtype=torch.bfloat16)
-                module.forward = autocast(module.forward)
-
     def _make_scheduler(self) -> None:
         """Makes the scheduler with its gradient layer, and their process groups."""
         job = self.job
@@ -253,12 +244,30 @@ class Trainer:
             [Stage(module, index, recompute=recompute) for index, module in self._modules.items()],
             self._topology,
             schedule=job.schedule,
-            loss_fn=_cross_entropy,
+            loss_fn=job.loss,
             tied=self._cut.tied,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync
+
+    def _make_evaluation(self) -> Evaluation:
+        """Makes what is measured and shown between steps; every rank must call it."""
+        config = self.job.config
+        feed = None
+        if config.eval.every is not None:
+            feed = make_feed(self.job, self._topology, self._texts, held_out=True)
+            feed.begin(1)
+            if feed.has_ended:
+                config.refuse("eval.dataset", "the function has no batch")
+        return Evaluation(
+            config,
+            self._scheduler,
+            feed=feed,
+            tokenizer=self._texts.tokenizer,
+            num_rows=config.data.batch_size // self.job.num_shares,
+            device=self._device,
+        )
 
     def _summarize(self) -> None:
         """Makes the summary, and frees the stages of other ranks."""
@@ -313,27 +322,12 @@ class Trainer:
             for key, value in config.flat().items()
             if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
         }
-        return {**values, "data.files": f"text {self._corpus.digest[:16]}"}
+        del values["data.cache"]
+        text = self._texts.training
+        files = "None" if text is None else f"text {text.digest[:16]}"
+        return {**values, "data.files": files}
 
     # In a step.
-
-    def _batch(self, number: int) -> tuple[Tensor | None, Tensor | None]:
-        """Returns tokens of a batch and their successors; None for what no stage here needs."""
-        config, topology = self.job.config, self.sync.topology
-        first, last = 0 in self._modules, topology.num_stages - 1 in self._modules
-        if not (first or last):
-            return None, None
-        tokens, following = self._corpus.batch(
-            number,
-            seed=config.train.seed,
-            size=config.data.batch_size,
-            share=topology.coordinate(topology.data),
-            num_shares=self.job.num_shares,
-        )
-        return (
-            tokens.to(self._device) if first else None,
-            following.to(self._device) if last else None,
-        )
 
     def _refuse_step(self, number: int, norm: float) -> NoReturn:
         raise StepError(
@@ -341,8 +335,3 @@ class Trainer:
             f"the parameters: lower optimizer.lr, set gradients.clip_norm, warm up, or look at "
             f"what the handlers send"
         )
-
-
-def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean loss of a microbatch, in fp32."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())

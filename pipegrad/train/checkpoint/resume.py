@@ -71,7 +71,8 @@ def _verify(
     changed = [
         f"{key} was {saved.get(key, '(default)')}, and is {run.get(key, '(default)')}"
         for key in sorted(saved.keys() | run.keys())
-        if saved.get(key) != run.get(key)
+        # A checkpoint of an older version lacks keys that are new. They had no value then.
+        if saved.get(key, "None") != run.get(key, "None")
     ]
     if not changed:
         return []

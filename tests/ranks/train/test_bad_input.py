@@ -18,7 +18,10 @@ import torch.distributed as dist
 from pipegrad.cli import main
 from pipegrad.testing import run_ranks
 from tests.support.distributions import write_distribution
+from tests.support.train import data_functions
 from tests.support.train.jobs import SMALL, with_job
+
+NO_DATA = SMALL.replace("[data]\nbatch_size = 8\nsequence_length = 16\n", "")
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class Bad:
     options: Sequence[str] = field(default=())
 
 
-def put(*settings: str, says: str) -> Bad:
+def put(*settings: str, says: str, text: str = SMALL) -> Bad:
     """The good configuration with settings that are not."""
-    return Bad(says, options=[word for setting in settings for word in ("--set", setting)])
+    return Bad(says, text, [word for setting in settings for word in ("--set", setting)])
 
 
 def model(name: str, says: str) -> Bad:
@@ -294,7 +297,7 @@ CASES |= {  # Issue 16, point 9: SystemExit was no output and code 0, or 620 s w
         r"check\(\) failed: SystemExit\(0\)", options=["--handler", "exiting_handler:Looking"]
     ),
     "values by rank": model(
-        "differing", says=r"other values on rank 1 than on rank 0, of '1.bias' and 1 more, though"
+        "differing", says=r"other values on rank 1 than on rank 0, of 'the next random number' and"
     ),
 }
 CASES |= {  # Issue 16, point 18: each was a traceback, silent, or said nothing of what to do
@@ -325,6 +328,102 @@ CASES |= {  # Issue 16, point 18: each was a traceback, silent, or said nothing 
     "the working directory": put("train.output=.", says="holds more than a run: name a folder"),
     "the one above": put("train.output=..", says="holds more than a run: name a folder"),
     "the root": put("train.output=/", says="= '/': is /, which holds more than a run"),
+}
+
+
+def dataset(name: str, *settings: str, says: str) -> Bad:
+    return put(f"data.dataset=data_functions:{name}", *settings, says=says, text=NO_DATA)
+
+
+def loss(name: str, says: str) -> Bad:
+    return put(f"train.loss=data_functions:{name}", says=f"train.loss = .*: {says}")
+
+
+CASES |= {  # Issue 18, point 6
+    # text
+    "a bad line": put("data.files=['bad.jsonl']", says="bad.jsonl, line 2, is not JSON: Expecting"),
+    "no field of text": put("data.files=['other.jsonl']", says=r"found \['content'\]"),
+    "lines that are empty": put("data.files=['blank.jsonl']", says="the text has 0 byte, expected"),
+    "a zipped text": put("data.files=['text.gz']", says="not UTF-8 text: byte 0x8b at 1; convert"),
+    "no tokenizer": put(
+        "data.tokenizer=no.json", says="data.tokenizer = 'no.json': (there is no no.json|it needs)"
+    ),
+    "a cache that is a file": put(
+        "data.files=['ours.txt']", "data.cache=short.txt", says="data.cache = .*cannot be written"
+    ),
+    # functions
+    "a function misspelt": dataset("lited", says=r"cannot be imported: AttributeError\("),
+    "a module misspelt": put(
+        "data.dataset=data_function:listed", text=NO_DATA, says="imported: ModuleNotFoundError"
+    ),
+    "no function": put("data.dataset=listed", text=NO_DATA, says="should look like 'module:funct"),
+    "a number": dataset("ROWS", says="is int, expected a function"),
+    "an option misspelt": put(
+        "data.dataset={name='data_functions:listed', num_batch=3}",
+        text=NO_DATA,
+        says="the function has no option 'num_batch'; allowed, closest first: num_batches",
+    ),
+    "an option that is missing": dataset("needs_rows", says="the function needs the option 'rows'"),
+    "all data ranks alike": dataset(
+        "without_ranks", "parallel.data=2", says="has no parameter data_rank, so all 2 data ranks"
+    ),
+    "a batch size beside a function": put(
+        "data.dataset=data_functions:listed",
+        says="data.batch_size = 8: has no effect beside data.dataset: .* write dataset = {name =",
+    ),
+    "no batches": dataset("nothing", says="the function has no batch in epoch 1: return an iter"),
+    "rows that cannot be cut": put(
+        "data.dataset={name='data_functions:needs_rows', rows=6}",
+        text=NO_DATA,
+        says=r"batch 1 has 6 rows \(.*\), which cannot be cut into parallel.microbatches = 4",
+    ),
+    "tokens that the model has not": dataset(
+        "large_tokens", says="stage 0 .* fails on torch.int64 .*: IndexError"
+    ),
+    "a function that goes by the rank": dataset(
+        "by_rank", says="batch 1 of data.dataset is another one on rank 1 than on rank 0, which"
+    ),
+    # losses
+    "a loss of many numbers": loss(
+        "not_reduced", says=r"the loss of .* is torch.float32 \(16,\); e"
+    ),
+    "a loss that is no tensor": loss("no_number", says=".* is a float; expected one element"),
+    "a loss that fails": loss("fails", says="the loss fails on torch.float32 .*: RuntimeError"),
+    "a loss misspelt": loss("smothed", says="cannot be imported: AttributeError"),
+    "a loss without gradient": loss("no_gradient", says=".* has no gradient"),
+    # beside the training
+    "nothing to measure": put("eval.every=3", says="set eval.files or eval.dataset"),
+    "nothing measures it": put("eval.files=['ours.txt']", says="nothing measures it: set eval.eve"),
+    "a short text to measure": put(
+        "eval.files=['short.txt']",
+        "eval.every=3",
+        says="= 16: the text of eval.files has 16 bytes: choose at most 15",
+    ),
+    "less than a batch to measure": put(
+        "eval.files=['ours.txt']",
+        "eval.every=3",
+        says="the text has 6 sequences of data.sequence_length = 16: expected data.batch_size = 8",
+    ),
+    "samples of no text": dataset("listed", "eval.sample_every=3", says="needs text, and data.dat"),
+    "two things to measure": put(
+        "eval.files=['ours.txt']",
+        "eval.dataset=data_functions:listed",
+        "eval.every=3",
+        says="eval.files are set too: choose one of them",
+    ),
+    "no batches to measure": dataset(
+        "listed",
+        "eval.every=3",
+        "eval.dataset=data_functions:nothing",
+        says="eval.dataset = 'data_functions:nothing': the function has no batch",
+    ),
+    "a reporter misspelt": put(
+        "train.reporters=['json']", says=r"train.reporters\[0\] = 'json': .*closest first: jsonl"
+    ),
+    "a reporter that is none": put(
+        "train.reporters=['data_functions:smoothed']",
+        says=r"reporters\[0\] = .*expected a concrete",
+    ),
 }
 
 EXITING = """
@@ -412,6 +511,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "latin.txt": b"caf\xe9" * 9,
         "short.txt": b"x" * 16,
         "one.txt": b"x",
+        "bad.jsonl": b'{"text": "one"}\n{"text": one}\n',
+        "other.jsonl": b'{"content": "one"}\n',
+        "blank.jsonl": b"\n \n",
+        "text.gz": b"\x1f\x8b\x08\x00",
     }
     for rank, only in enumerate(
         ({"mine.txt": b"x" * 99, "ours.txt": b"x" * 99}, {"ours.txt": b"y" * 99})
@@ -422,6 +525,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "lopsided_handler.py").write_text(LOPSIDED)
     (made / "odd_schedule.py").write_text(ODD)
     (made / "exiting_handler.py").write_text(EXITING)
+    (made / "data_functions.py").write_text(Path(data_functions.__file__).read_text())
     (made / "exits.py").write_text("raise SystemExit(0)")
     entries = {"twice": "x:Y"}
     write_distribution(made, "alpha", version="2.0", entry_points=entries)

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from rich.console import Console
 
-import pipegrad.cli
+import pipegrad.train.reporters.terminal
 from pipegrad.cli import main
 from pipegrad.testing import run_ranks
+from pipegrad.train import tables
 from tests.support.distributions import declared, write_distribution
 from tests.support.train.jobs import with_job
 
@@ -101,11 +102,20 @@ def test_metrics_are_a_line_a_step(folder: Path) -> None:
         "collectives",
         "bytes_reduced",
         "exposed_seconds",
+        "learning_rate",
+        "tokens_seen",
+        "elapsed_seconds",
+        "peak_memory_bytes",
     ]
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_seconds"])
         assert (row["collectives"], row["bytes_reduced"]) == (2, 2 * 4 * (256 * 8 + 1))
         assert 0 <= row["exposed_seconds"] < row["step_seconds"]
+        assert row["tokens_seen"] == row["step"] * 8 * 16
+        assert row["learning_rate"] == 1e-3
+        assert row["peak_memory_bytes"] > 2**20
+    elapsed = [row["elapsed_seconds"] for row in rows]
+    assert elapsed == sorted(elapsed)
 
 
 @pytest.mark.usefixtures("said")
@@ -216,10 +226,18 @@ def test_schedules_are_listed() -> None:
     assert all(row["summary"] for row in rows)
 
 
+def test_reporters_are_listed() -> None:
+    rows = json.loads(CliRunner().invoke(main, ["reporters", "--json"]).output)
+    names = [(name, "pipegrad") for name in declared("pipegrad.reporters")]
+    assert [(row["name"], row["distribution"]) for row in rows] == names
+    assert all(row["summary"] for row in rows)
+
+
 def test_alone_on_a_terminal_it_shows_a_bar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=80)
-    monkeypatch.setattr(pipegrad.cli, "_console", lambda **_: terminal)
+    for module in (tables, pipegrad.train.reporters.terminal):
+        monkeypatch.setattr(module, "make_console", lambda **_: terminal)
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(main, ["train", "small.toml", "--set", "train.output=bar"])
     assert result.exit_code == 0, result.output
@@ -242,6 +260,7 @@ def test_options_there_are() -> None:
         "plan": sorted(["--json", "--ranks", *changes]),
         "handlers": ["--json"],
         "schedules": ["--json"],
+        "reporters": ["--json"],
     }
 
 

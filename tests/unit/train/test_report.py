@@ -5,38 +5,137 @@ from __future__ import annotations
 import io
 import json
 import resource
-from dataclasses import asdict
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
+from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
+from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
-from pipegrad.train.report import Report
-from pipegrad.train.schema import Model
+from pipegrad.train.reporters.report import Report
+from pipegrad.train.reporters.reporter import Reporter, reporters
+from pipegrad.train.schema import Model, Named, Train
 
 
-def metrics(number: int) -> StepMetrics:
-    return StepMetrics(number, 5.0, 1.0, 0.1, 100.0, 2, 64, 0.0)
+def metrics(number: int, **evaluated: Any) -> StepMetrics:
+    return StepMetrics(
+        number,
+        5.0,
+        1.0,
+        0.1,
+        100.0,
+        2,
+        64,
+        0.0,
+        1e-3,
+        100 * number,
+        0.1 * number,
+        2**20,
+        **evaluated,
+    )
+
+
+def report(shown: io.StringIO) -> Report:
+    job = Job(Config(model=Model(factory="a:b")))
+    return Report(Console(file=shown, width=160), job)
 
 
 def test_metrics_on_a_full_disk_end_and_the_run_does_not(tmp_path: Path) -> None:
     """Issue 16, point 18. A full disk ended the run in 101 lines, and left half a line of JSON."""
     shown = io.StringIO()
-    report = Report(Console(file=shown, width=160), Config(model=Model(factory="a:b")))
-    report.begin(tmp_path, {})
-    line = len(json.dumps(asdict(metrics(1)))) + 1
+    run = report(shown)
+    run.begin(tmp_path, {})
+    line = len(json.dumps(metrics(1).known())) + 1
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (line * 5 // 2, limits[1]))
     try:
-        with report.running():
+        with run.running():
             for number in range(1, 6):
-                report.step(metrics(number))
+                run.step(metrics(number))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(text)["step"] for text in lines] == [1, 2]
-    told = f"step 3: {tmp_path}/metrics.jsonl cannot be written: "
+    told = "step 3: the reporter 'jsonl' ends here, the run goes on: "
     assert shown.getvalue().count(told) == 1
-    report.close(tmp_path, "cpu", "bit-identical")
+    run.close(tmp_path, "cpu", "bit-identical")
     assert "5 on cpu" in shown.getvalue()
+
+
+def test_what_was_not_measured_is_left_out_of_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = report(io.StringIO())
+    run.begin(tmp_path, {})
+    with run.running():
+        run.step(metrics(1))
+        run.step(metrics(2, held_out_loss=1.0, perplexity=2.718, sample="a\nb"))
+    first, second = (
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert {*second} - {*first} == {"held_out_loss", "perplexity", "sample"}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "step     2  held-out loss 1.0000, perplexity 2.72",
+        r"step     2  sample: 'a\nb'",
+    ]
+
+
+def test_a_reporter_that_fails_ends_alone(tmp_path: Path) -> None:
+    """Somebody else's reporter, and what it opened is closed although the run fails."""
+    told: list[str] = []
+
+    class Odd(Reporter):
+        def open(self, folder: Path, config: Config) -> None:
+            told.append(f"open {folder.name} {config.train.steps}")
+
+        def report(self, metrics: StepMetrics) -> None:
+            told.append(f"step {metrics.step}")
+            if metrics.step == 2:
+                raise KeyError("no such run")
+
+        def close(self) -> None:
+            told.append("close")
+
+    reporters.register("odd", Odd, override=True)
+    config = Config(model=Model(factory="a:b"), train=Train(reporters=[Named(name="odd")]))
+    shown = io.StringIO()
+    run = Report(Console(file=shown, width=160), Job(config))
+    run.begin(tmp_path, {})
+    with suppress(RuntimeError), run.running():
+        for number in (1, 2, 3):
+            run.step(metrics(number))
+        raise RuntimeError("a stage fails")
+    assert told == [f"open {tmp_path.name} 100", "step 1", "step 2", "close"]
+    assert "step 2: the reporter 'odd' ends here, the run goes on: KeyError" in shown.getvalue()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_is_an_extra() -> None:
+    config = Config(model=Model(factory="a:b"), train=Train(reporters=[Named(name="tensorboard")]))
+    if find_spec("tensorboard") is None:
+        with pytest.raises(
+            ConfigError, match=r"train.reporters\[0\] = 'tensorboard': .*pip install"
+        ):
+            Job(config)
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = Config(model=Model(factory="a:b"), train=Train(reporters=[Named(name="tensorboard")]))
+    run = Report(Console(file=io.StringIO()), Job(config))
+    run.begin(tmp_path, {})
+    with run.running():
+        run.step(metrics(1, sample="abc"))
+        run.step(metrics(2, held_out_loss=1.5))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.value for event in events.Scalars("tokens_seen")] == [100, 200]
+    assert [event.step for event in events.Scalars("held_out_loss")] == [2]
+    assert "sample/text_summary" in events.Tags()["tensors"]

@@ -1,0 +1,319 @@
+"""Dataset: the batches that a user's function returns, one for each step.
+
+[Note: batches of a function] The rank of the first stage needs the inputs of a batch, and the rank
+of the last stage its targets. Each of them calls the function and takes every batch itself, so
+nothing is sent. Both must get the same batches. So all generators of random numbers have a seed of
+their own in the function's code: when an epoch begins it depends on ``train.seed`` and the epoch,
+and for each later batch also on the data rank and the number of the batch. The training draws the
+same numbers as without a function. Ranks compare a digest of every batch before its step (`Feed`).
+
+A run that goes on from a checkpoint takes all batches of the steps before it, and drops them. Their
+seeds are the same again, so the batch of a step does not depend on where the run began.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipegrad.errors import PipegradError, in_words
+from pipegrad.train.config import Config
+from pipegrad.train.data.corpus import mixed
+from pipegrad.train.functions import parameters_of, with_options
+
+Pair = tuple[Tensor, Tensor]
+MakeBatches = Callable[..., Any]
+
+_RANKS = ("data_rank", "num_data_ranks")
+_TARGETS = ("target", "targets", "labels")
+_END = object()
+# Integers that torch takes neither as indices nor as classes.
+_SMALL = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
+
+
+def dataset_of(config: Config, key: str, num_shares: int) -> MakeBatches | None:
+    """Returns the function ``data.dataset`` or ``eval.dataset``, with its keyword arguments.
+
+    Raises:
+        ConfigError: If it cannot be imported, does not take these arguments, or does not take
+            `data_rank` although data ranks need different batches.
+    """
+    choice = (config.data if key == "data.dataset" else config.eval).dataset
+    if choice is None:
+        return None
+    function = with_options(config, key, choice, lambda names: [n for n in _RANKS if n in names])
+    if num_shares > 1 and "data_rank" not in parameters_of(function):
+        config.refuse(
+            key,
+            f"the function has no parameter data_rank, so all {num_shares} data ranks would get "
+            f"the same batches: give it the parameters data_rank and num_data_ranks, and return "
+            f"the batches of that rank",
+        )
+    return function
+
+
+def check_data(config: Config) -> None:
+    """Refuses keys of ``[data]`` and ``[eval]`` that have no effect, or contradict each other.
+
+    Raises:
+        ConfigError: For the first of them.
+    """
+    data, held_out = config.data, config.eval
+    if data.dataset is not None:
+        for name in sorted(data.model_fields_set - {"dataset"}):
+            example = f"dataset = {{name = {data.dataset.name!r}, {name} = ...}}"
+            config.refuse(
+                f"data.{name}",
+                f"has no effect beside data.dataset: if its function has such an argument, write "
+                f"{example}",
+            )
+        for name in sorted(held_out.model_fields_set & {"files", "sample_every"}):
+            config.refuse(f"eval.{name}", "needs text, and data.dataset gives batches")
+    measured = sorted(held_out.model_fields_set & {"files", "dataset"})
+    if len(measured) == 2:
+        config.refuse("eval.dataset", "eval.files are set too: choose one of them")
+    if held_out.every is not None and not measured:
+        config.refuse("eval.every", "there is nothing to measure: set eval.files or eval.dataset")
+    for name in measured:
+        if held_out.every is None:
+            config.refuse(f"eval.{name}", "nothing measures it: set eval.every, in steps")
+    if held_out.dataset is not None and held_out.sample_every is not None:
+        complaint = "cannot be used beside eval.dataset: all evaluations have batches of one size"
+        config.refuse("eval.sample_every", complaint)
+
+
+class Batches:
+    """The batches of a function for one data rank, epoch after epoch.
+
+    Args:
+        config: The configuration.
+        key: Where it names the function, for messages.
+        function: As `dataset_of` returns it.
+        data_rank: Which data rank's batches these are.
+        num_data_ranks: How many data ranks there are.
+        repeat: Whether the next epoch follows when the function has no more batches.
+
+    Attributes:
+        elements_seen: Elements of the targets of all batches so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        key: str,
+        function: MakeBatches,
+        *,
+        data_rank: int,
+        num_data_ranks: int,
+        repeat: bool,
+    ) -> None:
+        self._config, self._key, self._function = config, key, function
+        known = {"data_rank": data_rank, "num_data_ranks": num_data_ranks}
+        self._takes = set(parameters_of(function))
+        self._ranks = {name: n for name, n in known.items() if name in self._takes}
+        self._data_rank, self._repeat = data_rank, repeat
+        self._first: Pair | None = None
+        self._restart()
+
+    def batch(self, number: int) -> Pair | None:
+        """Returns inputs and targets of a batch, from 1; None if there are no more.
+
+        Batches are taken in order. A smaller number than the last one starts again.
+
+        Raises:
+            ConfigError: If the function fails, or what it returns is no batch.
+        """
+        if number <= self._position:
+            self._restart()
+        taken: Pair | None = None
+        while self._position < number:
+            taken = self._take()
+            if taken is None:
+                break
+            self.elements_seen += taken[1].numel()
+        return taken
+
+    def _restart(self) -> None:
+        self._position, self._epoch, self.elements_seen = 0, 0, 0
+        self._iterable: Any = None
+        self._iterator: Iterator[Any] = iter(())
+
+    def _take(self) -> Pair | None:
+        """Returns the next batch; None if there are no more."""
+        number = self._position + 1
+        seed = mixed(self._config.train.seed, number, self._data_rank)
+        found = self._call(number, seed, lambda: next(self._iterator, _END))
+        if found is _END and (self._repeat or not self._epoch):
+            self._epoch += 1
+            seed = mixed(self._config.train.seed, self._epoch)
+            found = self._call(number, seed, self._first_of_epoch)
+            if found is _END and self._repeat:
+                after = f" after {self._position} batches" if self._position else ""
+                self._config.refuse(
+                    self._key,
+                    f"the function has no batch in epoch {self._epoch}{after}: return an iterable "
+                    f"that begins anew each time it is called, with a batch or more",
+                )
+        if found is _END:
+            return None
+        pair = self._pair(number, found)
+        self._position = number
+        return pair
+
+    def _first_of_epoch(self) -> object:
+        """Begins an epoch; returns its first batch."""
+        # An iterator can be used only once. So can the batches of one epoch.
+        if self._iterable is None or self._iterator is self._iterable or "epoch" in self._takes:
+            known = {"epoch": self._epoch, "seed": self._config.train.seed}
+            known = {
+                name: value
+                for name, value in known.items()
+                if name in self._takes and name not in getattr(self._function, "keywords", {})
+            }
+            self._iterable = self._function(**self._ranks, **known)
+        self._iterator = iter(self._iterable)
+        return next(self._iterator, _END)
+
+    def _call(self, number: int, seed: int, function: Callable[[], object]) -> object:
+        """Returns what code of the user returns, with seeds of its own."""
+        try:
+            with _seeded(seed):
+                return function()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
+            words = str(error) if isinstance(error, PipegradError) else in_words(error)
+            self._config.refuse(
+                self._key, f"the function fails at batch {number}: {words}", cause=error
+            )
+
+    def _pair(self, number: int, found: object) -> Pair:
+        """Returns a batch as inputs and targets; refuses one that cannot be trained on."""
+        try:
+            inputs, target = pair_of(found)
+        except (TypeError, ValueError) as error:
+            self._config.refuse(self._key, f"batch {number}: {error}", cause=error)
+        rows, microbatches = len(inputs), self._config.parallel.microbatches
+        if not rows or rows % microbatches:
+            self._config.refuse(
+                self._key,
+                f"batch {number} has {rows} rows (inputs {_described(inputs)}), which cannot be "
+                f"cut into parallel.microbatches = {microbatches}: return batches, not single "
+                f"examples, of a multiple of that, and leave out a smaller batch at the end, as a "
+                f"DataLoader does with drop_last=True",
+            )
+        if self._first is None:
+            self._first = inputs, target
+        for what, tensor, first in zip(
+            ("inputs", "targets"), (inputs, target), self._first, strict=True
+        ):
+            if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+                self._config.refuse(
+                    self._key,
+                    f"the {what} of batch {number} are {_described(tensor)}, and those of the "
+                    f"first batch {_described(first)}: all must look alike: fill up or cut "
+                    f"sequences to one length, and leave out a smaller batch at the end",
+                )
+        return inputs, target
+
+
+def pair_of(batch: object) -> Pair:
+    """Returns inputs and targets of a batch, as a function may return it.
+
+    Args:
+        batch: Tokens ``(rows, length)``, whose targets are their successors; or a pair of inputs
+            and targets; or a table of two, whose targets are called ``labels`` or ``target``.
+            Values may be tensors, arrays or lists.
+
+    Raises:
+        TypeError: If it is anything else.
+        ValueError: If numbers of rows or dimensions do not fit.
+    """
+    values = _values(batch)
+    if len(values) == 1:
+        tokens = _tensor(values[0])
+        if tokens.is_floating_point() or tokens.dim() != 2 or tokens.shape[1] < 2:
+            raise ValueError(
+                f"it has one tensor, {_described(tokens)}: expected tokens (rows, 2 or more), "
+                f"whose targets are their successors, or inputs and targets"
+            )
+        return tokens[:, :-1].long().contiguous(), tokens[:, 1:].long().contiguous()
+    inputs, target = map(_tensor, values)
+    if not inputs.dim() or not target.dim() or len(inputs) != len(target):
+        raise ValueError(
+            f"inputs are {_described(inputs)} and targets {_described(target)}: expected as many "
+            f"rows of both"
+        )
+    if inputs.dtype in _SMALL:
+        inputs = inputs.long()
+    return inputs, target.long() if target.dtype in (*_SMALL, torch.uint8) else target
+
+
+def _values(batch: object) -> list[object]:
+    """Returns the tokens of a batch, or its inputs and targets."""
+    if isinstance(batch, Mapping):
+        names = [str(name) for name in batch]
+        targets = [name for name in batch if name in _TARGETS]
+        if len(batch) == 1 or (len(batch) == 2 and len(targets) == 1):
+            others = [name for name in batch if name not in targets]
+            return [batch[name] for name in (*others, *targets)]
+        raise TypeError(
+            f"it has the names {names}: expected one, of tokens, or two, of which one is of "
+            f"{list(_TARGETS)}: the first layer takes one tensor, so leave out the others"
+        )
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        if batch and all(isinstance(value, torch.Tensor | np.ndarray) for value in batch):
+            if len(batch) <= 2:
+                return list(batch)
+            raise TypeError(
+                f"it has {len(batch)} tensors: expected tokens, or inputs and targets: the first "
+                f"layer takes one tensor"
+            )
+        return [batch]
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return [batch]
+    raise TypeError(
+        f"it is {'None' if batch is None else type(batch).__name__}: expected a tensor of tokens, "
+        f"a pair of inputs and targets, or a table of these"
+    )
+
+
+def _tensor(value: object) -> Tensor:
+    """Returns a tensor, array or list as a tensor."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray):
+        value = np.array(value)  # torch cannot share memory that is read-only or runs backwards
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        raise TypeError(
+            f"a list of {len(value)} tensors in it: expected one tensor; a DataLoader makes such "
+            f"lists of examples that are lists: make tensors of them first"
+        )
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise TypeError(f"a {kind} in it is no tensor: {error}: rows need one length") from error
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Gives the generators of random numbers on the CPU a seed, and then their states back."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(before_numpy)

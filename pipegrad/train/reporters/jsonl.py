@@ -1,0 +1,34 @@
+"""The reporter ``jsonl``: a line of JSON for each step."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from pipegrad.train.config import Config
+from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.reporters.reporter import Reporter
+
+
+class JsonLines(Reporter):
+    """Writes ``metrics.jsonl`` into the run's folder, a line for each step."""
+
+    def open(self, folder: Path, config: Config) -> None:
+        # Without a buffer each line is in the file when its step ends.
+        self._lines = (folder / "metrics.jsonl").open("xb", buffering=0)
+
+    def report(self, metrics: StepMetrics) -> None:
+        line, begin = f"{json.dumps(metrics.known())}\n".encode(), self._lines.tell()
+        try:
+            if self._lines.write(line) == len(line):
+                return
+            raise OSError("no space left")
+        except OSError:
+            # A half line would make the whole file unreadable as JSON lines, so it is cut off.
+            with suppress(OSError):
+                self._lines.truncate(begin)
+            raise
+
+    def close(self) -> None:
+        self._lines.close()

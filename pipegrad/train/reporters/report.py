@@ -1,0 +1,107 @@
+"""Report: runs the reporters of a run; writes ``manifest.json`` and prints the summary."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from pipegrad.errors import in_words
+from pipegrad.train.config import Config
+from pipegrad.train.job import Job
+from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.tables import table
+
+
+def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the description of a run: versions, configuration, handlers, and the plan."""
+    return {
+        "pipegrad": metadata.version("pipegrad"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "config": config.model_dump(mode="json"),
+        **summary,
+    }
+
+
+class Report:
+    """Gives every step of a run to the reporters at once, so nothing is lost if the run fails.
+
+    Args:
+        console: Where the summary is printed, and which reporter has failed.
+        job: Has the configuration and the reporters.
+    """
+
+    def __init__(self, console: Console, job: Job) -> None:
+        self._console = console
+        self._config = job.config
+        self._reporters = {name: resolved.plugin for name, resolved in job.reporters.items()}
+        self._metrics: list[StepMetrics] = []
+
+    def begin(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Writes the manifest into a folder, and opens the reporters there.
+
+        Raises:
+            OSError: If a reporter cannot write there. No reporter is open then.
+        """
+        (folder / "manifest.json").write_text(f"{json.dumps(manifest, indent=2)}\n")
+        with ExitStack() as opened:
+            for reporter in self._reporters.values():
+                reporter.open(folder, self._config)
+                opened.callback(reporter.close)
+            self._open = opened.pop_all()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Closes the reporters when the run ends or fails."""
+        with self._open:
+            yield
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Gives the metrics of a step to the reporters. The run goes on without one that fails."""
+        self._metrics.append(metrics)
+        for name, reporter in list(self._reporters.items()):
+            try:
+                reporter.report(metrics)
+            except Exception as error:  # noqa: BLE001 - code of a plug-in, and a full disk
+                del self._reporters[name]
+                self._console.print(
+                    f"step {metrics.step}: the reporter {name!r} ends here, the run goes on: "
+                    f"{in_words(error)}",
+                    soft_wrap=True,
+                )
+
+    def close(self, folder: Path, device: str, replicas: str) -> None:
+        """Prints the summary.
+
+        Args:
+            folder: Folder of the run's files.
+            device: Kind of device that the ranks trained on.
+            replicas: Result of `check_replicas` at the end.
+        """
+        first, last, half = self._metrics[0], self._metrics[-1], len(self._metrics) // 2
+        # The first steps make communicators and fill caches. So times are taken from the second
+        # half of the run.
+        later = self._metrics[half:]
+        seconds = statistics.median(m.step_seconds for m in later)
+        exposed = statistics.median(m.exposed_seconds for m in later)
+        table_rows = {
+            "steps": f"{len(self._metrics)} on {device}",
+            "loss": f"{first.loss:.4f} to {last.loss:.4f}",
+            "step": f"{seconds * 1e3:.1f} ms (median), {exposed * 1e3:.1f} ms of it exposed",
+            "tokens a second": f"{statistics.median(m.tokens_per_second for m in later):,.0f}",
+            "a step reduces": f"{last.bytes_reduced / 2**20:.2f} MiB in {last.collectives} "
+            f"collectives, all ranks counted",
+            "replicas": replicas,
+            "files": f"{folder}/{'metrics.jsonl, ' if 'jsonl' in self._reporters else ''}"
+            f"manifest.json",
+        }
+        self._console.print(table(["run", ""], table_rows.items()))

@@ -1,0 +1,164 @@
+"""Stages: every rank makes the model with memory for its own stages, and tries these out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.comm.agreement import agree
+from pipegrad.errors import ConfigError
+from pipegrad.pipeline.partition import Cut
+from pipegrad.topology import Topology
+from pipegrad.train.data.feed import Feed
+from pipegrad.train.data.sources import Texts
+from pipegrad.train.job import Job
+from pipegrad.train.partial_model import NotInPartsError, PartialModel
+from pipegrad.train.preflight import (
+    Sample,
+    check_alike,
+    check_parameters,
+    digests_of,
+    sample_of,
+    try_out_loss,
+    try_out_stage,
+)
+
+_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make the model
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a job.
+
+    Attributes:
+        cut: The stages of all ranks. Those of other ranks may be on the meta device.
+        modules: Stage -> module on the device, for the stages of this rank.
+    """
+
+    cut: Cut
+    modules: dict[int, nn.Module]
+
+
+def build_stages(
+    job: Job, topology: Topology, feed: Feed, texts: Texts, device: torch.device
+) -> Stages:
+    """Returns the stages, after all ranks have made and tried them; every rank must call it.
+
+    Args:
+        job: The job.
+        topology: As this rank sees it, with process groups.
+        feed: Has the first batch of this rank.
+        texts: The texts of the job.
+        device: Of this rank's stages.
+
+    Raises:
+        PipegradError: If the model cannot be made, cut or run; on all ranks.
+    """
+    cut = _make_model(job, topology)
+    own = {stage: cut.modules[stage] for stage in topology.local_stages}
+    _try_out(job, topology, own, _sample(job, topology, feed, texts))
+
+    def place() -> None:
+        for module in own.values():
+            module.to(device)
+            if job.config.train.precision == "bf16":
+                autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+                module.forward = autocast(module.forward)
+
+    agree("placing the stages", place, timeout_seconds=_PREPARE_SECONDS)
+    return Stages(cut, own)
+
+
+def _make_model(job: Job, topology: Topology) -> Cut:
+    """Makes and cuts the model on every rank; those of other ranks have no memory if possible."""
+    make = partial(job.model, topology=topology)
+    outlines: list[PartialModel] = []
+    cuts: list[Cut] = []
+
+    def outline() -> bool:
+        if len(topology.local_stages) < topology.num_stages:
+            try:
+                outlines.append(PartialModel(make))
+            except Exception:  # noqa: BLE001 - the whole model shows what is wrong
+                return False
+        return True
+
+    # A factory may communicate. So all ranks make the model in parts, or all make it whole.
+    in_parts = all(agree("the outline of the model", outline, timeout_seconds=_PREPARE_SECONDS))
+
+    def model() -> nn.Sequential:
+        if not (in_parts and outlines):
+            return make()
+        modules = job.cut(outlines[0].outline).modules
+        layers = [n for s in topology.local_stages for n, _ in modules[s].named_children()]
+        try:
+            return outlines[0].made(layers)
+        except NotInPartsError:
+            return make()
+
+    def made() -> tuple[object, dict[str, str]]:
+        whole = model()
+        cuts.append(job.cut(whole))
+        check_parameters(job.config, cuts[0])
+        location = tuple(topology.coordinate(axis) for axis in job.config.parallel.dimensions)
+        return location, digests_of(whole)
+
+    # Ranks of one location, which is along the dimensions that a factory may shard along, must
+    # have the same values.
+    replies = agree("the model", made, timeout_seconds=_PREPARE_SECONDS)
+    check_alike(job.config, dict(enumerate(replies)))
+    return cuts[0]
+
+
+def _try_out(job: Job, topology: Topology, own: dict[int, nn.Module], sample: Sample) -> None:
+    """Sends a sample through the stages, rank by rank; every rank must call it."""
+    config, value = job.config, sample.inputs
+    last = topology.num_stages - 1
+    for stage in range(topology.num_stages):
+
+        def run(stage: int = stage, value: Tensor = value) -> Tensor | None:
+            if stage not in own:
+                return None
+            output = try_out_stage(config, stage, own[stage], value, sample.tokenizer)
+            if stage == last:
+                try_out_loss(config, job.loss, output, sample)
+                return None  # nobody takes it, and it may be large
+            return output
+
+        # Ranks of one pipeline have one value. Another pipeline may have another part of it.
+        [source, *_] = topology.ranks_of([stage])
+        value = _agreed(f"trying stage {stage} out", run)[source]
+
+
+def _agreed(what: str, function: Callable[[], Tensor | None]) -> list[Any]:
+    """Returns the results of all ranks; raises the same error on all of them if one fails."""
+
+    def tried() -> Tensor | str | None:
+        try:
+            return function()
+        except ConfigError as error:
+            return str(error)
+
+    replies = agree(what, tried, timeout_seconds=_PREPARE_SECONDS)
+    for reply in replies:
+        if isinstance(reply, str):
+            raise ConfigError(reply)
+    return replies
+
+
+def _sample(job: Job, topology: Topology, feed: Feed, texts: Texts) -> Sample:
+    """Returns what stages are tried out with, the same on all ranks; every rank must call it."""
+    if texts.tokenizer is not None:
+        return sample_of(texts.tokenizer, job.config.data.sequence_length)
+    # Ranks of middle stages have no batch. They get some rows of the first data rank's.
+    pair, own = feed.pair, None
+    if pair is not None and not topology.coordinate(topology.data):
+        rows = max(1, min(2, len(pair[0]) // job.config.parallel.microbatches))
+        own = pair[0][:rows].cpu().clone(), pair[1][:rows].cpu().clone()
+    replies = agree("a look at the first batch", lambda: own)
+    return Sample(*next(reply for reply in replies if reply is not None))

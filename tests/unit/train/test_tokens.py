@@ -1,0 +1,184 @@
+"""Text becomes tokens once; whatever is no text is refused with its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipegrad.errors import ConfigError
+from pipegrad.train.config import Config
+from pipegrad.train.data import read_corpus, tokens
+from pipegrad.train.data.tokenizer import Bytes
+from pipegrad.train.data.tokens import write_tokens
+from pipegrad.train.schema import Data, Model
+
+
+def config(folder: Path, *names: str, **keys: Any) -> Config:
+    """A configuration that reads files of a folder, and keeps its token files there."""
+    data = Data(
+        files=[str(folder / name) for name in names],
+        cache=str(folder / "cache"),
+        sequence_length=2,
+        **keys,
+    )
+    return Config(model=Model(factory="a:b"), data=data)
+
+
+def bytes_of(read: Config) -> bytes:
+    return write_tokens(read, "data.files", read.data.files, Bytes()).mapped().tobytes()
+
+
+def test_lines_of_json_are_documents(tmp_path: Path) -> None:
+    rows = [{"text": "one", "id": 1}, {"text": "zwölf\n"}, {"text": ""}]
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.jsonl").write_text(f"\ufeff{text}", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("two\n")
+    both = config(tmp_path, "a.jsonl", "b.txt")
+    assert bytes_of(both) == "onezwölf\ntwo\n".encode()
+    ended = config(tmp_path, "a.jsonl", "b.txt", separator="|")
+    assert bytes_of(ended) == "one|zwölf\n||two\n|".encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"text": "a"', "line 2, is not JSON: Expecting ',' delimiter"),
+        (b'{"content": "a", "id": 3}', r"line 2, has no string 'text', found \['content', 'id'\]"),
+        (b'["a"]', "line 2, has no string 'text', found list"),
+        (b'{"text": null}', r"line 2, has no string 'text', found \['text'\]"),
+        (b'{"text": "\xe9"}', "line 2, is not JSON: 'utf-8' codec"),
+        (b'{"text": "\\ud800"}', "line 2, has half of a character: 'utf-8' codec"),
+        (b"[" * 100_000, "line 2, is not JSON: "),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, says: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=f"data.files = .*a.jsonl, {says}"):
+        bytes_of(config(tmp_path, "a.jsonl"))
+    assert not list((tmp_path / "cache").iterdir())  # nothing is left of it
+
+
+def test_places_are_counted_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_PIECE_BYTES", 3)
+    content = "äöü\nß, and a long line".encode()
+    (tmp_path / "a").write_bytes(content)
+    assert bytes_of(config(tmp_path, "a")) == content
+    for at in range(9, len(content)):
+        (tmp_path / "a").write_bytes(content[:at] + b"\xff" + content[at:])
+        with pytest.raises(ConfigError, match=f"is not UTF-8 text: byte 0xff at {at};"):
+            bytes_of(config(tmp_path, "a"))
+    (tmp_path / "a").write_bytes("ä".encode()[:1])
+    with pytest.raises(ConfigError, match="is not UTF-8 text: byte 0xc3 at 0;"):
+        bytes_of(config(tmp_path, "a"))
+
+
+def test_pieces_end_with_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_PIECE_BYTES", 8)
+    (tmp_path / "a").write_bytes(b"one\ntwo\nthree four five\nsix")
+    read = config(tmp_path, "a")
+    pieces = list(tokens._pieces(read, "data.files", tmp_path / "a"))
+    assert [text for text, _ in pieces] == ["one\ntwo\n", "three fo", "ur five\n", "six", "", ""]
+    assert [ends for _, ends in pieces] == [False] * 5 + [True]
+
+
+def test_a_token_file_is_used_again_until_a_text_changes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    read = config(tmp_path, "a")
+    first = write_tokens(read, "data.files", read.data.files, Bytes())
+    made = Path(first.path).stat().st_mtime_ns, Path(first.path).stat().st_ino
+    assert pickle.loads(pickle.dumps(first)) == first
+    again = write_tokens(read, "data.files", read.data.files, Bytes())
+    assert (Path(again.path).stat().st_mtime_ns, Path(again.path).stat().st_ino) == made
+    # As long, and with the time of before, as `cp -p` leaves it.
+    times = (tmp_path / "a").stat()
+    (tmp_path / "a").write_bytes(b"xyz")
+    os.utime(tmp_path / "a", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert bytes_of(read) == b"xyz"
+    assert bytes_of(config(tmp_path, "a", separator="|")) == b"xyz|"
+
+
+@pytest.mark.parametrize("damage", ["no record", "half a record", "half the tokens", "no tokens"])
+def test_a_token_file_that_is_not_whole_is_made_again(tmp_path: Path, damage: str) -> None:
+    (tmp_path / "a").write_bytes(b"abcd")
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+    [record], [made] = (list((tmp_path / "cache").glob(f"*.{end}")) for end in ("json", "tokens"))
+    if damage == "no record":
+        record.unlink()
+    elif damage == "half a record":
+        record.write_text(record.read_text()[:9])
+    elif damage == "half the tokens":
+        made.write_bytes(b"ab")
+    else:
+        made.unlink()
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+
+
+def test_tokens_are_mapped_and_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    read = config(tmp_path, "a")
+    mapped = write_tokens(read, "data.files", read.data.files, Bytes()).mapped()
+    assert isinstance(mapped, np.memmap)
+    assert not mapped.flags.writeable
+    assert read_corpus(read).batch(1, seed=0, size=2)[0].tolist() == [[97, 98]] * 2
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ConfigError, match=r"data.cache = .*cache cannot be written: .*File exists"):
+        read_corpus(config(tmp_path, "a"))
+
+
+# --- the library
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A tokenizer of words, which asks to cut texts off."""
+    library = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "one": 1, "two": 2, "<|end|>": 300}
+    made = library.Tokenizer(library.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    made.enable_truncation(1)
+    made.enable_padding()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_a_tokenizer_of_the_library(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two\nthree one\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": "two two"}\n')
+    read = config(tmp_path, "a.txt", "b.jsonl", tokenizer=str(path), separator="<|end|>")
+    corpus = read_corpus(read)
+    assert corpus._tokens.tolist() == [1, 2, 0, 1, 300, 2, 300, 2, 2, 300]
+    assert corpus._tokens.dtype == np.uint16
+    assert corpus.digest != read_corpus(config(tmp_path, "a.txt", tokenizer=str(path))).digest
+    with pytest.raises(ConfigError, match=r"data.separator = '</s>': .*has no such token"):
+        read_corpus(config(tmp_path, "a.txt", tokenizer=str(path), separator="</s>"))
+
+
+@pytest.mark.usefixtures("path")
+def test_a_file_of_another_kind_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two\n")
+    (tmp_path / "other.json").write_text('{"model_type": "llama"}')
+    for name, says in {
+        "other.json": "is no file of the library tokenizers",
+        "nowhere.json": "there is no .*nowhere.json, seen from the working directory",
+        ".": "cannot be read: .*Is a directory",
+    }.items():
+        with pytest.raises(ConfigError, match=f"data.tokenizer = .*: .*{says}"):
+            read_corpus(config(tmp_path, "a.txt", tokenizer=str(tmp_path / name)))
+
+
+def test_without_the_library_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pipegrad\[tokenizers\]'"):
+        read_corpus(config(tmp_path, "a.txt", tokenizer="tokenizer.json"))
