@@ -102,20 +102,25 @@ def clip_(
 
 
 def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
-    """Divides `gradients` in place by a scalar tensor.
+    """Divides `gradients` in place by a scalar tensor, those of 16 bits in fp32.
 
-    Sync: on the current stream; the host waits for nothing.
+    Sync: on the current stream. On a device the host waits for nothing.
     """
-    # The divisor may not be a number of a dtype of 16 bits. A tensor of one dimension, unlike a
-    # scalar, takes part in torch's choice of the dtype. So these gradients are divided in fp32.
+    # The divisor may be none of the numbers of 16 bits. By a Python number torch divides them in
+    # fp32, but on a device the host would wait for it. There a tensor of one dimension, unlike a
+    # scalar, takes part in torch's choice of the dtype.
+    number = divisor.item() if divisor.is_cpu else None
     by_dtype = {
-        dtype: divisor.to(torch.promote_types(dtype, torch.float32)).reshape(1)
+        dtype: divisor.to(torch.promote_types(dtype, torch.float32))
         for dtype in {gradient.dtype for gradient in gradients}
     }
     with torch.no_grad():
         for gradient in gradients:
             by = by_dtype[gradient.dtype]
-            gradient.div_(by if gradient.dim() and not gradient.is_sparse else by[0])
+            if number is not None:
+                gradient.div_(number)
+            else:
+                gradient.div_(by.reshape(1) if gradient.dim() and not gradient.is_sparse else by)
 
 
 class GlobalNorm:

@@ -70,6 +70,7 @@ class Stage:
         self.outputs = tuple(outputs)
         self.losses = tuple(losses)
         self._returned = (*self.outputs, *self.losses)
+        self._returns_one = len(self._returned) == 1
 
     @cached_property
     def binding(self) -> Binding:
@@ -90,7 +91,7 @@ class Stage:
             StepError: If the module returns something else.
         """
         out = self.binding(*values)
-        if type(out) is torch.Tensor and len(self._returned) == 1:
+        if type(out) is torch.Tensor and self._returns_one:
             return (out,)
         return self._outputs_of(out)
 

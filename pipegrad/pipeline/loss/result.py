@@ -59,7 +59,8 @@ class StepResult:
         outputs: Of an evaluation, or of a step with ``outputs=True``, on ranks with the last stage:
             for each of its outputs the values of all microbatches, in order and detached. They are
             one tensor, joined along the first dimension. If they differ in another dimension, they
-            are a tuple with a tensor for each microbatch. Elsewhere it is empty.
+            are a tuple with a tensor for each microbatch. Elsewhere it is empty. If loss_fn changes
+            them in place, they are changed here, too.
 
     Made by `Losses.send`. If the step failed on another rank after it had ended here,
     ``on_failure`` drops what it left on this rank, and returns the words of that rank.

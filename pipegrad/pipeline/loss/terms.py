@@ -62,7 +62,9 @@ def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
 
 
 def _is_number(value: object) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
 
 
 class LossTerms:

@@ -274,12 +274,13 @@ def stages_that_fail() -> Any:
         module = Scale()
         scheduler = make(module, module, loss_fn=counted, loss_reduction="token_mean")
         values = share(batch(8), scheduler)
+        first = train(scheduler, {} if rank() == where else values)  # it would have learned
         before = train(scheduler, values)
         module.function = _fails if rank() == where else module.function
         failed = train(scheduler, values)
         module.function = lambda x: x
         refused = train(scheduler, {} if rank() == where else values)
-        found[where] = before, failed, refused, train(scheduler, values)
+        found[where] = first, before, failed, refused, train(scheduler, values)
         scheduler.close()
     return at.coordinate("pp"), found
 
@@ -291,9 +292,10 @@ def _fails(_: Tensor) -> Tensor:
 def test_steps_after_a_failed_one_have_the_right_weights(four: Replies) -> None:
     for reply in four:
         _, found = reply["stages_that_fail"]
-        for before, failed, refused, after in found.values():
+        for first, before, failed, refused, after in found.values():
             assert "enough" in failed
             assert "StepError" in refused
+            assert "StepError" in first
             assert before == after
             assert "Error" not in after
 
@@ -560,7 +562,7 @@ def test_mistakes_with_losses_of_stages_are_refused_in_words(two: Replies) -> No
     words = {
         "missing": "stage 0 returned ['Tensor'], expected a tensor for each of its outputs ['x'] "
         "and its losses ['aux']",
-        "missing by name": "stage 0 returned ['Tensor', 'NoneType'], expected",
+        "missing by name": "stage 0 returned {'x': 'Tensor'}, expected",
         "no tensor": "stage 0 returned ['Tensor', 'float'], expected",
         "too large": "stage 0, microbatch 0: the stage returned 'aux' of shape (2, 3), expected "
         "one element",

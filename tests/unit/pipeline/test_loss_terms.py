@@ -58,6 +58,7 @@ MEAN, WEIGHTED = "expected a tensor of one element or (loss, metrics)", "(sum of
         ((LOSS, {"a": "b"}), False, "returned the metric 'a' as 'b', expected a name, and a"),
         ((LOSS, {"a": torch.ones(2)}), False, "or a tensor of one element"),
         ((LOSS, {1: 2.0}), False, "returned the metric 1 as 2.0"),
+        ((LOSS, {"a": LOSS * 1j}), False, "returned the metric 'a' as tensor(0.+2.j)"),
     ],
 )
 def test_anything_else_is_refused(returned: Any, is_weighted: bool, words: str) -> None:
