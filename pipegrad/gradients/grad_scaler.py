@@ -51,7 +51,7 @@ class GradScaler(torch.amp.GradScaler):
             ``backoff_factor``, ``growth_interval``, ``enabled``. The same on all ranks.
 
     Raises:
-        PlanError: If options differ between ranks; on all ranks.
+        AgreementError: If options differ between ranks; on all ranks.
     """
 
     def __init__(self, sync: GradientSync, **options: Any) -> None:  # noqa: ANN401 - torch's own
