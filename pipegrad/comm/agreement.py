@@ -66,18 +66,21 @@ def agree(
     *,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = AGREE_SECONDS,
+    meeting: str | None = None,
 ) -> list[T]:
     """Runs `function` on every rank and returns all results, or raises the same error on all ranks.
 
     Put everything into `function` that can fail on one rank alone: files, imports, devices,
     configuration. Then its error is raised on all ranks. All of `ranks` must call `agree` in the
-    same order. Results are sent pickled; equal results are stored once.
+    same order, or name the meeting. Results are sent pickled; equal results are stored once.
 
     Args:
         what: The subject, the same on all ranks; for messages.
         function: Takes nothing; its result must pickle.
         ranks: Global ranks that take part; all by default.
         timeout_seconds: How long to wait for the slowest rank.
+        meeting: A name that the same ranks use once, where a rank may stay away and go on. Without
+            a name each rank counts its meetings, and all must have counted alike.
 
     Returns:
         The results, by ascending rank.
@@ -98,7 +101,7 @@ def agree(
         error, outcome = caught, _Failure(type(caught).__name__, str(caught))
         payload = pickle.dumps(outcome)
     try:
-        prefix = f"pipegrad/agree/{_next_meeting(members)}"
+        prefix = f"pipegrad/agree/{_meeting(members, meeting)}"
         # An interrupt or an exit must end this process now. Its message is posted first: then the
         # other ranks do not wait until the timeout.
         if error is not None and not ends_in_words(error):
@@ -199,8 +202,8 @@ def _exchange(
     return [payloads[d] for d in digests]
 
 
-def _next_meeting(ranks: tuple[int, ...]) -> str:
-    """Returns a name for the next meeting of `ranks`, equal on all of them and never used before.
+def _meeting(ranks: tuple[int, ...], name: str | None) -> str:
+    """Returns the keys' part for a meeting of `ranks`, equal on all of them, never used before.
 
     No message is needed for it: all ranks call `agree` in the same order, so each counts alone.
     """
@@ -212,8 +215,9 @@ def _next_meeting(ranks: tuple[int, ...]) -> str:
         life = store().add(f"pipegrad/lives/{members}/{dist.get_rank()}", 1)
         by_ranks[ranks] = _Meetings(life)
     meetings = by_ranks[ranks]
-    meetings.number += 1
-    return f"{members}/{meetings.life}/{meetings.number}"
+    if name is None:
+        meetings.number += 1
+    return f"{members}/{meetings.life}/{name or meetings.number}"
 
 
 def _meetings_by_ranks() -> dict[tuple[int, ...], _Meetings]:

@@ -123,16 +123,19 @@ class Groups:
         return self.world is None or blocks_host(self.world, device)
 
 
-def new_group(ranks: Sequence[int], description: str, device: torch.device) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], description: str, device: torch.device, backend: str | None = None
+) -> dist.ProcessGroup:
     """Makes a process group with the timeout of the default group, which torch does not use.
 
     Args:
         ranks: Global ranks of the group. Every rank of the world must make it.
         description: For torch's logs.
         device: Where it will be used.
+        backend: That of the default group if None.
     """
     group: dist.ProcessGroup = dist.new_group(
-        list(ranks), timeout=collective_timeout(device), group_desc=description
+        list(ranks), collective_timeout(device), backend, group_desc=description
     )
     return group
 

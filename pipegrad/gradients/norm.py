@@ -101,6 +101,23 @@ def clip_(
             gradient.mul_(factor.to(gradient.dtype))
 
 
+def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
+    """Divides `gradients` in place by a scalar tensor.
+
+    Sync: on the current stream; the host waits for nothing.
+    """
+    # The divisor may not be a number of a dtype of 16 bits. A tensor of one dimension, unlike a
+    # scalar, takes part in torch's choice of the dtype. So these gradients are divided in fp32.
+    by_dtype = {
+        dtype: divisor.to(torch.promote_types(dtype, torch.float32)).reshape(1)
+        for dtype in {gradient.dtype for gradient in gradients}
+    }
+    with torch.no_grad():
+        for gradient in gradients:
+            by = by_dtype[gradient.dtype]
+            gradient.div_(by if gradient.dim() and not gradient.is_sparse else by[0])
+
+
 class GlobalNorm:
     """The norm of the gradients of all ranks, in which each parameter counts once.
 

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 from pipegrad.errors import StepError
 from pipegrad.gradients.accumulation_hook import AccumulationHook
 from pipegrad.gradients.parameter_home import ParameterHome
-from pipegrad.model.dtensor import has_terms, is_dtensor, sum_terms
+from pipegrad.model.dtensor import has_terms, is_dtensor, local, sum_terms
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.optimizer.main_params import MainShard
@@ -185,6 +185,25 @@ class LiveParameter:
                 f"would add to it: call optimizer.zero_grad() before the step, to make it zero or "
                 f"None. optimizer.zero_grad() does so for the parameters that this optimizer has, "
                 f"module.zero_grad() for all whose gradient is in .grad. Or accumulate with "
+                f"'with sync.accumulate():' around all steps but the last"
+            )
+
+    def refuse_values(self) -> None:
+        """Refuses a gradient that this step would add to, and then divide once more.
+
+        Raises:
+            StepError: If there is a gradient that is not zero.
+
+        Sync: blocks the host if a gradient was zeroed, and not set to None.
+        """
+        gradient, last = self._accumulated, self._accessor_result
+        if gradient is None or self._is_clean or (last is not None and gradient is last()):
+            return
+        if gradient.is_sparse or bool(local(gradient).any()):
+            raise StepError(
+                f"the parameter {self.record.key!r} has a gradient already, and the divisor of "
+                f"this step is known only at its end, so it would be divided too: call "
+                f"optimizer.zero_grad() before the step; or accumulate with "
                 f"'with sync.accumulate():' around all steps but the last"
             )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from pipegrad.comm.ending import Ending
@@ -13,6 +14,7 @@ from pipegrad.comm.failures import FailedSteps
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.drift import DriftCheck
+from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.state import TRANSITIONS, State, Statistics, refusal
@@ -20,6 +22,7 @@ from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.wrappers import reshard
 from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.plan.plan import Plan
+from pipegrad.plan.routes import has_result
 from pipegrad.reduce.bucket_buffer import RELEASED
 from pipegrad.reduce.reducer import Reducer
 
@@ -89,6 +92,7 @@ class Step:
                 self._by_stage[stage].append(parameter)
         self._by_id = {id(p.live): p for p in parameters.values()}
         self._only_accumulates = False  # whether the present step began inside `accumulate`
+        self._divides_late = False  # whether `finish` is given the divisor
         self._last_backwards: set[int] = set()  # stages whose next backward is the last
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
@@ -133,14 +137,14 @@ class Step:
 
     # The verbs of a step, in order.
 
-    def prepare(self, divisor: float) -> None:
+    def prepare(self, divisor: float | None) -> None:
         """Zeroes the slots of gradients, or continues a step that only accumulated."""
         self.refuse_closed()
         # In LEAVING this verb begins no step, and other ranks are in the present one.
         with self._failures.refusing(begins=self.state is not State.LEAVING):
             self._prepare(divisor)
 
-    def _prepare(self, divisor: float) -> None:
+    def _prepare(self, divisor: float | None) -> None:
         self._failures.refuse()
         self.check("prepare")
         continues = self.is_open
@@ -150,10 +154,15 @@ class Step:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
             reshard(self._wrapped)
         self._refresh(continues=continues)
+        self._divides_late = divisor is None
+        if self._divides_late and not continues:
+            for parameter in self._parameters.values():
+                parameter.refuse_values()
         self._failures.begin()
         self._late_error = None
+        known = 1.0 if divisor is None else divisor
         zeroed = {
-            key: p for key, p in self._parameters.items() if p.open(divisor, continuing=continues)
+            key: p for key, p in self._parameters.items() if p.open(known, continuing=continues)
         }
         # Step 1 of the journey of a gradient: one zeroing for each buffer, before its producers.
         for buffer in self._reducer.buffers.values():
@@ -209,7 +218,7 @@ class Step:
         for parameter in self._by_stage[stage]:
             self._finalize_for(stage, parameter)
 
-    def finish(self) -> bool:
+    def finish(self, divisor: torch.Tensor | None) -> bool:
         """Waits until every gradient is in place; returns whether copies must be compared."""
         if self.is_accumulating and self.state is not State.CLOSED:
             self._failures.end()
@@ -219,6 +228,11 @@ class Step:
             unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
             if unfinished:
                 raise StepError(f"finish() before stage_final() of stages {unfinished}")
+            if self._divides_late != (divisor is not None):
+                raise StepError(
+                    "one of prepare() and finish() takes the divisor: give it to finish() if it "
+                    "was None in prepare(), and only then"
+                )
         try:
             if self._late_error is not None:
                 raise self._late_error
@@ -232,8 +246,19 @@ class Step:
         except BaseException as error:
             self.abort(error)
             raise
+        if divisor is not None:
+            self._divide(divisor)
         self._put_in_place(exposed_seconds)
         return compares
+
+    def _divide(self, divisor: torch.Tensor) -> None:
+        """Divides what this rank has of all gradients, before it is put in place."""
+        # Whole buckets, not single gradients: the fewest operations, and each bucket is divided
+        # once, whoever holds its gradients.
+        rank, buffers = self._plan.rank, self._reducer.buffers.values()
+        results = [b.payload for b in buffers if has_result(b.bucket.route, rank)]
+        unreduced = [p.gradient for p in self._parameters.values() if p.buffer is None]
+        divide_([*results, *(g for g in unreduced if g is not None)], divisor)
 
     def _put_in_place(self, exposed_seconds: float) -> None:
         """Step 7 of the journey of a gradient, after the wait."""

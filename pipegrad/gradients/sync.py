@@ -140,7 +140,7 @@ class GradientSync:
     # The verbs of a step, in order.
 
     @outside_of_graphs
-    def prepare(self, *, divisor: float = 1.0) -> None:
+    def prepare(self, *, divisor: float | None = 1.0) -> None:
         """Starts a step, or continues an accumulated step: makes zeroed slots the gradients.
 
         Args:
@@ -148,17 +148,19 @@ class GradientSync:
                 the number of microbatches if the loss of each is a mean. The sum of all
                 microbatches must fit into the gradient's dtype. With float16, divide the loss
                 instead, or set ``parameter.grad_dtype`` to float32. Accumulated steps may have
-                different divisors. A gradient that you set yourself is not divided.
+                different divisors. A gradient that you set yourself is not divided. None if the
+                divisor is known only at the end: then `finish` is given it, and no parameter may
+                have a gradient when the step begins.
 
         Sync: zeroes gradients on the current stream, and may scale those of accumulated steps. Call
         backward on this stream, or on a stream that waits for it. The buffers of pipegrad are safe
         for verbs on any stream.
 
         Raises:
-            StepError: If a gradient is still the reduced gradient of the last step, if a parameter
-                is not as the ranks agreed, if a parameter was changed after `publish`, or if
-                gradients of this step are already sent. Then try again soon: other ranks wait for
-                some seconds.
+            StepError: If a gradient is still the reduced gradient of the last step, if there is
+                any gradient and the divisor is None, if a parameter is not as the ranks agreed, if
+                a parameter was changed after `publish`, or if gradients of this step are already
+                sent. Then try again soon: other ranks wait for some seconds.
             ReduceError: If an earlier step failed in a comm stream, so this rank cannot go on.
         """
         self._step.prepare(divisor)
@@ -205,7 +207,7 @@ class GradientSync:
         self._step.stage_final(stage)
 
     @outside_of_graphs
-    def finish(self) -> None:
+    def finish(self, *, divisor: torch.Tensor | None = None) -> None:
         """Waits until every gradient is in place.
 
         If no rank contributed to a gradient, it is None again, as in one process. In the steps 2,
@@ -213,16 +215,23 @@ class GradientSync:
         does. Here, differences of a few roundings for each step are allowed, since machines of two
         kinds may round differently. Steps that only accumulate do not count.
 
+        Args:
+            divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
+                gradients are divided by it once, after their reductions. Until then they are sums,
+                which must fit into the dtypes of the gradients and of the wire.
+
         Sync: the current stream waits for the comm streams. The host waits if collectives block it,
-        and for the flag of each parameter without a gradient on this rank.
+        and for the flag of each parameter without a gradient on this rank. With a divisor there is
+        one pass over the results of this rank, on the current stream.
 
         Raises:
             ReduceError: If a collective failed; on every rank that waits for it. Within a second if
                 collectives block the host, otherwise after the timeout of their backend.
-            StepError: If a stage is not final, or a gradient changed after it was final.
+            StepError: If a stage is not final, a gradient changed after it was final, or the
+                divisor was given twice or never.
             DriftError: On all ranks, if copies have drifted apart.
         """
-        if self._step.finish():
+        if self._step.finish(divisor):
             self.reshard()
             self._parts.drift.refuse_growing(self._step.statistics.steps)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
 
 from pipegrad.model.wrappers import is_imported_kind
 
@@ -24,6 +26,27 @@ __all__ = ["PipelineStageBase", "TorchDispatchMode", "gpu_trace"]
 def is_profiled() -> bool:
     """True if a torch profiler is recording. The check is cheaper than an unused range."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def flat(
+    tree: object, is_leaf: Callable[[object], bool] | None = None
+) -> tuple[list[tuple[str, object]], Callable[[list[object]], object]]:
+    """Returns the leaves of a tree of dicts, tuples and lists, and how to make one of others.
+
+    Args:
+        tree: Also of classes that are registered in ``torch.utils._pytree``.
+        is_leaf: Says of a node whether it is a leaf.
+
+    Returns:
+        Each leaf behind its path, ``"['mask'][0]"``; and a function from new leaves, in the same
+        order, to a tree of the same structure.
+    """
+    leaves, spec = tree_flatten(tree, is_leaf)
+    try:
+        paths = [keystr(path) for path, _ in tree_leaves_with_path(tree, is_leaf)]
+    except ValueError:  # a registered class need not name its parts
+        paths = [f"[{number}]" for number in range(len(leaves))]
+    return list(zip(paths, leaves, strict=True)), partial(tree_unflatten, treespec=spec)
 
 
 def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its schema is C++'s
@@ -45,10 +68,20 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+# How many objects hold a storage, given by `storage_key`. It is a name and not a function, so that
+# it costs one call.
+storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Returns what `storage_holders` takes. It is valid as long as `storage` lives."""
+    return int(storage._cdata)
+
+
 def num_holders(tensor: torch.Tensor) -> int:
     """Returns how many tensors share the memory of `tensor`, which counts too."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` itself does not count
+    return storage_holders(storage_key(storage)) - 1  # `storage` itself does not count
 
 
 def end_backward(part: FSDPModule) -> None:

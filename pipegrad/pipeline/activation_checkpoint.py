@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
+from pipegrad.pipeline.batch.trees import leaves_of
 
 Values = Sequence[object]
 Outputs = tuple[Tensor, ...]
@@ -115,4 +116,8 @@ class Recompute:
 
 
 def _versions(values: Values) -> list[int]:
-    return [value._version for value in values if isinstance(value, Tensor)]
+    trees = [
+        (value,) if isinstance(value, Tensor) else leaves_of({"": value}).values()
+        for value in values
+    ]
+    return [leaf._version for leaves in trees for leaf in leaves if isinstance(leaf, Tensor)]

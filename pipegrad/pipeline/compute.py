@@ -13,6 +13,8 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.aliases import Aliases, check_plain
+from pipegrad.pipeline.loss import LossTerms, loss_parts
+from pipegrad.pipeline.loss.terms import LossParts
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.values import Key, Values
@@ -37,8 +39,7 @@ class Compute:
         loss_fn: Takes the last stage's outputs and a microbatch's target.
 
     Attributes:
-        losses: One for each microbatch, on the rank of the last stage.
-        outputs: What the last stage made, in a forward-only program.
+        outputs: What the last stage made, if the step keeps it.
     """
 
     def __init__(
@@ -69,24 +70,34 @@ class Compute:
             for index, stage in stages.items()
             if stage.recompute and sync is not None
         }
+        self._with_losses = {index for index, stage in stages.items() if stage.losses}
         self.forget()
 
-    def begin(self, targets: Sequence[object] | None, divisor: float) -> None:
-        """Takes the targets of a step, one for each microbatch, and the divisor of every loss."""
+    def begin(
+        self, targets: Sequence[object] | None, terms: LossTerms | None, *, keeps_outputs: bool
+    ) -> None:
+        """Takes what belongs to a step.
+
+        Args:
+            targets: For each microbatch, on the rank of the last stage.
+            terms: Collects losses.
+            keeps_outputs: Whether to keep what the last stage makes.
+        """
         self._targets = targets
-        self._divisor = divisor
+        self._terms = terms
+        self._keeps_outputs = keeps_outputs
         self._is_scaled = self._sync is not None and self._sync.is_scaled
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
-        self.begin(None, 1.0)
+        self.begin(None, None, keeps_outputs=False)
         self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
+        self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
         for recompute in self._recomputes.values():
             recompute.forget()
         self._ran_forward = set[int]()  # stages
         self._ran_backward = set[int]()
-        # New lists: `Executor.run` returns the old ones.
-        self.losses = list[Tensor]()
+        # A new list: `Executor.run` returns the old one.
         self.outputs = list[tuple[Tensor, ...]]()
         self._aliases.forget()
         self._weights.forget()
@@ -115,6 +126,8 @@ class Compute:
             outputs = self._recomputes[stage].first(microbatch, values, forward)
         else:
             outputs = self._stages[stage].forward(values)
+        if stage in self._with_losses:
+            outputs = self._part_losses(stage, microbatch, outputs)
         if stage != self._last or self._sync is None:
             # `settled` finds out whether the module keeps an output. So the list that it is given
             # must be the only reference to the outputs here.
@@ -139,27 +152,62 @@ class Compute:
 
     def _end(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Computes the loss of the last stage; returns the roots of its backward."""
-        if self._sync is None:
-            self.outputs.append(tuple(map(self._aliases.apart, outputs)))
+        if self._keeps_outputs:
+            self.outputs.append(tuple(map(self._kept, self._stages[self._last].outputs, outputs)))
         if self._targets is None:
             return ()
-        loss = self._loss_of(microbatch, outputs)
-        self.losses.append(self._aliases.apart(loss.detach()).reshape(()))
-        return (loss,)
+        parts = self._loss_of(microbatch, outputs)
+        assert self._terms is not None
+        self._terms.add(parts)
+        return parts[:1]
 
-    def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> Tensor:
+    def _kept(self, name: str, output: Tensor) -> Tensor:
+        check_plain(output, f"stage {self._last} returned {name!r}")
+        return self._aliases.apart(output.detach())
+
+    def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> LossParts:
         assert self._loss_fn is not None
         assert self._targets is not None
-        loss = self._loss_fn(*outputs, self._targets[microbatch])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise StepError(f"loss_fn returned {loss!r}, expected a tensor of one element")
-        check_plain(loss, "loss_fn returned its loss")
+        assert self._terms is not None
+        returned = self._loss_fn(*outputs, self._targets[microbatch])
+        parts = loss_parts(returned, is_weighted=self._terms.is_weighted)
+        loss = parts[0]
+        if type(loss) is not Tensor or loss.layout is not torch.strided:
+            check_plain(loss, "loss_fn returned its loss")
         if self._sync is not None and not loss.requires_grad and self._is_trained:
             raise StepError(
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
                 "it, or step() runs under no_grad"
             )
-        return loss
+        return parts
+
+    def _part_losses(
+        self, stage: int, microbatch: int, returned: tuple[Tensor, ...], *, again: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Takes the losses that a stage returned behind its outputs; returns the outputs.
+
+        Args:
+            stage: The stage.
+            microbatch: The microbatch.
+            returned: What it returned.
+            again: Whether the forward ran a second time: its losses are counted already.
+        """
+        names, number = self._stages[stage].losses, len(self._stages[stage].outputs)
+        losses = returned[number:]
+        for name, loss in zip(names, losses, strict=True):
+            what = f"stage {stage}, microbatch {microbatch}: the stage returned {name!r}"
+            check_plain(loss, what)
+            if loss.numel() != 1:
+                raise StepError(
+                    f"{what} of shape {tuple(loss.shape)}, expected one element, since it is among "
+                    f"its losses"
+                )
+            if not again:
+                assert self._terms is not None
+                self._terms.add_auxiliary(name, loss)
+        if self._sync is not None and (again or stage not in self._recomputes):
+            self._losses[stage, microbatch] = losses
+        return returned[:number]
 
     # Backward.
 
@@ -192,8 +240,10 @@ class Compute:
         values = self._values.inputs_of(stage, microbatch)
         with self._recomputes[stage].again(microbatch, values):
             outputs = self._stages[stage].forward(values)
+            if stage in self._with_losses:
+                outputs = self._part_losses(stage, microbatch, outputs, again=True)
             if stage == self._last:
-                outputs = (self._loss_of(microbatch, outputs),)
+                outputs = self._loss_of(microbatch, outputs)[:1]
         self._roots[stage, microbatch] = outputs
         # The backward gives back receive buffers, and this frame must not hold them.
         del outputs, values
@@ -209,10 +259,18 @@ class Compute:
         # The table must not hold the graph any more when the backward has run.
         outputs = self._roots[stage, microbatch]
         del self._roots[stage, microbatch]
+        roots, gradients = list[Tensor](), list[Tensor | None]()
+        losses = outputs
         if stage != self._last:
-            return self._values.gradients_of(stage, microbatch, outputs)
-        (loss,) = outputs
-        return ([loss], [self._loss_gradient(loss)]) if loss.requires_grad else ([], [])
+            roots, gradients = self._values.gradients_of(stage, microbatch, outputs)
+            losses = ()
+        if stage in self._with_losses:
+            losses += self._losses.pop((stage, microbatch))
+        for loss in losses:
+            if loss.requires_grad:
+                roots += (loss,)
+                gradients += (self._loss_gradient(loss),)
+        return roots, gradients
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:
         """Returns the gradient that backward begins with: one, divided as the loss is.
@@ -223,17 +281,18 @@ class Compute:
         Raises:
             StepError: If the loss's dtype has no such number.
         """
-        exact = 1.0 / self._divisor
+        assert self._terms is not None
+        exact = 1.0 / self._terms.divisor
         info = torch.finfo(loss.dtype)
         if not info.smallest_normal <= exact <= info.max:
             raise StepError(
-                f"the loss is {loss.dtype}, and its gradient, 1 / {self._divisor:g} for the number "
-                f"of microbatches or loss_divisor, is none of its numbers: return loss.float() "
-                f"from loss_fn, and compute it of float32"
+                f"the loss is {loss.dtype}, and its gradient, 1 / {self._terms.divisor:g} for the "
+                f"number of microbatches or loss_divisor, is none of its numbers: return "
+                f"loss.float(), and compute it of float32"
             )
         scale = self._sync.loss_scale() if self._sync is not None and self._is_scaled else None
         if scale is None:
             return torch.full_like(loss, exact)
         # The scale stays on its device, so the host waits for nothing.
-        scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._divisor
+        scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
         return scaled.to(loss.device, loss.dtype).reshape(loss.shape)

@@ -13,8 +13,9 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
+from pipegrad.pipeline.loss import LossTerms
 from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.transfers import Transfers
+from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.schedules.program.program import Op, Program
 
@@ -83,8 +84,8 @@ class Executor:
         self._labels[weights.compute_shared] = "shared weights of stage {0}"
         drain_methods: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
-            Op.WAIT_RECEIVE: transfers.receive_and_drop,
-            Op.SEND: transfers.send_zeros,
+            Op.WAIT_RECEIVE: values.receive_and_drop,
+            Op.SEND: transfers.send_failed,
             Op.RELEASE: transfers.release,
         }
         for item in program.decoded(self._rank):
@@ -118,21 +119,25 @@ class Executor:
         a step whose first item never ran.
         """
         self._position = 0
+        self._transfers.ends.grow()
 
     def run(
         self,
         inputs: Mapping[str, Sequence[object]],
         targets: Sequence[object] | None,
-        divisor: float,
-    ) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-        """Runs all items; returns the losses and, forward-only, the outputs of the last stage.
+        terms: LossTerms,
+        *,
+        keeps_outputs: bool,
+    ) -> list[tuple[Tensor, ...]]:
+        """Runs all items; returns the outputs of the last stage, if they are kept.
 
         If it raises, call `finish_transfers`.
 
         Args:
             inputs: External name -> its value for each microbatch.
             targets: For each microbatch, on the rank of the last stage.
-            divisor: Of every loss, as backward sees it.
+            terms: Collects the losses of this rank.
+            keeps_outputs: Whether to keep what the last stage makes.
 
         Sync: all on the current stream.
         """
@@ -140,7 +145,7 @@ class Executor:
         # a step begins, too.
         self._forget()
         self._values.begin(inputs, targets)
-        self._compute.begin(targets, divisor)
+        self._compute.begin(targets, terms, keeps_outputs=keeps_outputs)
         if self._forward_only:
             self._sharded.begin_evaluation()
         else:
@@ -153,13 +158,13 @@ class Executor:
         except BaseException as error:
             self._add_location(error)
             raise
-        # The lists are taken first: `forget` makes new ones.
-        losses, outputs = self._compute.losses, self._compute.outputs
+        # The list is taken first: `forget` makes a new one.
+        outputs = self._compute.outputs
         self._forget()
-        return losses, outputs
+        return outputs
 
     def finish_transfers(self) -> None:
-        """Makes the transfers that are left of a failed step, with zeros.
+        """Makes the transfers that are left of a failed step, without values.
 
         Other ranks still wait for messages of this rank, and send their own. After this, each of
         these transfers ends on any backend, and the next step begins with the same messages on

@@ -1,7 +1,8 @@
 """The first step of a kind: ranks learn what values look like.
 
-[Note: first step] A rank can make a receive buffer only if it has the shape and dtype of the value.
-Nobody declares them, so the first step of each kind (training, evaluation) finds them:
+[Note: first step] A rank can make a receive buffer only if it knows how large a value is. Nobody
+declares that, so the first step of each kind (training, evaluation) finds out what values look like
+in the first microbatch. What changes later travels with the values: see [Note: shapes].
 
 1. The Program of the first step posts no receive ahead: each stands directly before its wait.
 2. A stage runs its forward. Before the first send of a value, its rank posts a `Spec` of the value
@@ -9,10 +10,11 @@ Nobody declares them, so the first step of each kind (training, evaluation) find
    nothing crosses that channel in either direction.
 3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
    then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
-4. All ranks exchange their specs, their loss_divisor and the number of rows of their batches. These
-   must fit together. If a rank failed, all ranks raise, and the next step is a first step again.
+4. All ranks exchange their specs, their loss_divisor, the names of their metrics and the number of
+   rows that they cut. Divisors and names must be equal, and in each pipeline the rows. If a rank
+   failed, all ranks raise, and the next step is a first step again.
 5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
-   no channel back. All later steps of the kind must look like the first one.
+   no channel back.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from datetime import timedelta
 from pipegrad.comm.agreement import Board, agree, same
 from pipegrad.comm.failures import FAILED_ELSEWHERE
 from pipegrad.errors import PipegradError, StepError
+from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.loss import StepResult
-from pipegrad.pipeline.microbatch import Batch
 from pipegrad.pipeline.step import StepContext, StepKind
-from pipegrad.pipeline.transfers import Spec, Specs
+from pipegrad.pipeline.transfers.specs import Spec, Specs
+from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.program import Channel
 
 
@@ -46,7 +49,7 @@ class LearnedSpecs(Specs):
         self._board = board
         self._timeout = timedelta(seconds=wait_seconds)
 
-    def expected(self, link: int, spec: Spec) -> Spec | None:
+    def first(self, link: int, spec: Spec) -> Spec | None:
         """Returns what the first microbatch looked like; `spec` itself if it is the first."""
         return self._by_link.setdefault(link, spec)
 
@@ -81,17 +84,20 @@ class _Learned:
 
     Attributes:
         specs: By link, of the values that this rank made or received.
-        rows: Of the tensors of its batch, by name.
         divisor: Its loss_divisor; None if this rank has none.
+        metrics: The names of loss_fn's metrics; None if this rank computed no loss.
+        rows: Of the batch that it cut; None if it cut nothing.
     """
 
     specs: dict[int, Spec]
-    rows: dict[str, int]
     divisor: float | None
+    metrics: tuple[str, ...] | None
+    rows: int | None
 
 
 def run_first_step(
     context: StepContext,
+    schedule: Schedule,
     batch: Batch,
     *,
     forward_only: bool,
@@ -101,6 +107,7 @@ def run_first_step(
 
     Args:
         context: What all kinds of step share.
+        schedule: What every rank computes.
         batch: What the step is given.
         forward_only: Which kind it is: evaluation or training.
         wait_seconds: How long ranks wait for each other. Kernels may be compiled meanwhile.
@@ -115,7 +122,7 @@ def run_first_step(
     pipeline = topology.ranks_along(topology.pipeline)
     board = Board(f"{context.name}/{context.notice.step}/{pipeline[0]}")
     specs = LearnedSpecs(board, wait_seconds)
-    first = StepKind(context, links, specs, depth=0, forward_only=forward_only)
+    first = StepKind(context, schedule, links, specs, depth=0, forward_only=forward_only)
     outcomes: list[StepResult | BaseException] = []
 
     def learn() -> _Learned | None:
@@ -127,7 +134,8 @@ def run_first_step(
             outcomes.append(error)
             return None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
-        return _Learned(known, first.batches.rows, first.divisors(batch)[1])
+        divisor = first.divisors(batch)[1]
+        return _Learned(known, divisor, first.terms.metrics, context.batches.rows)
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
@@ -144,11 +152,19 @@ def run_first_step(
     if len(learned) < len(ranks):
         raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
     _check_alike(context, learned)
+    metrics = [reply.metrics for reply in learned.values() if reply.metrics is not None]
+    context.losses.learn(
+        metrics[0] if metrics else None,
+        forward_only=forward_only,
+        terms=first.terms,
+        result=outcome,
+    )
     # Each rank has seen the values that it made or received. All ranks of a pipeline together have
     # seen all of them, and a rank needs them all to lower the programs of the others.
     by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
     kind = StepKind(
         context,
+        schedule,
         [
             link._replace(differentiable=by_link[number].differentiable)
             for number, link in enumerate(links)
@@ -156,15 +172,18 @@ def run_first_step(
         Specs(by_link),
         depth=context.depth,
         forward_only=forward_only,
-        first=first.batches,
     )
     return kind, outcome
 
 
 def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
-    """Refuses different divisors, and batches of one pipeline with different numbers of rows."""
+    """Refuses different divisors or metrics, and rows that differ within a pipeline."""
     divisors = {rank: reply.divisor for rank, reply in learned.items()}
     same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
+    names = {rank: reply.metrics for rank, reply in learned.items()}
+    same("the metrics of loss_fn", {rank: str(n) for rank, n in names.items() if n is not None})
+    # A target that is cut unlike its input, such as a list of tensors of each sample, would be cut
+    # in all steps. So one comparison is enough, and it costs later steps nothing.
     for pipeline in context.topology.pipelines:
-        rows = {r: str(max(learned[r].rows.values())) for r in pipeline if learned[r].rows}
-        same("how many rows their tensors have", rows)
+        rows = {rank: learned[rank].rows for rank in pipeline}
+        same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})

@@ -27,13 +27,15 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
 from pipegrad.optimizer.main_params import NamedGroupOf
 from pipegrad.optimizer.named_optimizer import Optimizer
+from pipegrad.pipeline.batch.microbatch import Batch, Batches
 from pipegrad.pipeline.first_step import run_first_step
 from pipegrad.pipeline.loss import Losses, StepResult
-from pipegrad.pipeline.microbatch import Batch
+from pipegrad.pipeline.other_numbers import OtherNumbers
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.step import StepContext, StepKind
-from pipegrad.pipeline.transfers import BufferPool, Edges
+from pipegrad.pipeline.transfers.buffers import BufferPool
+from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.wiring import (
     Loss,
     ScheduleSpec,
@@ -61,9 +63,20 @@ class Scheduler:
         stages: The stages that the schedule places on this rank.
         topology: Over all ranks. The schedule says which rank has which stages.
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`.
-        num_microbatches: Into how many a batch is cut, along the first dimension.
+        num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
+            another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
-            parameters as inputs go to those of a `Stage`. Returns one element.
+            parameters as inputs go to those of a `Stage`. Returns one element, or ``(loss,
+            metrics)`` with a mapping of names and numbers, or tensors of one element: see
+            `StepResult.metrics`. All microbatches of all steps have the same names.
+        loss_reduction: ``"mean"``: the loss of a step is the mean over microbatches and data ranks.
+            ``"token_mean"``: loss_fn returns ``(sum, weight)`` or ``(sum, weight, metrics)``, such
+            as the sum of ``cross_entropy(..., ignore_index=-100, reduction="sum")`` and the number
+            of targets that are not ignored. The loss is the sum over all microbatches and data
+            ranks, divided by the sum of all weights, and gradients are those of this loss. If that
+            sum is 0, the loss is nan and gradients are zero, as in one process. In steps inside
+            ``sync.accumulate()`` weights add up too: gradients are divided by all of them. Until
+            the end of a step gradients are sums, so float16 needs a small loss scale.
         whole: Names of inputs that belong to no sample, such as a table of rotary frequencies.
             Every microbatch gets them whole. They may be anything, also ``"target"``.
         tied: As `GradientSync`.
@@ -93,6 +106,7 @@ class Scheduler:
         schedule: ScheduleSpec,
         num_microbatches: int | None = None,
         loss_fn: Loss | None = None,
+        loss_reduction: str = "mean",
         whole: Sequence[str] = (),
         tied: Tied = (),
         handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
@@ -108,6 +122,7 @@ class Scheduler:
             schedule=schedule,
             num_microbatches=num_microbatches,
             loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
             whole=whole,
             depth=depth,
             timeout_seconds=agree_seconds,
@@ -129,8 +144,15 @@ class Scheduler:
         self.program, self.proof = self._context.program, self._context.proof
         # How long ranks wait for each other in first steps: kernels may be compiled there.
         self._first_step_seconds = slow_seconds(self.sync.device, agree_seconds)
-        # By forward_only. A kind is missing until its first step has ended on all ranks.
-        self._kinds: dict[bool, StepKind] = {}
+        self._numbers = OtherNumbers(
+            pipeline,
+            schedule,
+            name=f"scheduler {self._context.name}",
+            timeout_seconds=agree_seconds,
+        )
+        # By forward_only, and number of microbatches. There is none before the first step of any
+        # number has ended on all ranks.
+        self._kinds: dict[tuple[bool, int], StepKind] = {}
         self._closed = False
 
     def _make_context(
@@ -159,13 +181,23 @@ class Scheduler:
             proof=proof,
             stages=self._stages,
             loss_fn=pipeline.loss_fn,
-            whole=whole,
+            batches=Batches(
+                pipeline.wiring,
+                self._stages,
+                has_loss=pipeline.loss_fn is not None,
+                whole=whole,
+            ),
             sync=self.sync,
             weights=WeightGradients(modules, self.sync),
             sharded=ShardedStages(modules, self.sync),
             # All ranks make these groups, in this order.
             edges=Edges(program.channels, self.topology, device),
-            losses=Losses(self.topology, device),
+            losses=Losses(
+                self.topology,
+                device,
+                is_weighted=pipeline.is_weighted,
+                auxiliary=pipeline.wiring.losses,
+            ),
             pool=BufferPool(device),
             notice=FailureNotice(f"step {name}"),
         )
@@ -178,13 +210,22 @@ class Scheduler:
         *inputs: object,
         target: object = None,
         loss_divisor: float | None = None,
+        microbatches: Sequence[object] | None = None,
+        num_microbatches: int | None = None,
+        outputs: bool = False,
         **named: object,
     ) -> StepResult:
         """Runs forward and backward of a batch; gradients are complete and reduced afterwards.
 
         Every rank must call it. An input is needed only on the ranks of stages that name it, and
-        the target on the rank of the last stage. Tensors are cut into microbatches along their
-        first dimension. All have the same number of rows, in this step and in the first one. Every
+        the target on the rank of the last stage. One argument alone may hold the inputs: a mapping,
+        dataclass or named tuple by name, a tuple or list in order. A mapping may also hold
+        ``"target"``, and other parts only if they are parts of `target`.
+
+        Tensors are cut into microbatches along their first dimension, as evenly as
+        `torch.tensor_split` does. All that are given on one rank have the same number of rows, at
+        least one for each microbatch. Another step may have another number, and so may a replica.
+        A value may be a tree: dicts, lists and tuples of tensors, cut leaf by leaf. Every
         microbatch gets the values of ``whole``, tensors without dimensions, numbers, strings and
         None as they are. Anything else is refused. Afterwards `inputs` says what was done.
 
@@ -193,17 +234,28 @@ class Scheduler:
         data rank's loss, through the stages of this rank that take the value.
 
         Args:
-            *inputs: External inputs, in the order of their first use.
+            *inputs: External inputs, in the order of their first use; or one that holds them all.
             target: Cut like inputs; goes to the loss.
             loss_divisor: The losses of all microbatches are summed and divided by it. The default
-                is the number of microbatches, for losses that are means. For losses that are sums
+                is the number of microbatches, for losses that are means: each microbatch counts
+                alike, whatever its number of rows. For losses that are sums
                 over tokens, give the number of tokens of the batch over all data ranks, divided by
-                the number of data ranks. The ranks of the last stage need it. Other ranks may give
-                it too, and then the same number.
+                the number of data ranks; or make the Scheduler with
+                ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
+                need it. Other ranks may give it too, and then the same number.
+            microbatches: Ready microbatches, in place of inputs and target. Each is what alone may
+                hold the inputs, with ``"target"``; None or empty on ranks that need nothing. They
+                go to the stages as they are: each may have other shapes, and values of any type.
+                Inputs of ``whole`` may be given beside them.
+            num_microbatches: Another number of microbatches than the Scheduler's, for this step.
+                All ranks must give it, or as many `microbatches`. The first step of a number makes
+                and proves its Program. If ranks disagree, all raise, after ``agree_seconds``.
+            outputs: Whether the result has the outputs of the last stage. They are kept until the
+                step ends. Only the ranks of the last stage need to ask.
             **named: External inputs by name.
 
         Returns:
-            The loss, on every rank; it is still on its way.
+            The loss and the metrics, on every rank; they are still on their way.
 
         Sync: all on the current stream; call every step from the same one.
 
@@ -211,9 +263,12 @@ class Scheduler:
             StepError: If an input is missing or does not fit, if a microbatch looks unlike the
                 first one, or if a parameter was exchanged. All ranks raise, with stage and
                 microbatch.
+            AgreementError: If ranks disagree on the number of microbatches; then ranks with the
+                Scheduler's own number raise a StepError.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
-        return self._run(Batch(inputs, named, target, loss_divisor), forward_only=False)
+        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
+        return self._run(batch, forward_only=False)
 
     @outside_of_graphs
     def evaluate(
@@ -221,16 +276,18 @@ class Scheduler:
         *inputs: object,
         target: object = None,
         loss_divisor: float | None = None,
+        microbatches: Sequence[object] | None = None,
+        num_microbatches: int | None = None,
+        outputs: bool = True,
         **named: object,
     ) -> StepResult:
         """Runs forward alone, without gradients and with all modules in evaluation mode.
 
-        Everything is as in `step`. Without a target the loss is nan, and the result has the outputs
-        alone. All evaluations have batches of the same size, which may be another one than that of
-        `step`.
+        Everything is as in `step`. Without a target the loss and its metrics are nan.
         """
+        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
         with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
-            return self._run(Batch(inputs, named, target, loss_divisor), forward_only=True)
+            return self._run(batch, forward_only=True)
 
     def optimizer(
         self,
@@ -244,21 +301,21 @@ class Scheduler:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """What steps do with each of their inputs on this rank, by name, in words.
+        """What the last step did with each of its inputs on this rank, in words.
 
-        ``{"x": "8 rows, cut into 4 microbatches of 2", "rope": "whole in every microbatch"}``.
-        Empty before the first step.
+        By name, and for a tree by name and path: ``{"x": "8 rows, cut into 4 microbatches of 2",
+        "batch['scale']": "whole in every microbatch"}``. Empty before the first step.
         """
-        kinds = self._kinds.values()
-        return {name: words for kind in kinds for name, words in kind.batches.report.items()}
+        return dict(self._context.batches.report)
 
     @property
     def receive_buffers(self) -> int:
         """How many receive buffers this rank has made so far.
 
         If all values have one shape and dtype, there are no more than the largest proof of a kind
-        of step says. Otherwise there are at most so many of each shape and dtype. If a module keeps
-        a value, its buffer is not used again, and another one is made.
+        of step says. Otherwise there are at most so many of each capacity: that of a link grows
+        with its largest value. If a module keeps a value, its buffer is not used again, and another
+        one is made.
         """
         return self._context.pool.num_made
 
@@ -277,21 +334,40 @@ class Scheduler:
     def _run(self, batch: Batch, *, forward_only: bool) -> StepResult:
         if self._closed:
             raise StepError("this Scheduler is closed: make another one")
-        self._context.notice.next_step()
-        kind = self._kinds.get(forward_only)
-        if kind is not None:
-            return kind.run(batch)
-        kind, result = run_first_step(
-            self._context,
-            batch,
-            forward_only=forward_only,
-            wait_seconds=self._first_step_seconds,
-        )
-        self._kinds[forward_only] = kind
-        if not forward_only:
+        context, schedule = self._context, self.schedule
+        context.notice.next_step()
+        try:
+            if batch.number not in (None, schedule.num_microbatches):
+                schedule = self._numbers.agreed(batch.number, context.notice.step)
+        except BaseException as error:  # noqa: BLE001 - raised in the step
+            # Other ranks may run a step of the Scheduler's own number: [Note: other numbers]. After
+            # an interrupt they may also run one of this number, and wait for other transfers.
+            if not isinstance(error, Exception):
+                context.notice.fail(error)  # first: the ranks that fail next find the cause there
+                context.edges.cut()
+            batch = batch._replace(error=error)
+        key = forward_only, schedule.num_microbatches
+        if key in self._kinds:
+            return self._kinds[key].run(batch)
+        result = None
+        learned = [
+            kind for (is_forward, _), kind in self._kinds.items() if is_forward is forward_only
+        ]
+        if learned:
+            kind = learned[0].with_schedule(schedule)
+        else:
+            kind, result = run_first_step(
+                context,
+                schedule,
+                batch,
+                forward_only=forward_only,
+                wait_seconds=self._first_step_seconds,
+            )
+        self._kinds[key] = kind
+        if schedule is self.schedule and not forward_only:
             # The first step has shown which values have a gradient. Others have no channel back.
             self.program, self.proof = kind.program, kind.proof
-        return result
+        return kind.run(batch) if result is None else result
 
 
 @contextlib.contextmanager

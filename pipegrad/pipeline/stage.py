@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -29,18 +29,28 @@ class Stage:
     stages.
 
     Args:
-        module: Takes the inputs, returns the outputs: a tensor, or a tuple, list or mapping of
-            tensors. An input goes to the parameter of ``module.forward`` that has its name. If
-            no input has such a parameter, all go by position. If only some have, the others take
-            the parameters that are left, in order. The module may not change inputs in place.
+        module: Takes the inputs, returns the outputs. An input goes to the parameter of
+            ``module.forward`` that has its name. If no input has such a parameter, all go by
+            position. If only some have, the others take the parameters that are left, in order.
+            The module may not change inputs in place.
         index: Which stage it is, from 0.
         inputs: Names of its inputs.
-        outputs: Names of its outputs. Those of the last stage go to the loss, in order.
+        outputs: Names of its outputs, which are tensors. Those of the last stage go to the loss, in
+            order. If the module returns a mapping, a dataclass or a named tuple that has these
+            names, they are taken from it, and the rest of it stays behind. Of a tensor, tuple or
+            list, the first values are the outputs, in order. No other tensor may follow them, but
+            None and numbers may.
         recompute: Keep only the inputs of a forward, and run it again right before its backward.
             For the last stage the loss runs again too. This is one more forward a microbatch,
             whether the schedule splits backwards or not. Torch's random numbers and the buffers of
             the module are the same in both forwards. Whatever else a forward depends on must not
             change.
+        losses: Names of losses that the stage makes itself, such as the balance loss of experts.
+            The module returns them behind its outputs, or by name: tensors of one element. They are
+            added to the loss as one of loss_fn is: divided by the number of microbatches, or by
+            ``loss_divisor``. With ``loss_reduction="token_mean"`` they are divided by the sum of
+            all weights, so the module returns sums over its tokens. Several stages may have a loss
+            of one name. A stage with losses need not have outputs, unless it is the last one.
     """
 
     def __init__(
@@ -51,12 +61,15 @@ class Stage:
         outputs: Sequence[str] = ("x",),
         *,
         recompute: bool = False,
+        losses: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.recompute = recompute
         self.index = index
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.losses = tuple(losses)
+        self._returned = (*self.outputs, *self.losses)
 
     @cached_property
     def binding(self) -> Binding:
@@ -68,7 +81,7 @@ class Stage:
         return bind(self.module, self.inputs, f"stage {self.index}")
 
     def forward(self, values: Sequence[object]) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs, in the order of their names.
+        """Returns the outputs, in the order of their names, and behind them the losses.
 
         Args:
             values: The inputs, in the order of their names.
@@ -77,24 +90,42 @@ class Stage:
             StepError: If the module returns something else.
         """
         out = self.binding(*values)
-        if type(out) is torch.Tensor and len(self.outputs) == 1:
+        if type(out) is torch.Tensor and len(self._returned) == 1:
             return (out,)
         return self._outputs_of(out)
 
     def _outputs_of(self, out: object) -> tuple[torch.Tensor, ...]:
-        returned: tuple[object, ...]
-        if isinstance(out, Mapping):
-            returned = tuple(out.get(name) for name in self.outputs)
+        named = fields_of(out)
+        if named is not None and (not isinstance(out, tuple) or set(self._returned) <= set(named)):
+            kinds: object = {name: type(value).__name__ for name, value in named.items()}
+            returned, others = [named.get(name) for name in self._returned], []
         else:
-            returned = tuple(out) if isinstance(out, tuple | list) else (out,)
+            values = list(out) if isinstance(out, tuple | list) else [out]
+            kinds = [type(value).__name__ for value in values]
+            returned, others = values[: len(self._returned)], values[len(self._returned) :]
         tensors = tuple(value for value in returned if isinstance(value, torch.Tensor))
-        if len(tensors) != len(returned) or len(returned) != len(self.outputs):
-            kinds = [type(value).__name__ for value in returned]
+        # A tensor without a name is refused in a tuple: nobody can say that the names before it
+        # belong to the tensors before it.
+        is_unclear = any(isinstance(value, torch.Tensor) for value in others)
+        if len(tensors) != len(self._returned) or is_unclear:
+            losses = f" and its losses {list(self.losses)}" if self.losses else ""
             raise StepError(
                 f"stage {self.index} returned {kinds}, expected a tensor for each of its outputs "
-                f"{list(self.outputs)}"
+                f"{list(self.outputs)}{losses}"
             )
         return tensors
+
+
+def fields_of(value: object) -> Mapping[Any, object] | None:
+    """Returns what a mapping, a dataclass or a named tuple holds, by name; None of others."""
+    if isinstance(value, Mapping):  # also transformers' ModelOutput and BatchEncoding
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        named: Mapping[str, object] = value._asdict()
+        return named
+    if is_dataclass(value) and not isinstance(value, type):
+        return {part.name: getattr(value, part.name) for part in fields(value)}
+    return None
 
 
 @dataclass(frozen=True)

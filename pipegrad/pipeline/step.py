@@ -9,21 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.aliases import Aliases
+from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.executor import Executor
-from pipegrad.pipeline.loss import Losses, StepResult
-from pipegrad.pipeline.microbatch import Batch, Batches, joined
+from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import BufferPool, Edges, Specs, Transfers
-from pipegrad.pipeline.values import PeerFailedError, Values
+from pipegrad.pipeline.transfers.buffers import BufferPool
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.specs import Specs
+from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.wiring import Loss, Wiring
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.lower import lower
@@ -38,7 +39,7 @@ class StepContext:
 
     Attributes:
         name: The same on all ranks, and of no other Scheduler.
-        schedule: What every rank computes.
+        schedule: What every rank computes, in a step of the Scheduler's number of microbatches.
         topology: With the schedule's stages.
         wiring: How the stages hang together.
         collectives: The reductions of this rank's pipeline.
@@ -47,7 +48,7 @@ class StepContext:
         proof: What that program needs.
         stages: The stages of this rank.
         loss_fn: Takes the last stage's outputs and a microbatch's target.
-        whole: Names of external values that every microbatch gets whole.
+        batches: Turns what a step is given into microbatches.
         sync: The gradient layer.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
@@ -67,7 +68,7 @@ class StepContext:
     proof: Proof
     stages: Mapping[int, Stage]
     loss_fn: Loss | None
-    whole: frozenset[str]
+    batches: Batches
     sync: GradientSync
     weights: WeightGradients
     sharded: ShardedStages
@@ -77,7 +78,7 @@ class StepContext:
     notice: FailureNotice
 
     def proven(
-        self, links: Sequence[Link], *, depth: int, forward_only: bool
+        self, schedule: Schedule, links: Sequence[Link], *, depth: int, forward_only: bool
     ) -> tuple[Program, Proof]:
         """Returns the Program of a kind of step, and its proof.
 
@@ -85,10 +86,11 @@ class StepContext:
             ScheduleError: If the proof fails.
         """
         # The proof of a large schedule takes long, and most models need no other program.
-        if (tuple(links), depth, forward_only) == (self.program.links, self.depth, False):
+        own = self.schedule, self.program.links, self.depth, False
+        if (schedule, tuple(links), depth, forward_only) == own:
             return self.program, self.proof
         program = lower(
-            self.schedule,
+            schedule,
             links=links,
             depth=depth,
             collectives=self.collectives,
@@ -102,31 +104,41 @@ class StepKind:
 
     Args:
         context: What all kinds of step share.
+        schedule: What every rank computes.
         links: The values that stages hand on, differentiable or not.
-        specs: What these values look like.
+        specs: What these values look like in the first microbatch.
         depth: How many receives of an edge are posted ahead.
         forward_only: Whether it is evaluation.
-        first: The batches of the first step of this kind; None if this is the first.
 
     Attributes:
         program: What all ranks do.
         proof: What that needs.
-        batches: Cuts batches into microbatches.
+        terms: The losses of this rank in the last step that ended.
     """
+
+    terms: LossTerms
 
     def __init__(
         self,
         context: StepContext,
+        schedule: Schedule,
         links: Sequence[Link],
         specs: Specs,
         *,
         depth: int,
         forward_only: bool,
-        first: Batches | None = None,
     ) -> None:
         self._context = context
+        self._specs = specs
         self._has_last_stage = context.topology.num_stages - 1 in context.stages
-        self.program, self.proof = context.proven(links, depth=depth, forward_only=forward_only)
+        stage_losses = any(stage.losses for stage in context.stages.values())
+        self._has_loss = self._has_last_stage or stage_losses
+        self._make_terms = partial(
+            context.losses.terms, forward_only=forward_only, is_last=self._has_last_stage
+        )
+        self.program, self.proof = context.proven(
+            schedule, links, depth=depth, forward_only=forward_only
+        )
         stages, rank = context.stages, context.topology.coordinate(context.topology.pipeline)
         transfers = Transfers(self.program.channels, context.edges, context.pool, specs)
         aliases = Aliases(stages, context.sharded, transfers.lent)
@@ -138,6 +150,7 @@ class StepKind:
             transfers=transfers,
             aliases=aliases,
             specs=specs,
+            outer=context.batches.outer.leaves,
         )
         compute = Compute(
             self.program,
@@ -159,15 +172,22 @@ class StepKind:
             weights=context.weights,
             sharded=context.sharded,
         )
-        self.batches = Batches(
-            context.wiring,
-            stages,
-            context.schedule.num_microbatches,
-            needs_target=self._has_last_stage and not forward_only,
-            takes_target=self._has_last_stage,
-            has_loss=context.loss_fn is not None,
-            whole=context.whole,
-            first=first,
+
+    def with_schedule(self, schedule: Schedule) -> StepKind:
+        """Returns this kind of step with another schedule, such as one of more microbatches.
+
+        Raises:
+            ScheduleError: If the proof of its program fails.
+        """
+        links, forward_only = self.program.links, self.program.forward_only
+        context = self._context
+        return StepKind(
+            context,
+            schedule,
+            links,
+            self._specs,
+            depth=context.depth,
+            forward_only=forward_only,
         )
 
     def run(self, batch: Batch) -> StepResult:
@@ -180,55 +200,70 @@ class StepKind:
             Exception: What failed on this rank.
         """
         context, executor = self._context, self._executor
-        training = not self.program.forward_only
+        training, is_weighted = not self.program.forward_only, context.losses.is_weighted
         executor.rewind()
+        if is_weighted and training:
+            context.losses.begin(
+                continues=context.sync.is_in_step, reduces=not context.sync.is_accumulating
+            )
         begun = False
         try:
             if not training:
                 # All ranks must take part, also one that refuses its batch below.
                 context.sync.publish_if_due()
             divisor, own_divisor = self.divisors(batch)
-            inputs, targets = self.batches.cut(batch)
+            terms = self._make_terms(divisor)
+            number = self.program.schedule.num_microbatches
+            inputs, targets = context.batches.cut(batch, number, needs_target=training)
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
-                context.sync.prepare()
+                context.sync.prepare(divisor=None if is_weighted else 1.0)
             begun = True
-            losses, outputs = executor.run(inputs, targets, divisor)
+            outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
-            self.batches.outer.backward()
+            context.batches.outer.backward()
             if training:
-                context.sync.finish()
+                context.sync.finish(divisor=context.losses.divisor(terms) if is_weighted else None)
             if not training or context.sync.is_accumulating:
                 # A training step that reduces has looked for failures of other ranks in `finish`.
                 context.notice.refuse_failed(PeerFailedError)
         except BaseException as error:
             self._fail(error, begun=begun)
             raise
-        device = context.sync.device
-        # Without a target the loss of an evaluation is nan. Other stages add zero to the sum.
-        loss = torch.full((), math.nan if self._has_last_stage else 0.0, device=device)
-        if losses:
-            loss = torch.stack(losses).float().sum() / divisor
         # A result may be kept for longer than the Scheduler, and must not keep its communicators
         # and buffers. So it holds the context weakly.
         on_failure = partial(_drop_failed, weakref.ref(context), context.notice.step)
-        return context.losses.send(loss, own_divisor, whole_outputs, on_failure=on_failure)
+        self.terms = terms
+        return context.losses.send(
+            terms,
+            own_divisor,
+            forward_only=not training,
+            outputs=whole_outputs,
+            on_failure=on_failure,
+        )
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.
 
-        The second is None if this rank neither has the last stage nor was given a ``loss_divisor``:
+        The second is None if this rank has no stage with a loss and was given no ``loss_divisor``:
         then its default may differ from theirs, and does no harm.
 
         Raises:
-            StepError: If it is not a number above 0.
+            StepError: If it is not a number above 0, or if losses have weights.
         """
         own = batch.loss_divisor
-        divisor = float(self._context.schedule.num_microbatches if own is None else own)
+        if self._context.losses.is_weighted:
+            if own is not None:
+                raise StepError(
+                    f"loss_divisor is {own}, and with loss_reduction='token_mean' the weights that "
+                    f"loss_fn returns divide: leave it out"
+                )
+            return 1.0, None
+        divisor = float(self.program.schedule.num_microbatches if own is None else own)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
-        return divisor, divisor if self._has_last_stage or own is not None else None
+        return divisor, divisor if self._has_loss or own is not None else None
 
     def _fail(self, error: BaseException, *, begun: bool) -> None:
         """Ends a failed step: posts the error, and sends everything that other ranks wait for.
@@ -250,9 +285,10 @@ class StepKind:
             executor.finish_transfers()
         context.sharded.forget()
         with contextlib.suppress(RuntimeError):  # another rank has died
-            zero = torch.zeros((), device=context.sync.device)
             # Every rank sends a loss in every step, or later losses would be added to this one.
-            context.losses.send(zero, None, failed=True)
+            context.losses.send(
+                self._make_terms(1.0), None, forward_only=self.program.forward_only, failed=True
+            )
         # An interrupt stays one, whichever rank failed first. An error before the step has begun,
         # such as that of a batch that does not fit, is this rank's own.
         is_interrupt = not isinstance(error, Exception)

@@ -22,20 +22,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline.aliases import Aliases
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import Buffer, Spec, Specs, Transfers
+from pipegrad.pipeline.transfers.buffers import Buffer
+from pipegrad.pipeline.transfers.specs import Spec, Specs
+from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.wiring import Wiring
 from pipegrad.schedules.program.program import Program
 
 Key = tuple[int, int]  # a link, channel or stage, and a microbatch
-
-
-class PeerFailedError(StepError):
-    """A value never came, since another rank failed first."""
 
 
 @dataclass(slots=True)
@@ -70,7 +69,9 @@ class Values:
         wiring: Which values each stage takes and makes.
         transfers: Sends and receives, and owns the receive buffers.
         aliases: Copies values that lie in memory of others.
-        specs: What values look like.
+        specs: What values look like in the first microbatch.
+        outer: Parts of external values that need a gradient, by name and microbatch: a table that
+            changes with each step.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Values:
         transfers: Transfers,
         aliases: Aliases,
         specs: Specs,
+        outer: Mapping[str, Mapping[int, Sequence[Tensor]]],
     ) -> None:
+        self._outer = outer
         self._program = program
         self._channels = program.channels
         self._rank = rank
@@ -125,6 +128,8 @@ class Values:
         self._external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, _Value] = {}  # values that stages here take, by link
         self._leaving: dict[int, Tensor] = {}  # by link, the value that was made last
+        self._newest: dict[int, Spec] = {}  # by link, what that one looks like; kept between steps
+        self._made: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
         self._arrived: dict[Key, Buffer | None] = {}  # received gradients, by channel
         self._gradients: dict[Key, Tensor | None] = {}  # to send or to hand over, by link
 
@@ -142,7 +147,7 @@ class Values:
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._external = {}
-        for table in (self._held, self._leaving, self._arrived, self._gradients):
+        for table in (self._held, self._leaving, self._made, self._arrived, self._gradients):
             table.clear()
 
     # Values.
@@ -155,10 +160,11 @@ class Values:
                 has no backward to run.
         """
         link, kind, _, _ = self._channels[channel]
-        buffer = self._transfers.wait(channel, microbatch)
         if kind == "B":
-            self._arrived[channel, microbatch] = buffer
+            made = self._made[link, microbatch]
+            self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, made)
             return
+        buffer = self._transfers.wait(channel, microbatch)
         if buffer is None:
             raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
         tensor = buffer.tensor
@@ -185,12 +191,12 @@ class Values:
         """Takes what a stage made, for its consumers on this rank and on others.
 
         Raises:
-            StepError: If an output does not look as in the first microbatch.
+            StepError: If an output has a gradient and had none in the first microbatch, or had one.
         """
-        specs = self._specs.by_link
         for link, output in zip(self._links_made[stage], outputs, strict=True):
-            if (output.shape, output.dtype, output.requires_grad) != specs.get(link):
-                self._check_spec(link, stage, microbatch, Spec.of(output))
+            if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
+                self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
+            self._made[link, microbatch] = self._newest[link]
             value = self._aliases.apart(output).detach()
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
@@ -203,9 +209,11 @@ class Values:
         """Starts to send a value, or the gradient of a received value."""
         link, kind, _, _ = self._channels[channel]
         if kind == "F":
-            self._transfers.send(channel, microbatch, self._leaving[link])
+            self._transfers.send(channel, microbatch, self._leaving[link], self._newest[link])
         else:
-            self._transfers.send(channel, microbatch, self._gradients[link, microbatch])
+            gradient = self._gradients[link, microbatch]
+            if gradient is not None:  # otherwise nothing will ever cross: see `take_gradients`
+                self._transfers.send(channel, microbatch, gradient)
             del self._gradients[link, microbatch]
 
     def release(self, stage: int, microbatch: int) -> None:
@@ -271,9 +279,8 @@ class Values:
         """
         leaves = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
         for name in self._names_taken[stage]:
-            outer = self._external[name][microbatch]
-            if isinstance(outer, Tensor) and outer.requires_grad:
-                leaves += (outer,)
+            if name in self._outer:
+                leaves += self._outer[name].get(microbatch, ())
         # Gradients are parted before any of them is handed on, and before a receive buffer that
         # one of them may lie in goes back to the pool.
         self._aliases.part_gradients(stage, leaves)
@@ -281,7 +288,11 @@ class Values:
             value = self._held[link, microbatch]
             value.num_backwards -= 1
             if not value.num_backwards:
-                self._gradients[link, microbatch] = value.tensor.grad
+                gradient = value.tensor.grad
+                if gradient is None and value.buffer is not None and value.tensor.requires_grad:
+                    # Its producer has posted a receive, which only a message can end.
+                    gradient = torch.zeros_like(value.tensor)
+                self._gradients[link, microbatch] = gradient
                 value.tensor.grad = None
         for channel in self._returns[stage]:
             buffer = self._arrived[channel, microbatch]
@@ -300,12 +311,19 @@ class Values:
             if buffer is not None:
                 self._transfers.give_back(channel, buffer)
 
-    def _check_spec(self, link: int, stage: int, microbatch: int, spec: Spec) -> None:
-        """Refuses a value that does not look as in the first microbatch."""
-        first = self._specs.expected(link, spec)
-        if first != spec:
+    def receive_and_drop(self, channel: int, microbatch: int) -> None:
+        """Waits for a value or a gradient that no stage will read."""
+        spec = self._made.get((self._channels[channel].link, microbatch))
+        self._transfers.receive_and_drop(channel, microbatch, spec)
+
+    def _checked(self, link: int, stage: int, microbatch: int, spec: Spec) -> Spec:
+        """Returns `spec`, if the value has a gradient as in the first microbatch."""
+        first = self._specs.first(link, spec)
+        # The program has a channel for the gradient, or it has none.
+        if first is None or first.differentiable != spec.differentiable:
             raise StepError(
                 f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
-                f"{spec}, and was {first} in the first microbatch; all microbatches of all steps "
-                f"must look alike: pad them, or make another Scheduler"
+                f"{spec}, and was {first} in the first microbatch: a value may change its shape "
+                f"and dtype, but always or never has a gradient"
             )
+        return spec

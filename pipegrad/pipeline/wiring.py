@@ -17,15 +17,17 @@ from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.stage import Stage, bind
 from pipegrad.plan.check_replicas import refuse_loss_parameters
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.program.program import Collective, Link
 from pipegrad.topology import Topology
 
-Loss = Callable[..., object]  # returns a tensor of one element
+Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | str | Mapping[str, Any]
-Ends = dict[int, tuple[tuple[str, ...], tuple[str, ...]]]  # stage -> its inputs and outputs
+Names = tuple[str, ...]
+Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class Wiring:
         external: Names of the values that come from outside, in the order of their first use.
         taken: For each stage its inputs, in order: a number in `links`, or an external name.
         made: For each stage its outputs, in order: a number in `links`. The last stage has none.
+        losses: Names of the losses that stages make.
     """
 
     links: tuple[Link, ...]
     external: tuple[str, ...]
     taken: tuple[tuple[int | str, ...], ...]
     made: tuple[tuple[int, ...], ...]
+    losses: Names
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,14 @@ class WiredPipeline:
         topology: With the schedule's stages.
         wiring: How the stages hang together.
         loss_fn: Takes the last stage's outputs and a target by position; on this rank alone.
+        is_weighted: Whether losses are sums and have weights.
     """
 
     schedule: Schedule
     topology: Topology
     wiring: Wiring
     loss_fn: Loss | None
+    is_weighted: bool
 
 
 def agree_on_wiring(
@@ -69,6 +75,7 @@ def agree_on_wiring(
     schedule: ScheduleSpec,
     num_microbatches: int | None,
     loss_fn: Loss | None,
+    loss_reduction: str,
     whole: Sequence[str],
     depth: int,
     timeout_seconds: float,
@@ -85,13 +92,18 @@ def agree_on_wiring(
     def describe() -> tuple[str, Ends]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         nonlocal own
+        if loss_reduction not in REDUCTIONS:
+            raise ScheduleError(
+                f"loss_reduction is {loss_reduction!r}, expected one of {list(REDUCTIONS)}"
+            )
         generated = schedule_of(schedule, topology, num_microbatches)
         placed = topology.with_stages(generated.stage_to_rank)
         check_stages(generated, stages, placed)
         own = generated, placed, bound_loss(loss_fn, stages, placed)
         refuse_loss_parameters(loss_fn, [stage.module for stage in stages], placed)
-        ends = {s.index: (s.inputs, s.outputs) for s in stages}
-        return f"depth {depth}, whole {whole!r}\n{generated}", ends
+        ends = {s.index: (s.inputs, s.outputs, s.losses) for s in stages}
+        words = f"depth {depth}, whole {whole!r}, loss_reduction {loss_reduction!r}"
+        return f"{words}\n{generated}", ends
 
     ranks = sorted(topology.ranks)
     replies = agree("Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds)
@@ -104,14 +116,14 @@ def agree_on_wiring(
     generated, placed, bound = own
     fitted = fed(generated, wiring)
     _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
-    return WiredPipeline(fitted, placed, wiring, bound)
+    return WiredPipeline(fitted, placed, wiring, bound, loss_reduction == TOKEN_MEAN)
 
 
-def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
+def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]]) -> Wiring:
     """Returns how stages hang together.
 
     Args:
-        ends: Stage -> names of its inputs and of its outputs; all stages from 0.
+        ends: Stage -> names of its inputs, of its outputs and of its losses; all stages from 0.
 
     Raises:
         ScheduleError: If a name is doubled or reserved, or if a stage that is not the last makes
@@ -122,9 +134,14 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
     sources: list[list[tuple[int, str] | str]] = []
     newest: dict[str, int] = {}  # name -> the nearest earlier stage that makes it
     for stage in range(num_stages):
-        inputs, outputs = ends[stage]
-        for names, what in ((inputs, "inputs"), (outputs, "outputs")):
-            if len(set(names)) != len(names) or not names:
+        inputs, outputs, losses = ends[stage]
+        ends_in_losses = bool(losses) and stage < num_stages - 1
+        for names, what, may_be_empty in (
+            (inputs, "inputs", False),
+            (outputs, "outputs", ends_in_losses),
+            ((*outputs, *losses), "outputs and losses", ends_in_losses),
+        ):
+            if len(set(names)) != len(names) or not (names or may_be_empty):
                 raise ScheduleError(
                     f"stage {stage} has the {what} {list(names)}: expected one or more, each once"
                 )
@@ -141,7 +158,8 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
                 f"inputs of one, or leave them out"
             )
     external = tuple(dict.fromkeys(s for taken in sources for s in taken if isinstance(s, str)))
-    reserved = [name for name in external if name in ("target", "loss_divisor")]
+    arguments = ("target", "loss_divisor", "microbatches", "num_microbatches", "outputs")
+    reserved = [name for name in external if name in arguments]
     if reserved:
         raise ScheduleError(
             f"stages take {reserved} from outside, which are arguments of step() itself: rename"
@@ -157,6 +175,7 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> Wiring:
             tuple(number[stage, name] for name in ends[stage][1] if (stage, name) in number)
             for stage in range(num_stages)
         ),
+        tuple(dict.fromkeys(name for stage in range(num_stages) for name in ends[stage][2])),
     )
 
 
@@ -232,10 +251,10 @@ def wired(by_rank: Mapping[int, Ends]) -> Wiring:
     """Returns how the stages hang together.
 
     Args:
-        by_rank: The inputs and outputs of each rank's stages.
+        by_rank: The inputs, outputs and losses of each rank's stages.
 
     Raises:
-        AgreementError: If replicas of a stage have other inputs or outputs.
+        AgreementError: If replicas of a stage have other ones.
         ScheduleError: As `wire`.
     """
     views: dict[int, dict[int, str]] = {}
@@ -245,7 +264,7 @@ def wired(by_rank: Mapping[int, Ends]) -> Wiring:
             views.setdefault(stage, {})[rank] = str(names)
             merged[stage] = names
     for stage in sorted(views):
-        same(f"inputs and outputs of stage {stage}", views[stage])
+        same(f"inputs, outputs and losses of stage {stage}", views[stage])
     return wire(merged)
 
 

@@ -82,6 +82,9 @@ class BucketBuffer(FlatBuffer):
 
     It is allocated once: ``(numel,)`` of the wire dtype, first the slots, then a flag for each
     slot. A reduction with SHARD moves the flags; see [Note: shards].
+
+    Attributes:
+        payload: The part of the slots that this rank has after the reductions so far.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -91,7 +94,8 @@ class BucketBuffer(FlatBuffer):
         # be seen which slot was written.
         self.views = {slot.key: self._view(slot).data for slot in bucket.slots}
         self._flag_index = {slot.key: index for index, slot in enumerate(bucket.slots)}
-        self._flags = self.buffer[bucket.payload_numel :]  # reductions with SHARD move them
+        self.payload = self.buffer[: bucket.payload_numel]  # reductions with SHARD cut it
+        self._flags = self.buffer[bucket.payload_numel :]  # and move the flags
         self._ready: dict[str, GradientReady] = {}
         self._was_zero: bool | None = None
         self._is_fresh = True  # never written: on a CPU it takes no memory yet
@@ -112,6 +116,7 @@ class BucketBuffer(FlatBuffer):
         else:
             for key in keys:
                 self.views[key].zero_()
+        self.payload = self.buffer[: self.bucket.payload_numel]
         self._flags = self.buffer[self.bucket.payload_numel :]
         self._flags.fill_(1)
         self._ready.clear()
@@ -195,8 +200,9 @@ class BucketBuffer(FlatBuffer):
         return self.buffer[region.start : region.stop + len(self.views)]
 
     def cut(self, rank: int, num_steps: int) -> torch.Tensor:
-        """Returns the same part, and uses the flags in it from now on."""
+        """Returns the same part, and uses the payload and the flags in it from now on."""
         part = self.part(rank, num_steps)
+        self.payload = part[: len(part) - len(self.views)]
         self._flags = part[len(part) - len(self.views) :]
         return part
 

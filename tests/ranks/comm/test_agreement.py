@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
@@ -119,6 +119,24 @@ def test_a_rank_that_stays_away_is_named_within_the_timeout() -> None:
         ("AgreementError", text), ("away", ""), ("AgreementError", text),
     ]  # fmt: skip
     assert all(seconds < 20 for _, seconds in replies)
+
+
+def one_stays_away_and_goes_on(absent: int) -> list[object]:
+    """A meeting with a name is not counted: a rank that was not there finds the next one."""
+    said: list[object] = []
+    for number in range(2):
+        if dist.get_rank() != absent:
+            options: dict[str, Any] = {"timeout_seconds": 0.5, "meeting": f"step {number}"}
+            said.append(outcome(partial(agree, "named", dist.get_rank, **options))[0])
+        said.append(agree("all", partial(int, number), timeout_seconds=20))
+        said.append(agree("named", dist.get_rank, timeout_seconds=20, meeting=f"all {number}"))
+    return said
+
+
+def test_a_rank_that_stays_away_from_a_named_meeting_comes_to_the_next() -> None:
+    first, away, last = run_ranks(one_stays_away_and_goes_on, 3, 1)
+    assert away == [[0, 0, 0], [0, 1, 2], [1, 1, 1], [0, 1, 2]]
+    assert first == last == ["AgreementError", *away[:2], "AgreementError", *away[2:]]
 
 
 def one_comes_late() -> list[Outcome]:

@@ -65,6 +65,19 @@ class Decoder(nn.Linear):
 encoder, decoder, tied = Encoder(4, 4), Decoder(4, 4), []
 x, y, mask, loss_fn = torch.randn(32, 4), torch.randn(32, 4), torch.ones(32, 4), nn.MSELoss()
 """,
+    "Losses and metrics": """
+F = nn.functional
+
+class Experts(nn.Embedding):
+    def forward(self, tokens):
+        x = super().forward(tokens)
+        return x, x.square().mean()
+
+experts, head = Experts(8, 4), nn.Linear(4, 8)
+stage = topology.coordinate("pp")
+stage = pipegrad.Stage([nn.Embedding(8, 4), head][stage], stage)
+tokens, target = torch.randint(8, (2, 8, 3))
+""",
     "fp16": """
 fp16_stage = topology.coordinate("pp")
 fp16_stage = pipegrad.Stage([nn.Linear(4, 4), nn.Linear(4, 4)][fp16_stage], fp16_stage)

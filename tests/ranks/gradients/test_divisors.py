@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
 from pipegrad_handlers.sharded import Sharded
+from tests.support.gradients.cases import outcome
 from tests.support.plan.manifests import Reductions, manifest, say
 
 PIPELINE = Topology.build(axes=(("pp", 2), ("dp", 2)))  # ranks 0, 1 hold stage 0; 2, 3 stage 1
@@ -160,6 +162,100 @@ def test_a_gradient_is_divided_once_by_all_that_divides_it() -> None:
     first, second = run_ranks(divided, 2)
     assert first == [[3 / 8, 1 / 8], [2 * 3 / 8, 2 * 1 / 8]]
     assert second == [[3 / 8, 2 / 8], [2 * 3 / 8, 2 * 2 / 8]]
+
+
+LATE: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "replicate": (["data-parallel"], {}),
+    "shard": (["sharded"], {}),
+    "nobody": (["noop"], {}),
+    "half": (["data-parallel"], {"dtype": torch.float16}),
+    "on the wire": (["data-parallel"], {"reduce_dtype": torch.bfloat16}),
+    "masters": (["sharded"], {"dtype": torch.bfloat16, "master_dtype": torch.float32}),
+}
+SUMS, COUNT = (65536.0, 3.0), 98304.0  # of rank 0 and of rank 1; the count is none of float16
+
+
+def divided_late() -> dict[str, Any]:
+    """On 2 ranks: gradients that `finish` divides, of a matrix, a scalar and one of nobody."""
+    found = dict[str, Any]()
+    for name, (handlers, given) in LATE.items():
+        options = dict(given)
+        dtype = options.pop("dtype", torch.float32)
+        shapes = {"a": (3,), "b": (), "c": (2,)}
+        module = nn.ParameterDict(
+            {key: nn.Parameter(torch.zeros(shape, dtype=dtype)) for key, shape in shapes.items()}
+        )
+        topology = Topology.create(pipeline=1)
+        sync = GradientSync({0: module}, topology, handlers=handlers, **options)
+        sync.optimizer_parameters()
+        scale = 1.0 if dtype != torch.float16 else 2.0**-4
+        for number_of_steps in (1, 2):
+            with sync.accumulate():
+                for _ in range(number_of_steps - 1):
+                    _add(sync, module, scale)
+                    sync.finish()
+            _add(sync, module, scale)
+            sync.finish(divisor=torch.tensor(COUNT, dtype=torch.float64))
+        mains = {main.record.name: main.tensor.grad for main in sync.main_parameters()}
+        found[name] = {k: None if g is None else g.tolist() for k, g in mains.items()}
+        sync.close()
+    return found
+
+
+def _add(sync: GradientSync, module: nn.ParameterDict, scale: float) -> None:
+    if not sync.is_in_step:
+        for main in sync.main_parameters():
+            main.tensor.grad = None
+    sync.prepare(divisor=None)
+    sync.stage_first_use(0)
+    ((module["a"].sum() + module["b"]) * SUMS[sync.topology.rank] * scale).backward()
+    sync.stage_final(0)
+
+
+def test_a_divisor_that_is_known_at_the_end_divides_each_result_once() -> None:
+    first, second = run_ranks(divided_late, 2)
+    mean, eps = sum(SUMS) / COUNT, 2.0**-8  # of two accumulated steps, and of two ranks
+    for name in LATE:
+        for at, found in enumerate((first[name], second[name])):
+            wanted = 2 * SUMS[at] / COUNT if name == "nobody" else mean
+            wanted *= 2.0**-4 if name == "half" else 1.0
+            error = eps if name in ("half", "on the wire", "masters") else 1e-7
+            values = [x for key in ("a", "b") for x in _flat(found.get(key))]
+            assert values or name in ("shard", "masters"), name
+            assert all(abs(value / wanted - 1) <= error for value in values), (name, values)
+            assert found.get("c") is None, name
+    shards = [_flat(found["shard"].get(key)) for found in (first, second) for key in ("a", "b")]
+    assert sum(map(len, shards)) == 4, "a shard is missing"
+
+
+def _flat(value: Any) -> list[float]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def given_wrongly() -> list[str]:
+    """On 2 ranks: what is said of a divisor that is given twice, or never, or comes too late."""
+    module = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.ones(2))})
+    sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=["noop"])
+    found = []
+    for early, late in ((None, None), (1.0, torch.tensor(2.0))):
+        sync.prepare(divisor=early)
+        module["a"].sum().backward()
+        sync.stage_final(0)
+        found.append(outcome(partial(sync.finish, divisor=late)))
+        sync.finish(divisor=None if early else torch.tensor(2.0))
+        module["a"].grad = torch.ones(2)
+        found.append(outcome(partial(sync.prepare, divisor=None)))
+        module["a"].grad = torch.zeros(2)
+    sync.close()
+    return found
+
+
+def test_a_divisor_is_given_once_and_to_new_gradients_alone() -> None:
+    for found in run_ranks(given_wrongly, 2):
+        assert all("one of prepare() and finish() takes the divisor" in said for said in found[::2])
+        assert all("the parameter '0.a' has a gradient already" in said for said in found[1::2])
 
 
 WHOLE = {"name": "sequence-parallel", "parameters": ["*"]}

@@ -177,5 +177,7 @@ def test_copies_of_a_stage_take_the_same(pipeline: Replies) -> None:
     answers = told(pipeline, "names_differ")
     assert answers == [answers[0]] * 4
     said, num_groups, in_time = answers[0]
-    assert said.startswith("AgreementError: ranks disagree on inputs and outputs of stage 1")
+    assert said.startswith(
+        "AgreementError: ranks disagree on inputs, outputs and losses of stage 1"
+    )
     assert (num_groups, in_time) == (0, True)

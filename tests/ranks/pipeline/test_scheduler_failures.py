@@ -34,17 +34,16 @@ PIPELINE: list[Case] = []
 pipeline = replies(4, PIPELINE)
 
 
-# Values that are not what they were.
+# Values that are not what they were. Shape and dtype may change: see test_shapes.py.
 
 CHANGES: dict[str, Trick] = {
-    "shape": lambda out: out[:1],
-    "dtype": torch.Tensor.double,
     "requires_grad": torch.Tensor.detach,
+    "width": lambda out: torch.cat((out, out), 1)[:, :3],
 }
+DETACHED = "float32 [2, 2] without gradient, and was float32 [2, 2] with gradient"
 NOW = {
-    "shape": "'x' is float32 [1, 2] with gradient, and was float32 [2, 2] with gradient",
-    "dtype": "'x' is float64 [2, 2] with gradient, and was float32 [2, 2] with gradient",
-    "requires_grad": "'x' is float32 [2, 2] without gradient, and was float32 [2, 2] with gradient",
+    "requires_grad": (1, f"StepError: stage 1, microbatch 2: 'x' is {DETACHED}"),
+    "width": (2, "RuntimeError: The size of tensor a (3) must match"),
 }
 
 
@@ -68,14 +67,14 @@ def changes_later() -> Any:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("case", ["changes_at_first", "changes_later"])
-def test_a_value_that_changes_is_refused_by_name_on_all_ranks(
+def test_a_value_that_a_stage_cannot_take_is_refused_by_name_on_all_ranks(
     case: str, change: str, pipeline: Replies
 ) -> None:
-    why = f"StepError: stage 1, microbatch 2: {NOW[change]}"
+    stage, why = NOW[change]
     for place, answers in enumerate(told(pipeline, case)):
         said, right_afterwards = answers[change]
-        assert said.startswith(why if place == 1 else f"{ELSEWHERE}rank 1: {why}")
-        assert said.endswith("In 1F2 on pipeline rank 1.")
+        assert said.startswith(why if place == stage else f"{ELSEWHERE}rank {stage}: {why}")
+        assert said.endswith(f"In {stage}F2 on pipeline rank {stage}.")
         assert right_afterwards
 
 

@@ -273,7 +273,7 @@ def record(schedule: str) -> Any:
         step(scheduler)
     program = scheduler.program
     wanted = [
-        (ITEMS[op], microbatch * len(program.channels) + which)
+        (ITEMS[op], 2 * (microbatch * len(program.channels) + which))
         for op, which, microbatch in program.decoded(rank())
         if op in ITEMS
     ]

@@ -43,12 +43,11 @@ def refused_values() -> Any:
     scheduler = make(Layer(), Layer())
     x, y = batch()
     given: dict[str, Callable[[], Any]] = {
-        "a dict": lambda: train(scheduler, {"x": x}, target=y),
-        "a list": lambda: train(scheduler, [x], target=y),
         "numpy": lambda: train(scheduler, x.numpy(), target=y),
-        "a tuple": lambda: train(scheduler, x, target=(y, y)),
+        "strings": lambda: train(scheduler, x=list("abcd"), target=y),
         "a target of numpy": lambda: train(scheduler, x, target=np.ones(ROWS)),
-        "evaluated": lambda: scheduler.evaluate({"x": x}, target=y),
+        "a target of strings": lambda: train(scheduler, x, target={"y": y, "names": list("abcd")}),
+        "evaluated": lambda: scheduler.evaluate(x.numpy(), target=y),
     }
     said = {name: outcome(call) for name, call in given.items()}
     right = train(scheduler, x, target=y)
@@ -60,12 +59,11 @@ def refused_values() -> Any:
 @pytest.mark.parametrize(
     ("case", "by", "words"),
     [
-        ("a dict", 0, "the input 'x' is a dict, expected a tensor"),
-        ("a list", 0, "the input 'x' is a list, expected a tensor"),
         ("numpy", 0, "the input 'x' is a ndarray, expected a tensor"),
-        ("a tuple", 1, "the target is a tuple, expected a tensor"),
+        ("strings", 0, "the input 'x' is a list, expected a tensor"),
         ("a target of numpy", 1, "the target is a ndarray, expected a tensor"),
-        ("evaluated", 0, "the input 'x' is a dict, expected a tensor"),
+        ("a target of strings", 1, "the target['names'] is a list, expected a tensor"),
+        ("evaluated", 0, "the input 'x' is a ndarray, expected a tensor"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_all_ranks(

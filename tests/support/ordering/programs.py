@@ -25,6 +25,7 @@ from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
 from pipegrad.pipeline.measure import measure_hops
+from pipegrad.pipeline.transfers import edges
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
@@ -506,6 +507,25 @@ def transfers_on_host(checker: OrderChecker) -> Any:
     return pipeline()
 
 
+LENGTHS = (1, 90, 5)
+GROWING = [[16.0 * n * n, 8.0 * n * n, 8.0 * n * n] for n in LENGTHS]
+
+
+@program(GROWING)
+def lengths(checker: OrderChecker) -> Any:
+    """A pipeline whose values are longer and shorter than before."""
+    del checker
+    return pipeline(LENGTHS)
+
+
+@program(GROWING)
+def lengths_without_tags(checker: OrderChecker) -> Any:
+    """As between other devices than processors: headers go beside."""
+    del checker
+    with mock.patch.object(edges, "has_tags", return_value=False):
+        return pipeline(LENGTHS)
+
+
 @program(True)
 def measured(checker: OrderChecker) -> Any:
     """Messages there and back."""
@@ -524,8 +544,12 @@ class Scale(nn.Module):
         return given * self.weight
 
 
-def pipeline() -> list[list[float]]:
-    """Two steps of four microbatches; the gradient of either weight is the sum of the inputs."""
+def pipeline(lengths: Sequence[int] = (0, 0)) -> list[list[float]]:
+    """Steps of four microbatches; the gradient of either weight is the sum of the inputs.
+
+    Args:
+        lengths: Of the values of each step, all of whose elements are the length then.
+    """
     stage = Scale()
     scheduler = Scheduler(
         [Stage(stage, rank())],
@@ -536,8 +560,10 @@ def pipeline() -> list[list[float]]:
         handlers=["noop"],
     )
     found = []
-    for step in (1.0, 2.0):
+    for step, length in enumerate(lengths, 1):
         given = torch.arange(8.0).reshape(4, 2).floor_divide(2).mul_(2).mul_(step)
+        if length:
+            given = torch.full((8, length, 2), float(length))
         result = scheduler.step(given, target=given, loss_divisor=1.0)
         assert stage.weight.grad is not None
         found.append([float(result.loss), *stage.weight.grad.tolist()])

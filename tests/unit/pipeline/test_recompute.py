@@ -84,10 +84,11 @@ def test_what_runs_again_is_what_ran_and_counts_once(name: str) -> None:
 
 def test_what_a_stage_was_given_may_not_change() -> None:
     recompute, x, mask = Recompute(nn.Identity(), CPU), torch.ones(2), torch.ones(2) > 0
-    recompute.first(0, [x, "name", mask], lambda: (x,))
-    mask.logical_not_()
-    with pytest.raises(StepError, match="changed in place"), recompute.again(0, [x, "name", mask]):
-        pass
+    for values in ([x, "name", mask], [x, {"name": 3, "masks": [mask]}]):
+        recompute.first(0, values, lambda: (x,))
+        mask.logical_not_()
+        with pytest.raises(StepError, match="changed in place"), recompute.again(0, values):
+            pass
 
 
 def test_a_buffer_that_only_later_forwards_change_is_refused() -> None:

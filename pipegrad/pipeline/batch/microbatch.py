@@ -1,0 +1,252 @@
+"""Microbatches: what a step is given on this rank, by name, cut or ready."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipegrad.errors import StepError
+from pipegrad.pipeline.batch.outer_graphs import OuterGraphs, has_graph
+from pipegrad.pipeline.batch.repeated import Repeated
+from pipegrad.pipeline.batch.trees import check_kind, flattened, is_cut, leaves_of
+from pipegrad.pipeline.stage import fields_of
+from pipegrad.pipeline.wiring import Wiring
+
+_Values = dict[str, object]  # by name
+_Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
+
+
+class Batch(NamedTuple):
+    """What a step is given: the arguments of `Scheduler.step` and of `Scheduler.evaluate`.
+
+    Attributes:
+        error: Why this rank cannot take the step; None if it can.
+    """
+
+    inputs: Sequence[object]
+    named: Mapping[str, object]
+    target: object
+    loss_divisor: float | None
+    microbatches: Sequence[object] | None
+    num_microbatches: int | None
+    keeps_outputs: bool
+    error: BaseException | None = None
+
+    @property
+    def number(self) -> int | None:
+        """How many microbatches it asks for; None if the Scheduler's own number is right."""
+        if isinstance(self.microbatches, tuple | list):
+            return len(self.microbatches)
+        return self.num_microbatches
+
+
+class Batches:
+    """Turns what steps are given into microbatches.
+
+    Args:
+        wiring: Which external inputs stages take.
+        stages: The stages of this rank.
+        has_loss: Whether there is a loss_fn.
+        whole: Names of values that every microbatch gets whole.
+
+    Attributes:
+        rows: Of the batch that was cut last; None if nothing was cut.
+        report: What was done last with each value, by name and path, in words.
+        outer: Those values of the last batch that have a graph of the caller's.
+    """
+
+    def __init__(
+        self, wiring: Wiring, stages: Collection[int], *, has_loss: bool, whole: Collection[str]
+    ) -> None:
+        self._external = list(wiring.external)
+        self._needed = sorted({s for i in stages for s in wiring.taken[i] if isinstance(s, str)})
+        self._links = list(dict.fromkeys(link.name for link in wiring.links))
+        self._has_last_stage = len(wiring.taken) - 1 in stages
+        self._has_loss = has_loss
+        self._whole = whole
+        self._repeated = Repeated()
+        self.rows: int | None = None
+        self.report: dict[str, str] = {}
+        self.outer = OuterGraphs()
+
+    def cut(
+        self, batch: Batch, number: int, *, needs_target: bool
+    ) -> tuple[_Parts, Sequence[object] | None]:
+        """Returns the microbatches of each external input that this rank needs, and of the target.
+
+        Args:
+            batch: What the step is given.
+            number: How many microbatches there are.
+            needs_target: Whether the rank of the last stage must have a target.
+
+        Raises:
+            StepError: If inputs are missing, given twice, unknown, or cannot be cut.
+            BaseException: The error of the batch.
+        """
+        self.outer.forget()  # a failed step may have left something
+        self.rows, self.report = None, {}
+        if batch.error is not None:
+            raise batch.error
+        if batch.microbatches is None:
+            given = self._by_name(batch.inputs, batch.named, batch.target)
+            parts = self._cut(given, number=number, needs_target=needs_target)
+        else:
+            parts = self._ready(batch, needs_target=needs_target)
+        return parts, parts.pop("target", None)
+
+    # Names.
+
+    def _by_name(
+        self, inputs: Sequence[object], named: Mapping[str, object], target: object
+    ) -> _Values:
+        """Returns everything that is given, by name."""
+        known, fields = {*self._external, "target"}, _Values()
+        only = inputs[0] if len(inputs) == 1 else None
+        parts = fields_of(only)
+        if parts is not None and (parts.keys() <= known or not isinstance(only, tuple)):
+            inputs, fields = (), self._of_stages(parts, target)
+        elif isinstance(only, tuple | list):
+            inputs = only
+        if len(inputs) > len(self._external):
+            raise StepError(
+                f"{len(inputs)} inputs, expected at most {self._external}; the loss gets target=, "
+                f"and a tuple or list that is an input itself is given by name"
+            )
+        unknown = [name for name in named if name not in self._external]
+        if unknown:
+            raise StepError(f"no stage takes {unknown}; from outside they take {self._external}")
+        values = dict(zip(self._external, inputs, strict=False))
+        for more in (named, fields, {} if target is None else {"target": target}):
+            twice = [name for name in more if name in values]
+            if twice:
+                raise StepError(f"inputs {twice} are given twice, by position and by name")
+            values |= more
+        return values
+
+    def _of_stages(self, fields: Mapping[str, object], target: object) -> _Values:
+        """Returns the inputs that a mapping holds. What else it holds must be in the target."""
+        known = {*self._external, "target"}
+        # The batches of Hugging Face's collators have the labels among the inputs.
+        in_target = {id(target), *map(id, leaves_of({"": target}).values())}
+        extra = [key for key, x in fields.items() if key not in known and id(x) not in in_target]
+        if extra:
+            raise StepError(
+                f"no stage takes {extra}; from outside they take {self._external}. A mapping alone "
+                f"gives inputs by name: leave out what no stage takes, or give it as target=. A "
+                f"mapping that is an input itself is given by name, as in "
+                f"step({[*self._external, 'x'][0]}=...)"
+            )
+        return {name: value for name, value in fields.items() if name in known}
+
+    def _own(self, given: _Values, *, needs_target: bool) -> _Values:
+        """Returns what the stages of this rank take, and the target of the last stage."""
+        missing = [name for name in self._needed if name not in given]
+        if missing:
+            raise StepError(
+                f"inputs {missing} are missing, which stages of this rank take; what stages make "
+                f"for later ones is {self._links}"
+            )
+        values, target = {name: given[name] for name in self._needed}, given.get("target")
+        if self._has_last_stage and (needs_target or target is not None):
+            if target is None or not self._has_loss:
+                raise StepError("the last stage's rank needs target= and a Scheduler with loss_fn=")
+            values["target"] = target
+        return values
+
+    # Microbatches.
+
+    def _cut(self, given: _Values, *, needs_target: bool, number: int) -> _Parts:
+        """Returns the microbatches of a batch."""
+        values = self._own(given, needs_target=needs_target)
+        whole = [name for name in values if name in self._whole]
+        leaves = leaves_of({name: x for name, x in values.items() if name not in whole})
+        for path, leaf in leaves.items():
+            check_kind(path, leaf)
+        rows = {path: len(leaf) for path, leaf in leaves.items() if is_cut(leaf)}
+        if len(set(rows.values())) > 1 or any(n < number for n in rows.values()):
+            raise StepError(
+                f"tensors of {rows} rows cannot be cut into {number} microbatches that belong "
+                f"together: give all the same number of rows, at least {number}, or give another "
+                f"num_microbatches= on all ranks"
+            )
+        self.rows = min(rows.values(), default=None)
+        self._repeated.check({**given, **leaves}, rows)
+        self.report = dict.fromkeys([*leaves, *whole], "whole in every microbatch")
+        for path, length in rows.items():
+            least, rest = divmod(length, number)
+            sizes = f"{least} or {least + 1}" if rest else f"{least}"
+            self.report[path] = f"{length} rows, cut into {number} microbatches of {sizes}"
+        return {
+            name: self._parts(name, value, range(number), whole=name in whole)
+            for name, value in values.items()
+        }
+
+    def _ready(self, batch: Batch, *, needs_target: bool) -> _Parts:
+        """Returns microbatches that are given ready, as they are."""
+        ready = batch.microbatches
+        if not isinstance(ready, tuple | list):
+            raise StepError(
+                f"microbatches is a {type(ready).__name__}, expected a list; each microbatch is "
+                f"what a step could be given, such as {{'x': x, 'target': y}}"
+            )
+        if batch.num_microbatches not in (None, len(ready)):
+            raise StepError(
+                f"{len(ready)} microbatches, and num_microbatches is {batch.num_microbatches}"
+            )
+        beside = [*batch.named, *(["target"] if batch.target is not None else [])]
+        beside = [name for name in beside if name not in self._whole]
+        if batch.inputs or beside:
+            raise StepError(
+                f"{beside or 'inputs'} beside microbatches=: put into each microbatch what is for "
+                f"it. What is for all of them may stand beside, if whole= of the Scheduler names it"
+            )
+        own = list[_Values]()
+        for number, one in enumerate(ready):
+            try:
+                inputs = () if one is None else (one,)
+                given = self._by_name(inputs, batch.named, batch.target)
+                own.append(self._own(given, needs_target=needs_target))
+                if own[-1].keys() != own[0].keys():
+                    raise StepError("all microbatches have a target, or none")
+            except StepError as error:
+                raise StepError(f"microbatch {number}: {error}") from None
+        self.report = dict.fromkeys(own[0], f"as given in each of {len(own)} microbatches")
+        return {
+            name: [
+                self._parts(name, values[name], [number], whole=True)[0]
+                for number, values in enumerate(own)
+            ]
+            for name in own[0]
+        }
+
+    def _parts(
+        self, name: str, value: object, microbatches: Sequence[int], *, whole: bool
+    ) -> Sequence[object]:
+        """Returns a value for each of these microbatches; see [Note: trees]."""
+        leaves, rebuilt = flattened(value)
+        if not any(has_graph(leaf) or (is_cut(leaf) and not whole) for _, leaf in leaves):
+            return [value] * len(microbatches)
+        columns = [
+            self.outer.microbatches(name, leaf, microbatches, whole=whole or not leaf.dim())
+            if isinstance(leaf, Tensor)
+            else [leaf] * len(microbatches)
+            for _, leaf in leaves
+        ]
+        return [rebuilt(list(row)) for row in zip(*columns, strict=True)]
+
+
+def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
+    """Returns outputs of all microbatches, each in one tensor, or one for each microbatch.
+
+    The second is what there is of microbatches whose outputs differ beyond the first dimension.
+    """
+    return tuple(map(_joined, zip(*outputs, strict=True)))
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    if len({(part.dim(), part.shape[1:], part.dtype) for part in parts}) > 1:
+        return parts
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)

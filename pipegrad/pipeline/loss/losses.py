@@ -1,0 +1,223 @@
+"""Losses: sends losses, weights and metrics to all ranks, while they go on.
+
+[Note: message of a loss] Each rank adds float64 numbers to one all-reduce. They are sums:
+
+    0  the losses, divided by the number of pipelines
+    1  how many ranks have failed in this step
+    2  how many ranks have a divisor; 3 the sum of these divisors; 4 the sum of their squares
+    5  the weights of the losses, divided by the number of pipelines
+    6  and further: the metrics, in the order of their names, divided by the number of pipelines
+
+If all divisors are equal, the mean of the squares is the square of the mean. So any number of ranks
+is compared with one message, and a failure is noticed by ranks that ended the step before it.
+
+[Note: names of metrics] The messages of all ranks must have one length. The names of the losses of
+stages are known when the Scheduler is made. But a rank without the last stage does not know which
+metrics loss_fn returns. All ranks learn their names when the first step of a kind has ended: see
+[Note: first step]. The metrics of that step follow in a message of their own. From then on other
+names are an error of the step.
+
+[Note: divided at the end] With "token_mean" no rank knows the total weight before the last forward
+of the last replica. So backwards begin with one, and gradients are sums. When the computes of a
+rank have ended, it adds its weight to an all-reduce of one number. `GradientSync.finish` then
+divides the results. Gradients that accumulate over several steps are divided by all their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipegrad.comm.ending import Ending
+from pipegrad.comm.process_groups import is_local, new_group
+from pipegrad.pipeline.loss.result import Message, Outputs, StepResult
+from pipegrad.pipeline.loss.terms import LossTerms
+from pipegrad.topology import Topology
+
+
+class Losses:
+    """Sends the losses of a Scheduler, on a communicator of their own.
+
+    Args:
+        topology: Over all ranks; all of them make it together, and send as often.
+        device: Where losses are.
+        is_weighted: Whether losses are sums and have weights.
+        auxiliary: The names of the losses of stages, the same on all ranks.
+
+    Attributes:
+        is_weighted: The argument.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        *,
+        is_weighted: bool = False,
+        auxiliary: Sequence[str] = (),
+    ) -> None:
+        ranks = sorted(topology.ranks)
+        # Each pipeline has a last stage, and the loss is the mean of theirs. Pipelines that are
+        # replicas have different data; others have the same data and the same loss.
+        self._num_copies = len(topology.pipelines)
+        self._device = device
+        self.is_weighted = is_weighted
+        self._auxiliary = auxiliary
+        self._learned = dict[bool, tuple[str, ...]]()  # names of loss_fn's metrics, by forward_only
+        # Of this step, and of those that it continues.
+        self._weight = torch.zeros((), dtype=torch.float64, device=device)
+        self._owes_weight = False  # whether other ranks wait for the weight of this step
+        self._group: dist.ProcessGroup | None = None
+        self._leaving: deque[dist.Work] = deque()
+        if len(ranks) > 1:
+            self._group = new_group(ranks, "pipegrad loss", device)
+        self._ending = Ending(
+            self,
+            groups=[self._group] if self._group else [],
+            is_local=is_local(device),
+            is_idle=partial(_have_ended, self._leaving),
+        )
+
+    def begin(self, *, continues: bool, reduces: bool) -> None:
+        """Begins a step with weights, before anything of it can fail.
+
+        Args:
+            continues: Whether it continues steps that only accumulated.
+            reduces: Whether its gradients are reduced.
+        """
+        if not continues:
+            self._weight = torch.zeros_like(self._weight)
+        self._owes_weight = reduces
+
+    def terms(self, divisor: float, *, forward_only: bool, is_last: bool) -> LossTerms:
+        """Returns where the losses of a step are collected; see `LossTerms`."""
+        return LossTerms(
+            divisor,
+            self._device,
+            is_weighted=self.is_weighted,
+            is_last=is_last,
+            expected=self._learned.get(forward_only),
+            taken=self._auxiliary,
+        )
+
+    def divisor(self, terms: LossTerms) -> Tensor | None:
+        """Returns what gradients are to be divided by; None in a step that only accumulates.
+
+        It is the weight of a data rank's losses, as a mean over data ranks: a float64 scalar. All
+        ranks call it when the computes of a step have ended. See [Note: divided at the end].
+
+        Sync: one all-reduce of one number. The current stream waits for it, on CPU the host.
+        """
+        self._weight = self._weight + terms.weight
+        if not self._owes_weight:
+            return None
+        total = self._send_weight(self._weight / self._num_copies).sums()[0]
+        # If everything is ignored, gradients become zero, as those of torch's cross_entropy are.
+        return torch.where(total == 0, math.inf, total)
+
+    def send(
+        self,
+        terms: LossTerms,
+        divisor: float | None,
+        *,
+        forward_only: bool,
+        failed: bool = False,
+        outputs: Outputs = (),
+        on_failure: Callable[[], str] = str,
+    ) -> StepResult:
+        """Adds this rank's part of the loss to that of the others; returns at once.
+
+        Args:
+            terms: Of this rank.
+            divisor: What the losses were divided by; None if this rank has none to compare.
+            forward_only: Which kind of step it is: evaluation or training.
+            failed: Whether the step failed on this rank.
+            outputs: For the result.
+            on_failure: As that of `StepResult`.
+        """
+        if self._owes_weight:  # the step failed before this rank sent it
+            self._send_weight(torch.zeros(()))
+        names = (*self._auxiliary, *self._learned.get(forward_only, ()))
+        # See [Note: message of a loss].
+        divisors = (0.0, 0.0, 0.0) if divisor is None else (1.0, divisor, divisor**2)
+        numbers = [0.0, float(failed), *divisors, 0.0]
+        tensors = {0: terms.total / self._num_copies}
+        if self.is_weighted:
+            tensors[5] = terms.weight / self._num_copies
+        for name in names:
+            tensors[len(numbers)] = terms.metric(name) / self._num_copies
+            numbers.append(0.0)
+        message = self._reduced(numbers, tensors)
+        return StepResult(
+            message,
+            names,
+            is_weighted=self.is_weighted,
+            outputs=outputs,
+            on_failure=on_failure,
+        )
+
+    def learn(
+        self,
+        names: tuple[str, ...] | None,
+        *,
+        forward_only: bool,
+        terms: LossTerms,
+        result: StepResult,
+    ) -> None:
+        """Takes the names of loss_fn's metrics, after a first step; see [Note: names of metrics].
+
+        Args:
+            names: The same on all ranks; None if no rank has computed a loss. Then the names of the
+                other kind of step are expected, if they are known.
+            forward_only: Which kind of step it was.
+            terms: Of this rank in that step.
+            result: Of that step.
+        """
+        if forward_only in self._learned:
+            return
+        if names is None:
+            names = self._learned.get(not forward_only, ())
+        self._learned[forward_only] = names
+        if names:
+            metrics = {i: terms.metric(n) / self._num_copies for i, n in enumerate(names)}
+            result.add(names, self._reduced([0.0] * len(names), metrics))
+
+    def close(self) -> None:
+        """Destroys the communicator; every rank must call it."""
+        self._ending.end()
+        self._group = None
+
+    def _send_weight(self, weight: Tensor) -> Message:
+        self._owes_weight = False
+        return self._reduced([0.0], {0: weight})
+
+    def _reduced(self, numbers: Sequence[float], tensors: Mapping[int, Tensor]) -> Message:
+        """Starts an all-reduce of numbers; returns at once.
+
+        Args:
+            numbers: Of this rank.
+            tensors: Those of them that are on the device, by their place.
+        """
+        message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for place, tensor in tensors.items():
+            message[place] = tensor  # the host waits for nothing
+        if self._group is None:
+            return Message(message, None)
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+        # A result may be thrown away unread. Its work must live until it has ended.
+        _have_ended(self._leaving)
+        self._leaving.append(work)
+        return Message(message, work)
+
+
+def _have_ended(leaving: deque[dist.Work]) -> bool:
+    """Returns whether all works have ended; removes those at the front that have."""
+    while leaving and leaving[0].is_completed():
+        leaving.popleft()
+    return not leaving

@@ -1,0 +1,165 @@
+"""StepResult: the loss, the metrics and the outputs of a step, as every rank reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pipegrad.errors import StepError
+
+Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
+
+_DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks round
+
+
+class Message:
+    """Sums over all ranks that are on their way.
+
+    Args:
+        numbers: ``(number,)``, float64. They are the sums when the work has ended.
+        work: The all-reduce; None if there is one rank.
+    """
+
+    def __init__(self, numbers: Tensor, work: dist.Work | None) -> None:
+        self._numbers = numbers
+        self._work = work
+        self._read: list[float] | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `read` waits for nothing."""
+        ended = self._work is None or (self._numbers.is_cpu and self._work.is_completed())
+        return self._read is not None or (ended and self._numbers.is_cpu)
+
+    def sums(self) -> Tensor:
+        """Returns the sums.
+
+        Sync: waits for them, the first time: the current stream, on CPU the host.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._numbers
+
+    def read(self) -> list[float]:
+        """Returns the sums. The host waits for them, the first time."""
+        if self._read is None:
+            self._read = self.sums().tolist()
+        return self._read
+
+
+class StepResult:
+    """The loss of a step, its metrics, and on request the outputs of the last stage.
+
+    Attributes:
+        outputs: Of an evaluation, or of a step with ``outputs=True``, on ranks with the last stage:
+            for each of its outputs the values of all microbatches, in order and detached. They are
+            one tensor, joined along the first dimension. If they differ in another dimension, they
+            are a tuple with a tensor for each microbatch. Elsewhere it is empty.
+
+    Made by `Losses.send`. If the step failed on another rank after it had ended here,
+    ``on_failure`` drops what it left on this rank, and returns the words of that rank.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        names: Sequence[str],
+        *,
+        is_weighted: bool,
+        outputs: Outputs,
+        on_failure: Callable[[], str],
+    ) -> None:
+        self.outputs = outputs
+        self._message = message
+        self._names = names
+        self._late: tuple[Sequence[str], Message] | None = None
+        self._is_weighted = is_weighted
+        self._on_failure = on_failure
+
+    def __repr__(self) -> str:
+        loss = "is on its way"
+        if self._message.has_arrived:
+            try:
+                loss = f"{self.loss:g}"
+            except StepError:
+                loss = "of a step that failed"
+        names = [*self._names, *(self._late[0] if self._late else ())]
+        metrics = f", metrics {names}" if names else ""
+        shapes = [
+            tuple(out.shape) if isinstance(out, Tensor) else [tuple(part.shape) for part in out]
+            for out in self.outputs
+        ]
+        return f"StepResult(loss {loss}{metrics}, outputs {shapes})"
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, a float32 scalar, on every rank.
+
+        It is the mean over microbatches and data ranks. With ``loss_reduction="token_mean"`` it is
+        the sum of all losses, divided by the sum of all weights; nan if that is 0.
+
+        Sync: waits for it, the first time.
+
+        Raises:
+            StepError: If a rank failed in this step, after this one had ended it: gradients are
+                None then, unless another step has begun. Or if ranks gave different
+                ``loss_divisor``, or if the sum of all weights is negative or not finite.
+        """
+        self._check()
+        sums = self._message.sums()
+        loss: Tensor = sums[0] / sums[5] if self._is_weighted else sums[0]
+        return loss.float()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics by name, on every rank: those of loss_fn, and the losses of stages.
+
+        A metric of loss_fn is the mean over microbatches and data ranks. With
+        ``loss_reduction="token_mean"`` each microbatch counts with its weight, and not at all if
+        the weight is 0. The loss of a stage is what it adds to `loss`. If several stages give a
+        loss of one name, it is their sum.
+
+        Sync: the host waits for them, the first time.
+
+        Raises:
+            StepError: As `loss`.
+        """
+        self._check()
+        *_, weight = self._message.read()[:6]
+        values = dict(zip(self._names, self._message.read()[6:], strict=True))
+        if self._late is not None:
+            names, message = self._late
+            values |= zip(names, message.read(), strict=True)
+        if not self._is_weighted:
+            return values
+        return {name: value / weight if weight else math.nan for name, value in values.items()}
+
+    def add(self, names: Sequence[str], message: Message) -> None:
+        """Adds the metrics of a first step; see [Note: names of metrics]."""
+        self._late = names, message
+
+    def _check(self) -> None:
+        """Refuses a step that failed on another rank, and numbers that cannot be."""
+        # See [Note: message of a loss].
+        _, failed, number, total, squares, weight = self._message.read()[:6]
+        if failed:
+            why = self._on_failure()
+            raise StepError(f"the step failed on another rank after this one had ended it{why}")
+        if number:
+            mean = total / number
+            if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
+                raise StepError(
+                    f"loss_divisor differs between the {number:g} ranks that compute a loss or "
+                    f"gave one: the mean of theirs is {mean:g}. The gradients are wrong. Give the "
+                    f"same one on all ranks of stages that have a loss"
+                )
+        if not 0 <= weight < math.inf:
+            raise StepError(
+                f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a "
+                f"number from 0 on. The gradients are wrong"
+            )

@@ -1,0 +1,138 @@
+"""Ends: this rank's ends of all channels, and what both ends know of what crossed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from pipegrad.pipeline.transfers.buffers import Buffer, BufferPool, rounded
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.messages import HEADER
+from pipegrad.pipeline.transfers.specs import Spec, Specs
+from pipegrad.schedules.program.program import Channel
+
+
+@dataclass(slots=True, eq=False)
+class Sizes:
+    """What crosses a link between two ranks, as both of them know it; see [Note: shapes].
+
+    Attributes:
+        spec: Of the value that crossed last. At first that of the first microbatch.
+        capacity: How many bytes the receives of this step take.
+        largest: Bytes of the largest message so far.
+        free: The free buffers of that capacity.
+    """
+
+    spec: Spec
+    capacity: int
+    largest: int
+    free: list[Buffer]
+
+
+@dataclass(frozen=True)
+class End:
+    """This rank's end of a channel that something crosses.
+
+    Attributes:
+        group: Where its messages go.
+        peer: The rank there.
+        host: Where headers go that are messages of their own, and what does not fit.
+        host_peer: The rank there.
+        sizes: The same for a value and its gradient.
+        is_value: Whether values cross it, and not gradients.
+        has_headers: Whether headers are messages of their own.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    host: dist.ProcessGroup
+    host_peer: int
+    sizes: Sizes
+    is_value: bool
+    has_headers: bool
+
+
+class Ends:
+    """This rank's ends of all channels, each made when it is first used; see [Note: shapes].
+
+    Args:
+        channels: Of the Program.
+        edges: The communicators.
+        pool: The receive buffers.
+        specs: What values look like in the first microbatch.
+
+    Attributes:
+        known: The ends that were used, by channel. None: nothing will ever cross.
+    """
+
+    def __init__(
+        self, channels: Sequence[Channel], edges: Edges, pool: BufferPool, specs: Specs
+    ) -> None:
+        self._channels = channels
+        self._edges = edges
+        self._pool = pool
+        self._specs = specs
+        self.known: dict[int, End | None] = {}
+        self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
+
+    def of_receive(self, channel: int) -> End | None:
+        """Returns the end of a channel that ends here."""
+        if channel not in self.known:
+            spec = self._specs.of_receive(self._channels[channel])
+            source = self._channels[channel].source
+            self.known[channel] = self._made(channel, spec, source, self._edges.of(source))
+        return self.known[channel]
+
+    def of_send(self, channel: int) -> End | None:
+        """Returns the end of a channel that begins here."""
+        if channel not in self.known:
+            spec = self._specs.of_send(self._channels[channel])
+            target = self._channels[channel].target
+            self.known[channel] = self._made(channel, spec, target, self._edges.to(target))
+        return self.known[channel]
+
+    def _made(
+        self, channel: int, spec: Spec | None, other: int, serving: tuple[dist.ProcessGroup, int]
+    ) -> End | None:
+        # Both ranks of a channel must decide alike whether anything crosses it. They do, since
+        # they have the same spec: a gradient comes back only for a differentiable value.
+        link, kind, _, _ = self._channels[channel]
+        if spec is None or (kind == "B" and not spec.differentiable):
+            return None
+        if (link, other) not in self._sizes:
+            largest = self._needed(spec)
+            capacity = self.capacity(largest)
+            self._sizes[link, other] = Sizes(spec, capacity, largest, self._pool.free(capacity))
+        return End(
+            *serving,
+            *self._edges.host(other),
+            self._sizes[link, other],
+            is_value=kind == "F",
+            has_headers=kind == "F" and not self._edges.is_tagged,
+        )
+
+    def note(self, sizes: Sizes, spec: Spec) -> None:
+        """Notes what crossed a link; both of its ranks do so for every value."""
+        sizes.spec = spec
+        sizes.largest = max(sizes.largest, self._needed(spec))
+
+    def grow(self) -> None:
+        """Lets receives take the largest messages so far. Called when a step begins."""
+        # Both ranks know the same messages here: in a step that failed, they have made all
+        # transfers, too. So a sender knows how much its receiver takes.
+        for sizes in self._sizes.values():
+            if sizes.largest > sizes.capacity:
+                self._pool.drop(sizes.capacity)
+                sizes.capacity = self.capacity(sizes.largest)
+                sizes.free = self._pool.free(sizes.capacity)
+
+    def capacity(self, nbytes: int) -> int:
+        """Returns of how many bytes the receives are that take a message of so many."""
+        # A message between other devices fills its receive, so nothing is added there.
+        return rounded(nbytes) if self._edges.is_tagged else nbytes
+
+    def _needed(self, spec: Spec) -> int:
+        """Returns the bytes of the largest message of a value; NCCL sends no message of none."""
+        return HEADER + spec.nbytes if self._edges.is_tagged else max(8, spec.nbytes)

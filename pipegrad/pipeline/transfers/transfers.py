@@ -1,0 +1,330 @@
+"""Transfers: values and their gradients, from rank to rank. Each edge is first in, first out.
+
+[Note: shapes] A value may have another shape, number of dimensions or dtype in each microbatch. No
+rank agrees on that beforehand, and receives are posted before anybody knows it. So both ends of a
+link keep the same record of what crossed it (`Sizes`):
+
+- A receive takes messages of up to `capacity` bytes. The capacity grows when a step begins, to the
+  largest message of the steps before.
+- A value that looks like the one before it on its link is sent as it is. Any other value is sent
+  behind a header (`messages`), in the same message. Between processors a receive may take a shorter
+  message than it has memory for. The receiver knows a header by its mark. A value whose own first
+  bytes are the mark gets a header too, so the mark never lies.
+- What does not fit into the capacity follows in a second message. It is posted when the first one
+  has been read. This happens only in a step that has a larger value than all steps before.
+- The gradient of a value looks like the value. Its receiver made the value, so it needs no header.
+
+Between other devices a receive has exactly the size of its message, and the host cannot read a mark
+without a wait for the device. So every value fills the capacity there, and its header goes from
+host to host, in a message of its own. The host of the receiver waits for it once a microbatch and
+link. It waits for the host of the sender alone, which runs ahead of its device.
+
+[Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
+transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
+set before the start and cleared after the entry. Ctrl-C may also come between the end of a transfer
+and the removal of its entry. On gloo, a second wait for such a transfer would wait for one more
+message. So `note_ended` replaces it by a `Done`. A mark is erased when its header has been read, so
+an interrupt there leaves the transfer in doubt, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_int64
+
+import torch
+import torch.distributed as dist
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.work import Done, Work
+from pipegrad.errors import StepError
+from pipegrad.interop.private import storage_holders
+from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS, Buffer, BufferPool
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.ends import End, Ends
+from pipegrad.pipeline.transfers.messages import (
+    HEADER,
+    MARK,
+    as_bytes,
+    begins_with_mark,
+    header,
+    spec_in,
+)
+from pipegrad.pipeline.transfers.specs import Spec, Specs
+from pipegrad.schedules.program.program import Channel
+
+RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
+SENDING = sync_points.Hold("transfer.sending", "what is leaving would be freed by who made it")
+SENT = sync_points.WaitWork("transfer.sent", "what is let go of may still be leaving")
+
+Key = tuple[int, int]  # channel and microbatch
+
+
+class PeerFailedError(StepError):
+    """A value never came, since another rank failed first."""
+
+
+class Transfers:
+    """One rank's end of all transfers of a kind of step.
+
+    Args:
+        channels: Of the Program.
+        edges: The communicators.
+        pool: The receive buffers.
+        specs: What values look like in the first microbatch.
+
+    Attributes:
+        ends: This rank's ends of the channels.
+        lent: Addresses of the buffers that stages of this rank read now: a view, which changes.
+        is_in_doubt: Whether a transfer may have been started that is in no table.
+    """
+
+    def __init__(
+        self, channels: Sequence[Channel], edges: Edges, pool: BufferPool, specs: Specs
+    ) -> None:
+        self._num_channels = len(channels)
+        self._is_tagged = edges.is_tagged
+        self._pool = pool
+        self.ends = Ends(channels, edges, pool, specs)
+        self._ends = self.ends.known
+        self._lent: dict[int, None] = {}  # a set, without a call for each microbatch
+        self.lent = self._lent.keys()
+        self.is_in_doubt = False
+        self._receiving: dict[Key, tuple[Buffer, Work]] = {}
+        self._sending: dict[Key, tuple[Work, torch.Tensor | None]] = {}
+        # Messages between hosts that belong to transfers.
+        self._headers: dict[Key, tuple[torch.Tensor, Work]] = {}
+        self._leaving: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
+
+    def post(self, channel: int, microbatch: int) -> None:
+        """Starts a receive."""
+        end = self._ends[channel] if channel in self._ends else self.ends.of_receive(channel)
+        if end is not None:
+            sizes = end.sizes
+            buffer = sizes.free.pop() if sizes.free else self._pool.make(sizes.capacity)
+            # The tag is different for each message of a step, and the same on both ranks.
+            tag = 2 * (microbatch * self._num_channels + channel)
+            self.is_in_doubt = True  # see [Note: interrupts]
+            work = sync_points.in_use.receive(end.group, buffer.memory, end.peer, tag)
+            self._receiving[channel, microbatch] = buffer, work
+            if end.has_headers:
+                head = torch.empty(HEADER, dtype=torch.uint8)
+                work = sync_points.in_use.receive(end.host, head, end.host_peer, tag)
+                self._headers[channel, microbatch] = head, work
+            self.is_in_doubt = False
+
+    def wait(self, channel: int, microbatch: int, spec: Spec | None = None) -> Buffer | None:
+        """Waits for a receive; returns the buffer, which the caller has to `give_back`.
+
+        Args:
+            channel: What is received.
+            microbatch: Of which microbatch.
+            spec: What it looks like, if it is a gradient.
+
+        Raises:
+            PeerFailedError: If it will never come.
+
+        Sync: the current stream waits, and the host where its backend blocks it.
+        """
+        key = channel, microbatch
+        if key not in self._receiving:
+            return None
+        buffer, work = self._receiving[key]
+        RECEIVED(work)
+        end = self._ends[channel]
+        assert end is not None
+        like = end.sizes.spec if spec is None else spec
+        if end.has_headers or buffer.head.value == MARK or buffer.spec != like:
+            buffer = self._opened(end, key, buffer, spec)
+        del self._receiving[key]
+        self._lent[buffer.address] = None
+        return buffer
+
+    def _opened(self, end: End, key: Key, buffer: Buffer, spec: Spec | None) -> Buffer:
+        """Finds out what has arrived; returns the buffer that shows it.
+
+        Raises:
+            PeerFailedError: If it will never come.
+        """
+        sizes, offset = end.sizes, 0
+        if end.has_headers and key in self._headers:
+            RECEIVED(self._headers[key][1])
+        self.is_in_doubt = True
+        if end.is_value:
+            spec = sizes.spec
+        if key in self._headers:
+            spec = spec_in(self._headers[key][0], sizes.spec.differentiable)
+            del self._headers[key]
+        elif buffer.head.value == MARK:
+            spec, offset = spec_in(buffer.memory, sizes.spec.differentiable), HEADER
+            # The memory will be used again, and a short message leaves the mark where it is.
+            buffer.head.value = 0
+        if spec is None:
+            del self._receiving[key]
+            self._pool.give_back(buffer)
+            self.is_in_doubt = False
+            raise PeerFailedError("another rank failed before it made a value for this one")
+        if end.is_value:
+            self.ends.note(sizes, spec)
+        if offset + spec.nbytes > buffer.capacity:
+            buffer = self._with_rest(end, self._tag(*key) + 1, buffer, offset + spec.nbytes)
+        buffer.show(spec, offset)
+        self._receiving[key] = buffer, Done()
+        self.is_in_doubt = False
+        return buffer
+
+    def _with_rest(self, end: End, tag: int, buffer: Buffer, nbytes: int) -> Buffer:
+        """Receives what did not fit; returns a buffer with all of it."""
+        rest = torch.empty(nbytes - buffer.capacity, dtype=torch.uint8)
+        RECEIVED(sync_points.in_use.receive(end.host, rest, end.host_peer, tag))
+        larger = self._pool.make(self.ends.capacity(nbytes))
+        larger.memory[: buffer.capacity] = buffer.memory
+        larger.memory[buffer.capacity : nbytes] = rest
+        self._pool.give_back(buffer)
+        return larger
+
+    def give_back(self, channel: int, buffer: Buffer) -> None:
+        """Takes a received buffer that no action reads any more; see [Note: held buffers].
+
+        Sync: none. The next receive waits for the current stream, so it writes after all reads.
+        """
+        end = self._ends[channel]
+        assert end is not None
+        del self._lent[buffer.address]
+        if buffer.capacity != end.sizes.capacity:
+            self._pool.give_back(buffer)
+        elif storage_holders(buffer.holders) == OWN_HOLDERS:
+            end.sizes.free.append(buffer)
+
+    def send(
+        self, channel: int, microbatch: int, tensor: torch.Tensor, spec: Spec | None = None
+    ) -> None:
+        """Starts to send `tensor`.
+
+        Args:
+            channel: Where to.
+            microbatch: Of which microbatch.
+            tensor: A value, or a gradient, which looks like its value.
+            spec: What it looks like, if it is a value.
+
+        Sync: the send waits for the current stream. The tensor is held until `release`.
+        """
+        end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
+        if end is None:
+            return
+        nbytes, sizes = tensor.nbytes, end.sizes
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        if (
+            (spec is not None and spec != sizes.spec)
+            or nbytes > sizes.capacity
+            or not self._is_tagged
+            or (nbytes >= 8 and c_int64.from_address(tensor.data_ptr()).value == MARK)
+        ):
+            tensor = self._wrapped(end, (channel, microbatch), tensor, spec)
+        self.is_in_doubt = True
+        tag = 2 * (microbatch * self._num_channels + channel)
+        work = sync_points.in_use.send(end.group, tensor, end.peer, tag)
+        self._sending[channel, microbatch] = work, SENDING(tensor)
+        self.is_in_doubt = False
+
+    def _wrapped(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+        """Returns the message for a value that does not go as it is; see [Note: shapes].
+
+        Leaves `is_in_doubt` set: what belongs to the message may have been sent.
+
+        Raises:
+            StepError: If no header says what the value looks like.
+        """
+        message, capacity, tag = as_bytes(tensor), end.sizes.capacity, self._tag(*key)
+        needs_header = (
+            end.has_headers
+            or begins_with_mark(tensor)
+            or (spec is not None and spec != end.sizes.spec)
+        )
+        head = header(spec or Spec.of(tensor)) if needs_header else None
+        self.is_in_doubt = True
+        if spec is not None:
+            self.ends.note(end.sizes, spec)
+        if head is not None and end.has_headers:
+            self._start(key, head, end.host, end.host_peer, tag)
+        elif head is not None:
+            message = torch.cat((head, message))
+        if len(message) > capacity:
+            self._start(key, message[capacity:].cpu(), end.host, end.host_peer, tag + 1)
+        if self._is_tagged or len(message) >= capacity:
+            return message[:capacity]
+        return torch.cat((message, message.new_zeros(capacity - len(message))))
+
+    def _start(
+        self, key: Key, message: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int
+    ) -> None:
+        """Starts to send a message beside the value of a transfer, or in its place."""
+        work = sync_points.in_use.send(group, message, peer, tag)
+        self._leaving.setdefault(key, []).append((work, SENDING(message)))
+
+    def release(self, channel: int, microbatch: int) -> None:
+        """Lets go of a tensor that was sent.
+
+        The program has this item behind a receive that proves that the message has arrived, or at
+        the end of the step. So the wait is short.
+        """
+        key = channel, microbatch
+        if key in self._sending:
+            SENT(self._sending[key][0])
+            del self._sending[key]
+        if key in self._leaving:
+            for work, _ in self._leaving[key]:
+                SENT(work)
+            del self._leaving[key]
+
+    def forget(self) -> None:
+        """Lets go of what a step read. Its transfers stay, until they have ended."""
+        self._lent.clear()
+
+    def _tag(self, channel: int, microbatch: int) -> int:
+        """Returns the tag of a transfer; the next number is that of what does not fit."""
+        return 2 * (microbatch * self._num_channels + channel)
+
+    # After a failure.
+
+    def send_failed(self, channel: int, microbatch: int) -> None:
+        """Sends in the place of a value or a gradient that it will never come.
+
+        A gradient between other devices than processors has no header: zeros are sent for it.
+        """
+        end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
+        if end is None:
+            return
+        key, head, tag = (channel, microbatch), header(None), self._tag(channel, microbatch)
+        self.is_in_doubt = True
+        if end.has_headers:
+            self._start(key, head, end.host, end.host_peer, tag)
+        if not self._is_tagged:
+            head = torch.zeros(end.sizes.capacity, dtype=torch.uint8, device=self._pool.device)
+        self._start(key, head, end.group, end.peer, tag)
+        self.is_in_doubt = False
+
+    def receive_and_drop(self, channel: int, microbatch: int, spec: Spec | None) -> None:
+        """Waits for a receive that no stage will read."""
+        buffer = self.wait(channel, microbatch, spec)
+        if buffer is not None:
+            self.give_back(channel, buffer)
+
+    def note_ended(self) -> None:
+        """Notes which transfers have ended; see [Note: interrupts]."""
+        for key, (buffer, work) in self._receiving.items():
+            if _has_ended(work):
+                self._receiving[key] = buffer, Done()
+        for key, (head, work) in self._headers.items():
+            if _has_ended(work):
+                self._headers[key] = head, Done()
+        for key, (work, held) in self._sending.items():
+            if _has_ended(work):
+                self._sending[key] = Done(), held
+        for key, messages in self._leaving.items():
+            self._leaving[key] = [(Done() if _has_ended(w) else w, held) for w, held in messages]
+
+
+def _has_ended(work: Work) -> bool:
+    return isinstance(work, dist.Work) and work.is_completed()

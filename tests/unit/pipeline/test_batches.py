@@ -1,0 +1,445 @@
+"""What a step is given, turned into microbatches: by name, tree by tree, cut, ready, or refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipegrad import Stage
+from pipegrad.errors import StepError
+from pipegrad.interop.private import flat
+from pipegrad.pipeline.batch.microbatch import Batch, Batches
+from pipegrad.pipeline.wiring import wire
+
+ONE = wire({0: (("x",), ("x",), ()), 1: (("x",), ("x",), ())})
+TWO = wire({0: (("x", "mask"), ("x",), ()), 1: (("x",), ("x",), ())})
+ROWS = 5
+
+
+def batches(wiring: Any = ONE, *, whole: tuple[str, ...] = ()) -> Batches:
+    return Batches(wiring, range(2), has_loss=True, whole=whole)
+
+
+def cut(
+    batches: Batches, *inputs: Any, number: int = 2, needs_target: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Returns the microbatches by name, with those of the target."""
+    own = {
+        name: options.pop(name, None)
+        for name in ("target", "loss_divisor", "microbatches", "num_microbatches")
+    }
+    parts, targets = batches.cut(
+        Batch(inputs, options, **own, keeps_outputs=False), number, needs_target=needs_target
+    )
+    return dict(parts) if targets is None else {**parts, "target": targets}
+
+
+def rows(number: int = ROWS, seed: int = 0) -> Tensor:
+    return torch.arange(number * 2.0).reshape(number, 2) + 100 * seed
+
+
+# Trees.
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3),
+            st.lists(inner, min_size=1, max_size=3),
+            st.tuples(inner, inner),
+            st.builds(Pair, inner, inner),
+        ),
+        max_leaves=6,
+    )
+
+
+def shaped(shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+    return lambda number: torch.randn(number, *shape)
+
+
+tensors = st.sampled_from([shaped(()), shaped((2,)), shaped((3, 1))])
+others = st.sampled_from([None, 3, 0.5, "word", torch.tensor(2.0)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 6), st.integers(0, 9))
+def test_each_tensor_of_a_tree_is_cut_as_tensor_split_does(
+    data: st.DataObject, number: int, more: int
+) -> None:
+    made = tensors.map(lambda make: make(number + more))
+    tree = data.draw(trees(st.one_of(made, st.tuples(made, others))))
+
+    (parts,) = cut(batches(), x=tree, number=number).values()
+
+    leaves, _ = flat(tree)
+    columns = zip(*(flat(part)[0] for part in parts), strict=True)
+    for (path, leaf), column in zip(leaves, columns, strict=True):
+        assert {name for name, _ in column} == {path}
+        if isinstance(leaf, Tensor) and leaf.dim():
+            wanted = leaf.tensor_split(number)
+            assert all(
+                torch.equal(part, right) for (_, part), right in zip(column, wanted, strict=True)
+            )
+        else:
+            assert all(part is leaf for _, part in column)
+    assert all(type(part) is type(tree) for part in parts)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.integers(1, 4), st.integers(0, 4), st.booleans())
+def test_gradients_flow_into_the_graph_of_every_tensor_of_a_tree(
+    data: st.DataObject, number: int, more: int, ready: bool
+) -> None:
+    """Each tensor comes from a graph that can be run once only."""
+    made = tensors.map(lambda make: make(number + more).requires_grad_())
+    tree = data.draw(trees(made))
+    (leaves, rebuilt), batch = flat(tree), batches()
+    inner = rebuilt([leaf.exp() for _, leaf in leaves])  # type: ignore[attr-defined]
+    if ready:  # all of it in each microbatch
+        parts = cut(batch, microbatches=[{"x": inner}] * number, number=number)["x"]
+    else:
+        parts = cut(batch, x=inner, number=number)["x"]
+
+    for part in parts:
+        for _, leaf in flat(part)[0]:
+            leaf.square().sum().backward()  # type: ignore[attr-defined]
+    batch.outer.backward()
+
+    times = number if ready else 1
+    for _, leaf in leaves:
+        assert isinstance(leaf, Tensor)
+        torch.testing.assert_close(leaf.grad, 2 * times * leaf.detach().exp().square())
+    assert not batch.outer.leaves
+
+
+def test_what_a_tree_holds_is_reported_by_path() -> None:
+    batch = batches(TWO, whole=("mask",))
+
+    cut(batch, x={"ids": rows(), "scale": 2.0}, mask={"a": rows(3)}, target=[rows()])
+
+    assert batch.report == {
+        "x['ids']": "5 rows, cut into 2 microbatches of 2 or 3",
+        "x['scale']": "whole in every microbatch",
+        "mask": "whole in every microbatch",
+        "target[0]": "5 rows, cut into 2 microbatches of 2 or 3",
+    }
+
+
+def test_a_mapping_that_torch_does_not_know_is_cut_as_a_dict() -> None:
+    parts = cut(batches(), x=rows(), target=UserDict(labels=rows()))["target"]
+
+    assert [list(part) for part in parts] == [["labels"]] * 2
+    assert torch.equal(torch.cat([part["labels"] for part in parts]), rows())
+
+
+def test_what_is_whole_is_the_same_object_in_every_microbatch() -> None:
+    cache = {"a": rows()}
+
+    parts = cut(batches(TWO, whole=("mask",)), rows(), cache)["mask"]
+
+    assert all(part is cache for part in parts)
+
+
+# By name.
+
+
+@dataclass
+class Data:
+    x: Tensor
+    mask: Tensor
+
+
+class InOrder(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class OtherWay(NamedTuple):
+    mask: Tensor
+    x: Tensor
+
+
+X, MASK = rows(), rows(seed=1)
+SPELLINGS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "by position": ((X, MASK), {}),
+    "by name": ((), {"x": X, "mask": MASK}),
+    "both": ((X,), {"mask": MASK}),
+    "a tuple": (((X, MASK),), {}),
+    "a list": (([X, MASK],), {}),
+    "a dict": (({"x": X, "mask": MASK},), {}),
+    "an OrderedDict": ((OrderedDict(mask=MASK, x=X),), {}),
+    "a UserDict": ((UserDict(mask=MASK, x=X),), {}),
+    "a dict and a name": (({"x": X},), {"mask": MASK}),
+    "a dataclass": ((Data(X, MASK),), {}),
+    "a named tuple of other names": ((InOrder(X, MASK),), {}),
+    "a named tuple": ((OtherWay(MASK, X),), {}),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_inputs_may_be_given_in_many_ways(spelling: str) -> None:
+    inputs, named = SPELLINGS[spelling]
+
+    parts = cut(batches(TWO), *inputs, **named)
+
+    assert torch.equal(torch.cat(parts["x"]), X)
+    assert torch.equal(torch.cat(parts["mask"]), MASK)
+
+
+Y = rows(seed=2)
+WITH_TARGET: dict[str, Callable[[], dict[str, Any]]] = {
+    "in the mapping": lambda: {"only": {"x": X, "target": Y}},
+    "beside it": lambda: {"only": {"x": X}, "target": Y},
+    "under its own name": lambda: {"only": {"x": X, "labels": Y}, "target": Y},
+    "in a tree": lambda: {"only": {"x": X, "labels": Y}, "target": {"labels": Y}},
+}
+
+
+@pytest.mark.parametrize("how", WITH_TARGET)
+def test_a_mapping_may_hold_what_the_loss_gets(how: str) -> None:
+    options = WITH_TARGET[how]()
+
+    found = cut(batches(), options.pop("only"), needs_target=True, **options)["target"]
+
+    assert torch.equal(torch.cat([flat(part)[0][0][1] for part in found]), Y)  # type: ignore[misc]
+
+
+Ragged = namedtuple("Ragged", "x y")
+nested = torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged)
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a list of strings": (lambda: {"x": list("abcde")}, "the input 'x' is a list, expected"),
+    "a list of numbers in a tree": (
+        lambda: {"x": {"ids": rows(), "lengths": [1, 2, 3]}},
+        "the input \"x['lengths']\" is a list, expected a tensor",
+    ),
+    "numpy in a tree": (
+        lambda: {"x": {"ids": np.ones(ROWS)}},
+        "the input \"x['ids']\" is a ndarray, expected a tensor",
+    ),
+    "a target of numpy": (
+        lambda: {"x": rows(), "target": {"y": np.ones(ROWS)}},
+        "the target['y'] is a ndarray",
+    ),
+    "a set": (lambda: {"x": {1}}, "the input 'x' is a set"),
+    "an object": (lambda: {"x": object()}, "the input 'x' is a object"),
+    "a dataclass in a tree": (lambda: {"x": {"a": Data(X, MASK)}}, "is a Data, expected a tensor"),
+    "nested": (lambda: {"x": nested}, "of layout torch.jagged, which cannot be cut into"),
+    "sparse": (lambda: {"x": rows().to_sparse()}, "of layout torch.sparse_coo, which cannot be"),
+    "other rows in a tree": (
+        lambda: {"x": {"a": rows(4), "b": rows(6)}},
+        "tensors of {\"x['a']\": 4, \"x['b']\": 6} rows cannot be cut into 2 microbatches",
+    ),
+    "fewer rows": (lambda: {"x": rows(1)}, "tensors of {'x': 1} rows cannot be cut into 2"),
+    "no rows": (lambda: {"x": rows(0)}, "give all the same number of rows, at least 2"),
+    "a mapping of other names": (
+        lambda: {"only": {"ids": rows(), "text": "a"}},
+        "no stage takes ['ids', 'text']; from outside they take ['x']. A mapping alone gives",
+    ),
+    "an extra key": (
+        lambda: {"only": {"x": rows(), "labels": Y.clone()}, "target": Y},
+        "no stage takes ['labels']",
+    ),
+    "keys that are no strings": (lambda: {"only": {0: rows()}}, "no stage takes [0]"),
+    "a pair of input and target": (
+        lambda: {"only": (rows(), rows())},
+        "2 inputs, expected at most ['x']; the loss gets target=",
+    ),
+    "a dataclass of other names": (lambda: {"only": Data(X, MASK)}, "no stage takes ['mask']"),
+    "a named tuple of other names": (lambda: {"only": Ragged(X, Y)}, "2 inputs, expected at most"),
+    "a name twice": (lambda: {"only": {"x": X}, "x": X}, "inputs ['x'] are given twice"),
+    "a target twice": (
+        lambda: {"only": {"x": X, "target": Y}, "target": Y},
+        "inputs ['target'] are given twice",
+    ),
+    "no input": (lambda: {"only": {}}, "inputs ['x'] are missing"),
+    "a dict of no input, ready": (
+        lambda: {"microbatches": [{"x": X}, {"y": X}]},
+        "microbatch 1: no stage takes ['y']",
+    ),
+    "a ready one that misses an input": (
+        lambda: {"microbatches": [{"x": X}, {}]},
+        "microbatch 1: inputs ['x'] are missing",
+    ),
+    "a ready one without a target": (
+        lambda: {"microbatches": [{"x": X, "target": Y}, {"x": X}]},
+        "microbatch 1: all microbatches have a target, or none",
+    ),
+    "an iterator": (
+        lambda: {"microbatches": iter([{"x": X}])},
+        "microbatches is a list_iterator, expected a list",
+    ),
+    "a tensor of microbatches": (
+        lambda: {"microbatches": rows()},
+        "microbatches is a Tensor, expected a list",
+    ),
+    "two numbers": (
+        lambda: {"microbatches": [{"x": X}, {"x": X}], "num_microbatches": 3},
+        "2 microbatches, and num_microbatches is 3",
+    ),
+    "an input beside ready ones": (
+        lambda: {"only": X, "microbatches": [{}, {}]},
+        "inputs beside microbatches=: put into each microbatch what is for it",
+    ),
+    "a name beside ready ones": (
+        lambda: {"x": X, "microbatches": [{}, {}]},
+        "['x'] beside microbatches=",
+    ),
+    "a target beside ready ones": (
+        lambda: {"target": Y, "microbatches": [{"x": X}, {"x": X}]},
+        "['target'] beside microbatches=",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_may_belong_to_one_sample_or_to_no_stage_is_refused(case: str) -> None:
+    make, words = REFUSED[case]
+    options = make()
+    inputs = [options.pop("only")] if "only" in options else []
+
+    with pytest.raises(StepError, match=re.escape(words)):
+        cut(batches(), *inputs, **options)
+
+
+# Ready.
+
+
+class Mask:
+    """A value of no type that anybody knows, such as a block mask."""
+
+
+def test_ready_microbatches_are_given_as_they_are() -> None:
+    masks = [Mask(), Mask(), None]
+    given = [{"x": rows(n), "mask": mask} for n, mask in zip((1, 0, 7), masks, strict=True)]
+
+    batch = batches(TWO)
+    parts = cut(batch, microbatches=given, number=3)
+
+    assert all(part is one["x"] for part, one in zip(parts["x"], given, strict=True))
+    assert all(part is mask for part, mask in zip(parts["mask"], masks, strict=True))
+    assert set(batch.report.values()) == {"as given in each of 3 microbatches"}
+    assert batch.rows is None
+
+
+def test_ready_microbatches_may_be_tensors_or_tuples() -> None:
+    assert cut(batches(), microbatches=[X, Y])["x"] == [X, Y]
+    parts = cut(batches(TWO), microbatches=[(X, MASK), [Y, MASK]])
+    assert (parts["x"][1] is Y, parts["mask"][1] is MASK) == (True, True)
+
+
+def test_what_is_whole_may_stand_beside_ready_microbatches() -> None:
+    found = cut(batches(TWO, whole=("mask",)), microbatches=[{"x": X}, {"x": Y}], mask=MASK)
+
+    assert found["mask"] == [MASK, MASK]
+
+
+def test_a_rank_that_needs_nothing_may_give_nothing() -> None:
+    wiring = wire({0: (("x",), ("x",), ()), 1: (("x",), ("x",), ()), 2: (("x",), ("x",), ())})
+    middle = Batches(wiring, [1], has_loss=False, whole=())
+
+    given_ready: list[list[Any]] = [[{}, None], [{"x": X, "target": Y}] * 2, [None, None]]
+    for ready in given_ready:
+        assert cut(middle, microbatches=ready, needs_target=True) == {}
+    assert cut(middle, num_microbatches=2, needs_target=True) == {}
+
+
+def test_a_table_in_a_tree_that_is_cut_though_every_step_has_the_same_is_warned_of() -> None:
+    batch, table = batches(), rows(4)
+    cut(batch, x={"ids": rows(4), "rope": table})
+
+    with pytest.warns(UserWarning, match="give it by a name of its own, and make the Scheduler"):
+        cut(batch, x={"ids": rows(4, seed=1), "rope": table})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cut(batch, x={"ids": rows(4, seed=2), "rope": table})
+
+
+# What a stage returns.
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    """Has parts by name and, as that of transformers, leaves out None."""
+
+
+@dataclass
+class Output:
+    logits: Any
+    loss: Any = None
+    hidden: Any = None
+
+
+class Named(NamedTuple):
+    loss: Any
+    logits: Any
+
+
+class Returns(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self._value
+
+
+def returned(value: Any, *outputs: str) -> tuple[Tensor, ...]:
+    return Stage(Returns(value), 3, outputs=outputs).forward([X])
+
+
+RETURNED: dict[str, tuple[Any, ...]] = {
+    "a tensor": (X,),
+    "a list": ([X],),
+    "None and numbers behind it": ((X, None, 3, "word", (Y, Y)),),
+    "a dict of more": ({"hidden": Y, "logits": X, "loss": None},),
+    "a ModelOutput": (ModelOutput(loss=Y, logits=X),),
+    "a dataclass": (Output(X, hidden=(Y, Y)),),
+    "a named tuple": (Named(Y, X),),
+    "a named tuple of other names": (Pair(X, None),),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_a_stage_may_return_more_than_its_outputs(case: str) -> None:
+    (output,) = returned(*RETURNED[case], "logits")
+
+    assert output is X
+
+
+NOT_RETURNED: dict[str, tuple[Any, str]] = {
+    "None": (None, "returned ['NoneType'], expected a tensor for each of its outputs ['logits']"),
+    "a number": (3.0, "returned ['float']"),
+    "another tensor": ((X, Y), "returned ['Tensor', 'Tensor']"),
+    "None before it": ((None, X), "returned ['NoneType', 'Tensor']"),
+    "nothing": ((), "returned []"),
+    "a dict without it": ({"x": X}, "returned {'x': 'Tensor'}"),
+    "a dict of None": ({"logits": None}, "returned {'logits': 'NoneType'}"),
+    "a dataclass of None": (Output(None, X), "'logits': 'NoneType', 'loss': 'Tensor'"),
+    "a named tuple without it": (Pair(None, X), "returned ['NoneType', 'Tensor']"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RETURNED)
+def test_an_output_that_is_missing_or_no_tensor_is_refused_by_name(case: str) -> None:
+    value, words = NOT_RETURNED[case]
+
+    with pytest.raises(StepError, match=re.escape(words)) as caught:
+        returned(value, "logits")
+    assert str(caught.value).startswith("stage 3 returned")
