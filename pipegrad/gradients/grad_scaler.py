@@ -51,7 +51,7 @@ class GradScaler(torch.amp.GradScaler):
             ``backoff_factor``, ``growth_interval``, ``enabled``. The same on all ranks.
 
     Raises:
-        PlanError: If options differ between ranks; on all ranks.
+        AgreementError: If options differ between ranks; on all ranks.
     """
 
     def __init__(self, sync: GradientSync, **options: Any) -> None:  # noqa: ANN401 - torch's own
@@ -71,6 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         self._round = self._first
         self._found_inf: torch.Tensor | None = None
         self._unscaled: set[int] = set()
+        self._divisor: torch.Tensor | None = None  # they must still be divided by it
         # torch makes its scale tensor with the first loss, and most ranks have no loss.
         super().scale(torch.zeros((), device=sync.device))
         sync.scale_by(self)
@@ -103,6 +104,15 @@ class GradScaler(torch.amp.GradScaler):
         return super().get_scale()
 
     # The gradients.
+
+    def divide_by(self, divisor: torch.Tensor) -> None:
+        """Takes over a division of the gradients of the step that has just ended.
+
+        Args:
+            divisor: A scalar; `GradientSync.finish` was given it.
+        """
+        self._begin_round()
+        self._divisor = divisor
 
     @property
     def is_due(self) -> bool:
@@ -137,6 +147,8 @@ class GradScaler(torch.amp.GradScaler):
         terms = self._gather(term, error)
         assert self._scale is not None
         inverse = self._scale.double().reciprocal()
+        if self._divisor is not None:
+            inverse = inverse / self._divisor
         self._found_inf = (~terms.isfinite()).any().float()
         return norm.total(terms, norm_type, factor=inverse), inverse.float()
 
@@ -167,7 +179,10 @@ class GradScaler(torch.amp.GradScaler):
             StepError: As `unscale_`.
         """
         self._begin_round()
-        if self._found_inf is not None and id(optimizer) not in self._unscaled:
+        # A fused optimizer unscales by itself, but it knows neither of what clipping has done nor
+        # of a divisor.
+        is_known = self._found_inf is not None or self._divisor is not None
+        if is_known and id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
         self._is_stepping = True
         try:
@@ -195,7 +210,7 @@ class GradScaler(torch.amp.GradScaler):
         """Forgets what was known of the gradients of an earlier step."""
         number = self._sync.statistics().steps
         if number != self._round:
-            self._round, self._found_inf = number, None
+            self._round, self._found_inf, self._divisor = number, None, None
             self._unscaled.clear()
 
     def _unscale_grads_(
@@ -214,6 +229,8 @@ class GradScaler(torch.amp.GradScaler):
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         error = self._complaint(gradients, allow_fp16=allow_fp16)
         overflow = torch.zeros((), device=self._sync.device)
+        if self._divisor is not None and not allow_fp16:  # with allow_fp16 torch only looks
+            inv_scale = (inv_scale / self._divisor).to(inv_scale.dtype)
         if error is None:
             # An error on one rank must not leave the others in a collective.
             try:

@@ -6,7 +6,8 @@ Step 8 of the journey of a gradient in docs/internals.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,7 +96,8 @@ def clip_(
     # As torch does. The factor stays on the device, so the host waits for nothing.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if inverse_scale is not None:
-        factor = factor * inverse_scale
+        _each(torch.Tensor.mul_, gradients, factor * inverse_scale)
+        return
     with torch.no_grad():
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
@@ -106,21 +108,30 @@ def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
 
     Sync: on the current stream. On a device the host waits for nothing.
     """
-    # The divisor may be none of the numbers of 16 bits. By a Python number torch divides them in
-    # fp32, but on a device the host would wait for it. There a tensor of one dimension, unlike a
-    # scalar, takes part in torch's choice of the dtype.
-    number = divisor.item() if divisor.is_cpu else None
+    _each(torch.Tensor.div_, gradients, divisor)
+
+
+def _each(
+    operation: Callable[[torch.Tensor, Any], object],
+    gradients: Sequence[torch.Tensor],
+    scalar: torch.Tensor,
+) -> None:
+    """Runs an operation in place, of each gradient and a scalar tensor."""
+    # The scalar may be none of the numbers of 16 bits. By a Python number torch computes in fp32,
+    # but on a device the host would wait for it. There a tensor of one dimension, unlike a scalar,
+    # takes part in torch's choice of the dtype.
+    number = scalar.item() if scalar.is_cpu else None
     by_dtype = {
-        dtype: divisor.to(torch.promote_types(dtype, torch.float32))
+        dtype: scalar.to(torch.promote_types(dtype, torch.float32)).reshape(1)
         for dtype in {gradient.dtype for gradient in gradients}
     }
     with torch.no_grad():
         for gradient in gradients:
             by = by_dtype[gradient.dtype]
             if number is not None:
-                gradient.div_(number)
+                operation(gradient, number)
             else:
-                gradient.div_(by.reshape(1) if gradient.dim() and not gradient.is_sparse else by)
+                operation(gradient, by if gradient.dim() and not gradient.is_sparse else by[0])
 
 
 class GlobalNorm:

@@ -246,9 +246,12 @@ class Step:
         except BaseException as error:
             self.abort(error)
             raise
-        if divisor is not None:
+        scaler = self.watch.scaler()
+        if divisor is not None and scaler is None:
             self._divide(divisor)
         self._put_in_place(exposed_seconds)
+        if divisor is not None and scaler is not None:
+            scaler.divide_by(divisor)
         return compares
 
     def _divide(self, divisor: torch.Tensor) -> None:

@@ -218,7 +218,8 @@ class GradientSync:
         Args:
             divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
                 gradients are divided by it once, after their reductions. Until then they are sums,
-                which must fit into the dtypes of the gradients and of the wire.
+                which must fit into the dtypes of the gradients and of the wire. With a `GradScaler`
+                they are divided where they are unscaled, in the same pass.
 
         Sync: the current stream waits for the comm streams. The host waits if collectives block it,
         and for the flag of each parameter without a gradient on this rank. With a divisor there is
@@ -309,8 +310,11 @@ class GradientSync:
         return norm
 
     def scale_by(self, scaler: GradScaler) -> None:
-        """Makes `scaler` the scaler of these gradients, as long as the caller keeps it."""
-        self._step.watch.scaler = weakref.ref(scaler)
+        """Makes `scaler` the scaler of these gradients, as long as the caller keeps it.
+
+        One that is disabled ends the use of another one.
+        """
+        self._step.watch.scaler = weakref.ref(scaler) if scaler.is_enabled() else lambda: None
 
     @property
     def is_scaled(self) -> bool:

@@ -291,6 +291,11 @@ class Compute:
                 f"loss.float(), and compute it of float32"
             )
         scale = self._sync.loss_scale() if self._sync is not None and self._is_scaled else None
+        if scale is None and self._is_scaled and self._with_losses:
+            raise StepError(
+                "loss_fn has called scaler.scale(), which does not scale the losses that a stage "
+                "beside it makes: return the loss itself, and the Scheduler scales all of them"
+            )
         if scale is None:
             return torch.full_like(loss, exact)
         # The scale stays on its device, so the host waits for nothing.

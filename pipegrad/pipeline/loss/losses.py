@@ -20,7 +20,8 @@ names are an error of the step.
 [Note: divided at the end] With "token_mean" no rank knows the total weight before the last forward
 of the last replica. So backwards begin with one, and gradients are sums. When the computes of a
 rank have ended, it adds its weight to an all-reduce of one number. `GradientSync.finish` then
-divides the results. Gradients that accumulate over several steps are divided by all their weights.
+divides the results, or a GradScaler does where it unscales them. Gradients that accumulate over
+several steps are divided by all their weights.
 """
 
 from __future__ import annotations

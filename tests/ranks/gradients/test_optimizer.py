@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -127,15 +128,20 @@ def record_tensor(record: Any) -> nn.Parameter:
 
 def of_one_process() -> dict[str, torch.Tensor]:
     module = small()
-    named = list(module.named_parameters())
-    groups = [{"params": [p], **group_of(n, p)} for n, p in named]
-    optimizer = torch.optim.AdamW(groups, **OPTIONS)
-    for number in range(STEPS):
-        for name, p in named:
+    step_alone(module, torch.optim.AdamW(groups_of(module), **OPTIONS), range(STEPS))
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p], **group_of(n, p)} for n, p in module.named_parameters()]
+
+
+def step_alone(module: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        for name, p in module.named_parameters():
             p.grad = (drawn(0, number)[name] + drawn(1, number)[name]) / 2
         nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         optimizer.step()
-    return {name: p.detach().clone() for name, p in named}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -343,6 +349,35 @@ def test_a_state_is_read_in_another_placement(two: list[dict[str, Any]]) -> None
         for kinds, largest in reply["across"].items():
             # The norm of a clip adds its squares in another order in another placement.
             assert largest <= (0.0 if kinds[1] == "in place" else rounding(2 * 10 * 9)), kinds
+
+
+@on(TWO)
+def from_one_process() -> Any:
+    """Two steps in one process, the others on ranks."""
+    begun, found = small(), {}
+    alone_made = torch.optim.AdamW(groups_of(begun), **OPTIONS)
+    step_alone(begun, alone_made, range(2))
+    saved = get_optimizer_state_dict(begun, alone_made)
+    for kind in KINDS:
+        module, sync, optimizer = made(kind)
+        module.load_state_dict(begun.state_dict())
+        sync.synchronize_parameters()
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        train(module, sync, optimizer, range(2, STEPS))
+        sync.wait_parameters()
+        found[kind] = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_one_process_is_read_in_any_placement(
+    two: list[dict[str, Any]], kind: str
+) -> None:
+    right = of_one_process()
+    for reply in two:
+        for name, value in right.items():
+            found = reply["from_one_process"][kind][name]
+            assert error(found, value) <= rounding(STEPS * 10 * 9), name
 
 
 @on(TWO)

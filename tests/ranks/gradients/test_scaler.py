@@ -221,6 +221,48 @@ def test_unscaling_and_clipping_are_one_pass_and_one_message(two: list[dict[str,
 
 
 @on(TWO)
+def divided() -> Any:
+    """A divisor that is known at the end: gradients are divided where they are unscaled."""
+    found = {}
+    sgd, fused = torch.optim.SGD, partial(torch.optim.SGD, fused=True)
+    # torch's fused SGD changes no parameter of bfloat16 on a CPU.
+    kinds: dict[str, tuple[Optimizer, torch.dtype]] = {
+        "sgd": (sgd, torch.float32), "bf16": (sgd, torch.bfloat16), "fused": (fused, torch.float32)
+    }  # fmt: skip
+    for kind, (make, dtype) in kinds.items():
+        for clip in CLIPS:
+            module = stage(w=torch.zeros(4096, dtype=dtype))
+            sync = alone(module, By("dp", SHARD, "mean"))
+            optimizer = sync.optimizer(make, lr=1.0)
+            scaler = pipegrad.GradScaler(sync, init_scale=8.0)
+            sync.prepare(divisor=None)
+            sync.stage_first_use(0)
+            scaler.scale(3.0 * module.get_parameter("w").sum()).backward()
+            sync.stage_final(0)
+            with mock.patch("pipegrad.gradients.step.divide_") as divide:
+                sync.finish(divisor=torch.tensor(12.0, dtype=torch.float64))
+            if clip == "unscale_":
+                scaler.unscale_(optimizer)
+            norm = sync.clip_grad_norm_(INF).item() if clip else 16.0
+            scaler.step(optimizer)
+            scaler.update()
+            sync.wait_parameters()
+            values = module.get_parameter("w").unique().tolist()
+            found[kind, clip] = (divide.call_count, norm, values)
+            sync.close()
+    return found
+
+
+def test_a_division_at_the_end_is_in_the_pass_that_unscales(two: list[dict[str, Any]]) -> None:
+    """Issue 18, point 4. The mean over tokens needs no pass of its own."""
+    for reply in two:
+        for case, (passes, norm, values) in reply["divided"].items():
+            # One rounding of 1 / (8 * 12) in float32, and one of the product.
+            assert (passes, values) == (0, [pytest.approx(-0.25, rel=2**-22)]), case
+            assert norm == pytest.approx(16.0, rel=2**-22), case
+
+
+@on(TWO)
 def huge() -> Any:
     """Squares of the scaled gradients are more than float32 has, the gradients are not."""
     module = stage(w=(2,))

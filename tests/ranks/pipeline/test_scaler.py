@@ -251,6 +251,56 @@ def test_fifty_fp16_steps_have_the_bits_of_one_process(
     assert found == whole
 
 
+class WithLoss(nn.Linear):
+    """A stage with a loss of its own."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        found = super().forward(x)
+        return {"x": found, "aux": found.square().mean()}
+
+
+def with_losses() -> Any:
+    """Losses of every stage, and a mean over rows: without a scaler, with it, and scaled twice."""
+    rank, scalers = torch.distributed.get_rank(), list[pipegrad.GradScaler]()
+    found, norms = list[Any](), list[float]()
+
+    def loss_fn(y: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss = (y - t).square().sum()
+        return (scalers[0].scale(loss) if len(found) == 2 else loss), len(y)
+
+    for enabled in (False, True, True):
+        torch.manual_seed(rank)
+        scheduler = pipegrad.Scheduler(
+            [pipegrad.Stage(WithLoss(4, 4), rank, losses=("aux",))],
+            pipegrad.Topology.create(pipeline=2),
+            schedule="1f1b",
+            num_microbatches=2,
+            loss_fn=loss_fn,
+            loss_reduction="token_mean",
+        )
+        optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
+        scalers[:] = [pipegrad.GradScaler(scheduler.sync, enabled=enabled)]
+        try:
+            for number in range(3):
+                x, y = batch(number)
+                scheduler.step(x, target=y)
+                norms.append(scheduler.sync.clip_grad_norm_(1.0).item())
+                scalers[0].step(optimizer)
+                scalers[0].update()
+                optimizer.zero_grad()
+            found.append(norms[-1])
+        except pipegrad.errors.StepError as error:
+            found.append(str(error))
+        scheduler.close()
+    return found
+
+
+def test_losses_of_stages_are_scaled_and_a_mean_over_rows_is_divided() -> None:
+    for plain, scaled, said in run_ranks(with_losses, 2):
+        assert scaled == pytest.approx(plain, rel=8 * 3 * torch.finfo(torch.float32).eps * 32**0.5)
+        assert "does not scale the losses that a stage beside it makes" in said
+
+
 def half_loss() -> Any:
     """A loss of float16: the gradient that backward begins with overflows, as in torch."""
     rank = torch.distributed.get_rank()

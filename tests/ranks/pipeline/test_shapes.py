@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm import sync_points
 from pipegrad.pipeline.transfers import edges
 from pipegrad.pipeline.transfers.messages import MARK
@@ -28,7 +29,9 @@ from tests.support.pipeline.schedulers import error, wrong
 from tests.support.rounding import rounding
 
 PAIR: list[Case] = []
+FOUR: list[Case] = []
 pair = replies(2, PAIR)
+four = replies(4, FOUR)
 ROWS, LONGEST = 2, 400
 MOST = rounding(NUM_MICROBATCHES * ROWS * LONGEST * WIDTH, dtype=torch.float64)
 MOST_OF_LOSS = rounding(1)  # it travels in float32
@@ -394,3 +397,42 @@ def test_a_value_that_no_header_describes_is_refused(pair: Replies) -> None:
         words, right = reply["too_many_dimensions"]
         assert "at most 13 dimensions" in words
         assert right
+
+
+@on(FOUR)
+def four_stages() -> Any:
+    """Sequences of another length in each microbatch, in 1F1B over four ranks."""
+    modules, twins = [[Layer() for _ in range(4)] for _ in range(2)]
+    scheduler = Scheduler(
+        [Stage(modules[rank()], rank())],
+        Topology.create(pipeline=4),
+        schedule="1f1b",
+        num_microbatches=8,
+        loss_fn=total,
+        handlers=["noop"],
+    )
+    found = []
+    for step in range(6):
+        lengths = torch.randint(1, LONGEST, (8,), generator=torch.Generator().manual_seed(step))
+        parts = [normal(ROWS, n, WIDTH, seed=n) for n in lengths.tolist()]
+        losses = []
+        for part in parts:
+            out = part
+            for twin in twins:
+                out = twin(out)
+            losses.append(total(out, part))
+        for module in (*modules, *twins):
+            module.zero_grad()
+        torch.stack(losses).mean().backward()
+        scheduler.step(microbatches=[{"x": part, "target": part} for part in parts])
+        pairs = zip(modules[rank()].parameters(), twins[rank()].parameters(), strict=True)
+        found.append(max(distance(p.grad, q.grad) for p, q in pairs))
+    scheduler.close()
+    return found
+
+
+def test_sequences_of_any_length_go_through_four_stages_in_time(four: Replies) -> None:
+    """Megatron-LM issue 5100: variable lengths, four stages and 1F1B never ended there."""
+    for reply in four:
+        assert all(e <= 2 * MOST for e in reply["four_stages"])
+        assert reply["four_stages seconds"] < 60
