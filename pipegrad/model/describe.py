@@ -25,13 +25,16 @@ def check_stages(modules: Mapping[int, nn.Module], topology: Topology) -> None:
 
     Raises:
         TopologyError: If the stages are not those of this rank, or the topology lacks ranks.
-        PlanError: If a parameter is on the meta device.
+        PlanError: If a stage is no module, or has a parameter on the meta device.
     """
     if sorted(modules) != list(topology.local_stages):
         raise TopologyError(
             f"rank {topology.rank} was given modules for stages {sorted(modules)}, but the "
             f"topology puts stages {list(topology.local_stages)} on it"
         )
+    for stage, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise PlanError(f"stage {stage} is {module!r}, expected an nn.Module")
     world = dist.get_world_size() if dist.is_initialized() else 1
     if set(topology.ranks) != set(range(world)):
         raise TopologyError(

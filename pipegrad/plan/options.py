@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,7 +48,8 @@ class GradientOptions:
             value: Any = getattr(self, name)
             if value is None and name != "allow_unsynced":
                 continue
-            if isinstance(value, str) or not isinstance(value, Iterable):
+            # The elements of a set have another order on each rank.
+            if isinstance(value, str | Set | Mapping) or not isinstance(value, Iterable):
                 raise PlanError(f"{name} is {value!r}, expected a list")
             object.__setattr__(self, name, tuple(value))
 
@@ -73,6 +74,9 @@ class GradientOptions:
         Raises:
             PlanError: If a value is wrong. It names the option and its value.
         """
+        for name in ("bucket_bytes", "comm_streams"):
+            if type(number := getattr(self, name)) is not int:
+                raise PlanError(f"{name} is {number!r}, expected a whole number")
         if self.bucket_bytes < 0 or self.comm_streams < 1:
             raise PlanError(
                 f"bucket_bytes={self.bucket_bytes} must be at least 0 and "

@@ -166,8 +166,12 @@ class Registry(Generic[T]):
         """Returns the plug-ins of a list by name. A repeated name gets ``#index`` at its end.
 
         Raises:
-            PluginError: As `resolve` does.
+            PluginError: As `resolve` does, or if `specs` is a string.
         """
+        if isinstance(specs, str):
+            raise PluginContractError(
+                f"plug-ins of group {self.group!r} are {specs!r}, expected a list: [{specs!r}]"
+            )
         by_name: dict[str, ResolvedPlugin[T]] = {}
         for index, resolved in enumerate(map(self.resolve, specs)):
             name = resolved.name

@@ -135,6 +135,7 @@ def test_a_rank_refuses_what_it_cannot_train() -> None:
             PlanError,
             "'weight' of stage 0 is on the meta device: materialise",
         ),
+        ({"modules": {0: None}}, PlanError, "stage 0 is None, expected an nn.Module"),
         ({"modules": {}}, TopologyError, r"rank 0 was given modules for stages \[\]"),
         ({"topology": topology(2)}, TopologyError, r"ranks \[0, 1\], the default process group 1"),
     ],
@@ -152,6 +153,10 @@ def test_arguments_that_one_rank_sees_to_be_wrong(
     ("options", "message"),
     [
         ({"bucket_bytes": -1}, "bucket_bytes=-1 must be at least 0"),
+        ({"bucket_bytes": "1MB"}, "bucket_bytes is '1MB', expected a whole number"),
+        ({"bucket_bytes": True}, "bucket_bytes is True, expected a whole number"),
+        ({"comm_streams": 2.0}, "comm_streams is 2.0, expected a whole number"),
+        ({"allow_unsynced": {"a"}}, "allow_unsynced is {'a'}, expected a list"),
         ({"comm_streams": 0}, "comm_streams=0 at least 1"),
         ({"stage_ticks": (1, 2)}, "stage_ticks has 2 entries for 1 stages"),
         ({"shared_ticks": ()}, "shared_ticks has 0 entries for 1 stages"),
