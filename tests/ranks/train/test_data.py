@@ -70,6 +70,8 @@ CASES = {
     "replicas, a loader": [dataset("loaded"), "parallel.data=2"],
     "drawn": [dataset("drawn")],
     "replicas, drawn": [dataset("drawn"), "parallel.data=2"],
+    "told": [dataset("told"), "train.seed=7"],
+    "told another seed": [dataset("told", seed=9), "parallel.data=2", "train.seed=7"],
     "replicas, uneven": [dataset("uneven"), "parallel.data=2"],
     "interleaved": [dataset("listed"), "parallel.schedule=interleaved-1f1b"],
     "a loss": [
@@ -122,6 +124,8 @@ def test_losses_are_those_of_one_process(found: dict[str, list[StepMetrics]], na
     assert all(math.isfinite(step.loss) for step in steps)
     if name == "a loss":
         check_losses(steps, one_process(partial(data_functions.smoothed, smoothing=0.2)))
+    elif "told" in name:
+        assert len({step.loss for step in steps}) == 12
     elif "drawn" not in name and "loader" not in name and "uneven" not in name:
         check_losses(steps, one_process())
 

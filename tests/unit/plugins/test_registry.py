@@ -82,9 +82,7 @@ def test_resolve_all_numbers_what_is_listed_again(install: Install, registry: Ha
     found = registry.resolve_all(["acme-sum", table, Plain])
     assert list(found) == ["acme-sum", "acme-sum#1", f"{HERE}:Plain"]
     assert [resolved.plugin.axis for resolved in list(found.values())[:2]] == ["dp", "pp"]  # type: ignore[attr-defined]
-    with pytest.raises(
-        PluginContractError, match=r"expected a list: \['acme-sum'\]"
-    ):
+    with pytest.raises(PluginContractError, match=r"expected a list: \['acme-sum'\]"):
         registry.resolve_all("acme-sum")
 
 
