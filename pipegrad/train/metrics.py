@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -26,8 +27,8 @@ class StepMetrics:
         learning_rate: Of the update of this step.
         tokens_seen: Tokens of all batches up to this one, also before a resume.
         elapsed_seconds: Wall-clock time since the first step of this run began.
-        peak_memory_bytes: The most memory that a rank has taken so far: of the device, or on CPU
-            of the process.
+        peak_memory_bytes: The most memory that a rank has taken so far: of the device; or of the
+            process, if it trains on CPU or the device does not count.
         held_out_loss: Mean over the held-out batches, after the update; None if not measured.
         perplexity: Its exponential, if it is the default loss; None if not measured.
         sample: The prompt as the model continues it; None if not asked for.
@@ -57,7 +58,8 @@ class StepMetrics:
 def peak_memory_bytes(device: torch.device) -> int:
     """Returns the most bytes that this process has taken so far, of a device or on CPU."""
     if device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated(device))
+        with suppress(RuntimeError):  # not every accelerator counts
+            return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 

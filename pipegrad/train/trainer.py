@@ -54,6 +54,7 @@ _RUN_KEYS = (
     "gradients.reduce_dtype",
     "gradients.master_dtype",
 )
+_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import what the job names
 _ALIKE = "if that is not wanted, let the function return other batches for each data_rank"
 
 
@@ -77,7 +78,9 @@ class Trainer:
 
     def __init__(self, load: Callable[[], Config]) -> None:
         config = self._agreed_configuration(load)
-        kinds = agree("preparing the job", lambda: self._prepare(config))
+        kinds = agree(
+            "preparing the job", lambda: self._prepare(config), timeout_seconds=_PREPARE_SECONDS
+        )
         same("the device", dict(enumerate(kinds)))
         self._texts = read_texts(config)
         self._topology = self._make_topology()

@@ -47,7 +47,9 @@ def dataset_of(config: Config, key: str, num_shares: int) -> MakeBatches | None:
     choice = (config.data if key == "data.dataset" else config.eval).dataset
     if choice is None:
         return None
-    function = with_options(config, key, choice, lambda names: [n for n in _RANKS if n in names])
+    # The file may give a seed or an epoch of its own, but not a data rank.
+    known = {*_RANKS, *({"epoch", "seed"} - choice.options.keys())}
+    function = with_options(config, key, choice, known.intersection)
     if num_shares > 1 and "data_rank" not in parameters_of(function):
         config.refuse(
             key,

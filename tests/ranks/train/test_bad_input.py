@@ -364,6 +364,11 @@ CASES |= {  # Issue 18, point 6
         says="the function has no option 'num_batch'; allowed, closest first: num_batches",
     ),
     "an option that is missing": dataset("needs_rows", says="the function needs the option 'rows'"),
+    "a data rank of the file": put(
+        "data.dataset={name='data_functions:alike', data_rank=1}",
+        text=NO_DATA,
+        says="the function has no option 'data_rank'",
+    ),
     "all data ranks alike": dataset(
         "without_ranks", "parallel.data=2", says="has no parameter data_rank, so all 2 data ranks"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,7 +23,9 @@ from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.reporters.report import Report
 from pipegrad.train.trainer import Trainer
+from tests.support.pages import SNIPPETS
 from tests.support.rounding import rounding
 from tests.support.train import data_functions
 from tests.support.train.factories import tied
@@ -70,6 +74,8 @@ CASES = {
     "replicas, a loader": [dataset("loaded"), "parallel.data=2"],
     "drawn": [dataset("drawn")],
     "replicas, drawn": [dataset("drawn"), "parallel.data=2"],
+    "told": [dataset("told"), "train.seed=7"],
+    "told another seed": [dataset("told", seed=9), "parallel.data=2", "train.seed=7"],
     "replicas, uneven": [dataset("uneven"), "parallel.data=2"],
     "interleaved": [dataset("listed"), "parallel.schedule=interleaved-1f1b"],
     "a loss": [
@@ -122,6 +128,8 @@ def test_losses_are_those_of_one_process(found: dict[str, list[StepMetrics]], na
     assert all(math.isfinite(step.loss) for step in steps)
     if name == "a loss":
         check_losses(steps, one_process(partial(data_functions.smoothed, smoothing=0.2)))
+    elif "told" in name:
+        assert len({step.loss for step in steps}) == 12
     elif "drawn" not in name and "loader" not in name and "uneven" not in name:
         check_losses(steps, one_process())
 
@@ -131,6 +139,32 @@ def test_four_ranks_have_the_losses_of_one_process(folder: Path) -> None:
     cases["4"].append("model.layers=3")
     first = run_ranks(trained, 4, str(folder), {"2 x 2": cases["2 x 2"]})[0]
     check_losses(first["2 x 2"], one_process())
+
+
+def test_what_the_page_shows_trains(folder: Path) -> None:
+    code = {name: code for page, name, code in SNIPPETS if page == "docs/trainer.md"}
+    (folder / "my_data.py").write_text(code["Data"])
+    (folder / "my_loss.py").write_text(code["Loss"])
+    (folder / "my_reporter.py").write_text(code["Reporters"])
+    settings = [
+        "data.dataset={name='my_data:batches', folder='corpus', rows=8}",
+        "train.loss={name='my_loss:smoothed', smoothing=0.2}",
+    ]
+    cases = {"alone": settings, "replicas": [*settings, "parallel.data=2"]}
+    first = run_ranks(trained, 2, str(folder), cases)[0]
+    assert [step.tokens_seen for step in first["alone"][:2]] == [8 * 64, 2 * 8 * 64]
+    assert first["replicas"][0].tokens_seen == 2 * 8 * 64
+    steps = first["alone"]
+    reporters = "train.reporters=['jsonl', 'my_reporter:Table']"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        job = Job(load(Path("job.toml"), [reporters]))
+        assert [*job.reporters] == ["jsonl", "my_reporter:Table"]
+        report = Report(Console(file=io.StringIO()), job)
+        report.begin(folder, {})
+        with report.running():
+            report.step(steps[0])
+    assert (folder / "losses.csv").read_text() == f"1,{steps[0].loss}\n"
 
 
 # --- going on

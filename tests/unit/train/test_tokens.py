@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ConfigError, match=r"data.cache = .*cache cannot be written: .*File exists"):
         read_corpus(config(tmp_path, "a"))
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc" * 999)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (99, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"data.cache = .*: File too large: make room, or"):
+            read_corpus(config(tmp_path, "a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "cache").iterdir())
+    assert len(read_corpus(config(tmp_path, "a"))) == 3 * 999
 
 
 # --- the library
