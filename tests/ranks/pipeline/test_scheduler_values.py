@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
 from tests.support.pipeline.layers import (
+    NUM_MICROBATCHES,
     WIDTH,
     Layer,
     distance,
@@ -224,6 +225,44 @@ def test_gradients_flow_once_into_what_inputs_were_made_of(order: str, pair: Rep
             found = reply["outer_graphs"][f"{order} {step}"]
             assert {n: d for n, d in found.items() if not d <= MOST} == {}
     assert pair[0]["outer_graphs"][f"{order} 0"]["d"] == 0.0
+
+
+@on(PAIR)
+def trees_with_graphs() -> Any:
+    """The gradient of a leaf may be the one that has arrived, whose buffer is used again."""
+    found = {}
+    for order, options in ORDERS.items():
+        scheduler = make(
+            Layer(lambda _, tree: tree["x"] + tree["more"][0]),
+            Layer(lambda linear, x: linear(x).tanh()),
+            names={0: (("tree",),)},
+            **options,
+        )
+        errors = []
+        for ready in (False, True):
+            x, y = batch()
+            given, encoder = encoded(x, y)
+            tree, target = {"x": given[0], "more": [given[1]]}, given[3].detach()
+            if ready:  # each microbatch all of it
+                one = {"tree": tree, "target": target}
+                train(scheduler, microbatches=[one] * NUM_MICROBATCHES)
+            else:
+                train(scheduler, tree=tree, target=target)
+            mine = {name: p.grad for name, p in encoder.items()}
+            given, encoder = encoded(x, y)
+            out = Layer()(given[0] + given[1])
+            mean_square(out, target).backward()
+            errors += [distance(mine[name], encoder[name].grad) for name in ("a", "b")]
+        found[order] = errors if rank() == 0 else []
+        scheduler.close()
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_flow_into_the_leaves_of_a_tree(order: str, pair: Replies) -> None:
+    errors = pair[0]["trees_with_graphs"][order]
+    assert len(errors) == 4
+    assert all(error <= MOST for error in errors)
 
 
 @on(PAIR)
