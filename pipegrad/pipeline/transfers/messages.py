@@ -65,5 +65,6 @@ def begins_with_mark(tensor: torch.Tensor) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as a row of bytes, in the same memory."""
-    return tensor.reshape(-1).view(torch.uint8)
+    """Returns a contiguous tensor as a row of bytes, in the same memory if it has no flag."""
+    # Torch conjugates and negates by a flag. Its sends resolve it, a view of bytes does not.
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

@@ -212,9 +212,9 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
         if end is None:
             return
+        nbytes, sizes = tensor.nbytes, end.sizes
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-        nbytes, sizes = tensor.nbytes, end.sizes
         if (
             (spec is not None and spec != sizes.spec)
             or nbytes > sizes.capacity

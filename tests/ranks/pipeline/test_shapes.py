@@ -295,6 +295,42 @@ def behind_failures(which: int) -> dict[str, Any]:
 
 
 @on(PAIR)
+def flags() -> Any:
+    """Conjugated and negated values and gradients, which torch makes by a flag."""
+    found = []
+    for pick in (lambda z: z.conj(), lambda z: z.conj().imag[:, :1], lambda z: z.conj().imag):
+
+        def give(linear: nn.Module, x: Tensor, pick: Any = pick) -> Any:
+            return pick(torch.complex(linear(x), x)[:, : WIDTH - int(x[0, 0] > 0)])
+
+        def take(linear: nn.Module, x: Tensor) -> Any:
+            made = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+            return made * linear.get_parameter("weight")[0, 0]
+
+        def loss(x: Tensor, target: Tensor) -> Tensor:
+            return (x * torch.arange(x.numel()).reshape(x.shape)).sum() + 0 * target.sum()
+
+        mine, twins = [Layer(give), Layer(take)], [Layer(give), Layer(take)]
+        scheduler = make(*mine, loss_fn=loss)
+        for step in range(2):
+            x = normal(4, WIDTH, seed=step)
+            for twin in twins:
+                twin.zero_grad()
+            torch.stack([loss(twins[1](twins[0](a)), a) for a in x.split(1)]).mean().backward()
+            train(scheduler, x, target=x)
+            pairs = zip(mine[rank()].parameters(), twins[rank()].parameters(), strict=True)
+            found.append(max(error(p.grad, q.grad, lenient=True) for p, q in pairs))
+        scheduler.close()
+    return found
+
+
+def test_conjugated_and_negated_values_are_sent_as_they_are(pair: Replies) -> None:
+    """A message with a header is made of bytes, which have no flag."""
+    for reply in pair:
+        assert all(e <= rounding(4 * 2 * WIDTH, dtype=torch.float64) for e in reply["flags"])
+
+
+@on(PAIR)
 def failures() -> Any:
     """Steps that fail in the middle of changing lengths, on each rank and in each microbatch."""
     found = {}
