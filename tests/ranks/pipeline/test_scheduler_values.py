@@ -227,6 +227,40 @@ def test_gradients_flow_once_into_what_inputs_were_made_of(order: str, pair: Rep
 
 
 @on(PAIR)
+def trees_with_graphs() -> Any:
+    """Autograd gives both terms of a sum one gradient, and adds to that of the table in place."""
+    found = {}
+    for order, options in ORDERS.items():
+        scheduler = make(
+            Layer(lambda _, tree, table: tree["x"][0].view(-1) + table.view(-1)),
+            Layer(lambda linear, x: linear(x.view(-1, WIDTH)).tanh()),
+            names={0: (("tree", "table"),)},
+            whole=("table",),
+            **options,
+        )
+        errors = []
+        for _ in range(2):
+            x, y = batch()
+            given, encoder = encoded(x, y)
+            tree, table, target = {"x": [given[0]]}, given[2][:1], given[3].detach()
+            train(scheduler, tree=tree, table=table, target=target)
+            mine = {name: p.grad for name, p in encoder.items()}
+            given, encoder = encoded(x, y)
+            mean_square(Layer()(given[0] + given[2][:1]), given[3].detach()).backward()
+            errors += [distance(mine[name], encoder[name].grad) for name in ("a", "c")]
+        found[order] = errors if rank() == 0 else []
+        scheduler.close()
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_flow_into_the_leaves_of_a_tree(order: str, pair: Replies) -> None:
+    errors = pair[0]["trees_with_graphs"][order]
+    assert len(errors) == 4
+    assert all(error <= MOST for error in errors)
+
+
+@on(PAIR)
 def frozen() -> Any:
     """All parameters frozen, then those of one stage; split and not."""
     found = {}
