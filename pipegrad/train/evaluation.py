@@ -23,10 +23,9 @@ class Evaluation:
 
     Args:
         config: The configuration.
-        scheduler: The pipeline. All its evaluations have batches of one size.
+        scheduler: The pipeline.
         feed: Held-out batches; None if nothing is measured.
         tokenizer: Makes and reads tokens; None if no text is continued.
-        num_rows: Rows of a batch of this data rank, if text is continued.
         device: Of this rank's stages.
     """
 
@@ -37,12 +36,11 @@ class Evaluation:
         *,
         feed: Feed | None,
         tokenizer: Tokenizer | None,
-        num_rows: int,
         device: torch.device,
     ) -> None:
         self._config, self._scheduler = config, scheduler
         self._feed, self._tokenizer = feed, tokenizer
-        self._num_rows, self._device = num_rows, device
+        self._device = device
         topology = scheduler.topology
         self._has_first = 0 in topology.local_stages
         self._has_last = topology.num_stages - 1 in topology.local_stages
@@ -77,7 +75,8 @@ class Evaluation:
             inputs, target = feed.placed(
                 self._device, inputs=self._has_first, target=self._has_last
             )
-            losses.append(self._scheduler.evaluate(inputs, target=target).loss.item())
+            result = self._scheduler.evaluate(inputs, target=target, outputs=False)
+            losses.append(result.loss.item())
             if number == self._config.eval.batches:
                 break
         if not losses:
@@ -91,9 +90,8 @@ class Evaluation:
         generator = torch.Generator().manual_seed(mixed(self._config.train.seed, step))
         for _ in range(self._config.eval.sample_tokens):
             window = torch.tensor(tokens[-length:])
-            # All evaluations have one size. A causal model does not look at what follows the text.
-            rows = torch.zeros(self._num_rows, length, dtype=torch.int64)
-            rows[:, : len(window)] = window
+            # Each microbatch needs a row.
+            rows = window.expand(self._scheduler.schedule.num_microbatches, -1)
             given = rows.to(self._device) if self._has_first else None
             outputs = self._scheduler.evaluate(given).outputs
             token = torch.zeros(1, dtype=torch.int64, device=self._device)

@@ -18,6 +18,7 @@ from pipegrad.errors import PlanError, TopologyError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
 from pipegrad.optimizer.main_params import refuse_unless_elementwise
+from pipegrad.pipeline.loss import TOKEN_MEAN
 from pipegrad.pipeline.partition import Cut, only_layers, split
 from pipegrad.plan.check_replicas import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
@@ -33,6 +34,8 @@ from pipegrad.train.data.dataset import check_data, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
+
+_IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 
 
 class Job:
@@ -139,10 +142,17 @@ class Job:
             self.config.refuse("model.factory", f"of what it returns, {error}", cause=error)
 
     def loss(self, output: Tensor, target: Tensor) -> Any:  # noqa: ANN401 - the function's own
-        """Returns the loss of a microbatch. By default the mean cross-entropy, in fp32."""
+        """Returns the loss of a microbatch. By default the mean cross-entropy, in fp32.
+
+        With ``train.loss_reduction = "token_mean"`` it is the sum, and how many targets it has.
+        """
         if self._loss is not None:
             return self._loss(output, target)
-        return functional.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+        logits, target = output.flatten(0, -2).float(), target.flatten()
+        if self.config.train.loss_reduction == TOKEN_MEAN:
+            total = functional.cross_entropy(logits, target, reduction="sum")
+            return total, (target != _IGNORED).sum()
+        return functional.cross_entropy(logits, target)
 
     def cut(self, model: nn.Sequential) -> Cut:
         """Returns the stages of all ranks."""

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipegrad.errors import in_words
+from pipegrad.errors import StepError, in_words
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.pipeline.loss import TOKEN_MEAN, loss_parts
 from pipegrad.pipeline.partition import Cut
 from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config
@@ -181,14 +182,19 @@ def _check_loss(
     key = "model" if config.train.loss is None else "train.loss"
     given = f"{output.dtype} {tuple(output.shape)} and targets {target.dtype} {tuple(target.shape)}"
     try:
-        value = loss(output.detach().requires_grad_(), target)
+        returned = loss(output.detach().requires_grad_(), target)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
         words = f"the loss fails on {given}: {in_words(error)}"
         config.refuse(key, words, cause=error)
+    value = returned[0] if isinstance(returned, tuple) and returned else returned
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         kind = type(value).__name__
         words = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {kind}"
         config.refuse(key, f"the loss of {given} is {words}; expected one element of floats")
+    try:
+        loss_parts(returned, is_weighted=config.train.loss_reduction == TOKEN_MEAN)
+    except StepError as error:
+        config.refuse(key, f"the loss of {given}: {error}", cause=error)
     if not bool(value.isfinite()):
         config.refuse(key, f"the loss of {given} is {value.item()}")
     if not value.requires_grad:

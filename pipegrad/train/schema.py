@@ -279,6 +279,11 @@ class Train(Table):
         "microbatch and returns one element, or a table of this name and the function's keyword "
         "arguments; by default the mean cross-entropy, without targets of -100",
     )
+    loss_reduction: Literal["mean", "token_mean"] = Field(
+        default="mean",
+        description="'mean': each microbatch counts alike; 'token_mean': each target counts alike, "
+        "and a function of train.loss returns a sum and how many targets it has",
+    )
     deterministic: bool = Field(
         default=False,
         description="only algorithms that give the same bits in every run; an operator that has "

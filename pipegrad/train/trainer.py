@@ -50,6 +50,7 @@ _RUN_KEYS = (
     "train.seed",
     "train.precision",
     "train.loss",
+    "train.loss_reduction",
     "gradients.clip_norm",
     "gradients.reduce_dtype",
     "gradients.master_dtype",
@@ -248,6 +249,7 @@ class Trainer:
             self._topology,
             schedule=job.schedule,
             loss_fn=job.loss,
+            loss_reduction=job.config.train.loss_reduction,
             tied=self._cut.tied,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
             **job.gradient_options,
@@ -268,7 +270,6 @@ class Trainer:
             self._scheduler,
             feed=feed,
             tokenizer=self._texts.tokenizer,
-            num_rows=config.data.batch_size // self.job.num_shares,
             device=self._device,
         )
 

@@ -85,9 +85,6 @@ def check_data(config: Config) -> None:
     for name in measured:
         if held_out.every is None:
             config.refuse(f"eval.{name}", "nothing measures it: set eval.every, in steps")
-    if held_out.dataset is not None and held_out.sample_every is not None:
-        complaint = "cannot be used beside eval.dataset: all evaluations have batches of one size"
-        config.refuse("eval.sample_every", complaint)
 
 
 class Batches:
@@ -120,7 +117,7 @@ class Batches:
         self._takes = set(parameters_of(function))
         self._ranks = {name: n for name, n in known.items() if name in self._takes}
         self._data_rank, self._repeat = data_rank, repeat
-        self._first: Pair | None = None
+        self._first: tuple[torch.dtype, torch.dtype] | None = None
         self._restart()
 
     def batch(self, number: int) -> Pair | None:
@@ -200,25 +197,24 @@ class Batches:
         except (TypeError, ValueError) as error:
             self._config.refuse(self._key, f"batch {number}: {error}", cause=error)
         rows, microbatches = len(inputs), self._config.parallel.microbatches
-        if not rows or rows % microbatches:
+        if rows < microbatches:
             self._config.refuse(
                 self._key,
-                f"batch {number} has {rows} rows (inputs {_described(inputs)}), which cannot be "
-                f"cut into parallel.microbatches = {microbatches}: return batches, not single "
-                f"examples, of a multiple of that, and leave out a smaller batch at the end, as a "
-                f"DataLoader does with drop_last=True",
+                f"batch {number} has {rows} rows (inputs {_described(inputs)}), fewer than "
+                f"parallel.microbatches = {microbatches}: return batches, not single examples, and "
+                f"leave out a smaller batch at the end, as a DataLoader does with drop_last=True",
             )
         if self._first is None:
-            self._first = inputs, target
-        for what, tensor, first in zip(
+            self._first = inputs.dtype, target.dtype
+        for what, tensor, dtype in zip(
             ("inputs", "targets"), (inputs, target), self._first, strict=True
         ):
-            if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+            if tensor.dtype != dtype:
                 self._config.refuse(
                     self._key,
                     f"the {what} of batch {number} are {_described(tensor)}, and those of the "
-                    f"first batch {_described(first)}: all must look alike: fill up or cut "
-                    f"sequences to one length, and leave out a smaller batch at the end",
+                    f"first batch are of {str(dtype).removeprefix('torch.')}: all must be of one "
+                    f"dtype",
                 )
         return inputs, target
 

@@ -378,9 +378,9 @@ CASES |= {  # Issue 18, point 6
     ),
     "no batches": dataset("nothing", says="the function has no batch in epoch 1: return an iter"),
     "rows that cannot be cut": put(
-        "data.dataset={name='data_functions:needs_rows', rows=6}",
+        "data.dataset={name='data_functions:needs_rows', rows=3}",
         text=NO_DATA,
-        says=r"batch 1 has 6 rows \(.*\), which cannot be cut into parallel.microbatches = 4",
+        says=r"batch 1 has 3 rows \(.*\), fewer than parallel.microbatches = 4",
     ),
     "tokens that the model has not": dataset(
         "large_tokens", says="stage 0 .* fails on torch.int64 .*: IndexError"

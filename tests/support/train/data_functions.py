@@ -56,6 +56,22 @@ def uneven(*, data_rank: int, num_data_ranks: int) -> list[Any]:
     return listed(data_rank=data_rank, num_data_ranks=num_data_ranks)[: 2 + data_rank]
 
 
+def ragged_batch(number: int) -> list[Tensor]:
+    """Rows of other lengths, another number of them in each batch."""
+    rows = rows_of(number)[: ROWS - number % 3]
+    return [row[: 3 + (5 * i + 7 * number) % (LENGTH - 1)] for i, row in enumerate(rows)]
+
+
+def ragged(*, data_rank: int = 0, num_data_ranks: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """Padded to the longest row of this data rank, with targets of -100."""
+    for number in range(5):
+        rows = ragged_batch(number)[data_rank::num_data_ranks]
+        filled = torch.full((len(rows), max(map(len, rows))), -100)
+        for i, row in enumerate(rows):
+            filled[i, : len(row)] = row
+        yield filled[:, :-1].clamp(min=0), filled[:, 1:]
+
+
 def by_rank() -> list[Tensor]:
     """Goes by the rank, as a script for data parallelism does."""
     return [rows_of(dist.get_rank())]
@@ -111,7 +127,7 @@ def large_tokens() -> list[Tensor]:
 
 
 def last_smaller() -> list[Tensor]:
-    return [rows_of(0), rows_of(1)[:4]]
+    return [rows_of(0), rows_of(1)[:1]]
 
 
 def smoothed(output: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:

@@ -208,10 +208,8 @@ def exiting() -> Iterator[Tensor]:
         (lambda: None, "fails at batch 1: TypeError.*not iterable"),
         (failing, r"fails at batch 2: KeyError\('no such shard'\) \(test_dataset.py:"),
         (exiting, r"fails at batch 1: SystemExit\(0\)"),
-        (lambda: [TOKENS, TOKENS[:1]], r"the inputs of batch 2 are int64 \(1, 3\), and those of"),
-        (lambda: [TOKENS, TOKENS[:, :3]], r"the inputs of batch 2 are int64 \(3, 2\), and those"),
         (lambda: [(INPUTS, TARGETS), (INPUTS, TARGETS * 1.0)], "the targets of batch 2 are float"),
-        (lambda: [TOKENS[:0]], r"batch 1 has 0 rows \(inputs int64 \(0, 3\)\), which cannot be"),
+        (lambda: [TOKENS[:0]], r"batch 1 has 0 rows \(inputs int64 \(0, 3\)\), fewer than"),
     ],
 )
 def test_a_function_that_goes_wrong_says_where(function: Any, says: str) -> None:
