@@ -128,7 +128,7 @@ class Compute:
             outputs = self._stages[stage].forward(values)
         if stage in self._with_losses:
             outputs = self._part_losses(stage, microbatch, outputs)
-        if stage != self._last or self._sync is None:
+        if stage != self._last or self._sync is None or self._keeps_outputs:
             # `settled` finds out whether the module keeps an output. So the list that it is given
             # must be the only reference to the outputs here.
             only_reference = [*outputs]

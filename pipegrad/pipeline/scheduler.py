@@ -354,7 +354,13 @@ class Scheduler:
             kind for (is_forward, _), kind in self._kinds.items() if is_forward is forward_only
         ]
         if learned:
-            kind = learned[0].with_schedule(schedule)
+            try:
+                kind = learned[0].with_schedule(schedule)
+            except BaseException as error:
+                # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
+                context.notice.fail(error)
+                context.edges.cut()
+                raise
         else:
             kind, result = run_first_step(
                 context,

@@ -215,6 +215,12 @@ class StepKind:
             terms = self._make_terms(divisor)
             number = self.program.schedule.num_microbatches
             inputs, targets = context.batches.cut(batch, number, needs_target=training)
+            if is_weighted and context.sync.is_accumulating and not context.batches.outer.is_empty:
+                raise StepError(
+                    "an input comes from a graph of yours, in a step inside accumulate() with "
+                    "loss_reduction='token_mean': its gradient would be divided by the weights of "
+                    "later steps. Give the input without its graph, or accumulate no steps"
+                )
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
                 context.sync.prepare(divisor=None if is_weighted else 1.0)
@@ -222,9 +228,10 @@ class StepKind:
             outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
-            context.batches.outer.backward()
+            late = context.losses.divisor(terms) if is_weighted and training else None
+            context.batches.outer.backward(late)
             if training:
-                context.sync.finish(divisor=context.losses.divisor(terms) if is_weighted else None)
+                context.sync.finish(divisor=late)
             if not training or context.sync.is_accumulating:
                 # A training step that reduces has looked for failures of other ranks in `finish`.
                 context.notice.refuse_failed(PeerFailedError)

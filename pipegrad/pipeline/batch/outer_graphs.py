@@ -55,8 +55,16 @@ class OuterGraphs:
             by_microbatch.setdefault(microbatch, []).append(part)
         return parts
 
-    def backward(self) -> None:
+    @property
+    def is_empty(self) -> bool:
+        """Whether no value of the step came from a graph."""
+        return not self._cut_off
+
+    def backward(self, divisor: Tensor | None = None) -> None:
         """Runs one backward through the graphs that the values came from.
+
+        Args:
+            divisor: What gradients are still to be divided by; None if by nothing.
 
         Sync: on the current stream.
         """
@@ -70,7 +78,8 @@ class OuterGraphs:
                     for leaf, gradient in zip(leaves, leaf_gradients, strict=True)
                 ]
                 values.append(value)
-                gradients.append(parts[0] if parts[0].shape == value.shape else torch.cat(parts))
+                gradient = parts[0] if parts[0].shape == value.shape else torch.cat(parts)
+                gradients.append(gradient if divisor is None else gradient / divisor)
         self.forget()
         if values:
             torch.autograd.backward(values, gradients)

@@ -71,6 +71,7 @@ class Losses:
         self.is_weighted = is_weighted
         self._auxiliary = auxiliary
         self._learned = dict[bool, tuple[str, ...]]()  # names of loss_fn's metrics, by forward_only
+        self._guessed = set[bool]()  # kinds whose first step had no loss
         # Of this step, and of those that it continues.
         self._weight = torch.zeros((), dtype=torch.float64, device=device)
         self._owes_weight = False  # whether other ranks wait for the weight of this step
@@ -183,7 +184,11 @@ class Losses:
         if forward_only in self._learned:
             return
         if names is None:
+            self._guessed.add(forward_only)
             names = self._learned.get(not forward_only, ())
+        elif (not forward_only) in self._guessed:
+            self._learned[not forward_only] = names
+            self._guessed.clear()
         self._learned[forward_only] = names
         if names:
             metrics = {i: terms.metric(n) / self._num_copies for i, n in enumerate(names)}

@@ -110,7 +110,7 @@ class Ends:
             *self._edges.host(other),
             self._sizes[link, other],
             is_value=kind == "F",
-            has_headers=kind == "F" and not self._edges.is_tagged,
+            has_headers=not self._edges.is_tagged,
         )
 
     def note(self, sizes: Sizes, spec: Spec) -> None:

@@ -15,9 +15,10 @@ link keep the same record of what crossed it (`Sizes`):
 - The gradient of a value looks like the value. Its receiver made the value, so it needs no header.
 
 Between other devices a receive has exactly the size of its message, and the host cannot read a mark
-without a wait for the device. So every value fills the capacity there, and its header goes from
-host to host, in a message of its own. The host of the receiver waits for it once a microbatch and
-link. It waits for the host of the sender alone, which runs ahead of its device.
+without a wait for the device. So every message fills the capacity there. Its header goes from host
+to host, in a message of its own, also for a gradient: a rank that failed says so in it. The host of
+the receiver waits for it once a microbatch and channel. It waits for the host of the sender alone,
+which runs ahead of its device.
 
 [Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
 transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
@@ -191,9 +192,10 @@ class Transfers:
         end = self._ends[channel]
         assert end is not None
         del self._lent[buffer.address]
-        if buffer.capacity != end.sizes.capacity:
-            self._pool.give_back(buffer)
-        elif storage_holders(buffer.holders) == OWN_HOLDERS:
+        # A buffer of another capacity was made for a value that did not fit. It is freed: from the
+        # next step on all buffers are as large.
+        is_usual = buffer.capacity == end.sizes.capacity
+        if is_usual and storage_holders(buffer.holders) == OWN_HOLDERS:
             end.sizes.free.append(buffer)
 
     def send(
@@ -237,6 +239,7 @@ class Transfers:
             StepError: If no header says what the value looks like.
         """
         message, capacity, tag = as_bytes(tensor), end.sizes.capacity, self._tag(*key)
+        # The host cannot read a mark on another device, and need not: all messages have headers.
         needs_header = (
             end.has_headers
             or begins_with_mark(tensor)
@@ -289,10 +292,7 @@ class Transfers:
     # After a failure.
 
     def send_failed(self, channel: int, microbatch: int) -> None:
-        """Sends in the place of a value or a gradient that it will never come.
-
-        A gradient between other devices than processors has no header: zeros are sent for it.
-        """
+        """Sends in the place of a value or a gradient that it will never come."""
         end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
         if end is None:
             return

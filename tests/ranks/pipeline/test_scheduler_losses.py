@@ -642,3 +642,81 @@ def test_a_result_prints_the_names_of_its_metrics(two: Replies) -> None:
     for reply, shapes in zip(two, ("[]", "[(4, 3)]"), strict=True):
         wanted = f"StepResult(loss LOSS, metrics ['aux', 'a', 'b'], outputs {shapes})"
         assert reply["prints"] == [wanted, wanted]
+
+
+@on(TWO)
+def outer() -> Any:
+    """The gradient of an encoder ahead of the pipeline, whose loss has weights."""
+    encoder, found = nn.Linear(2, WIDTH), {}
+    x, y = torch.arange(8.0).reshape(4, 2) / 8, batch()["target"] - 1
+    sums, weight = counted(encoder(x), y)
+    (true,) = torch.autograd.grad(sums / weight, encoder.weight)
+    scheduler = make(loss_fn=counted, loss_reduction="token_mean")
+    for step in range(2):
+        encoder.zero_grad()
+        for stage in scheduler._stages.values():
+            stage.module.zero_grad()
+        scheduler.step(encoder(x), target=y)
+        found[f"step {step}"] = error(encoder.weight.grad, true) if not rank() else 0.0
+    with scheduler.sync.accumulate():
+        refused = outcome(lambda: scheduler.step(encoder(x), target=y))
+    for stage in scheduler._stages.values():
+        stage.module.zero_grad()
+    scheduler.step(encoder(x), target=y)
+    scheduler.close()
+    return found, refused
+
+
+def test_a_graph_of_the_callers_gets_the_gradient_of_the_mean(two: Replies) -> None:
+    """It was that of the sum: too large by the total weight."""
+    for at, reply in enumerate(two):
+        found, refused = reply["outer"]
+        assert wrong(found, rounding(ROWS * WIDTH)) == {}
+        assert ("comes from a graph of yours" in refused) or at
+
+
+class Counts(Scale):
+    """Returns a tensor that it keeps and changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = [torch.zeros(1)]
+
+    def forward(self, x: Tensor) -> Any:
+        self.count[0] += 1
+        return x * self.weight, self.count[0]
+
+
+@on(TWO)
+def changed_outputs() -> Any:
+    scheduler = make(
+        Scale(),
+        Counts(),
+        stages=({}, {"outputs": ("x", "count")}),
+        loss_fn=lambda x, count, target: mean(x, target) + 0 * count.sum(),
+    )
+    outputs = scheduler.step(**batch(), outputs=True).outputs
+    scheduler.close()
+    return [out.tolist() for out in outputs[1:]]
+
+
+def test_outputs_of_a_step_are_those_of_each_microbatch(two: Replies) -> None:
+    """A tensor that the module keeps was the last microbatch's in all of them."""
+    assert two[0]["changed_outputs"] == []
+    assert two[1]["changed_outputs"] == [[1.0, 2.0]]
+
+
+@on(TWO)
+def predicts_first() -> Any:
+    """An evaluation without a target, training with metrics, an evaluation with a target."""
+    scheduler = make(loss_fn=lambda x, target: (mean(x, target), {"largest": x.max()}))
+    scheduler.evaluate(batch()["x"])
+    scheduler.step(**batch())
+    found = outcome(lambda: sorted(scheduler.evaluate(**batch()).metrics))
+    scheduler.close()
+    return found
+
+
+def test_metrics_may_come_after_an_evaluation_without_a_target(two: Replies) -> None:
+    for reply in two:
+        assert reply["predicts_first"] == "['largest']"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm import sync_points
-from pipegrad.pipeline.transfers import edges
+from pipegrad.pipeline.transfers import edges, messages
 from pipegrad.pipeline.transfers.messages import MARK
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
 from tests.support.pipeline.layers import (
@@ -113,7 +113,10 @@ def test_a_value_has_another_shape_in_each_microbatch(pair: Replies) -> None:
 @on(PAIR)
 def without_tags() -> Any:
     """As between other devices than processors: messages fill receives, and headers go beside."""
-    with mock.patch.object(edges, "has_tags", return_value=False):
+    with (
+        mock.patch.object(edges, "has_tags", return_value=False),
+        mock.patch.object(messages, "c_int64", None),  # the host cannot read another device
+    ):
         return {schedule: errors(schedule) for schedule in ("gpipe", "1f1b", "zb-h1")}
 
 
@@ -136,7 +139,7 @@ def counted() -> Iterator[list[int]]:
 
 
 @on(PAIR)
-def messages() -> Any:
+def sent_messages() -> Any:
     """How many messages a rank sends in each step, and of how many bytes."""
     scheduler, found = make(*stages(), names=NAMES, loss_fn=total), []
     for step, lengths in enumerate(STEPS):
@@ -158,7 +161,7 @@ def test_equal_shapes_need_no_more_messages_and_others_no_more_bytes(pair: Repli
             sizes = [
                 n * item + header * (c and not plain) for n, c in zip(lengths, changed, strict=True)
             ]
-            sent = reply["messages"][step]
+            sent = reply["sent_messages"][step]
             assert sum(sent) == sum(sizes)
             if step != 2:
                 assert sent == sizes
@@ -275,12 +278,15 @@ class Fails(Layer):
         return super().forward(*values)
 
 
-def behind_failures(which: int) -> dict[str, Any]:
+GROWING = [(n, 2 * n, n, 3 * n) for n in (3, 9, 27, 40, 60, 90, 120)]
+
+
+def behind_failures(which: int, steps: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns what is wrong in a run in which every third step fails on one rank."""
     modules, twins = [Fails(shorten), Fails()], stages()
     found: dict[str, Any] = {}
     scheduler = make(*modules, names=NAMES, loss_fn=total)
-    for step, lengths in enumerate([*STEPS, *STEPS]):
+    for step, lengths in enumerate([*steps, *steps]):
         x, length = batch(lengths, step)
         module = modules[rank()]
         module.calls, module.fails_in = 0, -1
@@ -340,7 +346,8 @@ def failures() -> Any:
     for tags in (True, False):
         with mock.patch.object(edges, "has_tags", return_value=tags):
             for which in (0, 1):
-                found[f"tags {tags}, rank {which}"] = behind_failures(which)
+                for name, steps in (("any", STEPS), ("growing", GROWING)):
+                    found[f"tags {tags}, rank {which}, {name}"] = behind_failures(which, steps)
     return found
 
 
@@ -436,3 +443,23 @@ def test_sequences_of_any_length_go_through_four_stages_in_time(four: Replies) -
     for reply in four:
         assert all(e <= 2 * MOST for e in reply["four_stages"])
         assert reply["four_stages seconds"] < 60
+
+
+@on(PAIR)
+def memory() -> Any:
+    """Bytes of receive buffers after each step, whose values are longer than before."""
+    scheduler, found = make(*stages(), names=NAMES, loss_fn=total), []
+    for step, lengths in enumerate(GROWING):
+        x, length = batch(lengths, step)
+        train(scheduler, x, length, target=x)
+        free = scheduler._context.pool._free
+        found.append(sum(capacity * len(buffers) for capacity, buffers in free.items()))
+    scheduler.close()
+    return found
+
+
+def test_receive_buffers_that_are_too_small_are_freed(pair: Replies) -> None:
+    for reply in pair:
+        largest = 128 + 3 * GROWING[-2][0] * ROWS * WIDTH * 8
+        assert reply["memory"][-1] <= 2 * NUM_MICROBATCHES * largest
+        assert reply["memory"][-1] > 0
