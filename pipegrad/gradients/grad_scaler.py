@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import StepError, in_words
@@ -164,6 +165,7 @@ class GradScaler(torch.amp.GradScaler):
             StepError: On all ranks, if a rank cannot unscale its gradients, if no rank has scaled a
                 loss, or if scales differ.
         """
+        self._begin_round()
         super().unscale_(optimizer)
         self._unscaled.add(id(optimizer))
 
@@ -187,6 +189,11 @@ class GradScaler(torch.amp.GradScaler):
         self._is_stepping = True
         try:
             return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # torch leaves these behind, and multiplies the next scale by the old one.
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+            raise
         finally:
             self._is_stepping = False
 
@@ -209,9 +216,15 @@ class GradScaler(torch.amp.GradScaler):
     def _begin_round(self) -> None:
         """Forgets what was known of the gradients of an earlier step."""
         number = self._sync.statistics().steps
-        if number != self._round:
-            self._round, self._found_inf, self._divisor = number, None, None
-            self._unscaled.clear()
+        if number == self._round or not self.is_enabled():
+            return
+        self._round, self._found_inf, self._divisor = number, None, None
+        self._unscaled.clear()
+        # torch forgets in `update` alone, so gradients of a step that was left out would count as
+        # unscaled for ever. It keeps who has stepped: then `update` was forgotten, and it says so.
+        states = self._per_optimizer_states
+        for key in [key for key, each in states.items() if each["stage"] != OptState.STEPPED]:
+            del states[key]
 
     def _unscale_grads_(
         self,
