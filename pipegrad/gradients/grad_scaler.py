@@ -200,9 +200,8 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
+        # The gradients stay unscaled until the next step, so what is known of them is kept.
         self._has_scaled = self._has_caller_scaled = False
-        self._found_inf = None
-        self._unscaled.clear()
 
     def refusal(self) -> str | None:
         """Returns why an optimizer may not step now; None if it may."""

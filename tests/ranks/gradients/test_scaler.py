@@ -355,6 +355,43 @@ def test_a_step_that_failed_says_nothing_of_the_next(two: list[dict[str, Any]]) 
 
 
 @on(TWO)
+def measured_behind() -> Any:
+    """The norm behind update(), and another optimizer stepped behind it."""
+    found = []
+    for is_manual in (False, True):
+        module = stage(w=(2,), v=(2,))
+        sync = replicated(module)
+        groups = sync.optimizer_parameters(lambda record: {"name": record.name})
+        one, other = (torch.optim.SGD([group], lr=1.0) for group in groups)
+        scaler = pipegrad.GradScaler(sync, init_scale=4.0)
+        if is_manual:
+            scaler.get_scale()
+        compute(sync, partial(_scaled, scaler, module))
+        norms = [sync.clip_grad_norm_(INF).item()]
+        scaler.step(one)
+        scaler.update()
+        norms.append(sync.clip_grad_norm_(INF).item())
+        scaler.step(other)
+        scaler.update()
+        norms.append(sync.clip_grad_norm_(INF).item())
+        found.append((norms, [p.tolist() for p in module.parameters()]))
+        sync.close()
+    return found
+
+
+def _scaled(scaler: pipegrad.GradScaler, module: nn.Module) -> None:
+    scaler.scale(torch.stack([p.sum() for p in module.parameters()]).sum()).backward()
+
+
+def test_gradients_are_unscaled_once_also_behind_update(two: list[dict[str, Any]]) -> None:
+    """The norm was refused, or the gradients were divided by the scale again."""
+    for reply in two:
+        for norms, stepped in reply["measured_behind"]:
+            assert norms == pytest.approx([2.0] * 3)
+            assert stepped == [[-1.0] * 2] * 2
+
+
+@on(TWO)
 def largest() -> Any:
     """The infinity norm, with a nan on one stage alone."""
     found = []
