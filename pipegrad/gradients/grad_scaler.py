@@ -65,6 +65,7 @@ class GradScaler(torch.amp.GradScaler):
         self._first = sync.statistics().steps
         self._is_manual = False  # whether the caller may multiply losses by `get_scale`
         self._has_scaled = False  # whether this rank has scaled since `update`
+        self._is_scaled = False  # whether any rank has, as far as this one knows
         self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
         self._is_stepping = False
         # What is known of the gradients of one step: whether any rank has an overflow, if clipping
@@ -83,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies a tensor, or several, by the scale, unless gradients are disabled."""
         if not torch.is_grad_enabled():
             return outputs
-        self._has_scaled = True
+        self._has_scaled = self._is_scaled = True
         self._has_caller_scaled |= self._sync.is_in_step
         return super().scale(outputs)
 
@@ -94,8 +95,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled() or self._has_caller_scaled:
             return None
-        self._has_scaled = True
+        self._has_scaled = self._is_scaled = True
         return self._scale
+
+    def note_scaled(self) -> None:
+        """Notes that the losses of a step are scaled, on whichever ranks they are."""
+        self._is_scaled = True
 
     def get_scale(self) -> float:
         """Returns the scale, the same on all ranks; 1.0 if disabled."""
@@ -201,11 +206,11 @@ class GradScaler(torch.amp.GradScaler):
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
         # The gradients stay unscaled until the next step, so what is known of them is kept.
-        self._has_scaled = self._has_caller_scaled = False
+        self._has_scaled = self._is_scaled = self._has_caller_scaled = False
 
     def refusal(self) -> str | None:
         """Returns why an optimizer may not step now; None if it may."""
-        if self._is_stepping or not (self.is_enabled() and self._has_scaled):
+        if self._is_stepping or not (self.is_enabled() and self._is_scaled):
             return None
         return (
             "optimizer.step() of gradients that a GradScaler has scaled, perhaps with overflows: "

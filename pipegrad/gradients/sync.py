@@ -323,6 +323,14 @@ class GradientSync:
         """Whether there is a `GradScaler` for these gradients."""
         return self._step.watch.scaler() is not None
 
+    def note_scaled(self) -> None:
+        """Notes that the losses of this step are scaled, also if they are on other ranks.
+
+        So an optimizer that is stepped without the `GradScaler` is refused on all ranks.
+        """
+        if (scaler := self._step.watch.scaler()) is not None:
+            scaler.note_scaled()
+
     def loss_scale(self) -> torch.Tensor | None:
         """Returns the scalar with which a backward begins; None without a `GradScaler`.
 
