@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import StepError, in_words
@@ -64,6 +65,7 @@ class GradScaler(torch.amp.GradScaler):
         self._first = sync.statistics().steps
         self._is_manual = False  # whether the caller may multiply losses by `get_scale`
         self._has_scaled = False  # whether this rank has scaled since `update`
+        self._is_scaled = False  # whether any rank has, as far as this one knows
         self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
         self._is_stepping = False
         # What is known of the gradients of one step: whether any rank has an overflow, if clipping
@@ -82,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies a tensor, or several, by the scale, unless gradients are disabled."""
         if not torch.is_grad_enabled():
             return outputs
-        self._has_scaled = True
+        self._has_scaled = self._is_scaled = True
         self._has_caller_scaled |= self._sync.is_in_step
         return super().scale(outputs)
 
@@ -93,8 +95,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled() or self._has_caller_scaled:
             return None
-        self._has_scaled = True
+        self._has_scaled = self._is_scaled = True
         return self._scale
+
+    def note_scaled(self) -> None:
+        """Notes that the losses of a step are scaled, on whichever ranks they are."""
+        self._is_scaled = True
 
     def get_scale(self) -> float:
         """Returns the scale, the same on all ranks; 1.0 if disabled."""
@@ -164,6 +170,7 @@ class GradScaler(torch.amp.GradScaler):
             StepError: On all ranks, if a rank cannot unscale its gradients, if no rank has scaled a
                 loss, or if scales differ.
         """
+        self._begin_round()
         super().unscale_(optimizer)
         self._unscaled.add(id(optimizer))
 
@@ -187,19 +194,23 @@ class GradScaler(torch.amp.GradScaler):
         self._is_stepping = True
         try:
             return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # torch leaves these behind, and multiplies the next scale by the old one.
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+            raise
         finally:
             self._is_stepping = False
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
-        self._has_scaled = self._has_caller_scaled = False
-        self._found_inf = None
-        self._unscaled.clear()
+        # The gradients stay unscaled until the next step, so what is known of them is kept.
+        self._has_scaled = self._is_scaled = self._has_caller_scaled = False
 
     def refusal(self) -> str | None:
         """Returns why an optimizer may not step now; None if it may."""
-        if self._is_stepping or not (self.is_enabled() and self._has_scaled):
+        if self._is_stepping or not (self.is_enabled() and self._is_scaled):
             return None
         return (
             "optimizer.step() of gradients that a GradScaler has scaled, perhaps with overflows: "
@@ -209,9 +220,15 @@ class GradScaler(torch.amp.GradScaler):
     def _begin_round(self) -> None:
         """Forgets what was known of the gradients of an earlier step."""
         number = self._sync.statistics().steps
-        if number != self._round:
-            self._round, self._found_inf, self._divisor = number, None, None
-            self._unscaled.clear()
+        if number == self._round or not self.is_enabled():
+            return
+        self._round, self._found_inf, self._divisor = number, None, None
+        self._unscaled.clear()
+        # torch forgets in `update` alone, so gradients of a step that was left out would count as
+        # unscaled for ever. It keeps who has stepped: then `update` was forgotten, and it says so.
+        states = self._per_optimizer_states
+        for key in [key for key, each in states.items() if each["stage"] != OptState.STEPPED]:
+            del states[key]
 
     def _unscale_grads_(
         self,

@@ -68,6 +68,7 @@ class OptimizerWatch:
         self._has_replaced = any(p.placed.is_replaced for p in parameters)
         self._adopted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last: weakref.ref[torch.optim.Optimizer] | None = None  # that has stepped
+        self._is_stepping = False  # whether one that was adopted is in its step
         self.follow({id(p.live): p for p in parameters})
 
     def start(self) -> None:
@@ -114,12 +115,17 @@ class OptimizerWatch:
             self._parameter_sync.refuse_untaken()
             if error is not None:
                 raise error
-            if self._adopted and not self.has_gradients:
+            if self._adopted and not self.has_gradients and not self._is_part(optimizer):
                 raise StepError(self._untimely(optimizer))
         except PipegradError as refusal:
             if (on_refusal := self._on_refusal()) is not None:
                 on_refusal(refusal)
             raise
+        self._is_stepping |= is_adopted
+
+    def _is_part(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` is stepped by one that was adopted, which may be made of several."""
+        return self._is_stepping and optimizer not in self._adopted
 
     def _error(self, optimizer: torch.optim.Optimizer) -> PipegradError | None:
         """Returns the error for an optimizer of these parameters that is stepped in this way."""
@@ -138,9 +144,10 @@ class OptimizerWatch:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that `optimizer` has stepped; calls `on_step` if it was adopted."""
-        if not self._adopted:
+        if not self._adopted or self._is_part(optimizer):
             return
         is_adopted = optimizer in self._adopted
+        self._is_stepping = False
         if is_adopted or any(self._stepped_by(optimizer)):
             self.has_gradients, self._last = False, weakref.ref(optimizer)
         if is_adopted and (on_step := self._on_step()) is not None:
@@ -154,6 +161,7 @@ class OptimizerWatch:
     def expect(self, *, has_gradients: bool) -> None:
         """Notes whether there are gradients to step with, of a step that has just ended."""
         self.has_gradients, self._last = has_gradients, None
+        self._is_stepping = False  # the step may have failed
 
     def _stepped_by(
         self, optimizer: torch.optim.Optimizer

@@ -148,6 +148,12 @@ class Step:
         self._failures.refuse()
         self.check("prepare")
         continues = self.is_open
+        if continues and self._divides_late != (divisor is None):
+            raise StepError(
+                "the accumulated steps before gave prepare() a number, and this one None, or the "
+                "reverse: give it a number in all of them, or None and their divisor to the last "
+                "finish()"
+            )
         self._parameter_sync.publish_if_due()
         self._parameter_sync.check_published()
         if not continues and self._wrapped:
@@ -221,6 +227,12 @@ class Step:
     def finish(self, divisor: torch.Tensor | None) -> bool:
         """Waits until every gradient is in place; returns whether copies must be compared."""
         if self.is_accumulating and self.state is not State.CLOSED:
+            with self._failures.refusing(begins=False):
+                if divisor is not None:
+                    raise StepError(
+                        "finish() inside accumulate() takes no divisor: give that of all "
+                        "accumulated steps to the last finish()"
+                    )
             self._failures.end()
             return False
         self.check("finish")

@@ -150,7 +150,8 @@ class GradientSync:
                 instead, or set ``parameter.grad_dtype`` to float32. Accumulated steps may have
                 different divisors. A gradient that you set yourself is not divided. None if the
                 divisor is known only at the end: then `finish` is given it, and no parameter may
-                have a gradient when the step begins.
+                have a gradient when the step begins. Steps that accumulate together all give a
+                number, or all give None, and the last `finish` the divisor of all of them.
 
         Sync: zeroes gradients on the current stream, and may scale those of accumulated steps. Call
         backward on this stream, or on a stream that waits for it. The buffers of pipegrad are safe
@@ -158,7 +159,8 @@ class GradientSync:
 
         Raises:
             StepError: If a gradient is still the reduced gradient of the last step, if there is
-                any gradient and the divisor is None, if a parameter is not as the ranks agreed, if
+                any gradient and the divisor is None, if the divisor is None and that of accumulated
+                steps is a number, or the reverse, if a parameter is not as the ranks agreed, if
                 a parameter was changed after `publish`, or if gradients of this step are already
                 sent. Then try again soon: other ranks wait for some seconds.
             ReduceError: If an earlier step failed in a comm stream, so this rank cannot go on.
@@ -229,7 +231,7 @@ class GradientSync:
             ReduceError: If a collective failed; on every rank that waits for it. Within a second if
                 collectives block the host, otherwise after the timeout of their backend.
             StepError: If a stage is not final, a gradient changed after it was final, or the
-                divisor was given twice or never.
+                divisor was given twice, never, or inside `accumulate`.
             DriftError: On all ranks, if copies have drifted apart.
         """
         if self._step.finish(divisor):
@@ -320,6 +322,14 @@ class GradientSync:
     def is_scaled(self) -> bool:
         """Whether there is a `GradScaler` for these gradients."""
         return self._step.watch.scaler() is not None
+
+    def note_scaled(self) -> None:
+        """Notes that the losses of this step are scaled, also if they are on other ranks.
+
+        So an optimizer that is stepped without the `GradScaler` is refused on all ranks.
+        """
+        if (scaler := self._step.watch.scaler()) is not None:
+            scaler.note_scaled()
 
     def loss_scale(self) -> torch.Tensor | None:
         """Returns the scalar with which a backward begins; None without a `GradScaler`.

@@ -87,6 +87,8 @@ class Compute:
         self._terms = terms
         self._keeps_outputs = keeps_outputs
         self._is_scaled = self._sync is not None and self._sync.is_scaled
+        if self._sync is not None and terms is not None:
+            self._sync.note_scaled()
 
     def forget(self) -> None:
         """Lets go of everything of a step."""

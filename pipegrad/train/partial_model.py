@@ -90,6 +90,7 @@ class PartialModel:
         try:
             with build, _OnCpu():
                 model = self._make()
+            build.check_end()
         except Exception as error:
             raise NotInPartsError(build.mismatch or str(error)) from error
         own = [
@@ -98,6 +99,11 @@ class PartialModel:
         if build.mismatch or any(tensor.is_meta for tensor in own):
             raise NotInPartsError(build.mismatch or "a tensor has no memory")
         return model
+
+
+def lacks_memory(model: nn.Module) -> bool:
+    """Whether a tensor of a model is on the meta device, also one that is a plain attribute."""
+    return any(tensor.is_meta for module in model.modules() for tensor in _tensors(vars(module)))
 
 
 class _Record(TorchDispatchMode):
@@ -187,6 +193,12 @@ class _Build(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draw(func, args, kwargs, result)
         return result
+
+    def check_end(self) -> None:
+        """Refuses a run that has left recorded operators out."""
+        if self._number < len(self._recorded):
+            self.mismatch = f"it calls no {self._recorded[self._number][0].name}"
+            raise NotInPartsError(self.mismatch)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:  # noqa: ANN401
         """Draws the random numbers of an operator, and drops them."""

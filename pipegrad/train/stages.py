@@ -17,7 +17,7 @@ from pipegrad.topology import Topology
 from pipegrad.train.data.feed import Feed
 from pipegrad.train.data.sources import Texts
 from pipegrad.train.job import Job
-from pipegrad.train.partial_model import NotInPartsError, PartialModel
+from pipegrad.train.partial_model import NotInPartsError, PartialModel, lacks_memory
 from pipegrad.train.preflight import (
     Sample,
     check_alike,
@@ -79,9 +79,10 @@ def _make_model(job: Job, topology: Topology) -> Cut:
     make = partial(job.model, topology=topology)
     outlines: list[PartialModel] = []
     cuts: list[Cut] = []
+    is_outlined = len(topology.local_stages) < topology.num_stages
 
     def outline() -> bool:
-        if len(topology.local_stages) < topology.num_stages:
+        if is_outlined:
             try:
                 outlines.append(PartialModel(make))
             except Exception:  # noqa: BLE001 - the whole model shows what is wrong
@@ -92,14 +93,22 @@ def _make_model(job: Job, topology: Topology) -> Cut:
     in_parts = all(agree("the outline of the model", outline, timeout_seconds=_PREPARE_SECONDS))
 
     def model() -> nn.Sequential:
-        if not (in_parts and outlines):
-            return make()
-        modules = job.cut(outlines[0].outline).modules
-        layers = [n for s in topology.local_stages for n, _ in modules[s].named_children()]
-        try:
-            return outlines[0].made(layers)
-        except NotInPartsError:
-            return make()
+        if in_parts and outlines:
+            modules = job.cut(outlines[0].outline).modules
+            layers = [n for s in topology.local_stages for n, _ in modules[s].named_children()]
+            try:
+                return outlines[0].made(layers)
+            except NotInPartsError:
+                pass
+        whole = make()
+        if is_outlined and lacks_memory(whole):
+            job.config.refuse(
+                "model",
+                "a tensor of the whole model has no memory. The factory runs several times, first "
+                "without memory, so it must not keep tensors from call to call, as functools.cache "
+                "does: make them anew in each call",
+            )
+        return whole
 
     def made() -> tuple[object, dict[str, str]]:
         whole = model()

@@ -258,6 +258,40 @@ def test_a_divisor_is_given_once_and_to_new_gradients_alone() -> None:
         assert all("the parameter '0.a' has a gradient already" in said for said in found[1::2])
 
 
+def mixed() -> Any:
+    """On 2 ranks: divisors that change within accumulated steps, each refused, then given well."""
+    module = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
+    sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=["data-parallel"])
+    said, values = [], []
+    total = torch.tensor(4.0)
+    for early, late in ((4.0, None), (None, total)):
+        other = None if early else 4.0
+        with sync.accumulate():
+            sync.prepare(divisor=early)
+            sync.stage_first_use(0)
+            (module["a"].sum() * 2).backward()
+            said.append(outcome(partial(sync.finish, divisor=total)))
+            sync.finish()
+        said.append(outcome(partial(sync.prepare, divisor=other)))
+        sync.prepare(divisor=early)
+        module["a"].sum().backward()
+        sync.stage_final(0)
+        sync.finish(divisor=late)
+        assert module["a"].grad is not None
+        values.append(module["a"].grad.tolist())
+        module["a"].grad = None
+    sync.close()
+    return said, values
+
+
+def test_accumulated_steps_have_their_divisors_in_one_place() -> None:
+    """The first divisor was ignored, or a gradient was divided twice, or never."""
+    for said, values in run_ranks(mixed, 2):
+        assert all("inside accumulate() takes no divisor" in each for each in said[::2])
+        assert all("the accumulated steps before gave" in each for each in said[1::2])
+        assert values == [[0.75] * 2] * 2
+
+
 WHOLE = {"name": "sequence-parallel", "parameters": ["*"]}
 NORM = {"name": "sequence-parallel", "parameters": ["1.*"]}
 COPIES, SHARDS = (0, 0), (0, 1)

@@ -546,6 +546,65 @@ def test_a_step_at_a_wrong_time_is_refused(two: list[dict[str, Any]], kind: str)
         assert same == "None"
 
 
+class Composite(torch.optim.Optimizer):
+    """Steps matrices and all others each by an optimizer of their own."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        tensors = [t for group in self.param_groups for t in group["params"]]
+        self.parts = [
+            torch.optim.SGD([{"params": found}], lr=lr)
+            for found in ([t for t in tensors if t.ndim > 1], [t for t in tensors if t.ndim == 1])
+        ]
+        self.fails = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+            if self.fails:
+                raise ValueError("one part has stepped")
+
+
+@on(TWO)
+def composite() -> Any:
+    """Optimizers within an optimizer; its second step; others behind a step of it that failed."""
+    found = {}
+    for kind in ("replicate", "owner", "sharded", "copies"):
+        trained, said = [], list[str]()
+        handler, options = KINDS[kind]
+        for make in (torch.optim.SGD, Composite):
+            module = small()
+            sync = alone(module, handler, bucket_bytes=128, **options)
+            optimizer: torch.optim.Optimizer = sync.optimizer(make, lr=0.1)
+            train(module, sync, optimizer, range(STEPS))
+            sync.wait_parameters()
+            trained.append(values(module))
+            said.append(outcome(optimizer.step))
+            if isinstance(optimizer, Composite):
+                compute(sync, partial(give, module, **drawn(rank(), 0)))
+                optimizer.fails = True
+                said.append(outcome(optimizer.step))
+                optimizer.zero_grad()
+                with sync.accumulate():
+                    compute(sync, partial(give, module, **drawn(rank(), 0)))
+                    own = [part for part in optimizer.parts if part.param_groups[0]["params"]]
+                    said += [outcome(part.step) for part in own]
+        found[kind] = (trained, said)
+    return found
+
+
+def test_an_optimizer_of_optimizers_steps_as_one(two: list[dict[str, Any]]) -> None:
+    """The second of them was taken for another optimizer of the same parameters."""
+    for reply in two:
+        for kind, ((right, trained), said) in reply["composite"].items():
+            assert trained == right, kind
+            assert all("a second time" in each for each in said[:2]), kind
+            assert said[2] == "ValueError: one part has stepped"
+            assert all("before the gradients of a step are there" in each for each in said[3:])
+
+
 @on(TWO)
 def of_module() -> Any:
     """The module's own parameters under an owner, without sync.optimizer."""

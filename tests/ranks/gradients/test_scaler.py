@@ -308,6 +308,90 @@ def test_a_step_that_was_left_out_says_nothing_of_the_next(two: list[dict[str, A
 
 
 @on(TWO)
+def failed() -> Any:
+    """A step that fails on all ranks, or on one, or ends behind `unscale_`; then a good one."""
+    found = {}
+    for make in (torch.optim.SGD, partial(torch.optim.SGD, fused=True)):
+        for ranks in ([0, 1], [0], []):
+            name = "wv"[rank()]
+            module = stage(**{name: (2,)})
+            sync = tied(module)
+            optimizer = sync.optimizer(make, lr=1.0)
+            scaler = pipegrad.GradScaler(sync, init_scale=4.0)
+            scaled = partial(scaler.scale, module.get_parameter(name))
+            compute(sync, lambda scaled=scaled: scaled().sum().backward())  # type: ignore[misc]
+            if not ranks:
+                scaler.unscale_(optimizer)
+            elif rank() in ranks:
+                hook = optimizer.register_step_pre_hook(_fail)
+                outcome(partial(scaler.step, optimizer))
+                hook.remove()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+            compute(sync, lambda scaled=scaled: scaled().sum().backward())  # type: ignore[misc]
+            scaler.step(optimizer)
+            scaler.update()
+            key = "fused" if isinstance(make, partial) else "plain"
+            found[key, len(ranks)] = module.get_parameter(name).tolist()
+            sync.close()
+    return found
+
+
+def _fail(*_: object) -> None:
+    raise ValueError("a hook of the user")
+
+
+def test_a_step_that_failed_says_nothing_of_the_next(two: list[dict[str, Any]]) -> None:
+    """The next gradients stayed scaled; if one rank had failed, the other one hung."""
+    for number, reply in enumerate(two):
+        steps = {2: 1, 1: 1 + number, 0: 1}  # by the number of ranks that failed
+        assert reply["failed"] == {
+            (kind, ranks): [-float(steps[ranks])] * 2
+            for kind in ("plain", "fused")
+            for ranks in steps
+        }
+
+
+@on(TWO)
+def measured_behind() -> Any:
+    """The norm behind update(), and another optimizer stepped behind it."""
+    found = []
+    for is_manual in (False, True):
+        module = stage(w=(2,), v=(2,))
+        sync = replicated(module)
+        groups = sync.optimizer_parameters(lambda record: {"name": record.name})
+        one, other = (torch.optim.SGD([group], lr=1.0) for group in groups)
+        scaler = pipegrad.GradScaler(sync, init_scale=4.0)
+        if is_manual:
+            scaler.get_scale()
+        compute(sync, partial(_scaled, scaler, module))
+        norms = [sync.clip_grad_norm_(INF).item()]
+        scaler.step(one)
+        scaler.update()
+        norms.append(sync.clip_grad_norm_(INF).item())
+        scaler.step(other)
+        scaler.update()
+        norms.append(sync.clip_grad_norm_(INF).item())
+        found.append((norms, [p.tolist() for p in module.parameters()]))
+        sync.close()
+    return found
+
+
+def _scaled(scaler: pipegrad.GradScaler, module: nn.Module) -> None:
+    scaler.scale(torch.stack([p.sum() for p in module.parameters()]).sum()).backward()
+
+
+def test_gradients_are_unscaled_once_also_behind_update(two: list[dict[str, Any]]) -> None:
+    """The norm was refused, or the gradients were divided by the scale again."""
+    for reply in two:
+        for norms, stepped in reply["measured_behind"]:
+            assert norms == pytest.approx([2.0] * 3)
+            assert stepped == [[-1.0] * 2] * 2
+
+
+@on(TWO)
 def largest() -> Any:
     """The infinity norm, with a nan on one stage alone."""
     found = []

@@ -328,3 +328,29 @@ def test_a_loss_of_float16_may_overflow_by_the_scale() -> None:
     for scales in run_ranks(half_loss, 2):
         assert scales[0] == 2.0**15
         assert scales == sorted(scales, reverse=True)
+
+
+def without_scaler() -> str:
+    """An optimizer that is stepped without its scaler; the loss is on the last rank alone."""
+    rank = torch.distributed.get_rank()
+    scheduler = pipegrad.Scheduler(
+        [pipegrad.Stage(model()[2 * rank : 2 * rank + 2], rank)],
+        pipegrad.Topology.create(pipeline=2),
+        schedule="1f1b",
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+    )
+    optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
+    scaler = pipegrad.GradScaler(scheduler.sync)
+    x, y = batch(0)
+    scheduler.step(x, target=y)
+    try:
+        optimizer.step()
+    except pipegrad.errors.StepError as error:
+        return str(error)
+    return f"stepped with gradients times {scaler.get_scale()}"
+
+
+def test_a_step_without_the_scaler_is_refused_on_ranks_without_a_loss() -> None:
+    for said in run_ranks(without_scaler, 2):
+        assert "gradients that a GradScaler has scaled" in said

@@ -107,6 +107,7 @@ CASES: dict[str, Bad] = {
         "model.width=-2", says="--set model.width=-2: model = .*: the factory fails: Ru"
     ),
     "a factory that fails": model("fails", says=r"RuntimeError\('no such checkpoint'\)"),
+    "a factory with a cache": model("cached", says="must not keep tensors from call to call"),
     "no Sequential": model(
         "not_sequential", says="of what it returns, only an nn.Sequential, .* found Linear"
     ),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad.train.partial_model import NotInPartsError, PartialModel
+from pipegrad.train.partial_model import NotInPartsError, PartialModel, lacks_memory
 from tests.support.train import factories
 
 Factory = Callable[[], nn.Sequential]
@@ -191,3 +191,14 @@ def test_a_factory_that_does_something_else_each_time_is_refused() -> None:
 
     with pytest.raises(NotInPartsError):
         PartialModel(make).made(["0"])
+
+
+def test_a_factory_that_keeps_a_tensor_is_refused_and_its_whole_model_is_known() -> None:
+    """The tensor has no memory, and no operator makes it in a second call."""
+    factories.table.cache_clear()
+    part = PartialModel(seeded(factories.cached))
+    with pytest.raises(NotInPartsError, match=r"it calls no aten\.arange"):
+        part.made(["2"])
+    assert lacks_memory(factories.cached())
+    factories.table.cache_clear()
+    assert not lacks_memory(factories.cached())
