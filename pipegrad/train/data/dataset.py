@@ -123,7 +123,8 @@ class Batches:
     def batch(self, number: int) -> Pair | None:
         """Returns inputs and targets of a batch, from 1; None if there are no more.
 
-        Batches are taken in order. A smaller number than the last one starts again.
+        Batches are taken in order. A smaller number than the last one starts again. Without
+        `repeat` the batches end before one that has fewer rows than there are microbatches.
 
         Raises:
             ConfigError: If the function fails, or what it returns is no batch.
@@ -162,7 +163,8 @@ class Batches:
         if found is _END:
             return None
         pair = self._pair(number, found)
-        self._position = number
+        if pair is not None:
+            self._position = number
         return pair
 
     def _first_of_epoch(self) -> object:
@@ -190,13 +192,18 @@ class Batches:
                 self._key, f"the function fails at batch {number}: {words}", cause=error
             )
 
-    def _pair(self, number: int, found: object) -> Pair:
-        """Returns a batch as inputs and targets; refuses one that cannot be trained on."""
+    def _pair(self, number: int, found: object) -> Pair | None:
+        """Returns a batch as inputs and targets; refuses one that cannot be trained on.
+
+        None if it has too few rows, and others were measured before: then the measurement ends.
+        """
         try:
             inputs, target = pair_of(found)
         except (TypeError, ValueError) as error:
             self._config.refuse(self._key, f"batch {number}: {error}", cause=error)
         rows, microbatches = len(inputs), self._config.parallel.microbatches
+        if rows < microbatches and self._position and not self._repeat:
+            return None
         if rows < microbatches:
             self._config.refuse(
                 self._key,

@@ -361,6 +361,19 @@ def test_held_out_batches_of_a_function(folder: Path) -> None:
     assert found < first["both"][0].loss
 
 
+def test_a_measurement_ends_before_a_batch_with_too_few_rows(folder: Path) -> None:
+    """It ended the run. The second batch of `last_smaller` has one row, for four microbatches."""
+    held_out = {"one": "listed', num_batches=1", "smaller": "last_smaller'"}
+    cases = {
+        name: [dataset("listed"), "eval.every=6", f"eval.dataset={{name='data_functions:{words}}}"]
+        for name, words in held_out.items()
+    }
+    for found in run_ranks(trained, 2, str(folder), cases):
+        losses = {name: [step.held_out_loss for step in steps] for name, steps in found.items()}
+        assert losses["smaller"] == losses["one"]
+        assert losses["smaller"][5] is not None
+
+
 # --- memory
 
 
