@@ -343,8 +343,7 @@ class Scheduler:
             # Other ranks may run a step of the Scheduler's own number: [Note: other numbers]. After
             # an interrupt they may also run one of this number, and wait for other transfers.
             if not isinstance(error, Exception):
-                context.notice.fail(error)  # first: the ranks that fail next find the cause there
-                context.edges.cut()
+                self._leave(error)
             batch = batch._replace(error=error)
         key = forward_only, schedule.num_microbatches
         if key in self._kinds:
@@ -358,8 +357,7 @@ class Scheduler:
                 kind = learned[0].with_schedule(schedule)
             except BaseException as error:
                 # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
-                context.notice.fail(error)
-                context.edges.cut()
+                self._leave(error)
                 raise
         else:
             kind, result = run_first_step(
@@ -374,6 +372,11 @@ class Scheduler:
             # The first step has shown which values have a gradient. Others have no channel back.
             self.program, self.proof = kind.program, kind.proof
         return kind.run(batch) if result is None else result
+
+    def _leave(self, error: BaseException) -> None:
+        """Makes ranks fail that run a step which this rank cannot take."""
+        self._context.notice.fail(error)  # first: the ranks that fail next find the cause there
+        self._context.edges.cut()
 
 
 @contextlib.contextmanager

@@ -27,11 +27,10 @@ class Buffer:
 
     Attributes:
         memory: All of it, as bytes.
-        address: Of its storage.
         capacity: How many bytes it has.
-        address: Of its storage.
-        head: Its first eight bytes, as the host reads them; zero if they are on another device.
         storage: Of the memory.
+        address: Of the storage.
+        head: Its first eight bytes, as the host reads them; zero if they are on another device.
         holders: What `storage_holders` needs to count who holds the storage.
         tensor: The value that arrived last, in the memory.
         spec: What the value looks like, if it begins where the memory begins.

@@ -217,6 +217,7 @@ class Transfers:
         nbytes, sizes = tensor.nbytes, end.sizes
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
+        # The last condition is `begins_with_mark`, without a call.
         if (
             (spec is not None and spec != sizes.spec)
             or nbytes > sizes.capacity
@@ -286,7 +287,10 @@ class Transfers:
         self._lent.clear()
 
     def _tag(self, channel: int, microbatch: int) -> int:
-        """Returns the tag of a transfer; the next number is that of what does not fit."""
+        """Returns the tag of a transfer; the next number is that of what does not fit.
+
+        `post` and `send` compute it themselves, since each call costs every microbatch.
+        """
         return 2 * (microbatch * self._num_channels + channel)
 
     # After a failure.
