@@ -7,12 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_leaves_with_path,
+    tree_unflatten,
+)
 
 from pipegrad.model.wrappers import is_imported_kind
 
@@ -20,7 +27,14 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
-__all__ = ["PipelineStageBase", "TorchDispatchMode", "gpu_trace"]
+__all__ = [
+    "FakeTensorMode",
+    "PipelineStageBase",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "gpu_trace",
+    "tree_flatten",
+]
 
 
 def is_profiled() -> bool:

@@ -1,0 +1,409 @@
+"""Flow: which layers a model calls, in which order, and which values go from layer to layer.
+
+[Note: flow] The model runs once, on a sample. Outside of layers, every operator of torch is seen,
+and for each of its results it is noted from which outputs of layers it was computed. So when a
+layer is called, its inputs say which outputs of which earlier calls it needs, however far away
+these are. The code between layers need not be understood: each stage runs it again.
+
+The tensors of the sample, and the model's parameters and buffers, are fake. Fake tensors have a
+shape, a dtype and a device, but no memory. So the run costs no memory, changes no buffer, draws no
+random number, and works for a model on the meta device. If the model's code needs values of
+tensors, it runs on the real ones, under a random state and with buffers that are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from pipegrad.errors import TopologyError, in_words
+from pipegrad.interop.private import FakeTensorMode, TorchDispatchMode, TreeSpec, tree_flatten
+from pipegrad.partition.shallow import as_kind, shallow
+
+
+class Source(NamedTuple):
+    """An output of a layer's call: its leaf of this number."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Like:
+    """The shape of an output, told by an input of the same call.
+
+    Attributes:
+        leaf: Number of the input among the call's tensors.
+        kept: How many dimensions of the input the output has; the first ones.
+        more: Dimensions behind these.
+    """
+
+    leaf: int
+    kept: int
+    more: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A leaf of what a call returns.
+
+    Attributes:
+        value: What it is, if it is no tensor.
+        shape: Of a tensor, in the sample.
+        dtype: Of a tensor, in the sample.
+        like: How to tell its shape in another batch; None if no input tells it.
+    """
+
+    value: object = None
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+    like: Like | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a layer.
+
+    Attributes:
+        name: Of the layer, with the number of the call behind it if it is called more than once.
+        layer: The layer.
+        needs: Outputs of earlier calls that its inputs were computed from.
+        parameters: Names of parameters that its inputs were computed from outside of layers.
+        draws: Numbers of random operators outside of layers that its inputs were computed from.
+        outputs: The leaves of what it returns.
+        structure: How they hang together.
+        flops: Floating-point operations of its forward on the sample.
+        saved_bytes: What its forward keeps for its backward, on the sample.
+    """
+
+    name: str
+    layer: str
+    needs: frozenset[Source]
+    parameters: frozenset[str]
+    draws: frozenset[int]
+    outputs: tuple[Output, ...]
+    structure: TreeSpec
+    flops: int
+    saved_bytes: int
+
+    def name_of(self, leaf: int) -> str:
+        """Returns the name of an output."""
+        tensors = [i for i, output in enumerate(self.outputs) if output.shape is not None]
+        return self.name if tensors == [leaf] else f"{self.name}:{leaf}"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a model does.
+
+    Attributes:
+        calls: The calls of its layers, in order.
+        returned: What it returns, with `Returned` in the place of tensors.
+        sample: Name -> shape of the tensors of the sample.
+    """
+
+    calls: tuple[Call, ...]
+    returned: object
+    sample: dict[str, tuple[int, ...]]
+
+
+class Returned(NamedTuple):
+    """A tensor that the model returns, and what it was computed from outside of layers."""
+
+    needs: frozenset[Source]
+    parameters: frozenset[str]
+    draws: frozenset[int]
+
+
+def flow_of(
+    model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, object]
+) -> Flow:
+    """Returns what a model does with a sample.
+
+    Args:
+        model: The uncut model. It is as before afterwards.
+        layers: Its layers, by name.
+        sample: Keyword arguments of its forward.
+
+    Raises:
+        TopologyError: If the model fails.
+    """
+    is_meta = any(tensor.is_meta for tensor in _state(model).values())
+    try:
+        return _run(model, layers, sample, fake=True)
+    except Exception as error:
+        if is_meta:
+            raise TopologyError(_failed(model, sample, error)) from error
+    try:
+        return _run(model, layers, sample, fake=False)
+    except Exception as error:
+        raise TopologyError(_failed(model, sample, error)) from error
+
+
+def _failed(model: nn.Module, sample: Mapping[str, object], error: Exception) -> str:
+    return (
+        f"{type(model).__name__} fails on a sample of {_shapes(sample)}: {in_words(error)}. Give "
+        f"example={{...}}, the keyword arguments of its forward for a small batch"
+    )
+
+
+def _shapes(sample: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in sample.items() if isinstance(x, Tensor)}
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _run(
+    model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, object], *, fake: bool
+) -> Flow:
+    recorder = _Recorder({id(p): name for name, p in model.named_parameters()})
+    recorded = {
+        id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()
+    }
+    run = shallow(model, recorded)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if fake:
+            mode = stack.enter_context(FakeTensorMode())
+            made: dict[int, Tensor] = {}
+            state = {name: _fake(x, made) for name, x in _state(model).items()}
+            recorder.names = {
+                id(state[name]): name for name, _ in model.named_parameters()
+            }
+            sample = {
+                name: _fake(x, made) if isinstance(x, Tensor) else x for name, x in sample.items()
+            }
+            stack.enter_context(recorder)
+            returned = torch.func.functional_call(run, state, (), dict(sample), tie_weights=False)
+            del mode
+        else:
+            stack.enter_context(_unchanged(model))
+            stack.enter_context(recorder)
+            returned = run(**sample)
+    return Flow(tuple(recorder.calls), recorder.seen(returned), _shapes(sample))
+
+
+def _fake(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
+    """Returns a fake tensor like `tensor`, on the CPU if that has no memory; the same one again."""
+    if id(tensor) not in made:
+        device = "cpu" if tensor.is_meta else tensor.device
+        copied: Tensor = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, tensor.requires_grad)
+        made[id(tensor)] = copied
+    return made[id(tensor)]
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts buffers and random states back."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+class _RecordedLayer(nn.Module):
+    """A layer whose calls are recorded."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
+        function = partial(super().__call__)
+        return vars(self)["_recorder"].call(vars(self)["_layer_name"], function, args, kwargs)
+
+
+def _recorded(recorder: _Recorder, name: str, layer: nn.Module) -> nn.Module:
+    copied = as_kind(copy.copy(layer), _RecordedLayer)
+    vars(copied).update(_recorder=recorder, _layer_name=name)
+    return copied
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a tensor was computed from."""
+
+    sources: frozenset[Source] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    draws: frozenset[int] = frozenset()
+
+    def __or__(self, other: _Origin) -> _Origin:
+        return _Origin(
+            self.sources | other.sources,
+            self.parameters | other.parameters,
+            self.draws | other.draws,
+        )
+
+
+@dataclass
+class _Costs:
+    """What the operators of a layer cost."""
+
+    flops: int = 0
+    saved: dict[int, int] = field(default_factory=dict)  # storage -> bytes
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator, and every call of a layer.
+
+    Args:
+        names: Parameter's id -> its name.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.calls: list[Call] = []
+        self._times: dict[str, int] = {}  # how often each layer was called
+        self._origins: dict[int, _Origin] = {}  # by id of a tensor
+        self._alive: list[object] = []  # an id is not used again while its tensor lives
+        self._num_draws = 0
+        self._costs: _Costs | None = None  # inside of a layer
+
+    # ANN401: an operator takes and returns anything.
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._costs is not None:
+            if count := flop_registry.get(func._overloadpacket):
+                self._costs.flops += count(*args, **kwargs, out_val=result)
+            return result
+        origin = self._origin_of((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._num_draws += 1
+            origin |= _Origin(draws=frozenset({self._num_draws}))
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for tensor in _tensors((result, written)):
+            self._set(tensor, origin)
+        return result
+
+    def call(
+        self, layer: str, function: Callable[..., Any], args: Any, kwargs: Any  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Runs a layer, and notes it."""
+        if self._costs is not None:
+            return function(*args, **kwargs)  # a layer inside of a layer
+        inputs = _tensors((args, kwargs))
+        origin = self._origin_of(inputs)
+        self._costs = _Costs()
+        try:
+            result, leaves, structure = self._called(function, args, kwargs, self._costs)
+        finally:
+            costs, self._costs = self._costs, None
+        number, times = len(self.calls), self._times.get(layer, 0)
+        self._times[layer] = times + 1
+        self.calls.append(
+            Call(
+                name=f"{layer}#{times}" if times else layer,
+                layer=layer,
+                needs=origin.sources,
+                parameters=origin.parameters,
+                draws=origin.draws,
+                outputs=tuple(_output(leaf, inputs) for leaf in leaves),
+                structure=structure,
+                flops=costs.flops,
+                saved_bytes=sum(costs.saved.values()),
+            )
+        )
+        for leaf, value in enumerate(leaves):
+            if isinstance(value, Tensor):
+                self._set(value, _Origin(frozenset({Source(number, leaf)})))
+        return result
+
+    def _called(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, costs: _Costs  # noqa: ANN401
+    ) -> tuple[Any, list[object], TreeSpec]:
+        """Runs a layer with a graph, so that it shows what it keeps for its backward."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            if id(tensor) not in self.names:
+                costs.saved[id(tensor.untyped_storage())] = tensor.nbytes
+                self._alive.append(tensor.untyped_storage())
+            return tensor
+
+        leaves, structure = tree_flatten((args, kwargs))
+        inputs = [_differentiable(leaf) for leaf in leaves]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            args, kwargs = structure.unflatten(inputs)
+            result = function(*args, **kwargs)
+        leaves, structure = tree_flatten(result)
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return structure.unflatten(leaves), leaves, structure
+
+    def seen(self, returned: object) -> object:
+        """Returns what a model returned, with `Returned` in the place of tensors."""
+        leaves, structure = tree_flatten(returned)
+        return structure.unflatten(
+            [
+                Returned(*_fields(self._origin_of(leaf))) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
+        )
+
+    def _origin_of(self, values: object) -> _Origin:
+        origin = _Origin()
+        for tensor in _tensors(values):
+            if tensor_name := self.names.get(id(tensor)):
+                origin |= _Origin(parameters=frozenset({tensor_name}))
+            origin |= self._origins.get(id(tensor), _Origin())
+        return origin
+
+    def _set(self, tensor: Tensor, origin: _Origin) -> None:
+        self._origins[id(tensor)] = origin
+        self._alive.append(tensor)
+
+
+def _fields(origin: _Origin) -> tuple[frozenset[Source], frozenset[str], frozenset[int]]:
+    return origin.sources, origin.parameters, origin.draws
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+def _differentiable(leaf: object) -> object:
+    """Returns a leaf of a graph in the place of a tensor that has gradients."""
+    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf.detach().requires_grad_()
+    return leaf
+
+
+def _output(leaf: object, inputs: Sequence[Tensor]) -> Output:
+    if not isinstance(leaf, Tensor):
+        return Output(value=leaf)
+    # Most layers keep the shape. An embedding adds a dimension, and a head changes the last one.
+    candidates = [
+        Like(number, kept, tuple(leaf.shape[kept:]))
+        for lost in (0, 1)
+        for number, tensor in enumerate(inputs)
+        for kept in [tensor.dim() - lost]
+        if kept > 0 and tensor.shape[:kept] == leaf.shape[:kept] and leaf.dim() - kept <= 1
+    ]
+    like = min(candidates, key=lambda one: len(one.more), default=None)
+    return Output(shape=leaf.shape, dtype=leaf.dtype, like=like)

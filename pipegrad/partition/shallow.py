@@ -1,0 +1,74 @@
+"""Shallow copies of a model: the same code and tensors, with other modules in some places."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import cache
+
+from torch import nn
+
+from pipegrad.errors import TopologyError
+
+
+def shallow(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
+    """Returns a copy of a model that holds other modules in the place of some.
+
+    Modules without a replaced one inside are the model's own. All tensors are the model's own, and
+    stand in tables of the copy where a replaced module is inside.
+
+    Args:
+        model: The model.
+        replaced: A module's id -> what stands in its place.
+
+    Raises:
+        TopologyError: If a module that must be copied calls the code of another object.
+    """
+    return _copied(model, replaced, {}, "")
+
+
+def _copied(
+    module: nn.Module, replaced: Mapping[int, nn.Module], made: dict[int, nn.Module], name: str
+) -> nn.Module:
+    if id(module) in replaced:
+        return replaced[id(module)]
+    if id(module) in made:
+        return made[id(module)]
+    if not any(id(part) in replaced for part in module.modules()):
+        return module
+    if "forward" in vars(module) or hasattr(module, "_orig_mod"):
+        raise TopologyError(
+            f"the forward of {name or 'the model'!r} was exchanged, as torch.compile and "
+            f"accelerate do: cut the model first, and compile or wrap its stages"
+        )
+    result = made[id(module)] = copy.copy(module)
+    vars(result)["_parameters"] = dict(module._parameters)
+    vars(result)["_buffers"] = dict(module._buffers)
+    vars(result)["_modules"] = {
+        child_name: None
+        if child is None
+        else _copied(child, replaced, made, f"{name}.{child_name}" if name else child_name)
+        for child_name, child in module._modules.items()
+    }
+    return result
+
+
+def as_kind(
+    module: nn.Module, kind: type[nn.Module], own: type[nn.Module] | None = None
+) -> nn.Module:
+    """Makes a module one of two classes, and returns it.
+
+    Args:
+        module: The module.
+        kind: The class whose methods count first.
+        own: The other class; that of the module if None.
+    """
+    module.__class__ = _both(kind, own or type(module))
+    return module
+
+
+@cache
+def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    # It looks like the module's own class, to those who print it or ask for its name.
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (kind, own), names)

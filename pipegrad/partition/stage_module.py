@@ -1,0 +1,284 @@
+"""Stage modules: the uncut model's own code, in which other stages' layers only stand.
+
+[Note: stage modules] A stage module is a shallow copy of the uncut model, of its class, with its
+names. Its forward is the model's. The layers of the stage are there. In the place of each other
+layer stands a module without parameters, which computes nothing:
+
+- An output that the stage needs was received, and is returned.
+- Any other output is filled with nan. The code between layers may ask for its shape, dtype and
+  device. If a result depended on its values in spite of [Note: flow], the loss would be nan.
+
+The forward ends behind the last layer of the stage, by an exception. So a stage runs the code
+before its first layer, such as the making of masks, but nothing behind its last one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import StepError
+from pipegrad.interop.private import FakeTensorMode, tree_flatten
+from pipegrad.partition.flow import Call, Output, Source
+from pipegrad.partition.shallow import as_kind
+
+
+class _StageEndedError(BaseException):
+    """Leaves the model's forward behind the last layer of a stage; no error of the model."""
+
+
+class Run:
+    """The forward of one stage, while it runs.
+
+    Args:
+        calls: The calls of all layers of the model.
+        first: The first call of the stage.
+        end: The call behind its last one.
+        inputs: What the stage receives.
+        outputs: What it sends.
+
+    Attributes:
+        first: The argument.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        first: int,
+        end: int,
+        inputs: Sequence[Source],
+        outputs: Sequence[Source],
+    ) -> None:
+        self._calls = calls
+        self.first, self._end = first, end
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
+        self._wanted = {source.call for source in outputs}
+        self._values = dict[Source, Tensor]()
+        self._number: int | None = None  # of the next call; None outside of a forward
+        self._inside = ""  # the layer that runs now
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage is the last one."""
+        return self._end == len(self._calls)
+
+    @contextmanager
+    def forward(self, edges: Sequence[Tensor]) -> Iterator[None]:
+        """Takes what the stage receives, for one forward.
+
+        Raises:
+            StepError: If it is not as much as the stage takes, or if the model called fewer layers
+                than it was cut for.
+        """
+        if len(edges) != len(self._inputs):
+            names = [self._calls[source.call].name_of(source.leaf) for source in self._inputs]
+            raise StepError(f"the stage takes {names}, and was given {len(edges)} values")
+        self._number = 0
+        self._values = dict(zip(self._inputs, edges, strict=True))
+        try:
+            yield
+        finally:
+            self._number, self._inside = None, ""
+            # A value that is kept here would keep its receive buffer.
+            self._values = {}
+
+    def results(self) -> Tensor | tuple[Tensor, ...]:
+        """Returns what the stage sends."""
+        sent = tuple(self._values[source] for source in self._outputs)
+        return sent[0] if len(sent) == 1 else sent
+
+    def enter(self, layer: str) -> int | None:
+        """Returns the number of a layer's call; None if it is none that counts."""
+        if self._number is None or self._inside:
+            return None
+        number = self._number
+        if number >= self._end or self._calls[number].layer != layer:
+            expected = self._calls[number].layer if number < self._end else "no further layer"
+            raise StepError(
+                f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
+                f"pipeline needs the same layers in the same order in each step. Switch off what "
+                f"skips layers, such as layerdrop; or cut it with example= of the same arguments"
+            )
+        self._number += 1
+        return number
+
+    def own(self, number: int, layer: str, call: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Runs a layer of the stage."""
+        self._inside = layer
+        result = call(*args, **kwargs)
+        self._inside = ""
+        if number in self._wanted:
+            leaves, structure = tree_flatten(result)
+            if structure != self._calls[number].structure:
+                raise StepError(
+                    f"layer {layer!r} returns {structure}, and returned "
+                    f"{self._calls[number].structure} when the model was cut"
+                )
+            for source in self._outputs:
+                if source.call == number:
+                    self._values[source] = leaves[source.leaf]
+        if number == self._end - 1 and not self.is_last:
+            raise _StageEndedError
+        return result
+
+    def other(self, number: int, described: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Returns what stands for the outputs of a layer of another stage."""
+        call = self._calls[number]
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        leaves = list[object]()
+        for leaf, output in enumerate(call.outputs):
+            received = self._values.get(Source(number, leaf))
+            if received is not None:
+                leaves.append(received)
+            elif output.shape is None:
+                leaves.append(output.value)
+            elif output.like is not None and output.like.leaf < len(inputs):
+                tensor = inputs[output.like.leaf]
+                shape = (*tensor.shape[: output.like.kept], *output.like.more)
+                leaves.append(self._filled(shape, output, inputs))
+            else:
+                shape = _shape_of(described, args, kwargs, leaf)
+                leaves.append(self._filled(shape, output, inputs))
+        return call.structure.unflatten(leaves)
+
+    def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
+        """Returns what stands for an output that the stage does not need."""
+        assert output.dtype is not None
+        dtype = output.dtype
+        if dtype.is_floating_point:
+            # The stage may have been converted after the cut.
+            near = (*inputs, *self._values.values())
+            dtype = next((x.dtype for x in near if x.is_floating_point()), dtype)
+        return filled(shape, dtype, inputs[0].device if inputs else self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values of the stage are."""
+        return next((value.device for value in self._values.values()), torch.device("cpu"))
+
+    def refuse_inside(self, layer: str) -> None:
+        """Refuses a layer of another stage that is called inside of a layer."""
+        raise StepError(
+            f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
+            f"model where both are on one stage"
+        )
+
+
+class OwnLayer(nn.Module):
+    """A layer of the stage."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
+        run, layer, described = vars(self)["_pipegrad_run"]
+        number = run.enter(layer)
+        if number is None:
+            return super().__call__(*args, **kwargs)
+        if number < run.first:  # a layer of several stages
+            return run.other(number, described, args, kwargs)
+        return run.own(number, layer, super().__call__, args, kwargs)
+
+
+class OtherLayer(nn.Module):
+    """What stands in the place of another stage's layer. It has no parameters."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
+        run, layer, described = vars(self)["_pipegrad_run"]
+        number = run.enter(layer)
+        if number is None:
+            run.refuse_inside(layer)
+        return run.other(number, described, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the layer has
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            run, _, described = vars(self)["_pipegrad_run"]
+            value = getattr(described, name)
+            if isinstance(value, Tensor):
+                return filled(value.shape, value.dtype, run.device)
+            return value
+
+
+class StageModule(nn.Module):
+    """The uncut model on one stage."""
+
+    def forward(self, *edges: Tensor, **batch: object) -> Any:  # noqa: ANN401 - as the model
+        """Returns what the stage sends; on the last stage what the model returns.
+
+        Args:
+            *edges: What earlier stages send.
+            **batch: The arguments of the uncut model's forward, the same on every stage.
+        """
+        run: Run = vars(self)["_pipegrad_run"]
+        with run.forward(edges):
+            try:
+                returned = super().forward(**batch)
+            except _StageEndedError:
+                return run.results()
+        if not run.is_last:
+            raise StepError("the model ended before the last layer of the stage: see layerdrop")
+        return returned
+
+
+def own_layer(layer: nn.Module, name: str, described: nn.Module, run: Run) -> nn.Module:
+    """Returns a layer that counts its calls. It has the tensors of `layer`, in the same tables.
+
+    Args:
+        layer: The layer.
+        name: Of the layer.
+        described: As `other_layer`.
+        run: Of the stage.
+    """
+    result = as_kind(copy.copy(layer), OwnLayer)
+    vars(result)["_pipegrad_run"] = run, name, described
+    return result
+
+
+def other_layer(name: str, described: nn.Module, run: Run) -> nn.Module:
+    """Returns what stands in the place of a layer.
+
+    Args:
+        name: Of the layer.
+        described: The layer, on the meta device; see `without_memory`.
+        run: Of the stage.
+    """
+    result = as_kind(nn.Module(), OtherLayer, type(described))
+    vars(result)["_pipegrad_run"] = run, name, described
+    return result
+
+
+def without_memory(layer: nn.Module) -> nn.Module:
+    """Returns a copy of a layer on the meta device."""
+    memo: dict[int, Any] = {}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        copied = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+    return copy.deepcopy(layer, memo)
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor of nan, or of zeros if there is none, that takes the memory of one number."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def _shape_of(described: nn.Module, args: Any, kwargs: Any, leaf: int) -> torch.Size:  # noqa: ANN401
+    """Returns the shape of a leaf of what a layer returns. Nothing is computed."""
+    leaves, structure = tree_flatten((args, kwargs))
+    state = {**dict(described.named_parameters()), **dict(described.named_buffers())}
+    with FakeTensorMode(), torch.no_grad():
+        fake = [
+            torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in state.items()}
+        args, kwargs = structure.unflatten(fake)
+        returned = torch.func.functional_call(described, tensors, args, kwargs)
+    result: Tensor = tree_flatten(returned)[0][leaf]
+    return result.shape

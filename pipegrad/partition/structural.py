@@ -1,0 +1,193 @@
+"""Structural: a model cut between its layers, whose own code runs on every stage.
+
+Shapes stay free: a stage computes masks, positions and whatever else stands between layers from the
+batch that it is given. See [Note: flow] and [Note: stage modules].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from pipegrad.errors import TopologyError
+from pipegrad.interop.private import tree_flatten
+from pipegrad.partition.flow import Call, Flow, Returned, Source
+from pipegrad.partition.part import Part
+from pipegrad.partition.shallow import as_kind, shallow
+from pipegrad.partition.stage_module import (
+    Run,
+    StageModule,
+    filled,
+    other_layer,
+    own_layer,
+    without_memory,
+)
+
+
+def parts_of(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    flow: Flow,
+    starts: Sequence[int],
+    returned: Mapping[str, Returned],
+) -> list[Part]:
+    """Returns the stages of a model.
+
+    Args:
+        model: The uncut model. Stages share its tensors.
+        layers: Its layers, by name.
+        flow: What it does.
+        starts: The first call of each stage but the first.
+        returned: What the last stage returns, by name.
+
+    Raises:
+        TopologyError: If stages would draw different random numbers for one value, or if code
+            outside of layers uses a parameter inside of a layer.
+    """
+    calls = flow.calls
+    edges = [0, *starts, len(calls)]
+    needs = [_needs(calls, returned, a, b) for a, b in pairwise(edges)]
+    _check_draws(calls, returned, edges)
+    described = {name: without_memory(layer) for name, layer in layers.items()}
+    parts = list[Part]()
+    for stage, (first, end) in enumerate(pairwise(edges)):
+        later = {source for need in needs[stage + 1 :] for source in need}
+        sent = sorted(source for source in later if first <= source.call < end)
+        run = Run(calls, first, end, needs[stage], sent)
+        own = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
+        replaced = {
+            id(layer): own_layer(layer, name, described[name], run)
+            if name in own
+            else other_layer(name, described[name], run)
+            for name, layer in layers.items()
+        }
+        module = as_kind(shallow(model, replaced), StageModule)
+        vars(module)["_pipegrad_run"] = run
+        outside = frozenset[str]().union(
+            *(call.parameters for call in calls[first:end]),
+            *(part.parameters for part in returned.values() if end == len(calls)),
+        )
+        _place_parameters(model, module, own, layers, outside)
+        names = [calls[source.call].name_of(source.leaf) for source in needs[stage]]
+        outputs = (
+            [calls[source.call].name_of(source.leaf) for source in sent]
+            if end < len(calls)
+            else list(returned)
+        )
+        parts.append(Part(module, tuple(names), tuple(outputs)))
+    return parts
+
+
+def returned_tensors(returned: object) -> dict[str, Returned]:
+    """Returns the tensors among what a model returns, by name; see `Flow.returned`."""
+    if isinstance(returned, Returned):
+        return {"output": returned}
+    if isinstance(returned, Mapping):
+        return {name: value for name, value in returned.items() if isinstance(value, Returned)}
+    leaves = tree_flatten(returned, lambda x: isinstance(x, Returned))[0]
+    found = [leaf for leaf in leaves if isinstance(leaf, Returned)]
+    return {f"output{number}": leaf for number, leaf in enumerate(found)}
+
+
+def _needs(
+    calls: Sequence[Call], returned: Mapping[str, Returned], first: int, end: int
+) -> list[Source]:
+    """Returns what the calls from `first` to `end` need of earlier stages, in order."""
+    found = {source for call in calls[first:end] for source in call.needs}
+    if end == len(calls):
+        found |= {source for part in returned.values() for source in part.needs}
+    return sorted(source for source in found if source.call < first)
+
+
+def _uncalled(
+    layers: Mapping[str, nn.Module], calls: Sequence[Call], edges: Sequence[int], stage: int
+) -> set[str]:
+    """Returns the layers of a stage that the model does not call.
+
+    One whose parameters called layers hold is another name for these: it is where they are. Any
+    other one is on the first stage.
+    """
+    called = {call.layer for call in calls}
+    own = {call.layer for call in calls[edges[stage] : edges[stage + 1]]}
+    held = {id(p) for name in own for p in layers[name].parameters()}
+    everywhere = {id(p) for name in called for p in layers[name].parameters()}
+    found = set[str]()
+    for name in layers.keys() - called:
+        parameters = {id(p) for p in layers[name].parameters()}
+        is_alias = bool(parameters) and parameters <= everywhere
+        if (is_alias and parameters <= held) or (not is_alias and stage == 0):
+            found.add(name)
+    return found
+
+
+def _check_draws(
+    calls: Sequence[Call], returned: Mapping[str, Returned], edges: Sequence[int]
+) -> None:
+    """Refuses random numbers, drawn outside of layers, that two stages would draw for one value."""
+    users: dict[int, set[int]] = {}
+    last = len(edges) - 2
+    for stage, (first, end) in enumerate(pairwise(edges)):
+        for call in calls[first:end]:
+            for draw in call.draws:
+                users.setdefault(draw, set()).add(stage)
+    for part in returned.values():
+        for draw in part.draws:
+            users.setdefault(draw, set()).add(last)
+    for draw, stages in sorted(users.items()):
+        if len(stages) > 1:
+            names = [calls[edges[stage]].name for stage in sorted(stages)]
+            raise TopologyError(
+                f"the model draws random numbers outside of its layers (number {draw}), and stages "
+                f"{sorted(stages)}, which begin with {names}, need the result: each would draw "
+                f"others. Put the dropout into an nn.Dropout, or choose other boundaries"
+            )
+
+
+def _place_parameters(
+    model: nn.Module,
+    module: nn.Module,
+    own: set[str],
+    layers: Mapping[str, nn.Module],
+    outside: frozenset[str],
+) -> None:
+    """Gives a stage those parameters that belong to no layer of it.
+
+    Args:
+        model: The uncut model.
+        module: The stage.
+        own: Names of the layers of the stage.
+        layers: The layers, by name.
+        outside: Names of parameters that code outside of layers uses on this stage.
+    """
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {id(parameter) for layer in own for parameter in layers[layer].parameters()}
+    for path, name, parameter in _parameters_of(model):
+        layer = next((n for n in layers if path == n or path.startswith(f"{n}.")), None)
+        if layer in own:
+            continue
+        is_used = first_names[id(parameter)] in outside
+        if layer not in (None, path):
+            if is_used and id(parameter) not in held:
+                raise TopologyError(
+                    f"code outside of layers uses {path}.{name}, which is inside of a layer of "
+                    f"another stage: choose boundaries that have both on one stage"
+                )
+        elif is_used:
+            module.get_submodule(path)._parameters[name] = parameter
+        elif layer is None:
+            # The stage does not use it. Code may still ask for its shape.
+            holder = module.get_submodule(path)
+            del holder._parameters[name]
+            device = "cpu" if parameter.is_meta else parameter.device
+            vars(holder)[name] = filled(parameter.shape, parameter.dtype, torch.device(device))
+
+
+def _parameters_of(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yields each module's parameters: its path, the parameter's name in it, the parameter."""
+    for path, holder in model.named_modules():
+        for name, parameter in holder._parameters.items():
+            if parameter is not None:
+                yield path, name, parameter
