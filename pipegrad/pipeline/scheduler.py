@@ -32,7 +32,7 @@ from pipegrad.pipeline.first_step import run_first_step
 from pipegrad.pipeline.loss import Losses, StepResult
 from pipegrad.pipeline.other_numbers import OtherNumbers
 from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.stage import Stage, StageSource
 from pipegrad.pipeline.step import StepContext, StepKind
 from pipegrad.pipeline.transfers.buffers import BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
@@ -60,7 +60,8 @@ class Scheduler:
     (`verify`). The first step finds out what the outputs of stages look like.
 
     Args:
-        stages: The stages that the schedule places on this rank.
+        stages: The stages that the schedule places on this rank; or a `Cut`, of which it takes
+            these.
         topology: Over all ranks. The schedule says which rank has which stages.
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`.
         num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
@@ -68,8 +69,10 @@ class Scheduler:
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
             parameters as inputs go to those of a `Stage`. Returns one element, or ``(loss,
             metrics)`` with a mapping of names and numbers, or tensors of one element: see
-            `StepResult.metrics`. All microbatches of all steps have the same names.
+            `StepResult.metrics`. All microbatches of all steps have the same names. A `Cut` has the
+            model's own loss, if a step is given labels.
         loss_reduction: ``"mean"``: the loss of a step is the mean over microbatches and data ranks.
+            This is the default, but for the own loss of a `Cut`.
             ``"token_mean"``: loss_fn returns ``(sum, weight)`` or ``(sum, weight, metrics)``, such
             as the sum of ``cross_entropy(..., ignore_index=-100, reduction="sum")`` and the number
             of targets that are not ignored. The loss is the sum over all microbatches and data
@@ -100,13 +103,13 @@ class Scheduler:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Stage] | StageSource,
         topology: Topology,
         *,
         schedule: ScheduleSpec,
         num_microbatches: int | None = None,
         loss_fn: Loss | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: str | None = None,
         whole: Sequence[str] = (),
         tied: Tied = (),
         handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
@@ -129,7 +132,9 @@ class Scheduler:
         )
         self.schedule = pipeline.schedule
         self.topology = pipeline.topology
-        modules = {stage.index: stage.module for stage in stages}
+        modules = {stage.index: stage.module for stage in pipeline.stages}
+        if not isinstance(stages, Sequence):
+            tied = [*stages.tied, *tied]
         self.sync = GradientSync(
             modules,
             self.topology,
@@ -139,7 +144,7 @@ class Scheduler:
             shared_ticks=self.schedule.shared_ticks,
             **options,
         )
-        self._stages = {stage.index: stage for stage in stages}
+        self._stages = {stage.index: stage for stage in pipeline.stages}
         self._context = self._make_context(pipeline, depth, frozenset(whole))
         self.program, self.proof = self._context.program, self._context.proof
         # How long ranks wait for each other in first steps: kernels may be compiled there.
@@ -186,6 +191,7 @@ class Scheduler:
                 self._stages,
                 has_loss=pipeline.loss_fn is not None,
                 whole=whole,
+                labels=pipeline.labels,
             ),
             sync=self.sync,
             weights=WeightGradients(modules, self.sync),

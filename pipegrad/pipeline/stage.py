@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -115,6 +115,29 @@ class Stage:
                 f"{list(self.outputs)}{losses}"
             )
         return tensors
+
+
+class StageSource(Protocol):
+    """What a `Scheduler` takes in the place of stages: a model that makes any of its stages."""
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+
+    @property
+    def tied(self) -> Sequence[Sequence[str]]:
+        """What `Scheduler` takes as ``tied``."""
+
+    @property
+    def loss_fn(self) -> Callable[..., object] | None:
+        """The model's own loss, which is a sum and its weight; None if it has none."""
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names of what the model's own loss needs of a batch."""
+
+    def stages(self, indices: Sequence[int], *, own_loss: bool) -> list[Stage]:
+        """Returns some stages; with its own loss the last one also returns that."""
 
 
 def fields_of(value: object) -> Mapping[Any, object] | None:

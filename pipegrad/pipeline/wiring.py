@@ -18,7 +18,8 @@ from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
-from pipegrad.pipeline.stage import Stage, bind
+from pipegrad.pipeline.loss.terms import MEAN
+from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check_replicas import refuse_loss_parameters
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.program.program import Collective, Link
@@ -26,6 +27,7 @@ from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | str | Mapping[str, Any]
+REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
 
@@ -57,25 +59,29 @@ class WiredPipeline:
         schedule: What every rank computes, for this wiring.
         topology: With the schedule's stages.
         wiring: How the stages hang together.
+        stages: Those of this rank.
         loss_fn: Takes the last stage's outputs and a target by position; on this rank alone.
         is_weighted: Whether losses are sums and have weights.
+        labels: Names of the inputs that are the target, too; empty if a step is given a target.
     """
 
     schedule: Schedule
     topology: Topology
     wiring: Wiring
+    stages: Sequence[Stage]
     loss_fn: Loss | None
     is_weighted: bool
+    labels: Names
 
 
 def agree_on_wiring(
-    stages: Sequence[Stage],
+    stages: Sequence[Stage] | StageSource,
     topology: Topology,
     *,
     schedule: ScheduleSpec,
     num_microbatches: int | None,
     loss_fn: Loss | None,
-    loss_reduction: str,
+    loss_reduction: str | None,
     whole: Sequence[str],
     depth: int,
     timeout_seconds: float,
@@ -87,22 +93,28 @@ def agree_on_wiring(
     Raises:
         PipegradError: If anything does not fit together; on all ranks alike.
     """
-    own: tuple[Schedule, Topology, Loss | None] | None = None
+    own: tuple[Schedule, Topology, Sequence[Stage], Loss | None] | None = None
+    source = None if isinstance(stages, Sequence) else stages
+    labels: Names = ()
+    if source is not None and loss_fn is None:
+        loss_fn, labels = source.loss_fn, tuple(source.labels)
+    reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
     def describe() -> tuple[str, Ends]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         nonlocal own
-        if loss_reduction not in REDUCTIONS:
+        if reduction not in REDUCTIONS:
             raise ScheduleError(
-                f"loss_reduction is {loss_reduction!r}, expected one of {list(REDUCTIONS)}"
+                f"loss_reduction is {reduction!r}, expected one of {list(REDUCTIONS)}"
             )
         generated = schedule_of(schedule, topology, num_microbatches)
         placed = topology.with_stages(generated.stage_to_rank)
-        check_stages(generated, stages, placed)
-        own = generated, placed, bound_loss(loss_fn, stages, placed)
-        refuse_loss_parameters(loss_fn, [stage.module for stage in stages], placed)
-        ends = {s.index: (s.inputs, s.outputs, s.losses) for s in stages}
-        words = f"depth {depth}, whole {whole!r}, loss_reduction {loss_reduction!r}"
+        made = made_stages(stages, generated, placed, own_loss=bool(labels))
+        check_stages(generated, made, placed)
+        own = generated, placed, made, bound_loss(loss_fn, made, placed)
+        refuse_loss_parameters(loss_fn, [stage.module for stage in made], placed)
+        ends = {s.index: (s.inputs, s.outputs, s.losses) for s in made}
+        words = f"depth {depth}, whole {whole!r}, loss_reduction {reduction!r}"
         return f"{words}\n{generated}", ends
 
     ranks = sorted(topology.ranks)
@@ -113,10 +125,10 @@ def agree_on_wiring(
     wiring = wired({rank: ends for rank, (_, ends) in by_rank.items()})
     check_whole(whole, wiring)
     assert own is not None
-    generated, placed, bound = own
+    generated, placed, made, bound = own
     fitted = fed(generated, wiring)
     _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
-    return WiredPipeline(fitted, placed, wiring, bound, loss_reduction == TOKEN_MEAN)
+    return WiredPipeline(fitted, placed, wiring, made, bound, reduction == TOKEN_MEAN, labels)
 
 
 def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]]) -> Wiring:
@@ -199,6 +211,25 @@ def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | 
     return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
 
 
+def made_stages(
+    stages: Sequence[Stage] | StageSource, schedule: Schedule, topology: Topology, *, own_loss: bool
+) -> Sequence[Stage]:
+    """Returns the stages of this rank, as they are given or of what makes them.
+
+    Raises:
+        ScheduleError: If that has another number of stages than the schedule.
+    """
+    if isinstance(stages, Sequence):
+        return stages
+    number = len(schedule.stage_to_rank)
+    if stages.num_stages != number:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} is of {number} stages, and the model is cut into "
+            f"{stages.num_stages}: cut it with num_stages={number}"
+        )
+    return stages.stages(topology.local_stages, own_loss=own_loss)
+
+
 def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology) -> None:
     """Refuses stages that are not this rank's, or that reduce their gradients themselves."""
     indices = sorted(stage.index for stage in stages)
@@ -228,7 +259,10 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
 def check_whole(whole: object, wiring: Wiring) -> None:
     """Refuses names in `whole` that no stage takes from outside."""
     known = (*wiring.external, "target")
-    if not isinstance(whole, tuple | list) or any(name not in known for name in whole):
+    takes_all = any(name.startswith(REST) for name in wiring.external)
+    if not isinstance(whole, tuple | list) or (
+        not takes_all and any(name not in known for name in whole)
+    ):
         raise ScheduleError(
             f"whole is {whole!r}, expected a tuple of names of what step() is given, out of "
             f"{list(known)}"

@@ -1,4 +1,11 @@
-"""Microbatches: what a step is given on this rank, by name, cut or ready."""
+"""Microbatches: what a step is given on this rank, by name, cut or ready.
+
+[Note: the rest] The stages of a `Cut` run the uncut model's own code, so each of them needs the
+model's arguments, and these may be others in another step. An input of such stages is a mapping of
+all that a step is given and that no stage names. Up to the end it is kept name by name, so all
+rules for inputs hold for each of them. One more holds: a tensor of one row beside tensors of more
+rows, such as position_ids, goes whole to every microbatch, as it would be broadcast in the model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +20,7 @@ from pipegrad.pipeline.batch.outer_graphs import OuterGraphs, has_graph
 from pipegrad.pipeline.batch.repeated import Repeated
 from pipegrad.pipeline.batch.trees import check_kind, flattened, is_cut, leaves_of
 from pipegrad.pipeline.stage import fields_of
-from pipegrad.pipeline.wiring import Wiring
+from pipegrad.pipeline.wiring import REST, Wiring
 
 _Values = dict[str, object]  # by name
 _Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
@@ -51,6 +58,7 @@ class Batches:
         stages: The stages of this rank.
         has_loss: Whether there is a loss_fn.
         whole: Names of values that every microbatch gets whole.
+        labels: Names of the inputs that are the target, too.
 
     Attributes:
         rows: Of the batch that was cut last; None if nothing was cut.
@@ -59,10 +67,20 @@ class Batches:
     """
 
     def __init__(
-        self, wiring: Wiring, stages: Collection[int], *, has_loss: bool, whole: Collection[str]
+        self,
+        wiring: Wiring,
+        stages: Collection[int],
+        *,
+        has_loss: bool,
+        whole: Collection[str],
+        labels: Sequence[str] = (),
     ) -> None:
-        self._external = list(wiring.external)
-        self._needed = sorted({s for i in stages for s in wiring.taken[i] if isinstance(s, str)})
+        # An input takes everything that no stage names: [Note: the rest].
+        self._rest = next((name for name in wiring.external if name.startswith(REST)), None)
+        self._external = [name for name in wiring.external if name != self._rest]
+        self._labels = labels
+        needed = {s for i in stages for s in wiring.taken[i] if isinstance(s, str)}
+        self._needed = sorted(needed - {self._rest})
         self._links = list(dict.fromkeys(link.name for link in wiring.links))
         self._has_last_stage = len(wiring.taken) - 1 in stages
         self._has_loss = has_loss
@@ -116,7 +134,7 @@ class Batches:
                 f"and a tuple or list that is an input itself is given by name"
             )
         unknown = [name for name in named if name not in self._external]
-        if unknown:
+        if unknown and self._rest is None:
             raise StepError(f"no stage takes {unknown}; from outside they take {self._external}")
         values = dict(zip(self._external, inputs, strict=False))
         for more in (named, fields, {} if target is None else {"target": target}):
@@ -128,6 +146,8 @@ class Batches:
 
     def _of_stages(self, fields: Mapping[str, object], target: object) -> _Values:
         """Returns the inputs that a mapping holds. What else it holds must be in the target."""
+        if self._rest is not None:
+            return dict(fields)
         known = {*self._external, "target"}
         # The batches of Hugging Face's collators have the labels among the inputs.
         in_target = {id(target), *map(id, leaves_of({"": target}).values())}
@@ -150,11 +170,40 @@ class Batches:
                 f"for later ones is {self._links}"
             )
         values, target = {name: given[name] for name in self._needed}, given.get("target")
+        if self._rest is not None:
+            others = {*self._external, "target"}
+            values |= {name: value for name, value in given.items() if name not in others}
+        if self._labels:
+            target = self._target_of(given)
         if self._has_last_stage and (needs_target or target is not None):
             if target is None or not self._has_loss:
-                raise StepError("the last stage's rank needs target= and a Scheduler with loss_fn=")
+                raise StepError(
+                    f"the last stage's rank needs {list(self._labels)}, of which the model "
+                    f"computes its loss"
+                    if self._labels
+                    else "the last stage's rank needs target= and a Scheduler with loss_fn="
+                )
             values["target"] = target
         return values
+
+    def _target_of(self, given: _Values) -> object:
+        """Returns the target of a model that computes its own loss; None in an evaluation."""
+        if given.get("target") is not None:
+            raise StepError(
+                f"the model computes its own loss of {list(self._labels)}: give these and no "
+                f"target=, or make the Scheduler with loss_fn="
+            )
+        labels = {name: given[name] for name in self._labels if given.get(name) is not None}
+        return next(iter(labels.values())) if len(labels) == 1 else labels or None
+
+    def _folded(self, parts: _Parts, number: int) -> _Parts:
+        """Returns parts, with those that no stage names in one mapping for each microbatch."""
+        if self._rest is None:
+            return parts
+        named = {*self._external, "target"}
+        rest = {name: column for name, column in parts.items() if name not in named}
+        mappings = [{name: column[m] for name, column in rest.items()} for m in range(number)]
+        return {n: column for n, column in parts.items() if n in named} | {self._rest: mappings}
 
     # Microbatches.
 
@@ -166,6 +215,10 @@ class Batches:
         for path, leaf in leaves.items():
             check_kind(path, leaf)
         rows = {path: len(leaf) for path, leaf in leaves.items() if is_cut(leaf)}
+        if self._rest is not None and max(rows.values(), default=1) > 1:
+            single = [path for path, length in rows.items() if length == 1]
+            rows = {path: length for path, length in rows.items() if length > 1}
+            whole += single
         if len(set(rows.values())) > 1 or any(n < number for n in rows.values()):
             raise StepError(
                 f"tensors of {rows} rows cannot be cut into {number} microbatches that belong "
@@ -179,10 +232,11 @@ class Batches:
             least, rest = divmod(length, number)
             sizes = f"{least} or {least + 1}" if rest else f"{least}"
             self.report[path] = f"{length} rows, cut into {number} microbatches of {sizes}"
-        return {
+        parts = {
             name: self._parts(name, value, range(number), whole=name in whole)
             for name, value in values.items()
         }
+        return self._folded(parts, number)
 
     def _ready(self, batch: Batch, *, needs_target: bool) -> _Parts:
         """Returns microbatches that are given ready, as they are."""
@@ -210,17 +264,18 @@ class Batches:
                 given = self._by_name(inputs, batch.named, batch.target)
                 own.append(self._own(given, needs_target=needs_target))
                 if own[-1].keys() != own[0].keys():
-                    raise StepError("all microbatches have a target, or none")
+                    raise StepError("all microbatches have the same inputs, and a target or none")
             except StepError as error:
                 raise StepError(f"microbatch {number}: {error}") from None
         self.report = dict.fromkeys(own[0], f"as given in each of {len(own)} microbatches")
-        return {
+        parts = {
             name: [
                 self._parts(name, values[name], [number], whole=True)[0]
                 for number, values in enumerate(own)
             ]
             for name in own[0]
         }
+        return self._folded(parts, len(own))
 
     def _parts(
         self, name: str, value: object, microbatches: Sequence[int], *, whole: bool

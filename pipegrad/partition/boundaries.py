@@ -1,0 +1,161 @@
+"""Boundaries: which layer begins each stage, so that the heaviest stage is as light as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from pipegrad.errors import TopologyError
+
+BY = ("parameters", "time", "memory")
+
+# An estimate of time needs a price for what moves through memory, beside what is computed. Devices
+# compute about this many operations in the time in which they move a byte.
+_FLOPS_A_BYTE = 100
+_STATES = 4  # a parameter, its gradient, and two moments of an optimizer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A place where a stage may begin: a layer, and what follows it up to the next one.
+
+    Attributes:
+        name: Of the layer's call.
+        parameters: Id -> bytes and number of elements, of all parameters.
+        flops: Floating-point operations of a forward on the sample; 0 if unknown.
+        saved_bytes: What a forward keeps for its backward, on the sample; 0 if unknown.
+    """
+
+    name: str
+    parameters: Mapping[int, tuple[int, int]]
+    flops: int = 0
+    saved_bytes: int = 0
+
+    @property
+    def time(self) -> float:
+        """An estimate of its time, in floating-point operations."""
+        return self.flops + _FLOPS_A_BYTE * self.saved_bytes
+
+
+Cost = Callable[[int, int, int], float]  # of a stage that holds the layers from a start to an end
+
+
+def starts_of(
+    layers: Sequence[Layer],
+    num_stages: int,
+    *,
+    by: str | Sequence[float],
+    boundaries: Sequence[int | str] | None,
+) -> list[int]:
+    """Returns the index of the first layer of every stage but the first.
+
+    Args:
+        layers: Where stages may begin.
+        num_stages: How many stages.
+        by: What is to be even: of `BY`, or a number for each layer, such as measured seconds.
+        boundaries: Indices or names of these layers, instead of an even cut.
+
+    Raises:
+        TopologyError: If that is impossible.
+    """
+    if not isinstance(num_stages, int) or not 1 <= num_stages <= len(layers):
+        raise TopologyError(
+            f"a model of {len(layers)} layers cannot be cut into {num_stages!r} stages: choose 1 "
+            f"to {len(layers)}"
+        )
+    if boundaries is not None:
+        return _given(layers, num_stages, boundaries)
+    return _balanced(len(layers), num_stages, cost_of(layers, num_stages, by))
+
+
+def _given(
+    layers: Sequence[Layer], num_stages: int, boundaries: Sequence[int | str]
+) -> list[int]:
+    names = [layer.name for layer in layers]
+    unknown = [b for b in boundaries if isinstance(b, str) and b not in names]
+    if unknown:
+        raise TopologyError(
+            f"boundaries {unknown} are no layers that a stage can begin with; these are {names}"
+        )
+    starts = [names.index(b) if isinstance(b, str) else b for b in boundaries]
+    edges = [0, *starts, len(layers)]
+    if len(starts) != num_stages - 1 or any(a >= b for a, b in pairwise(edges)):
+        raise TopologyError(
+            f"boundaries {list(boundaries)} do not cut {len(layers)} layers into {num_stages} "
+            f"stages: give {num_stages - 1} ascending indices from 1 to {len(layers) - 1}, or "
+            f"names of layers in their order"
+        )
+    return starts
+
+
+def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float]) -> Cost:
+    """Returns what a stage costs: elements, bytes, or estimated or given time.
+
+    Raises:
+        TopologyError: If `by` is unknown.
+    """
+    if not isinstance(by, str):
+        if len(by) != len(layers):
+            raise TopologyError(
+                f"by has {len(by)} numbers, expected one for each of the {len(layers)} layers"
+            )
+        sums = [0.0, *accumulate(map(float, by))]
+        return lambda stage, start, end: sums[end] - sums[start]
+    if by not in BY:
+        raise TopologyError(f"by is {by!r}, expected one of {list(BY)}, or a number for each layer")
+    if by == "time":
+        if not any(layer.time for layer in layers):
+            raise TopologyError(
+                "by='time' needs a run of the model on a sample: give example=, or a number for "
+                "each layer as by="
+            )
+        times = [0.0, *accumulate(layer.time for layer in layers)]
+        return lambda stage, start, end: times[end] - times[start]
+    if by == "parameters":
+        elements = _unique(layers, 1)
+        return lambda stage, start, end: elements[start][end]
+    held = _unique(layers, 0)
+    saved = [0, *accumulate(layer.saved_bytes for layer in layers)]
+    # A stage has as many microbatches in flight as there are stages from it to the last one.
+    return lambda stage, start, end: (
+        _STATES * held[start][end] + (num_stages - stage) * (saved[end] - saved[start])
+    )
+
+
+def _balanced(num_layers: int, num_stages: int, cost: Cost) -> list[int]:
+    """Returns starts that make the heaviest stage light, and then the others even."""
+    # best[end]: cost of cutting the first `end` layers into the stages so far, and their starts.
+    # Costs are compared by the heaviest stage, then by the sum of squares: an even cut.
+    best: dict[int, tuple[tuple[float, float], list[int]]] = {
+        end: ((cost(0, 0, end), cost(0, 0, end) ** 2), []) for end in range(1, num_layers + 1)
+    }
+    for stage in range(1, num_stages):
+        following: dict[int, tuple[tuple[float, float], list[int]]] = {}
+        for end in range(stage + 1, num_layers + 1):
+            candidates = []
+            for start, ((heaviest, squares), starts) in best.items():
+                if start < end:
+                    weight = cost(stage, start, end)
+                    total = max(heaviest, weight), squares + weight**2
+                    candidates.append((total, [*starts, start]))
+            following[end] = min(candidates)
+        best = following
+    return best[num_layers][1]
+
+
+def _unique(layers: Sequence[Layer], which: int) -> list[list[int]]:
+    """Returns for each start and end what the layers between them hold; a tie counts once."""
+    sizes: list[list[int]] = []
+    for start in range(len(layers)):
+        seen: dict[int, int] = {}
+        row = [0] * (len(layers) + 1)
+        total = 0
+        for end in range(start + 1, len(layers) + 1):
+            for key, size in layers[end - 1].parameters.items():
+                if key not in seen:
+                    seen[key] = size[which]
+                    total += size[which]
+            row[end] = total
+        sizes.append(row)
+    return sizes

@@ -1,0 +1,155 @@
+"""Conventions: what models of transformers take and return. Other models have none of these."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import StepError, TopologyError
+from pipegrad.model.wrappers import is_imported_kind
+
+_IGNORED = -100  # a label that has no loss
+_SAMPLE_ROWS = 2
+_SAMPLE_TOKENS = 61  # a prime: no dimension of a model has this size
+# What hooks on layers collect. Layers of other stages have no hooks.
+_COLLECTED = (
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+)
+
+
+def inner_model(model: nn.Module) -> Any | None:  # noqa: ANN401 - transformers may be missing
+    """Returns the transformers model that a model is, or that peft has wrapped; None of others."""
+    if is_imported_kind(model, "peft", "PeftModel"):
+        model = model.get_base_model()  # type: ignore[operator]
+    return model if is_imported_kind(model, "transformers", "PreTrainedModel") else None
+
+
+class Conventions:
+    """What a model takes and returns.
+
+    Args:
+        model: The uncut model. Nothing of it is kept but its configuration.
+
+    Attributes:
+        labels: Names of the arguments from which the model computes its own loss; empty if it
+            computes none.
+        weighs: Whether the weight of its loss is known.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        inner = inner_model(model)
+        self._model = type(model).__name__
+        self._defaults: dict[str, object] = {}
+        self.labels: tuple[str, ...] = ()
+        self._shifts = False
+        if inner is None:
+            return
+        self._check(inner)
+        arguments = inspect.signature(type(inner).forward).parameters
+        if "use_cache" in arguments:
+            # A cache is filled by the layers, so it cannot travel. Training needs none.
+            self._defaults["use_cache"] = False
+        positions = {"start_positions", "end_positions"} & set(arguments)
+        self.labels = tuple(name for name in arguments if name == "labels" or name in positions)
+        loss = getattr(inner.loss_function, "__name__", "") if self.labels else ""
+        # An encoder-decoder shifts its labels when it makes its decoder's inputs of them.
+        self._shifts = loss == "ForCausalLMLoss" and not inner.config.is_encoder_decoder
+
+    def _check(self, inner: Any) -> None:  # noqa: ANN401 - a transformers model
+        parts = [part for part in vars(inner.config).values() if hasattr(part, "model_type")]
+        for config in (inner.config, *parts):
+            collected = [name for name in _COLLECTED if getattr(config, name, False) is True]
+            if collected:
+                raise TopologyError(
+                    f"the configuration of {self._model} sets {collected}, which collects values "
+                    f"of layers on all stages: set them to False"
+                )
+            dropped = [
+                name
+                for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+                if getattr(config, name, 0)
+            ]
+            if dropped:
+                raise TopologyError(
+                    f"the configuration of {self._model} sets {dropped}, which skips layers at "
+                    f"random, and ranks would skip different ones: set them to 0"
+                )
+
+    def arguments(self, batch: Mapping[str, object]) -> dict[str, object]:
+        """Returns the arguments of the model for a microbatch.
+
+        Raises:
+            StepError: If they ask for what a pipeline cannot give.
+        """
+        collected = [name for name in _COLLECTED if batch.get(name)]
+        cached = [n for n in ("use_cache", "past_key_values") if self._defaults and batch.get(n)]
+        if collected or cached:
+            raise StepError(
+                f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
+                f"would have to give them"
+            )
+        return {**self._defaults, **batch}
+
+    def weight(self, labels: object) -> Tensor:
+        """Returns how many labels have a loss: the weight of the loss of a microbatch."""
+        label = next(iter(labels.values())) if isinstance(labels, Mapping) else labels
+        if not isinstance(label, Tensor):
+            raise StepError(f"labels are a {type(label).__name__}, expected a tensor")
+        if label.is_floating_point() or isinstance(labels, Mapping):
+            return torch.tensor(float(len(label)), device=label.device)
+        counted = label[..., 1:] if self._shifts else label
+        return (counted != _IGNORED).sum()
+
+    def safe(self, labels: Tensor, weight: Tensor) -> Tensor:
+        """Returns labels whose mean loss is a number even if none counts.
+
+        The mean over no label is nan, and so is its gradient. The result is multiplied by the
+        weight, which is 0 then.
+        """
+        if labels.is_floating_point():
+            return labels
+        return torch.where(weight > 0, labels, 0)
+
+
+def sample_of(model: nn.Module) -> dict[str, object]:
+    """Returns a small batch for a transformers model.
+
+    Raises:
+        TopologyError: If it is no such model, or takes something unusual.
+    """
+    inner = inner_model(model)
+    if inner is None:
+        raise TopologyError(
+            f"nobody knows what {type(model).__name__} takes: give example={{...}}, the keyword "
+            f"arguments of its forward for a small batch"
+        )
+    config = inner.config
+    # Some heads refuse several rows without a padding token.
+    text = config.get_text_config()
+    rows = _SAMPLE_ROWS if getattr(text, "pad_token_id", None) is not None else 1
+    limit = getattr(text, "max_position_embeddings", None) or _SAMPLE_TOKENS
+    tokens = torch.ones(rows, min(_SAMPLE_TOKENS, limit), dtype=torch.long)
+    vision = getattr(config, "vision_config", None) or config
+    main, sample = inner.main_input_name, dict[str, object]()
+    if main == "input_ids":
+        sample["input_ids"] = tokens
+    elif main == "pixel_values" and hasattr(vision, "image_size"):
+        size = vision.image_size
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        sample[main] = torch.zeros(rows, vision.num_channels, height, width)
+    elif main == "input_features" and hasattr(config, "max_source_positions"):
+        sample[main] = torch.zeros(rows, config.num_mel_bins, 2 * config.max_source_positions)
+    else:
+        raise TopologyError(
+            f"{type(inner).__name__} takes {main!r}: give example={{...}}, the keyword arguments "
+            f"of its forward for a small batch"
+        )
+    if config.is_encoder_decoder:
+        sample["decoder_input_ids"] = tokens[:, : tokens.shape[1] - 2]
+    return sample
