@@ -59,7 +59,7 @@ def starts_of(
     Raises:
         TopologyError: If that is impossible.
     """
-    if not isinstance(num_stages, int) or not 1 <= num_stages <= len(layers):
+    if not 1 <= num_stages <= len(layers):
         raise TopologyError(
             f"a model of {len(layers)} layers cannot be cut into {num_stages!r} stages: choose 1 "
             f"to {len(layers)}"
@@ -69,9 +69,7 @@ def starts_of(
     return _balanced(len(layers), num_stages, cost_of(layers, num_stages, by))
 
 
-def _given(
-    layers: Sequence[Layer], num_stages: int, boundaries: Sequence[int | str]
-) -> list[int]:
+def _given(layers: Sequence[Layer], num_stages: int, boundaries: Sequence[int | str]) -> list[int]:
     names = [layer.name for layer in layers]
     unknown = [b for b in boundaries if isinstance(b, str) and b not in names]
     if unknown:

@@ -96,25 +96,32 @@ class Conventions:
             )
         return {**self._defaults, **batch}
 
-    def weight(self, labels: object) -> Tensor:
-        """Returns how many labels have a loss: the weight of the loss of a microbatch."""
-        label = next(iter(labels.values())) if isinstance(labels, Mapping) else labels
-        if not isinstance(label, Tensor):
-            raise StepError(f"labels are a {type(label).__name__}, expected a tensor")
-        if label.is_floating_point() or isinstance(labels, Mapping):
+    def weight(self, labels: Mapping[str, object]) -> Tensor:
+        """Returns how many labels have a loss: the weight of the loss of a microbatch.
+
+        Raises:
+            StepError: If labels are no tensors.
+        """
+        label = next(iter(labels.values()))
+        if not isinstance(label, Tensor) or not label.dim():
+            raise StepError(f"labels are {label!r:.40}, expected a tensor with a row a sample")
+        if label.is_floating_point() or len(labels) > 1:
             return torch.tensor(float(len(label)), device=label.device)
         counted = label[..., 1:] if self._shifts else label
         return (counted != _IGNORED).sum()
 
-    def safe(self, labels: Tensor, weight: Tensor) -> Tensor:
+    def safe(self, labels: Mapping[str, object], weight: Tensor) -> dict[str, object]:
         """Returns labels whose mean loss is a number even if none counts.
 
-        The mean over no label is nan, and so is its gradient. The result is multiplied by the
-        weight, which is 0 then.
+        The mean over no label is nan, and so is its gradient. The loss is multiplied by the weight,
+        which is 0 then.
         """
-        if labels.is_floating_point():
-            return labels
-        return torch.where(weight > 0, labels, 0)
+        return {
+            name: torch.where(weight > 0, label, 0)
+            if isinstance(label, Tensor) and not label.is_floating_point()
+            else label
+            for name, label in labels.items()
+        }
 
 
 def sample_of(model: nn.Module) -> dict[str, object]:

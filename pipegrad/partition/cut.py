@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.ties import find_tied
 from pipegrad.partition.boundaries import Layer, starts_of
-from pipegrad.partition.conventions import Conventions, inner_model, sample_of
+from pipegrad.partition.conventions import Conventions, sample_of
 from pipegrad.partition.flow import Call, flow_of
 from pipegrad.partition.layers import has_state, layers_of
 from pipegrad.partition.part import Part
@@ -113,7 +114,8 @@ class Cut:
 
     def _own_loss(self, *values: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - outputs and labels
         """Returns the sum of the losses of a microbatch, and how many there are."""
-        *_, loss, labels = values
+        *_, loss, target = values
+        labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
         return loss, self._conventions.weight(labels)
 
 
@@ -148,32 +150,27 @@ class _CutStage(Stage):
         *edges, batch = values
         assert isinstance(batch, Mapping)
         arguments = self._conventions.arguments(batch)
-        given = {name: arguments[name] for name in self._labels if name in arguments}
-        if given:
-            weight = self._conventions.weight(_only(given))
-            safe = self._conventions.safe
-            arguments |= {name: safe(label, weight) for name, label in given.items()}  # type: ignore[arg-type]
+        labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
+        weight = self._conventions.weight(labels) if labels else None
+        if weight is not None:
+            arguments |= self._conventions.safe(labels, weight)
         returned = self.module(*edges, **arguments)
         if self._names is None:
             return self._outputs_of(returned)
         named = _named(returned, self._names)
-        if given:
-            loss = named.get(_LOSS)
-            if not isinstance(loss, Tensor):
-                raise StepError(f"the model returned no loss for {list(given)}")
-            named[_LOSS] = (loss * weight).reshape(())
-        elif self._labels:
-            # There are no labels in this evaluation, so nobody reads it.
-            named[_LOSS] = _first_tensor(named).new_full((), float("nan"))
+        if self._labels:
+            named[_LOSS] = _sum_of(named.get(_LOSS), weight, named)
         return self._outputs_of({name: named.get(name) for name in self.outputs})
 
 
-def _only(given: Mapping[str, object]) -> object:
-    return next(iter(given.values())) if len(given) == 1 else given
-
-
-def _first_tensor(named: Mapping[str, object]) -> Tensor:
-    return next(value for value in named.values() if isinstance(value, Tensor))
+def _sum_of(loss: object, weight: Tensor | None, named: Mapping[str, object]) -> Tensor:
+    """Returns the sum of losses that a mean stands for; nan if there are no labels."""
+    if weight is None:
+        first = next(value for value in named.values() if isinstance(value, Tensor))
+        return first.new_full((), torch.nan)
+    if not isinstance(loss, Tensor):
+        raise StepError("the model returned no loss for these labels")
+    return (loss * weight).reshape(())
 
 
 def _named(returned: object, names: Sequence[str]) -> dict[str, object]:

@@ -170,9 +170,7 @@ def _run(
     model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, object], *, fake: bool
 ) -> Flow:
     recorder = _Recorder({id(p): name for name, p in model.named_parameters()})
-    recorded = {
-        id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()
-    }
+    recorded = {id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()}
     run = shallow(model, recorded)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -180,9 +178,7 @@ def _run(
             mode = stack.enter_context(FakeTensorMode())
             made: dict[int, Tensor] = {}
             state = {name: _fake(x, made) for name, x in _state(model).items()}
-            recorder.names = {
-                id(state[name]): name for name, _ in model.named_parameters()
-            }
+            recorder.names = {id(state[name]): name for name, _ in model.named_parameters()}
             sample = {
                 name: _fake(x, made) if isinstance(x, Tensor) else x for name, x in sample.items()
             }
@@ -304,8 +300,12 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def call(
-        self, layer: str, function: Callable[..., Any], args: Any, kwargs: Any  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        self,
+        layer: str,
+        function: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Any:  # noqa: ANN401 - whatever the layer returns
         """Runs a layer, and notes it."""
         if self._costs is not None:
             return function(*args, **kwargs)  # a layer inside of a layer
@@ -337,7 +337,11 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _called(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, costs: _Costs  # noqa: ANN401
+        self,
+        function: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        costs: _Costs,
     ) -> tuple[Any, list[object], TreeSpec]:
         """Runs a layer with a graph, so that it shows what it keeps for its backward."""
 
@@ -350,8 +354,8 @@ class _Recorder(TorchDispatchMode):
         leaves, structure = tree_flatten((args, kwargs))
         inputs = [_differentiable(leaf) for leaf in leaves]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            args, kwargs = structure.unflatten(inputs)
-            result = function(*args, **kwargs)
+            taken, named = structure.unflatten(inputs)
+            result = function(*taken, **named)
         leaves, structure = tree_flatten(result)
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return structure.unflatten(leaves), leaves, structure

@@ -10,6 +10,7 @@ Glue must not hold what a checkpoint has, and must not draw random numbers for s
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import count
 
 from torch import nn
 
@@ -42,48 +43,50 @@ def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:
     unsplittable = frozenset[str]().union(
         *(getattr(module, "_no_split_modules", None) or () for module in model.modules())
     )
-    depth = 1
-    while True:
-        layers: dict[str, nn.Module] = {}
-        _collect(model, "", unsplittable, depth, layers, set())
+    layers: dict[str, nn.Module] = {}
+    for depth in count(1):
+        before, layers = layers, {}
+        _Collector(unsplittable, layers).collect(model, "", depth)
         if sum(map(has_state, layers.values())) >= num_stages:
-            return layers
-        deeper: dict[str, nn.Module] = {}
-        _collect(model, "", unsplittable, depth + 1, deeper, set())
-        if deeper.keys() == layers.keys():
+            break
+        if before.keys() == layers.keys():
             raise TopologyError(
                 f"{type(model).__name__} has {len(layers)} layers that a stage can begin with, "
                 f"fewer than {num_stages} stages: {[*layers][:8]}. Layers are the members of "
                 f"nn.ModuleList and nn.Sequential, and modules with parameters beside them"
             )
-        depth += 1
+    return layers
 
 
-def _collect(
-    module: nn.Module,
-    name: str,
-    unsplittable: Collection[str],
-    depth: int,
-    layers: dict[str, nn.Module],
-    seen: set[int],
-) -> None:
-    """Adds the layers inside of a module, which is not a layer itself."""
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        is_member = isinstance(module, _LISTS)
-        is_whole = (
-            depth <= 1
-            and (is_member or type(child).__name__ in unsplittable)
-            and not isinstance(child, _WITHOUT_FORWARD)
-        )
-        if not is_whole and _holds_layers(child, unsplittable):
-            is_deeper = is_member and not isinstance(child, _WITHOUT_FORWARD)
-            _collect(child, path, unsplittable, depth - is_deeper, layers, seen)
-        elif is_whole or is_weighty(child):
-            layers[path] = child
+class _Collector:
+    """Collects the layers of a model."""
+
+    def __init__(self, unsplittable: Collection[str], layers: dict[str, nn.Module]) -> None:
+        self._unsplittable = unsplittable
+        self._layers = layers
+        self._seen = set[int]()
+
+    def collect(self, module: nn.Module, name: str, depth: int) -> None:
+        """Adds the layers inside of a module, which is not a layer itself.
+
+        Args:
+            module: The module.
+            name: Of the module; "" of the model.
+            depth: How many lists deep layers are.
+        """
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if id(child) in self._seen:
+                continue
+            self._seen.add(id(child))
+            has_forward = not isinstance(child, _WITHOUT_FORWARD)
+            is_member = isinstance(module, _LISTS)
+            is_named = type(child).__name__ in self._unsplittable
+            is_whole = depth <= 1 and has_forward and (is_member or is_named)
+            if not is_whole and _holds_layers(child, self._unsplittable):
+                self.collect(child, path, depth - (is_member and has_forward))
+            elif is_whole or is_weighty(child):
+                self._layers[path] = child
 
 
 def _holds_layers(module: nn.Module, unsplittable: Collection[str]) -> bool:

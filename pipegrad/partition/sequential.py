@@ -72,10 +72,14 @@ def _members(layer: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    return is_sequential(layer) and len(_members(layer)) > 0 and not [
-        *layer.named_parameters(recurse=False),
-        *layer.named_buffers(recurse=False),
-    ]
+    return (
+        is_sequential(layer)
+        and len(_members(layer)) > 0
+        and not [
+            *layer.named_parameters(recurse=False),
+            *layer.named_buffers(recurse=False),
+        ]
+    )
 
 
 def _nested(named: Sequence[tuple[str, nn.Module]], model: nn.Module) -> nn.Sequential:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -63,12 +64,13 @@ def as_kind(
         kind: The class whose methods count first.
         own: The other class; that of the module if None.
     """
-    module.__class__ = _both(kind, own or type(module))
+    both: Any = _both  # mypy: modules' classes have no hash
+    module.__class__ = both(kind, own or type(module))
     return module
 
 
 @cache
-def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+def _both(kind: Any, own: Any) -> Any:  # noqa: ANN401
     # It looks like the module's own class, to those who print it or ask for its name.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (kind, own), names)

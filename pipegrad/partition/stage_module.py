@@ -263,7 +263,7 @@ def without_memory(layer: nn.Module) -> nn.Module:
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of nan, or of zeros if there is none, that takes the memory of one number."""
+    """Returns a tensor of nan, or of zeros if there is none, with the memory of one number."""
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 

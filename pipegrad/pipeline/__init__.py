@@ -3,6 +3,5 @@
 `scheduler` is the page to read first. `step` is one step from a batch to its result, `executor`
 runs a program item by item, and `compute` the forwards and backwards. `values` has the life of a
 value, and `transfers` sends it to other ranks. `batch` makes microbatches of what a step is given.
-`split_backward` is the backward in two parts. `stage` is what users give, and `partition` cuts a
-model into stages.
+`split_backward` is the backward in two parts. `stage` is what users give.
 """

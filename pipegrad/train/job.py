@@ -18,8 +18,9 @@ from pipegrad.errors import PlanError, TopologyError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
 from pipegrad.optimizer.main_params import refuse_unless_elementwise
+from pipegrad.partition.cut import Cut, cut
+from pipegrad.partition.sequential import only_layers
 from pipegrad.pipeline.loss import TOKEN_MEAN
-from pipegrad.pipeline.partition import Cut, only_layers, split
 from pipegrad.plan.check_replicas import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
@@ -160,7 +161,7 @@ class Job:
         key = "parallel.pipeline" if boundaries is None else "parallel.boundaries"
         num_stages = len(self.schedule.stage_to_rank)
         try:
-            return split(model, num_stages, boundaries=boundaries)
+            return cut(model, num_stages, boundaries=boundaries, how="sequential")
         except TopologyError as error:
             self.config.refuse(key, str(error), cause=error)
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, in_words
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.partition.cut import Cut
 from pipegrad.pipeline.loss import TOKEN_MEAN, loss_parts
-from pipegrad.pipeline.partition import Cut
 from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config
 from pipegrad.train.data.tokenizer import Tokenizer

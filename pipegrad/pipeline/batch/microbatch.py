@@ -268,7 +268,7 @@ class Batches:
             except StepError as error:
                 raise StepError(f"microbatch {number}: {error}") from None
         self.report = dict.fromkeys(own[0], f"as given in each of {len(own)} microbatches")
-        parts = {
+        parts: _Parts = {
             name: [
                 self._parts(name, values[name], [number], whole=True)[0]
                 for number, values in enumerate(own)

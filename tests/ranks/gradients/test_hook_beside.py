@@ -20,7 +20,7 @@ from pipegrad import (
     Stage,
     Topology,
     Work,
-    split,
+    cut,
 )
 from pipegrad.comm.process_groups import Groups
 from pipegrad.testing import OrderChecker
@@ -135,8 +135,8 @@ def pipelined() -> dict[str, list[float]]:
     """Two stages by two replicas, a tie over both: losses, whichever hook averages."""
     found = {}
     for name, hook in {"none": None, "bf16": "bf16_compress_hook", "powerSGD": POWER_SGD}.items():
-        at, cut = Topology.create(pipeline=2), split(tied_model(), 2, boundaries=[2])
-        local = [Stage(cut.modules[index], index) for index in at.local_stages]
+        at, halves = Topology.create(pipeline=2), cut(tied_model(), 2, boundaries=[2])
+        local = [Stage(halves.modules[index], index) for index in at.local_stages]
         chosen: Any = ["pipeline-shared", hooked(hook)]
         scheduler = Scheduler(
             local,
@@ -144,7 +144,7 @@ def pipelined() -> dict[str, list[float]]:
             schedule="1f1b",
             num_microbatches=2,
             loss_fn=cross_entropy,
-            tied=cut.tied,
+            tied=halves.tied,
             handlers=chosen,
         )
         sync = scheduler.sync

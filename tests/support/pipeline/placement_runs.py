@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, split
+from pipegrad import Scheduler, Stage, cut
 from tests.support.pipeline.placement_cases import (
     MAX_NORM,
     PRECISIONS,
@@ -175,15 +175,15 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case, self.seen, self.at = case, Seen(), topology(case.pipeline)
         places = case.made.stage_to_rank
-        cut = split(build(case), len(places), boundaries=boundaries(len(places)))
+        parts = cut(build(case), len(places), boundaries=boundaries(len(places)))
         local = self.at.with_stages(places).local_stages
-        self.modules = {stage: cut.modules[stage] for stage in local}
+        self.modules = {stage: parts.modules[stage] for stage in local}
         self.scheduler = Scheduler(
             [Stage(m, i, recompute=case.recompute != "keep") for i, m in self.modules.items()],
             self.at,
             schedule=case.made,
             loss_fn=loss_of,
-            tied=cut.tied,
+            tied=parts.tied,
             handlers=make_handlers(case.handlers),
             bucket_bytes=600 if case.buckets == "small" else 2**20,
             **PRECISIONS[case.precision],

@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "a ready one without a target": (
         lambda: {"microbatches": [{"x": X, "target": Y}, {"x": X}]},
-        "microbatch 1: all microbatches have a target, or none",
+        "microbatch 1: all microbatches have the same inputs, and a target or none",
     ),
     "an iterator": (
         lambda: {"microbatches": iter([{"x": X}])},
