@@ -8,11 +8,14 @@ result = scheduler.step(input_ids=ids, attention_mask=mask, labels=labels)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipegrad.comm.agreement import agree
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.ties import find_tied
 from pipegrad.partition.boundaries import Layer, starts_of
@@ -219,9 +222,10 @@ class Cutter:
             model: The uncut model, of transformers, an ``nn.Sequential``, or any other.
             num_stages: How many stages, each of at least one layer.
             by: What is to be even: ``"parameters"``; ``"time"``, estimated by operations and by
-                memory traffic; ``"memory"``, of parameters with their gradients and two moments,
-                and of the activations of as many microbatches as a stage of 1f1b has in flight;
-                or a number for each layer, such as measured seconds.
+                memory traffic; ``"measured"``, the time of each layer's forward and backward on
+                the sample, as a mean over ranks; ``"memory"``, of parameters with their gradients
+                and two moments, and of the activations of as many microbatches as a stage of 1f1b
+                has in flight; or a number for each layer.
             boundaries: Index or name of the first layer of stages 1, 2, ..., in place of `by`.
                 `Cut.layers` has the names.
             how: ``"structural"`` runs the model's own code on each stage, for any shapes.
@@ -273,9 +277,11 @@ def _structural(
     conventions = Conventions(model)
     sample = conventions.arguments(sample_of(model) if example is None else example)
     modules = layers_of(model, num_stages)
-    flow = flow_of(model, modules, sample)
+    flow = flow_of(model, modules, sample, timed=by == "measured")
     blocks = list(_blocks(flow.calls, modules))
     layers = [_layer(flow.calls[a:b], modules) for a, b in blocks]
+    if by == "measured":
+        layers = _agreed(layers)
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
     returned = returned_tensors(flow.returned)
     returned = {name: value for name, value in returned.items() if name != _LOSS}
@@ -322,7 +328,17 @@ def _layer(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Layer:
         {k: v for call in calls for k, v in _sizes(modules[call.layer]).items()},
         sum(call.flops for call in calls),
         sum(call.saved_bytes for call in calls),
+        sum(call.seconds for call in calls),
     )
+
+
+def _agreed(layers: Sequence[Layer]) -> list[Layer]:
+    """Returns layers with the mean of the times that all ranks have measured."""
+    seconds = [layer.seconds for layer in layers]
+    if dist.is_initialized():
+        replies = agree("the times of layers", lambda: seconds)
+        seconds = [sum(times) / len(times) for times in zip(*replies, strict=True)]
+    return [replace(layer, seconds=time) for layer, time in zip(layers, seconds, strict=True)]
 
 
 def _sizes(layer: nn.Module) -> dict[int, tuple[int, int]]:

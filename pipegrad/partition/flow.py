@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ from torch.utils.flop_counter import flop_registry
 from pipegrad.errors import TopologyError, in_words
 from pipegrad.interop.private import FakeTensorMode, TorchDispatchMode, TreeSpec, tree_flatten
 from pipegrad.partition.shallow import as_kind, shallow
+
+_REPEATS = 3  # of a layer that is measured; the shortest time counts
 
 
 class Source(NamedTuple):
@@ -82,6 +84,7 @@ class Call:
         structure: How they hang together.
         flops: Floating-point operations of its forward on the sample.
         saved_bytes: What its forward keeps for its backward, on the sample.
+        seconds: How long its forward and backward took on the sample; 0 if that was not measured.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Call:
     structure: TreeSpec
     flops: int
     saved_bytes: int
+    seconds: float
 
     def name_of(self, leaf: int) -> str:
         """Returns the name of an output."""
@@ -124,7 +128,11 @@ class Returned(NamedTuple):
 
 
 def flow_of(
-    model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, object]
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+    *,
+    timed: bool = False,
 ) -> Flow:
     """Returns what a model does with a sample.
 
@@ -132,18 +140,25 @@ def flow_of(
         model: The uncut model. It is as before afterwards.
         layers: Its layers, by name.
         sample: Keyword arguments of its forward.
+        timed: Whether to measure how long layers take.
 
     Raises:
-        TopologyError: If the model fails.
+        TopologyError: If the model fails, or if layers without memory are to be measured.
     """
     is_meta = any(tensor.is_meta for tensor in _state(model).values())
+    if timed and is_meta:
+        raise TopologyError(
+            "by='measured' runs the layers, and those of a model on the meta device cannot run: "
+            "take by='time', or a number for each layer"
+        )
+    if not timed:
+        try:
+            return _run(model, layers, sample, fake=True)
+        except Exception as error:
+            if is_meta:
+                raise TopologyError(_failed(model, sample, error)) from error
     try:
-        return _run(model, layers, sample, fake=True)
-    except Exception as error:
-        if is_meta:
-            raise TopologyError(_failed(model, sample, error)) from error
-    try:
-        return _run(model, layers, sample, fake=False)
+        return _run(model, layers, sample, fake=False, timed=timed)
     except Exception as error:
         raise TopologyError(_failed(model, sample, error)) from error
 
@@ -167,9 +182,14 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _run(
-    model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, object], *, fake: bool
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+    *,
+    fake: bool,
+    timed: bool = False,
 ) -> Flow:
-    recorder = _Recorder({id(p): name for name, p in model.named_parameters()})
+    recorder = _Recorder({id(p): name for name, p in model.named_parameters()}, timed=timed)
     recorded = {id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()}
     run = shallow(model, recorded)
     with contextlib.ExitStack() as stack:
@@ -221,8 +241,8 @@ class _RecordedLayer(nn.Module):
     """A layer whose calls are recorded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
-        function = partial(super().__call__)
-        return vars(self)["_recorder"].call(vars(self)["_layer_name"], function, args, kwargs)
+        recorder = vars(self)["_recorder"]
+        return recorder.call(vars(self)["_layer_name"], self, super().__call__, args, kwargs)
 
 
 def _recorded(recorder: _Recorder, name: str, layer: nn.Module) -> nn.Module:
@@ -252,6 +272,7 @@ class _Costs:
     """What the operators of a layer cost."""
 
     flops: int = 0
+    seconds: float = 0.0
     saved: dict[int, int] = field(default_factory=dict)  # storage -> bytes
 
 
@@ -260,11 +281,13 @@ class _Recorder(TorchDispatchMode):
 
     Args:
         names: Parameter's id -> its name.
+        timed: Whether to measure layers.
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], *, timed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
+        self._timed = timed
         self.calls: list[Call] = []
         self._times: dict[str, int] = {}  # how often each layer was called
         self._origins: dict[int, _Origin] = {}  # by id of a tensor
@@ -301,7 +324,8 @@ class _Recorder(TorchDispatchMode):
 
     def call(
         self,
-        layer: str,
+        name: str,
+        layer: nn.Module,
         function: Callable[..., Any],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
@@ -314,14 +338,18 @@ class _Recorder(TorchDispatchMode):
         self._costs = _Costs()
         try:
             result, leaves, structure = self._called(function, args, kwargs, self._costs)
+            if self._timed:
+                parameters = [p for p in layer.parameters() if p.requires_grad]
+                times = [_seconds(function, args, kwargs, parameters) for _ in range(_REPEATS)]
+                self._costs.seconds = min(times)
         finally:
             costs, self._costs = self._costs, None
-        number, times = len(self.calls), self._times.get(layer, 0)
-        self._times[layer] = times + 1
+        number, before = len(self.calls), self._times.get(name, 0)
+        self._times[name] = before + 1
         self.calls.append(
             Call(
-                name=f"{layer}#{times}" if times else layer,
-                layer=layer,
+                name=f"{name}#{before}" if before else name,
+                layer=name,
                 needs=origin.sources,
                 parameters=origin.parameters,
                 draws=origin.draws,
@@ -329,6 +357,7 @@ class _Recorder(TorchDispatchMode):
                 structure=structure,
                 flops=costs.flops,
                 saved_bytes=sum(costs.saved.values()),
+                seconds=costs.seconds,
             )
         )
         for leaf, value in enumerate(leaves):
@@ -381,6 +410,28 @@ class _Recorder(TorchDispatchMode):
     def _set(self, tensor: Tensor, origin: _Origin) -> None:
         self._origins[id(tensor)] = origin
         self._alive.append(tensor)
+
+
+def _seconds(
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    parameters: Sequence[nn.Parameter],
+) -> float:
+    """Returns how long a layer's forward and backward take. No gradient is kept."""
+    leaves, structure = tree_flatten((args, kwargs))
+    inputs = [_differentiable(leaf) for leaf in leaves]
+    taken, named = structure.unflatten(inputs)
+    began = time.perf_counter()
+    with torch.enable_grad():
+        outputs = [x for x in _tensors(function(*taken, **named)) if x.requires_grad]
+        wanted = [x for x in (*_tensors(inputs), *parameters) if x.requires_grad]
+        if outputs:
+            ones = [torch.ones_like(output) for output in outputs]
+            torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+    for device in sorted({x.device.type for x in outputs if not x.is_cpu}):
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter() - began
 
 
 def _fields(origin: _Origin) -> tuple[frozenset[Source], frozenset[str], frozenset[int]]:
