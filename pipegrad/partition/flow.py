@@ -17,7 +17,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from pipegrad.errors import TopologyError, in_words
-from pipegrad.interop.private import FakeTensorMode, TorchDispatchMode, TreeSpec, tree_flatten
+from pipegrad.interop.private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    TreeSpec,
+    storage_key,
+    tree_flatten,
+)
 from pipegrad.partition.shallow import as_kind, shallow
 
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
@@ -267,15 +273,6 @@ class _Origin:
         )
 
 
-@dataclass
-class _Costs:
-    """What the operators of a layer cost."""
-
-    flops: int = 0
-    seconds: float = 0.0
-    saved: dict[int, int] = field(default_factory=dict)  # storage -> bytes
-
-
 class _Recorder(TorchDispatchMode):
     """Sees every operator, and every call of a layer.
 
@@ -293,7 +290,8 @@ class _Recorder(TorchDispatchMode):
         self._origins: dict[int, _Origin] = {}  # by id of a tensor
         self._alive: list[object] = []  # an id is not used again while its tensor lives
         self._num_draws = 0
-        self._costs: _Costs | None = None  # inside of a layer
+        self._is_inside = False  # of a layer
+        self._flops = 0  # of the layer
 
     # ANN401: an operator takes and returns anything.
     def __torch_dispatch__(
@@ -305,9 +303,9 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._costs is not None:
+        if self._is_inside:
             if count := flop_registry.get(func._overloadpacket):
-                self._costs.flops += count(*args, **kwargs, out_val=result)
+                self._flops += count(*args, **kwargs, out_val=result)
             return result
         origin = self._origin_of((args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -331,19 +329,18 @@ class _Recorder(TorchDispatchMode):
         kwargs: Mapping[str, object],
     ) -> Any:  # noqa: ANN401 - whatever the layer returns
         """Runs a layer, and notes it."""
-        if self._costs is not None:
+        if self._is_inside:
             return function(*args, **kwargs)  # a layer inside of a layer
         inputs = _tensors((args, kwargs))
         origin = self._origin_of(inputs)
-        self._costs = _Costs()
+        self._is_inside, self._flops, seconds = True, 0, 0.0
         try:
-            result, leaves, structure = self._called(function, args, kwargs, self._costs)
+            leaves, structure, saved = _outputs_of(layer, function, args, kwargs)
+            flops = self._flops
             if self._timed:
-                parameters = [p for p in layer.parameters() if p.requires_grad]
-                times = [_seconds(function, args, kwargs, parameters) for _ in range(_REPEATS)]
-                self._costs.seconds = min(times)
+                seconds = min(_seconds(layer, function, args, kwargs) for _ in range(_REPEATS))
         finally:
-            costs, self._costs = self._costs, None
+            self._is_inside = False
         number, before = len(self.calls), self._times.get(name, 0)
         self._times[name] = before + 1
         self.calls.append(
@@ -355,39 +352,15 @@ class _Recorder(TorchDispatchMode):
                 draws=origin.draws,
                 outputs=tuple(_output(leaf, inputs) for leaf in leaves),
                 structure=structure,
-                flops=costs.flops,
-                saved_bytes=sum(costs.saved.values()),
-                seconds=costs.seconds,
+                flops=flops,
+                saved_bytes=sum(saved.values()),
+                seconds=seconds,
             )
         )
         for leaf, value in enumerate(leaves):
             if isinstance(value, Tensor):
                 self._set(value, _Origin(frozenset({Source(number, leaf)})))
-        return result
-
-    def _called(
-        self,
-        function: Callable[..., Any],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        costs: _Costs,
-    ) -> tuple[Any, list[object], TreeSpec]:
-        """Runs a layer with a graph, so that it shows what it keeps for its backward."""
-
-        def pack(tensor: Tensor) -> Tensor:
-            if id(tensor) not in self.names:
-                costs.saved[id(tensor.untyped_storage())] = tensor.nbytes
-                self._alive.append(tensor.untyped_storage())
-            return tensor
-
-        leaves, structure = tree_flatten((args, kwargs))
-        inputs = [_differentiable(leaf) for leaf in leaves]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            taken, named = structure.unflatten(inputs)
-            result = function(*taken, **named)
-        leaves, structure = tree_flatten(result)
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return structure.unflatten(leaves), leaves, structure
+        return structure.unflatten(leaves)
 
     def seen(self, returned: object) -> object:
         """Returns what a model returned, with `Returned` in the place of tensors."""
@@ -412,20 +385,47 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(tensor)
 
 
-def _seconds(
+def _outputs_of(
+    layer: nn.Module,
     function: Callable[..., Any],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-    parameters: Sequence[nn.Parameter],
+) -> tuple[list[object], TreeSpec, dict[int, int]]:
+    """Runs a layer with a graph, so that it shows what it keeps for its backward.
+
+    Returns:
+        The leaves of what it returns, how they hang together, and the bytes of each storage that it
+        keeps.
+    """
+    saved, alive = dict[int, int](), list[object]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage_key(storage)] = storage.nbytes()
+        alive.append(storage)  # its key is not used again
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        args, kwargs = _differentiable(args, kwargs)
+        leaves, structure = tree_flatten(function(*args, **kwargs))
+    for parameter in layer.parameters():
+        saved.pop(storage_key(parameter.untyped_storage()), None)
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return leaves, structure, saved
+
+
+def _seconds(
+    layer: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> float:
     """Returns how long a layer's forward and backward take. No gradient is kept."""
-    leaves, structure = tree_flatten((args, kwargs))
-    inputs = [_differentiable(leaf) for leaf in leaves]
-    taken, named = structure.unflatten(inputs)
+    args, kwargs = _differentiable(args, kwargs)
     began = time.perf_counter()
     with torch.enable_grad():
-        outputs = [x for x in _tensors(function(*taken, **named)) if x.requires_grad]
-        wanted = [x for x in (*_tensors(inputs), *parameters) if x.requires_grad]
+        outputs = [x for x in _tensors(function(*args, **kwargs)) if x.requires_grad]
+        wanted = [x for x in (*_tensors((args, kwargs)), *layer.parameters()) if x.requires_grad]
         if outputs:
             ones = [torch.ones_like(output) for output in outputs]
             torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
@@ -442,11 +442,17 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
-def _differentiable(leaf: object) -> object:
-    """Returns a leaf of a graph in the place of a tensor that has gradients."""
-    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-        return leaf.detach().requires_grad_()
-    return leaf
+def _differentiable(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
+    """Returns arguments whose tensors are leaves of a graph of their own."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return structure.unflatten(
+        [
+            leaf.detach().requires_grad_()
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+            else leaf
+            for leaf in leaves
+        ]
+    )
 
 
 def _output(leaf: object, inputs: Sequence[Tensor]) -> Output:
