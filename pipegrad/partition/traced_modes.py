@@ -1,0 +1,72 @@
+"""What a graph that was traced in training mode does in evaluation mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import fx, nn
+
+from pipegrad.partition.export_graph import ExportGraph
+
+
+def add_evaluation(graph: ExportGraph, evaluation: ExportGraph) -> bool:
+    """Adds to each node its arguments in evaluation mode: ``meta["evaluation"]``, None of no call.
+
+    Args:
+        graph: The model in training mode.
+        evaluation: The same model in evaluation mode.
+
+    Returns:
+        Whether it could: the graphs are the same, but for arguments that are no tensors, such as
+        those of dropout, and nodes of which nobody reads the result, such as counters.
+    """
+    same = _same_sources(graph, evaluation)
+    rest = iter(graph.nodes)
+    for node in evaluation.nodes:
+        if any(x not in same for x in node.all_input_nodes):
+            return False
+        taken = [same[x] for x in node.all_input_nodes]
+        for other in rest:
+            if other.target is node.target and other.all_input_nodes == taken:
+                break
+            other.meta["evaluation"] = None
+            if other.users:
+                return False
+        else:
+            return False
+        if len(other.meta["regions"]) != len(node.meta["regions"]):
+            return False
+        same[node] = other
+        other.meta["evaluation"] = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda x: same[x] if isinstance(x, fx.Node) else x
+        )
+    for other in rest:
+        other.meta["evaluation"] = None
+    outputs = [same.get(x) if isinstance(x, fx.Node) else x for x in evaluation.outputs]
+    return outputs == graph.outputs
+
+
+def _same_sources(graph: ExportGraph, evaluation: ExportGraph) -> dict[fx.Node, fx.Node]:
+    names = {state.name: node for node, state in graph.states.items()}
+    same = {x: names[s.name] for x, s in evaluation.states.items() if s.name in names}
+    same |= dict(zip(evaluation.inputs, graph.inputs, strict=True))
+    constants = list(graph.constants.items())
+    for (node, constant), (other, value) in zip(
+        evaluation.constants.items(), constants, strict=False
+    ):
+        if constant.shape == value.shape and constant.equal(value):
+            same[node] = other
+    return same
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, and then each module back into its own mode."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
