@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from pipegrad.errors import PipegradError, TopologyError, root_of
-from pipegrad.interop.private import fake_tensors, flat
+from pipegrad.interop.private import fake_tensors, flat, storage_key
 
 STRUCTURAL = "how='structural' runs the model's own code instead"
 
@@ -167,9 +167,7 @@ class _Flattening:
                 values[node] = self._inline(inner, rest, (*regions, region))
             elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
                 values[node] = values[node.args[0]][node.args[1]]
-            elif node.target is not torch.ops.aten._assert_tensor_metadata.default:
-                # That assertion says what the fixed shapes and dtypes of inputs say, and it names
-                # the device of the trace.
+            elif not _is_empty(node):
                 values[node] = self._copied(node, values, regions)
         return []
 
@@ -219,6 +217,18 @@ def calls_of(node: fx.Node) -> list[tuple[str, str]]:
     return [(key, path) for key, (path, _) in stack.items()]
 
 
+def _is_empty(node: fx.Node) -> bool:
+    """Returns whether a node does nothing for the model."""
+    if node.target is torch.ops.aten.copy_.default:
+        # After `self.count += 1` torch.export copies the buffer onto itself. Autograd would take
+        # this for a change of a value that a backward needs.
+        target, value = (x.meta["val"].untyped_storage() for x in node.all_input_nodes[:2])
+        return storage_key(target) == storage_key(value)
+    # The assertion repeats what the fixed shapes and dtypes of inputs say, and it names the device
+    # of the trace.
+    return node.target is torch.ops.aten._assert_tensor_metadata.default
+
+
 def _paths(node: fx.Node) -> list[str]:
     return [path for _, path in calls_of(node)]
 
@@ -230,9 +240,7 @@ def _region_of(node: fx.Node) -> Region | None:
     if node.target is torch.ops.higher_order.wrap_with_autocast:
         device_type, dtype, is_enabled, is_cached = node.args[:4]
         return Region(
-            partial(
-                torch.autocast, device_type, dtype, enabled=is_enabled, cache_enabled=is_cached
-            )
+            partial(torch.autocast, device_type, dtype, enabled=is_enabled, cache_enabled=is_cached)
         )
     return None
 

@@ -51,6 +51,8 @@ class GraphMemory:
 
     def written(self, node: fx.Node) -> frozenset[int]:
         """Returns the memory that a node writes."""
+        if node.target is torch.ops.aten.detach_.default:  # changes no element
+            return frozenset()
         arguments = arguments_of(node.target)
         given = dict(zip((name for name, _ in arguments), node.args, strict=False)) | node.kwargs
         uses_batch = bool(given.get("training", given.get("use_input_stats")))
@@ -91,7 +93,9 @@ class GraphMemory:
                     f"stages could not see that: change a copy of it. {STRUCTURAL}"
                 )
         for node in graph.constants:
-            if not self.writers.keys().isdisjoint(self.of(node)):
+            # What the model makes by torch.tensor() is copied in each forward.
+            is_copied = all(x.target is torch.ops.aten.lift_fresh_copy.default for x in node.users)
+            if not is_copied and not self.writers.keys().isdisjoint(self.of(node)):
                 raise TopologyError(
                     f"the model changes its tensor {node.name!r} in place, which is neither a "
                     f"parameter nor a buffer: register it as a buffer. {STRUCTURAL}"

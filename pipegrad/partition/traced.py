@@ -194,18 +194,18 @@ class _Cut:
     def _edge_names(self) -> dict[fx.Node, str]:
         """Returns a name for each value that is sent, after the layer that makes it."""
         taken = {path.partition("[")[0] for path, _ in self._graph.leaves}
-        names = dict[fx.Node, str]()
-        for node in self._nodes:
-            if not self._takers[node]:
+        names, path = dict[fx.Node, str](), ""
+        for node in self._graph.nodes:
+            # Between two modules a value has the name of the one before it.
+            path = [path, *(path for _, path in calls_of(node) if path)][-1]
+            if not self._takers.get(node):
                 continue
             if not isinstance(node.meta.get("val"), Tensor):
                 raise TopologyError(
                     f"stage {self._stage_of[node]} makes {node.name!r}, which stages "
                     f"{self._takers[node]} take, and it is no tensor. {STRUCTURAL}"
                 )
-            paths = [path for _, path in calls_of(node) if path]
-            base = self._model._call_of.get(node) or (paths[-1] if paths else node.name)
-            name = base
+            name = base = self._model._call_of.get(node) or path or node.name
             for number in count(2):
                 if name not in taken:
                     break
@@ -215,9 +215,7 @@ class _Cut:
         return names
 
     def _names_of_returned(self) -> list[str]:
-        values = [
-            x.meta["val"] if isinstance(x, fx.Node) else x for x in self._graph.outputs
-        ]
+        values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in self._graph.outputs]
         returned = self._graph.rebuild(values)
         named = fields_of(returned)
         if named is None and isinstance(returned, tuple | list):
@@ -236,20 +234,22 @@ class _Cut:
             TopologyError: If another stage, or another view, would have to see the change.
         """
         memory, copied = self._memory, set[fx.Node]()
-        for key in sorted({key for n in self._nodes_of(stage) for key in memory.written(n)}):
+        writes = [(n, key) for n in self._nodes_of(stage) for key in memory.written(n)]
+        for node, key in writes:
             copied |= {x for x in self._graph.inputs if key in memory.of(x)}
             entering = [x for x in edges if key in memory.of(x)]
-            passed = [
+            later = [
                 x
                 for x in self._nodes
-                if key in memory.of(x) and self._stage_of[x] < stage < max(self._takers[x], default=0)
+                if self._stage_of[x] < stage < max(self._takers[x], default=0)
+                and key in memory.of(x)
             ]
-            if passed or len(entering) > 1:
-                node = memory.writers[key][-1]
+            if later or len(entering) > 1:
+                place = [path for _, path in calls_of(node)][-1:]
                 raise TopologyError(
-                    f"stage {stage} changes a tensor of an earlier stage in place ({node.target}, "
-                    f"in {[path for _, path in calls_of(node)][-1]!r}), and others read it: write "
-                    f"x = x + y in place of x += y, or choose other boundaries"
+                    f"stage {stage} changes a value of an earlier stage in place ({node.target} in "
+                    f"{place}), and others read it too: write x = x + y in place of x += y, or "
+                    f"choose other boundaries. {STRUCTURAL}"
                 )
             copied |= set(entering)
         return frozenset(copied)
@@ -275,7 +275,9 @@ class _Cut:
         self._check_written(held)
         everything = states_of(self._model._model)
         used = {name for states in held for name in states}
-        first = {id(s.tensor): i for i, states in reversed([*enumerate(held)]) for s in states.values()}
+        first = {
+            id(s.tensor): i for i, states in reversed([*enumerate(held)]) for s in states.values()
+        }
         for name, state in everything.items():
             if name in used or not state.is_persistent:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import fx, nn
 
 from pipegrad.partition.export_graph import ExportGraph
@@ -26,25 +27,40 @@ def add_evaluation(graph: ExportGraph, evaluation: ExportGraph) -> bool:
     for node in evaluation.nodes:
         if any(x not in same for x in node.all_input_nodes):
             return False
-        taken = [same[x] for x in node.all_input_nodes]
+        wanted = node.target, [_plain(same[x]) for x in node.all_input_nodes]
         for other in rest:
-            if other.target is node.target and other.all_input_nodes == taken:
+            if (other.target, [_plain(x) for x in other.all_input_nodes]) == wanted:
                 break
-            other.meta["evaluation"] = None
-            if other.users:
+            if not _is_left_out(other):
                 return False
         else:
             return False
         if len(other.meta["regions"]) != len(node.meta["regions"]):
             return False
         same[node] = other
+        # Where training reads a contiguous copy, which another stage may have sent, so does this.
+        read = dict(zip(node.all_input_nodes, other.all_input_nodes, strict=True))
         other.meta["evaluation"] = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda x: same[x] if isinstance(x, fx.Node) else x
+            (node.args, node.kwargs), lambda x, read=read: read[x] if isinstance(x, fx.Node) else x
         )
-    for other in rest:
-        other.meta["evaluation"] = None
     outputs = [same.get(x) if isinstance(x, fx.Node) else x for x in evaluation.outputs]
-    return outputs == graph.outputs
+    return all(map(_is_left_out, rest)) and outputs == graph.outputs
+
+
+def _is_left_out(node: fx.Node) -> bool:
+    """Returns whether evaluation can do without a node of training; notes what becomes of it."""
+    is_copy = node.target is torch.ops.aten.contiguous.default
+    node.meta["evaluation"] = (node.args, node.kwargs) if is_copy else None
+    return is_copy or not node.users
+
+
+def _plain(node: fx.Node) -> fx.Node:
+    """Returns the node whose value this is, in whatever layout."""
+    # An operator may return another layout in training, and contiguous() is a node only if it does
+    # something.
+    while node.target is torch.ops.aten.contiguous.default:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _same_sources(graph: ExportGraph, evaluation: ExportGraph) -> dict[fx.Node, fx.Node]:

@@ -17,7 +17,6 @@ from pipegrad.interop.private import flat
 from pipegrad.partition.export_graph import STRUCTURAL, ExportGraph, Region
 
 
-
 @dataclass(frozen=True, eq=False)
 class StageCode:
     """What a stage runs.
