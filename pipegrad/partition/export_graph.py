@@ -131,7 +131,7 @@ class _Flattening:
                 result.inputs[source] = len(result.inputs)
         outputs = self._inline(self._program.graph_module, sources, ())
         result.outputs = [self._resolved(value, ()) for value in outputs]
-        result.rebuild = self._program.call_spec.out_spec.unflatten  # type: ignore[union-attr]
+        result.rebuild = self._program.call_spec.out_spec.unflatten
         return result
 
     def _source(self, name: str, example: object) -> fx.Node:
@@ -222,8 +222,9 @@ def _is_empty(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.copy_.default:
         # After `self.count += 1` torch.export copies the buffer onto itself. Autograd would take
         # this for a change of a value that a backward needs.
-        target, value = (x.meta["val"].untyped_storage() for x in node.all_input_nodes[:2])
-        return storage_key(target) == storage_key(value)
+        values: Sequence[Tensor] = [x.meta["val"] for x in node.all_input_nodes]
+        places = {(storage_key(x.untyped_storage()), x.storage_offset()) for x in values}
+        return len(places) == 1 and len({x.stride() for x in values}) == 1
     # The assertion repeats what the fixed shapes and dtypes of inputs say, and it names the device
     # of the trace.
     return node.target is torch.ops.aten._assert_tensor_metadata.default
@@ -235,13 +236,13 @@ def _paths(node: fx.Node) -> list[str]:
 
 def _region_of(node: fx.Node) -> Region | None:
     """Returns the region that this node calls the graph of."""
+    arguments: Sequence[Any] = node.args
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-        return Region(partial(torch.set_grad_enabled, node.args[0]))
+        return Region(partial(torch.set_grad_enabled, arguments[0]))
     if node.target is torch.ops.higher_order.wrap_with_autocast:
-        device_type, dtype, is_enabled, is_cached = node.args[:4]
-        return Region(
-            partial(torch.autocast, device_type, dtype, enabled=is_enabled, cache_enabled=is_cached)
-        )
+        device_type, dtype, is_enabled, is_cached = arguments[:4]
+        options = {"dtype": dtype, "enabled": is_enabled, "cache_enabled": is_cached}
+        return Region(partial(torch.autocast, device_type, **options))
     return None
 
 
@@ -262,20 +263,22 @@ def _without_meta(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Puts fake tensors into the place of a model's own, if one of these is on the meta device."""
     # A tensor that the model makes without a device is on the CPU, and torch refuses to mix it with
     # meta tensors. Fake ones have no memory, either, but they say that they are on the CPU.
-    modules = list(model.modules())
-    before = [(m, dict(m._parameters), dict(m._buffers)) for m in modules]
-    held = {id(x): x for _, *both in before for table in both for x in table.values()}
-    if not any(x is not None and x.is_meta for x in held.values()):
+    before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
+        (module, dict(module._parameters), dict(module._buffers)) for module in model.modules()
+    ]
+    tables: list[dict[str, Any]] = [table for _, *both in before for table in both]
+    held: dict[int, Tensor] = {
+        id(x): x for table in tables for x in table.values() if x is not None
+    }
+    if not any(x.is_meta for x in held.values()):
         yield
         return
     with fake_tensors():
-        fakes = {
-            key: _like(x, device) if isinstance(x, Tensor) else None for key, x in held.items()
-        }
+        fakes: dict[int, Any] = {key: _like(x, device) for key, x in held.items()}
     try:
         for module, parameters, buffers in before:
-            module._parameters |= {n: fakes[id(x)] for n, x in parameters.items()}
-            module._buffers |= {n: fakes[id(x)] for n, x in buffers.items()}
+            module._parameters |= {n: fakes.get(id(x)) for n, x in parameters.items()}
+            module._buffers |= {n: fakes.get(id(x)) for n, x in buffers.items()}
         yield
     finally:
         for module, parameters, buffers in before:
@@ -296,7 +299,7 @@ class _GradModes(TorchFunctionMode):
         super().__init__()
         self._before = _autocasts()
 
-    def __torch_function__(  # noqa: D105
+    def __torch_function__(
         self,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -319,9 +322,10 @@ def _autocasts() -> tuple[bool, ...]:
 @contextlib.contextmanager
 def _refuses_what_export_loses() -> Iterator[None]:
     """Raises TopologyError where a trace would have other gradients than the model."""
-    apply = torch.autograd.Function.__dict__["apply"]
+    base: Any = torch.autograd.Function
+    apply = base.__dict__["apply"]
 
-    def checked(function: type, *args: object, **kwargs: object) -> object:
+    def checked(function: Any, /, *args: object, **kwargs: object) -> object:  # noqa: ANN401
         # A checkpoint that is not reentrant has a function without a meaning of its own.
         is_checkpoint = function.__module__ == "torch.utils.checkpoint"
         if function.__module__.startswith("torch.") and function.__name__ != "CheckpointFunction":
@@ -332,9 +336,9 @@ def _refuses_what_export_loses() -> Iterator[None]:
             f"backward: gradients would be wrong. {advice}{STRUCTURAL}"
         )
 
-    torch.autograd.Function.apply = classmethod(checked)  # type: ignore[assignment]
+    base.apply = classmethod(checked)
     try:
         with _GradModes():
             yield
     finally:
-        torch.autograd.Function.apply = apply
+        base.apply = apply

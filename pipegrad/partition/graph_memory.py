@@ -1,4 +1,4 @@
-"""GraphMemory: which nodes of a graph share memory, who writes it, and what depends on inputs alone.
+"""GraphMemory: which nodes of a graph share memory, and which are computed again in each stage.
 
 [Note: recomputed] A mask, a position or a table of cosines depends on what a step is given, on
 constants and on buffers that nobody changes. Each stage that needs it computes it again, because
@@ -89,8 +89,8 @@ class GraphMemory:
         for node, position in graph.inputs.items():
             if not sent_memory.isdisjoint(self.of(node)):
                 raise TopologyError(
-                    f"the model changes its input {graph.leaves[position][0]!r} in place, and other "
-                    f"stages could not see that: change a copy of it. {STRUCTURAL}"
+                    f"the model changes its input {graph.leaves[position][0]!r} in place, and "
+                    f"other stages could not see that: change a copy of it. {STRUCTURAL}"
                 )
         for node in graph.constants:
             # What the model makes by torch.tensor() is copied in each forward.
@@ -102,7 +102,7 @@ class GraphMemory:
                 )
 
     def with_causes(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Returns what has to be recomputed for nodes: they, what they read, and who writes that."""
+        """Returns what is recomputed for nodes: they, what they read, and who writes that."""
         found, rest = set[fx.Node](), [x for x in nodes if x not in self.sent]
         while rest:
             node = rest.pop()

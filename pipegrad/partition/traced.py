@@ -135,9 +135,8 @@ class _Cut:
         # A list of tensors cannot be sent, but its elements can.
         is_element = node.target is operator.getitem
         # torch.export writes buffers at the end of the graph.
-        is_buffer_write = node.target is torch.ops.aten.copy_.default and node.args[0] in (
-            self._graph.states
-        )
+        is_copy = node.target is torch.ops.aten.copy_.default
+        is_buffer_write = is_copy and node.args[0] in self._graph.states
         if read and (is_element or is_buffer_write):
             return max(read)
         return bisect_right(self._starts, self._model._position[node])
@@ -156,7 +155,7 @@ class _Cut:
             edges = [node for node in self._nodes if stage in self._takers[node]]
             made = [n for n in self._nodes if self._stage_of[n] == stage and self._takers[n]]
             outputs = made if stage < self._last else self._graph.outputs
-            if not made and stage < self._last or stage not in self._stage_of.values():
+            if (not made and stage < self._last) or stage not in self._stage_of.values():
                 raise TopologyError(
                     f"stage {stage} makes nothing that a later stage takes: choose other "
                     f"boundaries among {dict(enumerate(self._model.calls))}"
@@ -255,48 +254,60 @@ class _Cut:
         return frozenset(copied)
 
     def _states(self) -> list[dict[str, tuple[Tensor, bool]]]:
-        """Returns for each stage the parameters and buffers that it holds, by name.
-
-        What no node reads belongs to the stage that first runs its module, and another name of a
-        tied tensor to the first stage that holds it.
-        """
-        held = [dict[str, State]() for _ in range(self._last + 1)]
-        home = dict[str, int]()  # path of a module -> the stage that first runs it
-        for stage, states in enumerate(held):
-            for node in self._nodes_of(stage):
-                for path in [path for _, path in calls_of(node)]:
-                    home.setdefault(path, stage)
-                for x in node.all_input_nodes:
-                    if x in self._graph.states:
-                        states[self._graph.states[x].name] = self._graph.states[x]
-        for x in self._graph.outputs:
-            if x in self._graph.states:
-                held[-1][self._graph.states[x].name] = self._graph.states[x]
-        self._check_written(held)
+        """Returns for each stage the parameters and buffers that it holds, by name."""
+        read = [
+            [x for node in self._nodes_of(stage) for x in node.all_input_nodes]
+            for stage in range(self._last + 1)
+        ]
+        read[-1] += [x for x in self._graph.outputs if isinstance(x, fx.Node)]
+        states = self._graph.states
+        held = [{states[x].name for x in nodes if x in states} for nodes in read]
         everything = states_of(self._model._model)
-        used = {name for states in held for name in states}
-        first = {
-            id(s.tensor): i for i, states in reversed([*enumerate(held)]) for s in states.values()
-        }
+        self._check_written(held, everything)
+        self._add_unread(held, everything)
+        return [
+            {n: (s.tensor, s.is_persistent) for n, s in everything.items() if n in names}
+            for names in held
+        ]
+
+    def _add_unread(self, held: Sequence[set[str]], everything: Mapping[str, State]) -> None:
+        """Adds the names that no node reads, so that all stages together have all names.
+
+        Another name of a tied tensor goes to the first stage that holds it, and a tensor that no
+        node reads to the stage that first runs its module.
+        """
+        first = dict[int, int]()  # tensor -> the first stage that holds it
+        home = dict[str, int]()  # path of a module -> the stage that first runs it
+        for stage, names in enumerate(held):
+            for name in names:
+                first.setdefault(id(everything[name].tensor), stage)
+            for node in self._nodes_of(stage):
+                for _, path in calls_of(node):
+                    home.setdefault(path, stage)
+        read = set[str]().union(*held)
         for name, state in everything.items():
-            if name in used or not state.is_persistent:
+            if name in read or not state.is_persistent:
                 continue
             path = name.rpartition(".")[0]
             while path and path not in home:
                 path = path.rpartition(".")[0]
-            held[first.get(id(state.tensor), home.get(path, 0))][name] = state
-        return [
-            {n: (s.tensor, s.is_persistent) for n, s in everything.items() if n in states}
-            for states in held
-        ]
+            held[first.get(id(state.tensor), home.get(path, 0))].add(name)
 
-    def _check_written(self, held: Sequence[Mapping[str, State]]) -> None:
-        """Refuses a buffer that the forward changes, and that several stages hold."""
+    def _check_written(self, held: Sequence[set[str]], everything: Mapping[str, State]) -> None:
+        """Refuses a buffer that the forward changes, and that several stages use."""
         for node, state in self._graph.states.items():
-            written = not self._memory.writers.keys().isdisjoint(self._memory.of(node))
-            stages = [stage for stage, states in enumerate(held) if state.name in states]
-            if written and len(stages) > 1:
+            memory = self._memory.of(node)
+            if self._memory.writers.keys().isdisjoint(memory):
+                continue
+            stages = {
+                stage
+                for stage, names in enumerate(held)
+                if any(everything[name].tensor is state.tensor for name in names)
+            }
+            writers = [writer for key in memory for writer in self._memory.writers.get(key, ())]
+            stages |= {self._stage_of[writer] for writer in writers}
+            if len(stages) > 1:
                 raise TopologyError(
-                    f"the forward changes {state.name!r}, and stages {stages} use it, so their "
-                    f"copies would differ: choose boundaries such that one stage uses it"
+                    f"the forward changes {state.name!r}, and stages {sorted(stages)} use it, so "
+                    f"their copies would differ: choose boundaries such that one stage uses it"
                 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -40,11 +41,13 @@ def add_evaluation(graph: ExportGraph, evaluation: ExportGraph) -> bool:
         same[node] = other
         # Where training reads a contiguous copy, which another stage may have sent, so does this.
         read = dict(zip(node.all_input_nodes, other.all_input_nodes, strict=True))
-        other.meta["evaluation"] = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda x, read=read: read[x] if isinstance(x, fx.Node) else x
-        )
+        other.meta["evaluation"] = _with_nodes((node.args, node.kwargs), read)
     outputs = [same.get(x) if isinstance(x, fx.Node) else x for x in evaluation.outputs]
     return all(map(_is_left_out, rest)) and outputs == graph.outputs
+
+
+def _with_nodes(arguments: Any, nodes: Mapping[fx.Node, fx.Node]) -> Any:  # noqa: ANN401
+    return fx.node.map_aggregate(arguments, lambda x: nodes[x] if isinstance(x, fx.Node) else x)
 
 
 def _is_left_out(node: fx.Node) -> bool:

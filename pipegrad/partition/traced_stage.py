@@ -181,7 +181,8 @@ class _Compiler:
             if node in code.copied:
                 values[node] = graph.call_function(torch.ops.aten.clone.default, (values[node],))
         self._add(graph, code.nodes, values, depth=0)
-        graph.output(tuple(values[x] if isinstance(x, fx.Node) else x for x in code.outputs))
+        outputs: Any = tuple(values[x] if isinstance(x, fx.Node) else x for x in code.outputs)
+        graph.output(outputs)
         compute = fx.GraphModule({}, graph).forward
         # Parameters are looked up in each forward, because FSDP2 exchanges them.
         lookups = [attrgetter(state.name) for _, state in states]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from pipegrad.partition.traced import TracedModel
 from tests.support.rounding import rounding
-from tests.unit.partition.test_traced import Run, TracedModel, compare
+from tests.unit.partition.test_traced import Run, compare
 
 transformers: Any = pytest.importorskip("transformers")
 

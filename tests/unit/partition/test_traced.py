@@ -22,6 +22,10 @@ def x(*shape: int) -> Tensor:
     return torch.randn(*(shape or (ROWS, WIDTH)), generator=torch.Generator().manual_seed(7))
 
 
+def only_x() -> dict[str, object]:
+    return {"x": x()}
+
+
 class Run:
     """One forward of all parts, each with leaves of its own, as on ranks of their own."""
 
@@ -122,6 +126,10 @@ class Chain(nn.Sequential):
             x = layer(x)
         return x
 
+    def at(self, number: int, x: Tensor) -> Tensor:
+        result: Tensor = self[number](x)
+        return result
+
 
 class UNet(nn.Module):
     """Skips of all lengths."""
@@ -151,6 +159,7 @@ class EncoderDecoder(nn.Module):
         self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.shared.weight
+        self.table: Tensor
         self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
 
     def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Any]:
@@ -196,7 +205,7 @@ class Regions(nn.Module):
         self.cast = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
             for layer in self.frozen:
                 x = layer(x)
@@ -215,7 +224,7 @@ class Writes(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         mask = torch.zeros(ROWS, WIDTH)
         mask[:, 1:] = 1
         x += 1
@@ -234,10 +243,12 @@ class Norms(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.b = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.3)
+        self.steps: Tensor
+        self.calls: Tensor
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.steps += 1
         h = self.norm(self.a(x)) * self.steps
         self.calls = self.calls + 1
@@ -254,13 +265,12 @@ class Unused(nn.Module):
         self.layers[1].register_parameter("extra", nn.Parameter(torch.ones(1)))
         self.scale = torch.linspace(1, 2, WIDTH)
 
-    def forward(self, x: Tensor, tree: dict[str, Any], flag: bool = False) -> Tensor:
+    def forward(self, x: Tensor, tree: dict[str, Any], flag: bool = False) -> Any:
         h = self.layers[0](x if flag else -x) * self.scale + tree["bias"][0]
         return self.layers[1](h) + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[], dict[str, object]], Sequence[str], Sequence[int]]
-only_x = lambda: {"x": x()}  # noqa: E731
 MODELS: dict[str, Case] = {
     "a chain, 2": (Chain, only_x, "0123", [2]),
     "a chain, 4": (Chain, only_x, "0123", [1, 2, 3]),
@@ -298,7 +308,10 @@ def test_parts_compute_what_the_model_computes(name: str) -> None:
 def test_parts_are_exact_in_float64(name: str) -> None:
     make, batch, layers, boundaries = MODELS[name]
     torch.manual_seed(0)
-    given = {k: v.double() if v.is_floating_point() else v for k, v in batch().items()}
+    given: dict[str, object] = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for k, v in batch().items()
+    }
     tolerance = rounding(ROWS * WIDTH, dtype=torch.float64)
     compare(make().double(), given, layers, boundaries, tolerance=tolerance)
 
@@ -338,7 +351,7 @@ def test_evaluation_mode_is_that_of_the_model() -> None:
         part.module.eval()
     returned = Run(parts, only_x()).returned
     torch.testing.assert_close(model.norm.running_mean, before["norm.running_mean"])
-    assert int(model.norm.num_batches_tracked) == 0
+    assert model.norm.num_batches_tracked == 0
     for name, buffer in before.items():
         model.get_buffer(name).copy_(buffer)
     torch.testing.assert_close(returned, model.eval()(x()), rtol=0, atol=0)
@@ -351,7 +364,7 @@ class OtherInTraining(Chain):
 
 
 def test_a_model_that_runs_other_code_in_evaluation_is_refused_there() -> None:
-    first, last = cut(OtherInTraining(), only_x(), "0123", [2])
+    first, _ = cut(OtherInTraining(), only_x(), "0123", [2])
     first.module.eval()
     with pytest.raises(StepError, match="traced in training mode, and runs other code"):
         first.module(x=x())
@@ -430,7 +443,7 @@ def test_a_constant_of_the_example_stays() -> None:
     example = {"x": x(), "tree": {"bias": [x()]}, "flag": True}
     first, _ = cut(Unused(), example, ["layers.0", "layers.1"], [1])
     first.module(x=x(), tree={"bias": [x()]})
-    with pytest.raises(StepError, match="'flag' is False, and in the example .* True"):
+    with pytest.raises(StepError, match=r"'flag' is False, and in the example .* True"):
         first.module(x=x(), tree={"bias": [x()]}, flag=False)
 
 
@@ -450,22 +463,22 @@ class Rounds(torch.autograd.Function):
 
 
 class StraightThrough(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        return Rounds.apply(super().forward(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Any:
+        return Rounds.apply(super().forward(x))  # type: ignore[no-untyped-call]
 
 
 class Reentrant(Chain):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         run = super().forward
-        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=True)  # type: ignore[no-any-return]
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=True)
 
 
 class NoGradInAutocast(Chain):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with torch.no_grad():
-                h = self[0](x)
-            return self[1](x + h)  # type: ignore[no-any-return]
+                h = self.at(0, x)
+            return self.at(1, x + h)
 
 
 class NormTwice(Chain):
@@ -473,24 +486,24 @@ class NormTwice(Chain):
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self[1](self.norm(self[0](x))))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.at(1, self.norm(self.at(0, x))))
 
 
 class ChangesSkip(Chain):
     def forward(self, x: Tensor) -> Tensor:
-        first = self[0](x)
+        first = self.at(0, x)
         view = first[:, :2]
-        second = self[1](first)
+        second = self.at(1, first)
         view += 1
-        return self[2](second + first) + first  # type: ignore[no-any-return]
+        return self.at(2, second + first) + first
 
 
 class ChangesInput(Chain):
     def forward(self, x: Tensor) -> Tensor:
-        h = self[1](self[0](x))
+        h = self.at(1, self.at(0, x))
         x += h
-        return self[2](x)  # type: ignore[no-any-return]
+        return self.at(2, x)
 
 
 class ChangesAttribute(Chain):
