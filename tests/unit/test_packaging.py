@@ -41,6 +41,7 @@ ORDER = [
     "gradients",
     "interop",
     "pipeline",
+    "partition",
     "train",
     "cli",
     "__main__",
