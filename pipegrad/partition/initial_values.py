@@ -73,9 +73,9 @@ def initial_values(
 
 
 def _skeleton(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """Returns a copy of a module tree, with all tensors on the meta device and no two of them tied.
+    """Returns a copy of a module tree, with all tensors on the meta device and none of them tied.
 
-    A tie is dissolved because each of its modules would initialise it, and the last one would count.
+    Otherwise each module of a tie would initialise its tensor, and the last one would count.
     """
     if id(module) in made:
         return made[id(module)]
@@ -110,7 +110,10 @@ def _materialised(skeleton: nn.Module, name: str) -> torch.Tensor:
 
 
 def _children_first(
-    module: nn.Module, name: str, owner: Any, seen: set[int]  # noqa: ANN401 - a PreTrainedModel
+    module: nn.Module,
+    name: str,
+    owner: Any,  # noqa: ANN401 - a PreTrainedModel
+    seen: set[int],
 ) -> Iterator[tuple[str, nn.Module, Any]]:
     """Yields name, module and the model whose `_init_weights` serves it, in transformers' order."""
     if id(module) in seen:
