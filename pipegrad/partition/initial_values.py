@@ -3,7 +3,8 @@
 [Note: seeds by name] One stream of random numbers would give a layer other values in another cut,
 because a rank that does not make a layer does not draw its numbers. So each draw has a seed of its
 own: the seed of the run, the name of the tensor that is drawn, and how often it was drawn before.
-If a draw fills a temporary tensor, the module's name takes the place of the tensor's. The model
+If a draw fills a temporary tensor, the module's name takes the place of the tensor's. So there is
+one exception: a module that draws temporary tensors for layers of several stages. The model
 initialises itself by its own ``_init_weights``. Tensors that are not wanted stay on the meta
 device, where a draw costs nothing. All draws are made on the CPU, so values do not depend on the
 device either.

@@ -343,8 +343,15 @@ def _place_adapter(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  #
     for shard in shards:
         tensors |= extra("safetensors.torch").load_file(part / shard.file)
     config = copy.copy(next(iter(model.peft_config.values())))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config.inference_mode = True  # as peft saves it; whoever trains it further says so
-    config.base_model_name_or_path = config.base_model_name_or_path or model.config.name_or_path
+    if config.task_type is None:  # then peft looks here for the class of the base
+        kind = type(base)
+        config.auto_mapping = {
+            "base_model_class": kind.__name__.removeprefix("FSDP"),
+            "parent_library": kind.__module__,
+        }
+    config.base_model_name_or_path = config.base_model_name_or_path or base.name_or_path
     config.save_pretrained(part)
     write_shard(part / _ADAPTER, tensors)
     for file in (_ADAPTER, "adapter_config.json"):
