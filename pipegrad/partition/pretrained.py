@@ -61,7 +61,7 @@ def meta_model(
         models[:] = [_made(source, kind, dtype)]
         return _digest(models[0])
 
-    digests = agree(f"the model of {_described(source)}", make, timeout_seconds=_patience("cpu"))
+    digests = agree("make the model", make, timeout_seconds=_patience("cpu"))
     same("the configuration of the model", dict(enumerate(digests)))
     return models[0]
 
@@ -113,7 +113,7 @@ def load_stages(
         for name, value in initial_values(model, fresh, seed or 0).items():
             _put(fresh[name], value, name, device)
 
-    agree(f"load weights from {folder}", load, timeout_seconds=_patience(device))
+    agree("load the stages", load, timeout_seconds=_patience(device))
 
 
 def start_stages(

@@ -110,14 +110,14 @@ def save_stages(
         return {index: sorted(_state(stage, first)) for index, stage in stages.items()}
 
     try:
-        held = agree(f"save to {directory}", prepare, timeout_seconds=patience)
+        held = agree("save the stages", prepare, timeout_seconds=patience)
         write = _Writing(part, model, first, _Holders(held), max_shard_bytes)
         for index, stage in sorted(stages.items()):
             write.stage(index, stage, rank)
-        written = agree(f"write to {directory}", write.result, timeout_seconds=patience)
+        written = agree("write the stages", write.result, timeout_seconds=patience)
         shards = sorted(chain(*written), key=lambda shard: (shard.stage, shard.number))
         finish = partial(_place, part, model, shards) if rank == 0 else _nothing
-        agree(f"finish {directory}", finish, timeout_seconds=patience)
+        agree("finish the directory", finish, timeout_seconds=patience)
     finally:
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)

@@ -17,7 +17,7 @@ from torch import nn
 from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
 from pipegrad.partition.weights import INDEX, SINGLE, Weights, write_shard
-from tests.support.partition.families import FAMILIES, assert_same, joined, tensors
+from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, tensors
 
 pytestmark = pytest.mark.slow  # transformers is imported
 
@@ -361,7 +361,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from pipegrad.partition.pretrained import load_stages, meta_model
-from tests.support.partition.families import FAMILIES
+from tests.support.partition.hand_cut import FAMILIES
 
 def peak():
     lines = open("/proc/self/status")

@@ -15,7 +15,7 @@ from pipegrad.errors import WeightsError
 from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
 from pipegrad.partition.saved import save_stages
 from pipegrad.partition.weights import INDEX, SINGLE, Weights, write_shard
-from tests.support.partition.families import FAMILIES, assert_same, joined, logits, tensors
+from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, logits, tensors
 
 pytestmark = pytest.mark.slow  # transformers is imported
 
