@@ -40,7 +40,7 @@ _PREFIX = "base_model.model."  # PeftModel.from_pretrained expects it
 _OLD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 # A layer: the name up to its first number. A converter of transformers takes tensors of one layer.
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-_DEFAULT_SHARD_BYTES = 5 * 10**9
+DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def save_stages(
     stages: Mapping[int, nn.Module],
     *,
     tied: Iterable[Collection[str]] = (),
-    max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Writes what ``from_pretrained`` of transformers reads. All ranks call it; it blocks.
 
