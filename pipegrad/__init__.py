@@ -21,8 +21,8 @@ if typing.TYPE_CHECKING:
     from pipegrad.model.gradient_storage import MainGrad as MainGrad
     from pipegrad.model.merge import make_manifest as make_manifest
     from pipegrad.model.ties import find_tied as find_tied
-    from pipegrad.partition.cut import Cut as Cut
     from pipegrad.partition.cut import cut as cut
+    from pipegrad.partition.cut_model import Cut as Cut
     from pipegrad.pipeline.scheduler import Scheduler as Scheduler
     from pipegrad.pipeline.stage import Stage as Stage
     from pipegrad.plan.options import GradientOptions as GradientOptions
@@ -48,7 +48,8 @@ _HOMES = {
     "model.gradient_storage": "MainGrad",
     "model.merge": "make_manifest",
     "model.ties": "find_tied",
-    "partition.cut": "Cut cut",
+    "partition.cut": "cut",
+    "partition.cut_model": "Cut",
     "pipeline.scheduler": "Scheduler",
     "pipeline.stage": "Stage",
     "plan.options": "GradientOptions",

@@ -27,6 +27,10 @@ class ConfigError(PipegradError, ValueError):
     """A configuration cannot be used. Names file, key and value, and what would be accepted."""
 
 
+class WeightsError(PipegradError, ValueError):
+    """Weights cannot be read, made or written. Names the path and the tensor."""
+
+
 class StepError(PipegradError, RuntimeError):
     """Methods of a step were called in a wrong order, or a gradient changed after it was final."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -125,3 +126,20 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
 def activate_gpu_trace() -> None:
     """Makes torch call the callbacks of `gpu_trace`. It cannot be undone."""
     torch._C._activate_gpu_trace()
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made inside have a shape, a dtype and a device, but no memory."""
+    # Imported late: the import takes as long as all of pipegrad's.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def arguments_of(operator: object) -> list[tuple[str, bool]]:
+    """Returns name of each argument of an operator of torch, and whether the operator writes it."""
+    schema = getattr(operator, "_schema", None)
+    arguments: Any = schema.arguments if schema else ()
+    return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments]

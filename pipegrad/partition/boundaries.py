@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from pipegrad.errors import TopologyError
 
-BY = ("parameters", "time", "memory")
+BY = ("parameters", "time", "measured", "memory")
 
 # An estimate of time needs a price for what moves through memory, beside what is computed. Devices
 # compute about this many operations in the time in which they move a byte.
@@ -25,17 +25,19 @@ class Layer:
         parameters: Id -> bytes and number of elements, of all parameters.
         flops: Floating-point operations of a forward on the sample; 0 if unknown.
         saved_bytes: What a forward keeps for its backward, on the sample; 0 if unknown.
+        seconds: How long its forward and backward took; 0 if unknown.
     """
 
     name: str
     parameters: Mapping[int, tuple[int, int]]
     flops: int = 0
     saved_bytes: int = 0
+    seconds: float = 0.0
 
     @property
     def time(self) -> float:
-        """An estimate of its time, in floating-point operations."""
-        return self.flops + _FLOPS_A_BYTE * self.saved_bytes
+        """Its time: measured, in seconds, or else an estimate, in floating-point operations."""
+        return self.seconds or self.flops + _FLOPS_A_BYTE * self.saved_bytes
 
 
 Cost = Callable[[int, int, int], float]  # of a stage that holds the layers from a start to an end
@@ -102,11 +104,11 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
         return lambda stage, start, end: sums[end] - sums[start]
     if by not in BY:
         raise TopologyError(f"by is {by!r}, expected one of {list(BY)}, or a number for each layer")
-    if by == "time":
+    if by in ("time", "measured"):
         if not any(layer.time for layer in layers):
             raise TopologyError(
-                "by='time' needs a run of the model on a sample: give example=, or a number for "
-                "each layer as by="
+                f"by={by!r} needs a run of the model: take how='structural', or a number for each "
+                "layer"
             )
         times = [0.0, *accumulate(layer.time for layer in layers)]
         return lambda stage, start, end: times[end] - times[start]

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from pipegrad.errors import TopologyError, in_words
-from pipegrad.interop.private import FakeTensorMode, TorchDispatchMode, TreeSpec, tree_flatten
+from pipegrad.interop.private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    TreeSpec,
+    storage_key,
+    tree_flatten,
+)
 from pipegrad.partition.shallow import as_kind, shallow
+
+_REPEATS = 3  # of a layer that is measured; the shortest time counts
 
 
 class Source(NamedTuple):
@@ -82,6 +90,7 @@ class Call:
         structure: How they hang together.
         flops: Floating-point operations of its forward on the sample.
         saved_bytes: What its forward keeps for its backward, on the sample.
+        seconds: How long its forward and backward took on the sample; 0 if that was not measured.
     """
 
     name: str
@@ -93,6 +102,7 @@ class Call:
     structure: TreeSpec
     flops: int
     saved_bytes: int
+    seconds: float
 
     def name_of(self, leaf: int) -> str:
         """Returns the name of an output."""
@@ -124,7 +134,11 @@ class Returned(NamedTuple):
 
 
 def flow_of(
-    model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, object]
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+    *,
+    timed: bool = False,
 ) -> Flow:
     """Returns what a model does with a sample.
 
@@ -132,18 +146,25 @@ def flow_of(
         model: The uncut model. It is as before afterwards.
         layers: Its layers, by name.
         sample: Keyword arguments of its forward.
+        timed: Whether to measure how long layers take.
 
     Raises:
-        TopologyError: If the model fails.
+        TopologyError: If the model fails, or if layers without memory are to be measured.
     """
     is_meta = any(tensor.is_meta for tensor in _state(model).values())
+    if timed and is_meta:
+        raise TopologyError(
+            "by='measured' runs the layers, and those of a model on the meta device cannot run: "
+            "take by='time', or a number for each layer"
+        )
+    if not timed:
+        try:
+            return _run(model, layers, sample, fake=True)
+        except Exception as error:
+            if is_meta:
+                raise TopologyError(_failed(model, sample, error)) from error
     try:
-        return _run(model, layers, sample, fake=True)
-    except Exception as error:
-        if is_meta:
-            raise TopologyError(_failed(model, sample, error)) from error
-    try:
-        return _run(model, layers, sample, fake=False)
+        return _run(model, layers, sample, fake=False, timed=timed)
     except Exception as error:
         raise TopologyError(_failed(model, sample, error)) from error
 
@@ -167,9 +188,14 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _run(
-    model: nn.Module, layers: Mapping[str, nn.Module], sample: Mapping[str, object], *, fake: bool
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+    *,
+    fake: bool,
+    timed: bool = False,
 ) -> Flow:
-    recorder = _Recorder({id(p): name for name, p in model.named_parameters()})
+    recorder = _Recorder({id(p): name for name, p in model.named_parameters()}, timed=timed)
     recorded = {id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()}
     run = shallow(model, recorded)
     with contextlib.ExitStack() as stack:
@@ -221,8 +247,8 @@ class _RecordedLayer(nn.Module):
     """A layer whose calls are recorded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
-        function = partial(super().__call__)
-        return vars(self)["_recorder"].call(vars(self)["_layer_name"], function, args, kwargs)
+        recorder = vars(self)["_recorder"]
+        return recorder.call(vars(self)["_layer_name"], self, super().__call__, args, kwargs)
 
 
 def _recorded(recorder: _Recorder, name: str, layer: nn.Module) -> nn.Module:
@@ -247,30 +273,25 @@ class _Origin:
         )
 
 
-@dataclass
-class _Costs:
-    """What the operators of a layer cost."""
-
-    flops: int = 0
-    saved: dict[int, int] = field(default_factory=dict)  # storage -> bytes
-
-
 class _Recorder(TorchDispatchMode):
     """Sees every operator, and every call of a layer.
 
     Args:
         names: Parameter's id -> its name.
+        timed: Whether to measure layers.
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], *, timed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
+        self._timed = timed
         self.calls: list[Call] = []
         self._times: dict[str, int] = {}  # how often each layer was called
         self._origins: dict[int, _Origin] = {}  # by id of a tensor
         self._alive: list[object] = []  # an id is not used again while its tensor lives
         self._num_draws = 0
-        self._costs: _Costs | None = None  # inside of a layer
+        self._is_inside = False  # of a layer
+        self._flops = 0  # of the layer
 
     # ANN401: an operator takes and returns anything.
     def __torch_dispatch__(
@@ -282,9 +303,9 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._costs is not None:
+        if self._is_inside:
             if count := flop_registry.get(func._overloadpacket):
-                self._costs.flops += count(*args, **kwargs, out_val=result)
+                self._flops += count(*args, **kwargs, out_val=result)
             return result
         origin = self._origin_of((args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -301,64 +322,45 @@ class _Recorder(TorchDispatchMode):
 
     def call(
         self,
-        layer: str,
+        name: str,
+        layer: nn.Module,
         function: Callable[..., Any],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> Any:  # noqa: ANN401 - whatever the layer returns
         """Runs a layer, and notes it."""
-        if self._costs is not None:
+        if self._is_inside:
             return function(*args, **kwargs)  # a layer inside of a layer
         inputs = _tensors((args, kwargs))
         origin = self._origin_of(inputs)
-        self._costs = _Costs()
+        self._is_inside, self._flops, seconds = True, 0, 0.0
         try:
-            result, leaves, structure = self._called(function, args, kwargs, self._costs)
+            leaves, structure, saved = _outputs_of(layer, function, args, kwargs)
+            flops = self._flops
+            if self._timed:
+                seconds = min(_seconds(layer, function, args, kwargs) for _ in range(_REPEATS))
         finally:
-            costs, self._costs = self._costs, None
-        number, times = len(self.calls), self._times.get(layer, 0)
-        self._times[layer] = times + 1
+            self._is_inside = False
+        number, before = len(self.calls), self._times.get(name, 0)
+        self._times[name] = before + 1
         self.calls.append(
             Call(
-                name=f"{layer}#{times}" if times else layer,
-                layer=layer,
+                name=f"{name}#{before}" if before else name,
+                layer=name,
                 needs=origin.sources,
                 parameters=origin.parameters,
                 draws=origin.draws,
                 outputs=tuple(_output(leaf, inputs) for leaf in leaves),
                 structure=structure,
-                flops=costs.flops,
-                saved_bytes=sum(costs.saved.values()),
+                flops=flops,
+                saved_bytes=sum(saved.values()),
+                seconds=seconds,
             )
         )
         for leaf, value in enumerate(leaves):
             if isinstance(value, Tensor):
                 self._set(value, _Origin(frozenset({Source(number, leaf)})))
-        return result
-
-    def _called(
-        self,
-        function: Callable[..., Any],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        costs: _Costs,
-    ) -> tuple[Any, list[object], TreeSpec]:
-        """Runs a layer with a graph, so that it shows what it keeps for its backward."""
-
-        def pack(tensor: Tensor) -> Tensor:
-            if id(tensor) not in self.names:
-                costs.saved[id(tensor.untyped_storage())] = tensor.nbytes
-                self._alive.append(tensor.untyped_storage())
-            return tensor
-
-        leaves, structure = tree_flatten((args, kwargs))
-        inputs = [_differentiable(leaf) for leaf in leaves]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            taken, named = structure.unflatten(inputs)
-            result = function(*taken, **named)
-        leaves, structure = tree_flatten(result)
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return structure.unflatten(leaves), leaves, structure
+        return structure.unflatten(leaves)
 
     def seen(self, returned: object) -> object:
         """Returns what a model returned, with `Returned` in the place of tensors."""
@@ -383,6 +385,55 @@ class _Recorder(TorchDispatchMode):
         self._alive.append(tensor)
 
 
+def _outputs_of(
+    layer: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> tuple[list[object], TreeSpec, dict[int, int]]:
+    """Runs a layer with a graph, so that it shows what it keeps for its backward.
+
+    Returns:
+        The leaves of what it returns, how they hang together, and the bytes of each storage that it
+        keeps.
+    """
+    saved, alive = dict[int, int](), list[object]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage_key(storage)] = storage.nbytes()
+        alive.append(storage)  # its key is not used again
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        args, kwargs = _differentiable(args, kwargs)
+        leaves, structure = tree_flatten(function(*args, **kwargs))
+    for parameter in layer.parameters():
+        saved.pop(storage_key(parameter.untyped_storage()), None)
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return leaves, structure, saved
+
+
+def _seconds(
+    layer: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> float:
+    """Returns how long a layer's forward and backward take. No gradient is kept."""
+    args, kwargs = _differentiable(args, kwargs)
+    began = time.perf_counter()
+    with torch.enable_grad():
+        outputs = [x for x in _tensors(function(*args, **kwargs)) if x.requires_grad]
+        wanted = [x for x in (*_tensors((args, kwargs)), *layer.parameters()) if x.requires_grad]
+        if outputs:
+            ones = [torch.ones_like(output) for output in outputs]
+            torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+    for device in sorted({x.device.type for x in outputs if not x.is_cpu}):
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter() - began
+
+
 def _fields(origin: _Origin) -> tuple[frozenset[Source], frozenset[str], frozenset[int]]:
     return origin.sources, origin.parameters, origin.draws
 
@@ -391,11 +442,17 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
-def _differentiable(leaf: object) -> object:
-    """Returns a leaf of a graph in the place of a tensor that has gradients."""
-    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-        return leaf.detach().requires_grad_()
-    return leaf
+def _differentiable(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
+    """Returns arguments whose tensors are leaves of a graph of their own."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return structure.unflatten(
+        [
+            leaf.detach().requires_grad_()
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+            else leaf
+            for leaf in leaves
+        ]
+    )
 
 
 def _output(leaf: object, inputs: Sequence[Tensor]) -> Output:

@@ -26,13 +26,14 @@ from datetime import timedelta
 
 from pipegrad.comm.agreement import Board, agree, same
 from pipegrad.comm.failures import FAILED_ELSEWHERE
-from pipegrad.errors import PipegradError, StepError
+from pipegrad.errors import AgreementError, PipegradError, StepError
 from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.loss import StepResult
 from pipegrad.pipeline.step import StepContext, StepKind
 from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.program import Channel
+from pipegrad.topology import Topology
 
 
 class LearnedSpecs(Specs):
@@ -87,12 +88,14 @@ class _Learned:
         divisor: Its loss_divisor; None if this rank has none.
         metrics: The names of loss_fn's metrics; None if this rank computed no loss.
         rows: Of the batch that it cut; None if it cut nothing.
+        digests: Of the tensors that its stages are given, by name.
     """
 
     specs: dict[int, Spec]
     divisor: float | None
     metrics: tuple[str, ...] | None
     rows: int | None
+    digests: dict[str, str]
 
 
 def run_first_step(
@@ -135,7 +138,9 @@ def run_first_step(
             return None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
         divisor = first.divisors(batch)[1]
-        return _Learned(known, divisor, first.terms.metrics, context.batches.rows)
+        batches = context.batches
+        digests = batches.digests(batch)
+        return _Learned(known, divisor, first.terms.metrics, batches.rows, digests)
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
@@ -187,3 +192,20 @@ def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
     for pipeline in context.topology.pipelines:
         rows = {rank: learned[rank].rows for rank in pipeline}
         same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})
+        _check_batch({rank: learned[rank].digests for rank in pipeline}, context.topology)
+
+
+def _check_batch(digests: Mapping[int, Mapping[str, str]], topology: Topology) -> None:
+    """Refuses ranks of one pipeline that were given different batches."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, by_name in digests.items():
+        for name, text in by_name.items():
+            other, expected = first.setdefault(name, (rank, text))
+            if text != expected:
+                data = topology.data
+                raise AgreementError(
+                    f"ranks {other} and {rank} were given different tensors as {name}, but are "
+                    f"ranks of one pipeline, which trains on one batch. A sampler must divide the "
+                    f"data along {data!r} alone: DistributedSampler(dataset, "
+                    f"num_replicas=topology.size({data!r}), rank=topology.coordinate({data!r}))"
+                )

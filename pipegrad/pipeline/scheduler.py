@@ -135,6 +135,7 @@ class Scheduler:
         modules = {stage.index: stage.module for stage in pipeline.stages}
         if not isinstance(stages, Sequence):
             tied = [*stages.tied, *tied]
+            stages.load(self.topology.local_stages)
         self.sync = GradientSync(
             modules,
             self.topology,

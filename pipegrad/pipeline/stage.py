@@ -139,6 +139,9 @@ class StageSource(Protocol):
     def stages(self, indices: Sequence[int], *, own_loss: bool) -> list[Stage]:
         """Returns some stages; with its own loss the last one also returns that."""
 
+    def load(self, stages: Sequence[int]) -> None:
+        """Gives the stages of this rank their values; all ranks call it."""
+
 
 def fields_of(value: object) -> Mapping[Any, object] | None:
     """Returns what a mapping, a dataclass or a named tuple holds, by name; None of others."""

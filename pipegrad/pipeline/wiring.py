@@ -115,6 +115,8 @@ def agree_on_wiring(
         refuse_loss_parameters(loss_fn, [stage.module for stage in made], placed)
         ends = {s.index: (s.inputs, s.outputs, s.losses) for s in made}
         words = f"depth {depth}, whole {whole!r}, loss_reduction {reduction!r}"
+        if source is not None:
+            words += f", {source!r}"
         return f"{words}\n{generated}", ends
 
     ranks = sorted(topology.ranks)

@@ -18,7 +18,8 @@ from pipegrad.errors import PlanError, TopologyError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
 from pipegrad.optimizer.main_params import refuse_unless_elementwise
-from pipegrad.partition.cut import Cut, cut
+from pipegrad.partition.cut import cut
+from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.sequential import only_layers
 from pipegrad.pipeline.loss import TOKEN_MEAN
 from pipegrad.plan.check_replicas import refuse_bare_replicas

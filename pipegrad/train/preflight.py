@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, in_words
 from pipegrad.model.dtensor import is_dtensor
-from pipegrad.partition.cut import Cut
+from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.loss import TOKEN_MEAN, loss_parts
 from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
-from pipegrad.partition.cut import Cut
+from pipegrad.partition.cut_model import Cut
 from pipegrad.topology import Topology
 from pipegrad.train.data.feed import Feed
 from pipegrad.train.data.sources import Texts

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from pipegrad.model.manifest import Manifest
-from pipegrad.partition.cut import Cut
+from pipegrad.partition.cut_model import Cut
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.train.job import Job

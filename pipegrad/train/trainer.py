@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import StepError
-from pipegrad.partition.cut import Cut
+from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology

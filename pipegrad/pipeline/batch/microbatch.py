@@ -21,6 +21,7 @@ from pipegrad.pipeline.batch.repeated import Repeated
 from pipegrad.pipeline.batch.trees import check_kind, flattened, is_cut, leaves_of
 from pipegrad.pipeline.stage import fields_of
 from pipegrad.pipeline.wiring import REST, Wiring
+from pipegrad.plugins.written import digest
 
 _Values = dict[str, object]  # by name
 _Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
@@ -114,6 +115,26 @@ class Batches:
         else:
             parts = self._ready(batch, needs_target=needs_target)
         return parts, parts.pop("target", None)
+
+    def digests(self, batch: Batch) -> dict[str, str]:
+        """Returns a digest of each tensor that the stages of this rank are given, by name and path.
+
+        Another rank of the pipeline that is given a tensor of the same name must have the same one.
+        """
+        is_ready = batch.microbatches is not None
+        every = [() if one is None else (one,) for one in batch.microbatches or ()]
+        digests: dict[str, str] = {}
+        for number, inputs in enumerate(every if is_ready else [batch.inputs]):
+            given = self._by_name(inputs, batch.named, batch.target)
+            values = self._own(given, needs_target=False)
+            values.pop("target", None)
+            prefix = f"microbatch {number}, " if is_ready else ""
+            digests |= {
+                f"{prefix}{path!r}": f"{tuple(leaf.shape)} {digest(leaf)}"
+                for path, leaf in leaves_of(values).items()
+                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+            }
+        return digests
 
     # Names.
 

@@ -1,0 +1,195 @@
+"""Cut: a model in stages, from its values to its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import TopologyError
+from pipegrad.model.ties import find_tied
+from pipegrad.partition.boundaries import Layer
+from pipegrad.partition.conventions import Conventions, inner_model
+from pipegrad.partition.cut_stage import CutStage
+from pipegrad.partition.part import Part
+from pipegrad.partition.pretrained import load_stages, start_stages
+from pipegrad.partition.report import report
+from pipegrad.partition.saved import DEFAULT_SHARD_BYTES, save_stages
+from pipegrad.partition.stage_module import without_memory
+from pipegrad.pipeline.stage import Stage
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where stages on the meta device get their values from.
+
+    Attributes:
+        device: Where the values go.
+        seed: Of initial values; None if there are none.
+        directory: Of values that were saved; None if all are initial ones.
+    """
+
+    device: str | torch.device
+    seed: int | None
+    directory: Path | None
+
+    def load(self, uncut: Any, stages: Sequence[nn.Module]) -> None:  # noqa: ANN401
+        """Gives stages their values; all ranks call it."""
+        if self.directory is not None:
+            load_stages(self.directory, uncut, stages, device=self.device, seed=self.seed)
+        elif self.seed is not None:
+            start_stages(uncut, stages, seed=self.seed, device=self.device)
+
+
+class Cut:
+    """A model in stages. Stages share the uncut model's tensors, and have its names.
+
+    `Scheduler` takes it in the place of stages. In other runtimes, such as those of
+    ``torch.distributed.pipelining``, `modules` are the stages: each takes what earlier stages send
+    by position, and the arguments of the uncut model by name.
+
+    Attributes:
+        modules: Stage -> its module.
+        tied: Parameters that several stages hold, or that the uncut model holds several times, by
+            name: what `GradientSync` and `attach` take as ``tied``.
+        boundaries: Index of the first layer of every stage but the first.
+        layers: Where stages may begin.
+        how: In which way the model was cut.
+        loss_fn: The model's own loss; None if it has none.
+        labels: Names of what `loss_fn` needs of a batch.
+        source: Where `load` gets values from; None if stages have values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Part],
+        layers: Sequence[Layer],
+        boundaries: Sequence[int],
+        *,
+        how: str,
+        by: str,
+    ) -> None:
+        self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
+        self.tied = _ties_of(model, parts)
+        self.boundaries = tuple(boundaries)
+        self.layers = tuple(layers)
+        self.how = how
+        self._by = by
+        self._parts = tuple(parts)
+        self._conventions = Conventions(model)
+        self.source: Source | None = None
+        # What saving and loading need to know of the uncut model, without its values.
+        self._uncut: Any = without_memory(model) if inner_model(model) is not None else None
+        self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
+        self.labels = () if how == "sequential" else self._conventions.labels
+        self.loss_fn: Callable[..., object] | None = self._own_loss if self.labels else None
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self._parts)
+
+    def report(self) -> str:
+        """Returns why the model is cut where it is: a table with a line for each stage."""
+        return report(self._parts, self.layers, self.boundaries, how=self.how, by=self._by)
+
+    def load(self, stages: Iterable[int]) -> None:
+        """Gives stages of a cut that `from_pretrained` or `from_config` made their values.
+
+        A `Scheduler` calls it for the stages of its rank. All ranks call it, each for its own.
+        Stages that have values keep them.
+
+        Args:
+            stages: Those of this rank.
+
+        Raises:
+            WeightsError: If values are missing or cannot be read; on all ranks.
+        """
+        self._held = tuple(sorted(stages))
+        if self.source is not None:
+            self.source.load(self._uncut, [self.modules[stage] for stage in self._held])
+
+    def save_pretrained(
+        self, directory: str | Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> None:
+        """Writes a directory that transformers and `from_pretrained` read. All ranks call it.
+
+        Each rank writes the stages that it holds, a stage of several ranks is written once, and so
+        is a tied weight. The directory has the configuration, and the one of generation. Of a model
+        with adapters of peft it has the adapter alone, as ``PeftModel.from_pretrained`` reads it.
+
+        Args:
+            directory: All ranks must see it. An older model in it is replaced.
+            max_shard_bytes: Size of a file. A layer is not split, so a file may be larger.
+
+        Raises:
+            TopologyError: If it is no model of transformers.
+            WeightsError: If something cannot be written; on all ranks.
+        """
+        if self._uncut is None:
+            raise TopologyError(
+                "save_pretrained writes models of transformers: save the state_dict of each of "
+                "cut.modules, which have the names of the uncut model"
+            )
+        held = range(self.num_stages) if self._held is None else self._held
+        save_stages(
+            directory,
+            self._uncut,
+            {stage: self.modules[stage] for stage in held},
+            tied=self.tied,
+            max_shard_bytes=max_shard_bytes,
+        )
+
+    def __repr__(self) -> str:
+        return f"Cut({self.num_stages} stages, {self.how}, begin with {self._begins})"
+
+    @property
+    def _begins(self) -> list[str]:
+        return [self.layers[start].name for start in (0, *self.boundaries)]
+
+    def stages(self, indices: Sequence[int], *, own_loss: bool = False) -> list[Stage]:
+        """Returns some stages for a `Scheduler`.
+
+        Args:
+            indices: Which ones.
+            own_loss: Whether the last stage also returns the model's own loss.
+        """
+        return [self._stage(index, own_loss=own_loss) for index in indices]
+
+    def _stage(self, index: int, *, own_loss: bool) -> Stage:
+        part, module = self._parts[index], self.modules[index]
+        if self.how == "sequential":
+            return Stage(module, index)
+        is_last = index == self.num_stages - 1
+        return CutStage(
+            Part(module, part.inputs, part.outputs),
+            index,
+            self._conventions,
+            is_last=is_last,
+            labels=self.labels if own_loss and is_last else (),
+        )
+
+    def _own_loss(self, *values: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - outputs and labels
+        """Returns the sum of the losses of a microbatch, and how many there are."""
+        *_, loss, target = values
+        labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
+        return loss, self._conventions.weight(labels)
+
+
+def _ties_of(model: nn.Module, parts: Sequence[Part]) -> list[list[str]]:
+    """Returns what the model ties, and parameters that several stages hold under one name."""
+    tied = find_tied(model)
+    known = {name for names in tied for name in names}
+    seen, alone = set[str](), list[list[str]]()
+    for part in parts:
+        for name, _ in part.module.named_parameters():
+            if name in seen and name not in known:
+                alone.append([name])
+                known.add(name)
+            seen.add(name)
+    return [*tied, *alone]

@@ -1,0 +1,81 @@
+"""CutStage: a stage of a cut, as a Scheduler runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipegrad.errors import StepError
+from pipegrad.partition.conventions import Conventions
+from pipegrad.partition.part import Part
+from pipegrad.pipeline.stage import Stage, fields_of
+
+BATCH = "**batch"  # what a step is given by name, and no stage names
+LOSS = "loss"
+
+
+class CutStage(Stage):
+    """A stage that is given everything that no stage names, as the uncut model would be.
+
+    Args:
+        part: The stage.
+        index: Which one.
+        conventions: What the model takes and returns.
+        is_last: Whether it is the last one.
+        labels: Names of what the model's own loss needs; empty if it is not wanted.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        index: int,
+        conventions: Conventions,
+        *,
+        is_last: bool,
+        labels: Sequence[str],
+    ) -> None:
+        outputs = (*part.outputs, LOSS) if labels else part.outputs
+        super().__init__(part.module, index, (*part.inputs, BATCH), outputs)
+        self._conventions = conventions
+        self._names = part.outputs if is_last else None
+        self._labels = labels
+
+    def forward(self, values: Sequence[object]) -> tuple[Tensor, ...]:
+        """Returns the outputs; see `Stage.forward`."""
+        *edges, batch = values
+        assert isinstance(batch, Mapping)
+        arguments = self._conventions.arguments(batch)
+        labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
+        weight = self._conventions.weight(labels) if labels else None
+        if weight is not None:
+            self._conventions.check(labels, arguments)
+            arguments |= self._conventions.safe(labels, weight)
+        returned = self.module(*edges, **arguments)
+        if self._names is None:
+            return self._outputs_of(returned)
+        named = _named(returned, self._names)
+        if self._labels:
+            named[LOSS] = _sum_of(named.get(LOSS), weight, named)
+        return self._outputs_of({name: named.get(name) for name in self.outputs})
+
+
+def _sum_of(loss: object, weight: Tensor | None, named: Mapping[str, object]) -> Tensor:
+    """Returns the sum of losses that a mean stands for; nan if there are no labels."""
+    if weight is None:
+        first = next(value for value in named.values() if isinstance(value, Tensor))
+        return first.new_full((), torch.nan)
+    if not isinstance(loss, Tensor):
+        raise StepError("the model returned no loss for these labels")
+    return (loss * weight).reshape(())
+
+
+def _named(returned: object, names: Sequence[str]) -> dict[str, object]:
+    """Returns what a model returned, by name."""
+    fields = fields_of(returned)
+    if fields is not None and set(names) <= set(fields):
+        return dict(fields)
+    values = list(returned) if isinstance(returned, tuple | list) else [returned]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return dict(zip(names, tensors, strict=False))

@@ -1,0 +1,295 @@
+"""Pretrained: transformers models on the meta device, and the values that their stages get.
+
+All ranks make the uncut model on the meta device, where it needs no memory. Then each rank reads
+its stages from safetensors files, or starts them from a seed. Names are those of the uncut model.
+Private names of transformers are used in this file, in `initial_values` only.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
+from pipegrad.errors import ConfigError, WeightsError
+from pipegrad.model.ties import plain_name
+from pipegrad.partition.initial_values import initial_values
+from pipegrad.partition.stored import StoredTensors
+from pipegrad.partition.weights import Weights, extra, listed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_Places = dict[str, list[tuple[nn.Module, str]]]  # name -> the modules and attributes that have it
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def meta_model(
+    source: str | Path | PreTrainedConfig,
+    *,
+    kind: type | None = None,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Returns an uncut model whose tensors are on the meta device, in training mode.
+
+    All ranks call it. Nothing is downloaded.
+
+    Args:
+        source: A directory that ``save_pretrained`` wrote, a ``config.json``, or a configuration.
+        kind: A class of transformers, for example ``AutoModelForCausalLM``. By default the class
+            that the configuration names in ``architectures``.
+        dtype: Of the parameters. By default the one that the configuration names, and of a
+            directory without one that of its first tensor.
+
+    Raises:
+        ConfigError: If the library transformers is missing, or the configuration cannot be used.
+        WeightsError: If the directory is missing.
+        AgreementError: If ranks have different configurations.
+    """
+    models = list[Any]()
+
+    def make() -> str:
+        models[:] = [_made(source, kind, dtype)]
+        return _digest(models[0])
+
+    digests = agree("make the model", make, timeout_seconds=_patience("cpu"))
+    same("the configuration of the model", dict(enumerate(digests)))
+    return models[0]
+
+
+def load_stages(
+    directory: str | Path,
+    model: PreTrainedModel,
+    stages: Iterable[nn.Module],
+    *,
+    device: str | torch.device = "cpu",
+    seed: int | None = None,
+) -> None:
+    """Gives the stages of this rank the values of a directory of safetensors files. All ranks call.
+
+    Only tensors of these stages are read, one after the other: the host needs memory for the stages
+    and for one file. The directory's names and layouts are converted as transformers does it. Tied
+    parameters become one parameter on this rank. Tensors that are not on the meta device stay.
+
+    Args:
+        directory: What ``save_pretrained`` wrote.
+        model: The uncut model, with its ties. The stages have its names.
+        stages: Their tensors on the meta device are replaced. Dtype and requires_grad stay.
+        device: Where the tensors go.
+        seed: If given, tensors that the directory lacks get initial values as in `start_stages`,
+            such as the head of a classifier. Otherwise they are an error.
+
+    Raises:
+        WeightsError: If a file is missing or damaged, or a tensor is missing or has another shape.
+            All ranks raise it, or an AgreementError that lists the errors.
+    """
+    folder = Path(directory)
+
+    def load() -> None:
+        first = first_names(model)
+        persistent, others = _on_meta(stages, first)
+        weights = Weights(folder)
+        reader = StoredTensors(weights, model, first)
+        missing = [name for name in persistent if not reader.has(name)]
+        if missing and seed is None:
+            raise WeightsError(
+                f"{folder} has no values for {listed(missing)} of {type(model).__name__}; is it "
+                f"of another model? With a seed they get initial values"
+            )
+        for name, value in reader.values(set(persistent) - set(missing)):
+            _put(persistent[name], value, name, device)
+        weights.close()
+        # Buffers that are not saved, such as the frequencies of RoPE, are made as at the start.
+        fresh = others | {name: persistent[name] for name in missing}
+        for name, value in initial_values(model, fresh, seed or 0).items():
+            _put(fresh[name], value, name, device)
+
+    agree("load the stages", load, timeout_seconds=_patience(device))
+
+
+def start_stages(
+    model: PreTrainedModel,
+    stages: Iterable[nn.Module],
+    *,
+    seed: int,
+    device: str | torch.device = "cpu",
+) -> None:
+    """Gives the stages of this rank initial values, by the model's own rules. All ranks call.
+
+    The values of a tensor depend on the seed and its name alone: not on the cut, the rank, the
+    device or other tensors. So tied tensors on different stages are the same. They are not the
+    values that transformers draws after ``torch.manual_seed``.
+
+    Args:
+        model: The uncut model, with its ties. The stages have its names.
+        stages: Their tensors on the meta device are replaced. Dtype and requires_grad stay.
+        seed: Any integer, the same on all ranks.
+        device: Where the tensors go. They are drawn on the CPU.
+
+    Raises:
+        WeightsError: If the model does not initialise one of its tensors.
+        AgreementError: If ranks have different seeds, or a rank failed.
+    """
+
+    def start() -> str:
+        persistent, others = _on_meta(stages, first_names(model))
+        places = persistent | others
+        for name, value in initial_values(model, places, seed).items():
+            _put(places[name], value, name, device)
+        return str(seed)
+
+    seeds = agree("start the stages", start, timeout_seconds=_patience(device))
+    same("the seed of the stages", dict(enumerate(seeds)))
+
+
+def first_names(model: nn.Module, tied: Iterable[Collection[str]] = ()) -> dict[str, str]:
+    """Returns for each name the name that its tensor is saved with; a tied tensor has several.
+
+    Args:
+        model: The uncut model. What transformers says of its ties decides which name is the first.
+        tied: Names of one tensor each, beside those that the model shows.
+    """
+    tensors = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    by_tensor = defaultdict[int, list[str]](list)
+    for name, tensor in tensors:
+        by_tensor[id(tensor)].append(plain_name(name))
+    targets = getattr(model, "all_tied_weights_keys", {})  # each names its source
+    first = dict[str, str]()
+    for names in chain(by_tensor.values(), tied):
+        name = next((name for name in names if name not in targets), next(iter(names)))
+        first |= dict.fromkeys(names, name)
+    return first
+
+
+def _patience(device: str | torch.device) -> float:
+    """Returns how long ranks wait for each other. Files of a slow disk take minutes."""
+    return slow_seconds(torch.device(device), AGREE_SECONDS)
+
+
+def _described(source: object) -> str:
+    is_path = isinstance(source, str | Path)
+    return str(source) if is_path else f"a {type(source).__name__}"
+
+
+def _digest(model: PreTrainedModel) -> str:
+    text = f"{type(model).__name__} {model.dtype} {model.config.to_json_string(use_diff=False)}"
+    return f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _made(
+    source: str | Path | PreTrainedConfig, kind: type | None, dtype: torch.dtype | None
+) -> PreTrainedModel:
+    transformers: Any = extra("transformers")
+    where = _described(source)
+    path = Path(source) if isinstance(source, str | Path) else None
+    config: Any = copy.deepcopy(source) if path is None else _config(transformers, path)
+    if not isinstance(config, transformers.PreTrainedConfig):
+        raise ConfigError(f"{where} is no directory, config.json or configuration of transformers")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{where}: quantized weights cannot be trained; use the original ones")
+    cls: Any = kind or _architecture(transformers, config, where)
+    folder = path if path is not None and path.is_dir() else None
+    dtype = dtype or config.dtype or (folder and _first_dtype(folder)) or torch.get_default_dtype()
+    # An Auto class has from_config, and each of its models has what that calls.
+    make: Callable[..., Any] = getattr(cls, "from_config", None) or cls._from_config
+    try:
+        with torch.device("meta"):
+            model = make(config, dtype=dtype)
+    except Exception as error:  # whatever a model says of its configuration
+        raise ConfigError(f"{where}: {cls.__name__} cannot be made of it: {error}") from error
+    if folder is not None:
+        _keep_in_float32(model, dtype)
+        if (folder / "generation_config.json").exists():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+    return model
+
+
+def _config(transformers: Any, path: Path) -> Any:  # noqa: ANN401 - of any model
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise WeightsError(
+            f"there is no {file}: expected a directory that save_pretrained wrote, on this machine "
+            f"(nothing is downloaded), or a config.json"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever transformers says of a file
+        raise ConfigError(f"{file} is no configuration of transformers: {error}") from error
+
+
+def _architecture(transformers: Any, config: PreTrainedConfig, where: str) -> Any:  # noqa: ANN401
+    names = list(config.architectures or ())
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is None:
+        raise ConfigError(
+            f"{where}: architectures is {names}, expected the name of a class of transformers; "
+            f"or give the class, for example kind=AutoModelForCausalLM"
+        )
+    return cls
+
+
+def _first_dtype(folder: Path) -> torch.dtype | None:
+    weights = Weights(folder)
+    found = (weights.spec(name).dtype for name in weights.names)
+    return next((_FLOATS[dtype] for dtype in found if dtype in _FLOATS), None)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
+    """Keeps those parameters in float32 that the model never has in half precision."""
+    plan = model._get_dtype_plan(dtype)
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in plan]
+    for name, parameter in model.named_parameters():
+        if any(pattern.search(name) for pattern in patterns):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _on_meta(stages: Iterable[nn.Module], first: Mapping[str, str]) -> tuple[_Places, _Places]:
+    """Returns the places of tensors on the meta device: of those that are saved, and of others."""
+    persistent, others = defaultdict[str, Any](list), defaultdict[str, Any](list)
+    unknown = list[str]()
+    for stage in stages:
+        for path, module in stage.named_modules(remove_duplicate=False):
+            for attribute, tensor in chain(module._parameters.items(), module._buffers.items()):
+                if tensor is None or not tensor.is_meta:
+                    continue
+                name = plain_name(f"{path}.{attribute}" if path else attribute)
+                if name not in first:
+                    unknown.append(name)
+                    continue
+                is_saved = attribute not in module._non_persistent_buffers_set
+                places = (persistent if is_saved else others)[first[name]]
+                if (module, attribute) not in places:
+                    places.append((module, attribute))
+    if unknown:
+        raise WeightsError(f"the uncut model has no {listed(unknown)}, but a stage has")
+    return dict(persistent), dict(others)
+
+
+def _put(
+    places: list[tuple[nn.Module, str]],
+    value: torch.Tensor,
+    name: str,
+    device: str | torch.device,
+) -> None:
+    """Puts one tensor into all its places."""
+    old = getattr(*places[0])
+    if value.shape != old.shape:
+        raise WeightsError(f"{name} has shape {tuple(value.shape)}, expected {tuple(old.shape)}")
+    new = value.to(device, old.dtype)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    for module, attribute in places:
+        setattr(module, attribute, new)

@@ -1,0 +1,358 @@
+"""Saved: the directory of a transformers model, written by the ranks that hold its stages.
+
+[Note: a directory is whole or is not there] Each rank writes its shards into a folder inside of the
+directory, under temporary names. When all ranks have written, the first rank removes the index of
+an older model, moves the shards into place, and writes the index last. Without an index nobody
+takes shards for a model. An older model stays whole until all ranks have written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.errors import WeightsError
+from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.ties import plain_name
+from pipegrad.partition.pretrained import first_names
+from pipegrad.partition.weights import INDEX, extra, listed, write_shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PART = ".pipegrad-part"  # the folder of what is being written
+_ADAPTER = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # PeftModel.from_pretrained expects it
+_OLD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+# A layer: the name up to its first number. A converter of transformers takes tensors of one layer.
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A file that a rank has written.
+
+    Attributes:
+        stage: Whose tensors it has.
+        number: Among the files of its stage.
+        names: Of its tensors.
+        num_bytes: Of its tensors.
+        numel: Of its tensors.
+        dtype: Of its first floating-point tensor, for example "bfloat16"; None if it has none.
+    """
+
+    stage: int
+    number: int
+    names: tuple[str, ...]
+    num_bytes: int
+    numel: int
+    dtype: str | None
+
+    @property
+    def file(self) -> str:
+        """Its temporary name."""
+        return f"{self.stage}-{self.number}.safetensors"
+
+
+def save_stages(
+    directory: str | Path,
+    model: PreTrainedModel,
+    stages: Mapping[int, nn.Module],
+    *,
+    tied: Iterable[Collection[str]] = (),
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes what ``from_pretrained`` of transformers reads. All ranks call it; it blocks.
+
+    A stage that several ranks hold is written by the first of them. A tied weight is written once.
+    Names and layouts are those that ``save_pretrained`` of transformers writes. With adapters of
+    peft, only the adapter is written, as ``PeftModel.from_pretrained`` reads it. DTensors are
+    gathered, one after the other, so all ranks of their mesh must hold the stage.
+
+    Args:
+        directory: All ranks must see it. It is made if it is missing. Weights of an older model
+            there are replaced.
+        model: The uncut model, for its class, configuration and generation configuration. Its
+            values are not used.
+        stages: Stage -> module, for the stages of this rank, with the names of the uncut model.
+        tied: Names of one tensor each, as `pipegrad.find_tied` returns them.
+        max_shard_bytes: Size of a file. A layer is not split, so a file may be larger.
+
+    Raises:
+        WeightsError: If a file cannot be written, or a stage has no values. All ranks raise it, or
+            an AgreementError that lists the errors. The older model stays.
+    """
+    part = Path(directory) / _PART
+    patience = slow_seconds(_device_of(stages), AGREE_SECONDS)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    first = first_names(model, tied)
+
+    def prepare() -> dict[int, list[str]]:
+        if rank == 0:
+            _make_empty(part)
+        if max_shard_bytes < 1:
+            raise WeightsError(f"max_shard_bytes is {max_shard_bytes}, expected at least 1")
+        return {index: sorted(_state(stage, first)) for index, stage in stages.items()}
+
+    try:
+        held = agree("save the stages", prepare, timeout_seconds=patience)
+        write = _Writing(part, model, first, _Holders(held), max_shard_bytes)
+        for index, stage in sorted(stages.items()):
+            write.stage(index, stage, rank)
+        written = agree("write the stages", write.result, timeout_seconds=patience)
+        shards = sorted(chain(*written), key=lambda shard: (shard.stage, shard.number))
+        finish = partial(_place, part, model, shards) if rank == 0 else _nothing
+        agree("finish the directory", finish, timeout_seconds=patience)
+    finally:
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+class _Holders:
+    """Which ranks hold which stages, and which stage writes a tensor that several stages hold.
+
+    Args:
+        held: For each rank, the names of each stage. A tied tensor has one name.
+    """
+
+    def __init__(self, held: Sequence[Mapping[int, Sequence[str]]]) -> None:
+        self._held = held
+        pairs = ((i, name) for by_stage in held for i, names in by_stage.items() for name in names)
+        self._stages = dict[str, int]()
+        for index, name in sorted(pairs, reverse=True):  # the first stage last, so it stays
+            self._stages[name] = index
+
+    def writer(self, stage: int) -> int:
+        """Returns the rank that writes a stage: the first one that holds it."""
+        return min(rank for rank, by_stage in enumerate(self._held) if stage in by_stage)
+
+    def names(self, stage: int, rank: int) -> list[str]:
+        """Returns the names of the tensors that this stage writes, the same on all its ranks."""
+        return [name for name in self._held[rank][stage] if self._stages[name] == stage]
+
+
+class _Writing:
+    """The shards that this rank writes into the folder `part`."""
+
+    def __init__(
+        self,
+        part: Path,
+        model: Any,  # noqa: ANN401 - a PreTrainedModel
+        first: Mapping[str, str],
+        holders: _Holders,
+        max_shard_bytes: int,
+    ) -> None:
+        self._part = part
+        self._model = model
+        self._first = first
+        self._holders = holders
+        self._max_shard_bytes = max_shard_bytes
+        self._shards = list[_Shard]()
+        self._failure: Exception | None = None
+
+    def stage(self, index: int, module: nn.Module, rank: int) -> None:
+        """Writes a stage, or helps another rank to gather it."""
+        state = _state(module, self._first)
+        is_writer = self._holders.writer(index) == rank
+        pending = dict[str, torch.Tensor]()
+        for names in _layers(self._holders.names(index, rank)):
+            # Gathering is a collective of all ranks that hold the stage. So a rank that could not
+            # write goes on, and fails when all are done.
+            layer = {name: _whole(state[name]) for name in names}
+            if is_writer and self._failure is None:
+                try:
+                    pending = self._add(index, pending, layer)
+                except Exception as error:  # noqa: BLE001 - `result` raises it
+                    self._failure = error
+        if pending and self._failure is None:
+            try:
+                self._flush(index, pending)
+            except WeightsError as error:
+                self._failure = error
+
+    def result(self) -> list[_Shard]:
+        """Returns the shards that were written.
+
+        Raises:
+            Exception: If one of them could not be written.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._shards
+
+    def _add(
+        self, index: int, pending: dict[str, torch.Tensor], layer: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Returns what is not yet written: with this layer, or this layer alone."""
+        tensors = {name: t.detach().cpu().contiguous() for name, t in layer.items()}
+        if _peft_config(self._model) is None:
+            loading: Any = extra("transformers.core_model_loading")
+            tensors = loading.revert_weight_conversion(self._model, tensors)
+        if pending and _num_bytes(pending) + _num_bytes(tensors) > self._max_shard_bytes:
+            self._flush(index, pending)
+            pending = {}
+        return pending | {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+    def _flush(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
+        floats = (t.dtype for t in tensors.values() if t.is_floating_point())
+        shard = _Shard(
+            stage=index,
+            number=sum(shard.stage == index for shard in self._shards),
+            names=tuple(tensors),
+            num_bytes=_num_bytes(tensors),
+            numel=sum(tensor.numel() for tensor in tensors.values()),
+            dtype=next((str(dtype).removeprefix("torch.") for dtype in floats), None),
+        )
+        write_shard(self._part / shard.file, tensors)
+        self._shards.append(shard)
+
+
+def _nothing() -> None:
+    """What ranks do that only wait for another rank."""
+
+
+def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
+    tensors = (parameter for stage in stages.values() for parameter in stage.parameters())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _peft_config(model: nn.Module) -> Mapping[str, Any] | None:
+    """Returns the configurations of adapters by name; None if the model has no adapters."""
+    return getattr(model, "peft_config", None)
+
+
+def _state(stage: nn.Module, first: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a stage that are saved, by the first of their names.
+
+    Raises:
+        WeightsError: If a tensor has no values, or if the model has several adapters.
+    """
+    ignored = getattr(stage, "_keys_to_ignore_on_save", None) or ()
+    state = {
+        plain_name(name): tensor
+        for name, tensor in stage.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and name not in ignored
+    }
+    configs = _peft_config(stage)
+    if configs is not None:
+        if len(configs) != 1:
+            raise WeightsError(f"the model has adapters {sorted(configs)}; expected one to save")
+        state = extra("peft").get_peft_model_state_dict(
+            stage, state, adapter_name=next(iter(configs)), save_embedding_layers=False
+        )
+        state = {_PREFIX + name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+    without = [name for name, tensor in state.items() if tensor.is_meta]
+    if without:
+        raise WeightsError(f"{listed(without)} of a stage have no values: load or start it first")
+    return {first.get(name, name): tensor for name, tensor in reversed(state.items())}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, gathered if it is a DTensor: then all ranks of its mesh must call."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _layers(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the names of each layer, in the order of the model."""
+    by_layer = defaultdict[str, list[str]](list)
+    for name in names:
+        layer = _LAYER.match(name)
+        by_layer[layer[1] if layer else name].append(name)
+    order: Any = extra("transformers.core_model_loading").dot_natural_key
+    for layer_name in sorted(by_layer, key=order):
+        yield by_layer[layer_name]
+
+
+def _make_empty(part: Path) -> None:
+    """Makes the folder for what is being written; what a writer that ended left there goes."""
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise WeightsError(f"{part.parent} cannot be written: {error.strerror}") from error
+
+
+def _place(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: ANN401 - of any kind
+    """Moves what was written to its place. See [Note: a directory is whole or is not there]."""
+    missing = [shard.file for shard in shards if not (part / shard.file).exists()]
+    if missing:
+        raise WeightsError(
+            f"{part} lacks {listed(missing)}, which other ranks wrote: all ranks must see the same "
+            f"directory"
+        )
+    try:
+        if _peft_config(model) is not None:
+            _place_adapter(part, model, shards)
+        else:
+            _place_model(part, model, shards)
+    except OSError as error:
+        raise WeightsError(f"{error.filename} cannot be written: {error.strerror}") from error
+
+
+def _place_model(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: ANN401
+    folder = part.parent
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    index = {
+        "metadata": {
+            "total_parameters": sum(shard.numel for shard in shards),
+            "total_size": sum(shard.num_bytes for shard in shards),
+        },
+        "weight_map": {
+            name: file for shard, file in zip(shards, files, strict=True) for name in shard.names
+        },
+    }
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a class
+    config.dtype = next((shard.dtype for shard in shards if shard.dtype), config.dtype)
+    config.save_pretrained(part)
+    if model.can_generate():
+        model.generation_config.save_pretrained(part)
+    (part / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / INDEX).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _OLD_SHARD.fullmatch(path.name):
+            path.unlink()
+    for shard, file in zip(shards, files, strict=True):
+        (part / shard.file).replace(folder / file)
+    for path in sorted(part.glob("*.json"), key=lambda path: path.name == INDEX):
+        path.replace(folder / path.name)
+
+
+def _place_adapter(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: ANN401
+    """Puts the adapter into one file: peft reads no index."""
+    tensors = dict[str, torch.Tensor]()
+    for shard in shards:
+        tensors |= extra("safetensors.torch").load_file(part / shard.file)
+    config = copy.copy(next(iter(model.peft_config.values())))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config.inference_mode = True  # as peft saves it; whoever trains it further says so
+    if config.task_type is None:  # then peft looks here for the class of the base
+        kind = type(base)
+        config.auto_mapping = {
+            "base_model_class": kind.__name__.removeprefix("FSDP"),
+            "parent_library": kind.__module__,
+        }
+    config.base_model_name_or_path = config.base_model_name_or_path or base.name_or_path
+    config.save_pretrained(part)
+    write_shard(part / _ADAPTER, tensors)
+    for file in (_ADAPTER, "adapter_config.json"):
+        (part / file).replace(part.parent / file)

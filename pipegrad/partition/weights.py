@@ -1,0 +1,191 @@
+"""Weights: tensors in safetensors files, by name. This file knows no model.
+
+A directory has one file ``model.safetensors``, or several files and an index that says which tensor
+is in which file. A tensor is read when it is asked for, and nothing else is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from pipegrad.errors import ConfigError, WeightsError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_ADAPTER = "adapter_config.json"
+_NAMES_SHOWN = 4  # names that a message lists
+
+
+class Spec(NamedTuple):
+    """What a file says of a tensor: its shape, and its dtype by the name that safetensors uses."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Weights:
+    """The tensors of a directory, by name.
+
+    Args:
+        directory: It has ``model.safetensors``, or ``model.safetensors.index.json`` and the files
+            that the index lists.
+
+    Raises:
+        ConfigError: If the library safetensors is missing.
+        WeightsError: If the directory is missing or has no such files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        # One file is open at a time: an open file is mapped, and its pages count as memory of the
+        # process until it is closed.
+        self._open_file: tuple[Path, Any] | None = None
+        self._files = self._find_files()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._files)
+
+    def path(self, name: str) -> Path:
+        """Returns the file that has a tensor."""
+        return self._files[name]
+
+    def spec(self, name: str) -> Spec:
+        """Returns shape and dtype of a tensor; its values are not read.
+
+        Raises:
+            WeightsError: If its file is missing, damaged, or has no such tensor.
+        """
+        try:
+            entry = self._file(name).get_slice(name)
+        except Exception as error:  # safetensors raises nothing more precise
+            raise self._lacks(name, error) from error
+        return Spec(tuple(entry.get_shape()), str(entry.get_dtype()))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a tensor on the CPU, in memory of its own.
+
+        Raises:
+            WeightsError: If its file is missing, damaged, or has no such tensor.
+        """
+        try:
+            # A copy: the tensor of safetensors lies in the mapped file.
+            return torch.clone(self._file(name).get_tensor(name))
+        except WeightsError:
+            raise
+        except Exception as error:  # safetensors raises nothing more precise
+            raise self._lacks(name, error) from error
+
+    def close(self) -> None:
+        """Closes the file that was read last."""
+        self._open_file = None
+
+    def _file(self, name: str) -> Any:  # noqa: ANN401 - the library has no types
+        path = self._files[name]
+        if self._open_file is None or self._open_file[0] != path:
+            self._open_file = None  # closed before the next file is opened
+            self._open_file = path, _opened(path)
+        return self._open_file[1]
+
+    def _lacks(self, name: str, error: Exception) -> WeightsError:
+        if isinstance(error, WeightsError):
+            return error
+        return WeightsError(f"{self._files[name]} has no tensor {name}, or it is damaged: {error}")
+
+    def _find_files(self) -> dict[str, Path]:
+        """Returns the file of each tensor."""
+        if not self.directory.is_dir():
+            raise WeightsError(
+                f"there is no directory {self.directory}; it must be on this machine, written by "
+                f"save_pretrained (nothing is downloaded)"
+            )
+        single, index = self.directory / SINGLE, self.directory / INDEX
+        if single.exists():  # transformers prefers it too
+            file = _opened(single)
+            self._open_file = single, file
+            return dict.fromkeys(file.keys(), single)
+        if index.exists():
+            return _indexed(index)
+        present = {path.name for path in self.directory.iterdir()}
+        if present & set(_PICKLED):
+            reason = (
+                "it has pickled weights (pytorch_model.bin), which are not read: load them once "
+                "with transformers' from_pretrained and save them with save_pretrained"
+            )
+        elif _ADAPTER in present:
+            reason = "it has an adapter of peft only: load the model that the adapter was made for"
+        else:
+            reason = "if it was being written, the writer did not end"
+        raise WeightsError(f"{self.directory} has neither {SINGLE} nor {INDEX}: {reason}")
+
+
+def extra(module: str) -> ModuleType:
+    """Returns a module of the extra ``hf``: safetensors, transformers or peft.
+
+    Raises:
+        ConfigError: If the library is not installed.
+    """
+    library = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"models of Hugging Face need the library {library}: pip install 'pipegrad[hf]' "
+            f"({error})"
+        ) from error
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes tensors into one file.
+
+    Args:
+        path: Of the file. Its folder exists.
+        tensors: By name, on the CPU and contiguous.
+
+    Raises:
+        WeightsError: If the file cannot be written.
+    """
+    # A mapping of safetensors reads the metadata "format": transformers refuses files without it.
+    try:
+        extra("safetensors.torch").save_file(dict(tensors), path, metadata={"format": "pt"})
+    except Exception as error:  # a SafetensorError, also for a full disk
+        raise WeightsError(f"{path} cannot be written: {error}") from error
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names for a message: the first ones, and how many more there are."""
+    every = sorted(names)
+    more = len(every) - _NAMES_SHOWN
+    return ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
+    library = extra("safetensors")
+    try:
+        return library.safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise WeightsError(f"there is no file {path}, but its index lists it") from error
+    except Exception as error:  # a SafetensorError, or an OSError
+        raise WeightsError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """Returns the file of each tensor, as the index says."""
+    try:
+        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name): str(file) for name, file in entries.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is no index of safetensors files: {error!r}") from error
+    outside = {file for file in names.values() if Path(file).name != file}
+    if outside:
+        raise WeightsError(f"{index} lists files outside of its directory: {listed(outside)}")
+    return {name: index.parent / file for name, file in names.items()}

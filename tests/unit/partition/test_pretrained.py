@@ -1,0 +1,396 @@
+"""Stages get the tensors of a directory, or initial values that no cut can change."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrad.errors import ConfigError, WeightsError
+from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
+from pipegrad.partition.weights import INDEX, SINGLE, Weights, write_shard
+from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, tensors
+
+pytestmark = pytest.mark.slow  # transformers is imported
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stages_have_the_tensors_of_from_pretrained(name: str, shard: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    saved = family.model()
+    saved.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / INDEX).exists() == (shard == "20KB")
+    model = meta_model(tmp_path)
+    stages = family.stages(model, 3)
+
+    for stage in stages.values():  # as ranks do it
+        load_stages(tmp_path, model, [stage])
+
+    assert all(tensor.is_meta for tensor in tensors(model).values())  # stages are copies
+    assert_same(joined(list(stages.values())), tensors(type(saved).from_pretrained(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert"])
+def test_a_tied_parameter_is_one_on_a_rank(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    family.model().save_pretrained(tmp_path)
+    model = meta_model(tmp_path)
+    stages = family.stages(model, 2)
+    load_stages(tmp_path, model, stages.values())
+
+    names = dict[int, set[str]]()
+    for stage in stages.values():
+        for full, parameter in stage.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), set()).add(full)
+    expected = dict[int, set[str]]()
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        expected.setdefault(id(parameter), set()).add(full)
+    assert sorted(map(sorted, names.values())) == sorted(map(sorted, expected.values()))
+
+
+def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path: Path) -> None:
+    family = FAMILIES["llama"]
+    saved = family.model()
+    saved.save_pretrained(tmp_path)
+    weights = Weights(tmp_path)
+    stored = {name: weights.read(name) for name in weights.names}
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    write_shard(tmp_path / SINGLE, stored)
+
+    model = meta_model(tmp_path)
+    stages = family.stages(model)
+    load_stages(tmp_path, model, stages.values())
+    assert_same(joined(list(stages.values())), tensors(saved))
+
+    # Two copies that differ: transformers does not tie them, and only warns.
+    stored["model.embed_tokens.weight"] = stored["lm_head.weight"] + 1
+    write_shard(tmp_path / SINGLE, stored)
+    with pytest.raises(WeightsError, match=r"different values .* tie_word_embeddings to false"):
+        load_stages(tmp_path, model, family.stages(model).values())
+
+
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32, None])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_dtypes_are_those_of_from_pretrained(
+    name: str, wanted: torch.dtype | None, tmp_path: Path
+) -> None:
+    """T5 keeps a part of float16 models in float32."""
+    family = FAMILIES[name]
+    saved = family.model(dtype=torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    model = meta_model(tmp_path, dtype=wanted)
+    load_stages(tmp_path, model, [model])
+    assert_same(
+        tensors(model), tensors(type(saved).from_pretrained(tmp_path, dtype=wanted or "auto"))
+    )
+
+
+def test_a_directory_without_a_dtype_has_that_of_its_tensors(tmp_path: Path) -> None:
+    FAMILIES["gpt2"].model(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert meta_model(tmp_path).dtype == torch.bfloat16
+
+
+def test_old_names_are_read(tmp_path: Path) -> None:
+    """Models of 2019 have gamma and beta; a model without a head has no prefix."""
+    import transformers
+
+    family = FAMILIES["bert"]
+    saved = family.model()
+    saved.save_pretrained(tmp_path)
+    weights = Weights(tmp_path)
+    stored = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): (weights.read(name))
+        for name in weights.names
+    }
+    write_shard(tmp_path / SINGLE, stored)
+    model = meta_model(tmp_path)
+    load_stages(tmp_path, model, [model])
+    assert_same(tensors(model), tensors(saved))
+
+    llama = FAMILIES["llama"].model()
+    llama.model.save_pretrained(tmp_path / "base")
+    model = meta_model(tmp_path / "base", kind=transformers.AutoModelForCausalLM)
+    load_stages(tmp_path / "base", model, [model])
+    assert_same(tensors(model), tensors(llama))
+
+
+def test_a_new_head_is_started_if_a_seed_is_given(tmp_path: Path) -> None:
+    import transformers
+
+    FAMILIES["llama"].model().save_pretrained(tmp_path)
+    kind = transformers.AutoModelForSequenceClassification
+    model = meta_model(tmp_path, kind=kind)
+    with pytest.raises(WeightsError, match=r"has no values for score.weight.*With a seed"):
+        load_stages(tmp_path, model, [model])
+    load_stages(tmp_path, model, [model], seed=3)
+    head = model.score.weight.detach().clone()
+    assert 0.005 < head.std() < 0.05
+
+    expected = tensors(kind.from_pretrained(tmp_path))
+    assert_same(tensors(model) | {"score.weight": expected["score.weight"]}, expected)
+    again = meta_model(tmp_path, kind=kind)
+    load_stages(tmp_path, again, [again], seed=4)
+    assert not torch.equal(again.score.weight, head)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_initial_values_do_not_depend_on_the_cut(name: str, num_stages: int) -> None:
+    family = FAMILIES[name]
+    config = family.model().config
+    kind = getattr(__import__("transformers"), family.kind)
+    whole = meta_model(config, kind=kind)
+    start_stages(whole, [whole], seed=5)
+
+    model = meta_model(config, kind=kind)
+    stages = list(family.stages(model, num_stages).values())
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    for stage in random.Random(0).sample(stages, len(stages)):
+        start_stages(model, [stage], seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same(joined(stages), tensors(whole))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_initial_values_have_the_distributions_of_transformers(name: str) -> None:
+    """Constants are the same; of n drawn numbers the standard deviation is within 6 / sqrt(2 n)."""
+    family = FAMILIES[name]
+    theirs = family.model()
+    model = meta_model(theirs.config, kind=type(theirs))
+    start_stages(model, [model], seed=5)
+    expected = tensors(theirs)
+    assert {n: t.shape for n, t in tensors(model).items()} == {
+        n: t.shape for n, t in expected.items()
+    }
+    for key, value in tensors(model).items():
+        if not value.is_floating_point() or expected[key].std(correction=0) == 0 or "inv" in key:
+            assert torch.equal(value, expected[key]), key
+            continue
+        spread = value.double().std() / expected[key].double().std()
+        assert abs(spread - 1) < 6 * (2 / value.numel()) ** 0.5, key
+        assert abs(value.mean()) < 6 * value.std() / value.numel() ** 0.5, key
+    drawn = [p for p in model.parameters() if p.ndim == 2]
+    assert len({float(p.detach()[0, 0]) for p in drawn}) == len(drawn)  # no seed twice
+
+
+def test_initial_values_depend_on_the_seed() -> None:
+    config = FAMILIES["llama"].model().config
+    kind = type(FAMILIES["llama"].model())
+    models = [meta_model(config, kind=kind) for _ in range(2)]
+    for seed, model in enumerate(models):
+        start_stages(model, [model], seed=seed)
+    assert not torch.equal(models[0].lm_head.weight, models[1].lm_head.weight)
+
+
+def test_the_padding_row_of_a_tied_embedding_stays_zero() -> None:
+    """Its head would draw numbers there, if both initialised the one tensor."""
+    config = FAMILIES["llama"].model(pad_token_id=3).config
+    model = meta_model(config, kind=type(FAMILIES["llama"].model()))
+    start_stages(model, [model], seed=0)
+    assert not model.lm_head.weight[3].any()
+    assert model.lm_head.weight[2].all()
+
+
+def test_draws_by_other_modules_do_not_depend_on_the_cut() -> None:
+    """ImageGPT's outermost module draws weights of all layers; an orthogonal one is temporary."""
+
+    class Odd(type(FAMILIES["gpt2"].model())):  # type: ignore[misc]
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            for name, parameter in module.named_parameters():
+                if module is self and name.endswith("c_proj.weight"):
+                    parameter.data.normal_(0, 0.1)
+
+    class Orthogonal(type(FAMILIES["llama"].model())):  # type: ignore[misc]
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            if isinstance(module, nn.Linear):
+                nn.init.orthogonal_(module.weight)
+
+    wholes = []
+    for name, kind in (("gpt2", Odd), ("llama", Orthogonal)):
+        family = FAMILIES[name]
+        config = family.model(tie_word_embeddings=name == "gpt2").config
+        whole, model = meta_model(config, kind=kind), meta_model(config, kind=kind)
+        start_stages(whole, [whole], seed=5)
+        stages = list(family.stages(model, 3).values())
+        for stage in stages:
+            start_stages(model, [stage], seed=5)
+        assert_same(joined(stages), tensors(whole))
+        wholes.append(whole)
+    assert wholes[0].transformer.h[2].mlp.c_proj.weight.std() > 0.08
+    head = wholes[1].lm_head.weight
+    assert torch.allclose(head.T @ head, torch.eye(32), atol=1e-5)
+
+
+def test_a_model_that_leaves_a_tensor_out_is_refused() -> None:
+    class Lazy(type(FAMILIES["gpt2"].model())):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.extra_scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("extra_count", torch.tensor(3))
+
+    model = meta_model(FAMILIES["gpt2"].model().config, kind=Lazy)
+    with pytest.raises(WeightsError, match="does not initialise extra_count, extra_scale by its"):
+        start_stages(model, [model], seed=0)
+
+
+def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
+    FAMILIES["llama"].model().save_pretrained(tmp_path)
+    for fill in ("load", "start"):
+        model = meta_model(tmp_path)
+        model.model.embed_tokens.requires_grad_(False)
+        if fill == "load":
+            load_stages(tmp_path, model, [model])
+        else:
+            start_stages(model, [model], seed=0)
+        assert not model.lm_head.weight.requires_grad
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.model.norm.weight.requires_grad
+
+
+def test_a_model_without_memory_is_in_training_mode_with_its_generation_config(
+    tmp_path: Path,
+) -> None:
+    saved = FAMILIES["llama"].model()
+    saved.generation_config.max_new_tokens = 17
+    saved.save_pretrained(tmp_path)
+    model = meta_model(tmp_path)
+    assert model.training
+    assert model.generation_config.max_new_tokens == 17
+    assert all(tensor.is_meta for tensor in tensors(model).values())
+    assert type(meta_model(tmp_path / "config.json")) is type(saved)
+    assert model.config is not meta_model(model.config).config
+
+
+# --- what is refused
+
+
+def write_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_configurations_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    with pytest.raises(WeightsError, match=r"no gpt2: expected a directory"):
+        meta_model("gpt2")
+    with pytest.raises(ConfigError, match=r"a LlamaConfig: architectures is \[\].*AutoModel"):
+        meta_model(LlamaConfig())
+    with pytest.raises(ConfigError, match="a dict is no directory"):
+        meta_model({"model_type": "llama"})
+    FAMILIES["llama"].model().save_pretrained(tmp_path)
+    write_config(tmp_path, architectures=["LlamaForCasualLM"])
+    with pytest.raises(ConfigError, match="LlamaForCasualLM"):
+        meta_model(tmp_path)
+    write_config(tmp_path, architectures=["LlamaForCausalLM"], model_type="lama")
+    with pytest.raises(ConfigError, match=r"config.json is no configuration"):
+        meta_model(tmp_path)
+    write_config(tmp_path, model_type="llama", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ConfigError, match="quantized"):
+        meta_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json is no configuration"):
+        meta_model(tmp_path)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(WeightsError, match="expected a directory"):
+        meta_model(tmp_path)
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    FAMILIES["llama"].model().save_pretrained(tmp_path)
+    write_config(tmp_path, intermediate_size=64)
+    model = meta_model(tmp_path)
+    with pytest.raises(
+        WeightsError, match=r"model.safetensors: \S+ has shape \(\d+, \d+\), and \S+ of the model"
+    ):
+        load_stages(tmp_path, model, [model])
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+    write_config(tmp_path, intermediate_size=48, num_hidden_layers=5)
+    model = meta_model(tmp_path)
+    with pytest.raises(WeightsError, match=r"no values for model.layers.4.*and 5 more of Llama"):
+        load_stages(tmp_path, model, [model])
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    FAMILIES["mixtral"].model().save_pretrained(tmp_path)
+    write_config(tmp_path, num_local_experts=3)
+    model = meta_model(tmp_path)
+    with pytest.raises(WeightsError, match=r"has shape \(.*expected \(|and model\S+ of the model"):
+        load_stages(tmp_path, model, [model])
+
+
+def test_a_lost_expert_is_refused(tmp_path: Path) -> None:
+    FAMILIES["mixtral"].model().save_pretrained(tmp_path)
+    weights = Weights(tmp_path)
+    stored = {name: weights.read(name) for name in weights.names if "experts.2.w1" not in name}
+    write_shard(tmp_path / SINGLE, stored)
+    model = meta_model(tmp_path)
+    with pytest.raises(WeightsError, match="experts"):
+        load_stages(tmp_path, model, [model])
+
+
+def test_a_stage_with_other_names_is_refused(tmp_path: Path) -> None:
+    FAMILIES["llama"].model().save_pretrained(tmp_path)
+    model = meta_model(tmp_path)
+    with pytest.raises(WeightsError, match=r"the uncut model has no inner\.lm_head\.weight, inner"):
+        load_stages(tmp_path, model, [nn.ModuleDict({"inner": model})])
+
+
+# --- memory
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from pipegrad.partition.pretrained import load_stages, meta_model
+from tests.support.partition.hand_cut import FAMILIES
+
+def peak():
+    lines = open("/proc/self/status")
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+model = meta_model(sys.argv[1])
+stage = FAMILIES["llama"].stages(model, 4)[1]
+before = peak()
+load_stages(sys.argv[1], model, [stage])
+held = sum(p.nbytes for p in stage.parameters())
+assert not any(p.is_meta for p in stage.parameters())
+print(held, (peak() - before) * 1024)
+"""
+
+
+def test_the_host_has_memory_for_a_stage_and_a_file(tmp_path: Path) -> None:
+    """400 MB, 8 layers, 4 stages: a stage has 2 layers of 50 MB, and a file has one layer."""
+    family = FAMILIES["llama"]
+    wide = {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 8}
+    small = family.model(num_hidden_layers=1)
+    wide |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    model = meta_model(type(small.config)(**family.config | wide), kind=type(small))
+    model.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="60MB")
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert sum(sizes) > 390e6
+    out = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path], check=True, capture_output=True, text=True
+    ).stdout.split()
+    held, more = map(int, out)
+    assert held > 0.2 * sum(sizes)
+    # 10 MB: what Python and transformers import and keep while they load.
+    assert more < held + max(sizes) + 10e6

@@ -1,0 +1,270 @@
+"""What stages are saved as is what transformers and peft read, and is whole or not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipegrad import find_tied
+from pipegrad.errors import WeightsError
+from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
+from pipegrad.partition.saved import save_stages
+from pipegrad.partition.weights import INDEX, SINGLE, Weights, write_shard
+from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, logits, tensors
+
+pytestmark = pytest.mark.slow  # transformers is imported
+
+CONFIGS = ["config.json", "generation_config.json"]
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    weights = Weights(folder)
+    return {name: weights.read(name) for name in weights.names}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 30_000])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_reads_what_was_saved(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model = family.model()
+    if model.can_generate():
+        model.generation_config.max_new_tokens = 17
+    save_stages(
+        tmp_path / "ours",
+        model,
+        family.stages(model, 3),
+        tied=find_tied(model),
+        max_shard_bytes=max_shard_bytes,
+    )
+    loaded, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert [problem for problem in info.values() if problem] == []
+    assert_same(tensors(loaded), tensors(model))
+    assert torch.equal(logits(loaded), logits(model))
+
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    for config in [file for file in CONFIGS if (tmp_path / "theirs" / file).exists()]:
+        ours, theirs = (json.loads((tmp_path / f / config).read_text()) for f in ("ours", "theirs"))
+        assert ours == theirs
+    index = json.loads((tmp_path / "ours" / INDEX).read_text())
+    assert index["metadata"]["total_parameters"] == model.num_parameters()
+    shards = sorted(set(index["weight_map"].values()))
+    assert shards == [
+        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
+    ]
+    assert len(shards) == 3 or max_shard_bytes < 10**9
+    assert files(tmp_path / "ours") == sorted(
+        [*shards, INDEX, *(file for file in CONFIGS if (tmp_path / "theirs" / file).exists())]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "t5", "qwen3-moe"])
+def test_a_round_trip_keeps_all_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Started, saved by one cut, and read by another one."""
+    family = FAMILIES[name]
+    kind = type(family.model())
+    first = meta_model(family.model().config, kind=kind, dtype=dtype)
+    ties = find_tied(first)
+    stages = family.stages(first, 2)
+    start_stages(first, stages.values(), seed=1)
+    save_stages(tmp_path, first, stages, tied=ties)
+
+    second = meta_model(tmp_path)
+    assert second.dtype == dtype
+    others = family.stages(second, 4)
+    load_stages(tmp_path, second, others.values())
+    assert_same(joined(list(others.values())), joined(list(stages.values())))
+    assert_same(tensors(kind.from_pretrained(tmp_path)), joined(list(stages.values())))
+
+
+def test_the_dtype_that_stages_have_is_written(tmp_path: Path) -> None:
+    family = FAMILIES["llama"]
+    model = family.model()
+    stages = {i: stage.to(torch.bfloat16) for i, stage in family.stages(model).items()}
+    save_stages(tmp_path, model, stages, tied=find_tied(model))
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_stage_saves_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is as large as asked for, or has one layer."""
+    sizes = list[int]()
+
+    def note(path: Path, shard: Mapping[str, torch.Tensor]) -> None:
+        sizes.append(sum(tensor.nbytes for tensor in shard.values()))
+        write_shard(path, shard)
+
+    monkeypatch.setattr("pipegrad.partition.saved.write_shard", note)
+    family = FAMILIES["mixtral"]
+    model = family.model()
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    save_stages(tmp_path, model, {0: model}, max_shard_bytes=2 * layer)
+    assert len(sizes) == 3
+    assert max(sizes) <= 2 * layer
+    save_stages(tmp_path, model, {0: model}, max_shard_bytes=1)
+    assert max(sizes[3:]) == layer
+
+
+def test_an_older_model_is_replaced(tmp_path: Path) -> None:
+    family = FAMILIES["llama"]
+    old = family.model(seed=1)
+    (tmp_path / "tokenizer.json").write_text("kept")
+    for size in ("5GB", "20KB"):  # one file, which transformers prefers to an index; and many
+        old.save_pretrained(tmp_path, max_shard_size=size)
+        new = family.model(seed=2)
+        save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
+        assert_same(tensors(type(new).from_pretrained(tmp_path)), tensors(new))
+        shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        assert files(tmp_path) == sorted([*CONFIGS, *shards, INDEX, "tokenizer.json"])
+
+
+def test_a_model_is_saved_over_the_one_that_it_was_read_from(tmp_path: Path) -> None:
+    family = FAMILIES["llama"]
+    family.model().save_pretrained(tmp_path)
+    model = meta_model(tmp_path)
+    ties = find_tied(model)
+    stages = family.stages(model)
+    load_stages(tmp_path, model, stages.values())
+    with torch.no_grad():
+        stages[0].model.layers[0].mlp.up_proj.weight.add_(1)  # type: ignore[union-attr, index]
+    save_stages(tmp_path, model, stages, tied=ties)
+    loaded = type(family.model()).from_pretrained(tmp_path)
+    assert_same(tensors(loaded), joined(list(stages.values())))
+
+
+def test_a_write_that_fails_leaves_the_older_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FAMILIES["llama"]
+    old, new = family.model(seed=1), family.model(seed=2)
+    old.save_pretrained(tmp_path)
+    before = files(tmp_path)
+
+    def full(path: Path, _: object) -> None:
+        raise WeightsError(f"{path} cannot be written: No space left on device")
+
+    monkeypatch.setattr("pipegrad.partition.saved.write_shard", full)
+    with pytest.raises(WeightsError, match=r"0-0.safetensors cannot be written: No space"):
+        save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
+    assert files(tmp_path) == before
+    assert_same(tensors(type(old).from_pretrained(tmp_path)), tensors(old))
+
+
+@pytest.mark.parametrize("moves", range(6))
+def test_a_writer_that_ends_in_the_middle_leaves_no_half_of_a_model(
+    moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was moved: the new model is whole, or nothing is taken for one."""
+    family = FAMILIES["llama"]
+    old, new = family.model(seed=1), family.model(seed=2)
+    save_stages(tmp_path, old, family.stages(old), tied=find_tied(old))
+    replace, left = Path.replace, [moves]
+
+    def end(path: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(5, "the machine stopped", str(path))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", end)
+    if moves < 5:  # 2 shards, 2 configurations, the index
+        with pytest.raises(WeightsError, match="the machine stopped"):
+            save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
+        with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+            type(new).from_pretrained(tmp_path)
+        with pytest.raises(WeightsError, match="the writer did not end"):
+            Weights(tmp_path)
+        monkeypatch.undo()
+    save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
+    assert_same(tensors(type(new).from_pretrained(tmp_path)), tensors(new))
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    family = FAMILIES["llama"]
+    model = family.model()
+    with pytest.raises(WeightsError, match="max_shard_bytes is 0, expected at least 1"):
+        save_stages(tmp_path, model, {0: model}, max_shard_bytes=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match=r"file cannot be written: Not a directory"):
+        save_stages(tmp_path / "file", model, {0: model})
+    empty = meta_model(model.config, kind=type(model))
+    with pytest.raises(WeightsError, match=r"lm_head.weight, .* have no values: load or start"):
+        save_stages(tmp_path / "new", empty, {0: empty})
+    assert not list((tmp_path / "new").iterdir())
+
+
+# --- adapters of peft
+
+
+# peft asks a model of transformers for a name that is deprecated there.
+peft_warns = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+
+def with_adapter(model: Any, **more: Any) -> Any:
+    import peft
+
+    targets = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **more)
+    torch.manual_seed(7)
+    return peft.get_peft_model(model, config)
+
+
+@peft_warns
+@pytest.mark.parametrize("inner", [False, True])
+def test_peft_reads_the_adapter_that_was_saved(inner: bool, tmp_path: Path) -> None:
+    """The model that is cut is peft's, or the one inside of it."""
+    import peft
+
+    family = FAMILIES["llama"]
+    base = family.model(tie_word_embeddings=False)
+    base.save_pretrained(tmp_path / "base")
+    base = type(base).from_pretrained(tmp_path / "base")
+    wrapped = with_adapter(base, modules_to_save=["lm_head"])
+    uncut = wrapped.get_base_model() if inner else wrapped
+    prefix = "" if inner else "base_model.model."
+    cut = type(family)(
+        family.kind,
+        family.config,
+        layers=(f"{prefix}model.layers",),
+        first=(f"{prefix}model.embed_tokens",),
+        last=(f"{prefix}model.norm", f"{prefix}lm_head"),
+    )
+    save_stages(tmp_path / "ours", uncut, cut.stages(uncut, 2))
+    assert files(tmp_path / "ours") == ["adapter_config.json", "adapter_model.safetensors"]
+
+    fresh = type(base).from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "ours").eval()
+    assert_same(tensors(loaded), tensors(wrapped))
+    assert torch.equal(logits(loaded), logits(wrapped.eval()))
+    wrapped.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        json.loads((tmp_path / f / "adapter_config.json").read_text()) for f in ("ours", "theirs")
+    )
+    assert ours == theirs
+
+
+@peft_warns
+def test_several_adapters_are_refused(tmp_path: Path) -> None:
+    import peft
+
+    model = with_adapter(FAMILIES["llama"].model())
+    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(WeightsError, match=r"adapters \['default', 'other'\]; expected one"):
+        save_stages(tmp_path, model, {0: model})
+
+
+def test_a_single_file_of_before_is_not_read_by_mistake(tmp_path: Path) -> None:
+    """`model.safetensors` of an older model would count more than the new index."""
+    model = FAMILIES["gpt2"].model()
+    model.save_pretrained(tmp_path)
+    save_stages(tmp_path, model, {0: model}, tied=find_tied(model))
+    assert not (tmp_path / SINGLE).exists()

@@ -1,0 +1,160 @@
+"""Weights are read by name from safetensors files, and damaged directories are refused in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipegrad.errors import ConfigError, WeightsError
+from pipegrad.partition.weights import INDEX, SINGLE, Weights, extra, listed, write_shard
+
+TENSORS = {
+    "a.weight": torch.arange(6.0).reshape(2, 3),
+    "b.weight": torch.ones(4, dtype=torch.bfloat16),
+    "c.count": torch.tensor(3),
+    "d.empty": torch.zeros(0, 2),
+}
+FILES = {"a.weight": "1.safetensors", "b.weight": "1.safetensors"}
+FILES |= {"c.count": "2.safetensors", "d.empty": "2.safetensors"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with two files and an index."""
+    for file in set(FILES.values()):
+        write_shard(tmp_path / file, {n: t for n, t in TENSORS.items() if FILES[n] == file})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": FILES}))
+    return tmp_path
+
+
+def test_several_files_are_read_by_name(folder: Path) -> None:
+    weights = Weights(folder)
+    assert sorted(weights.names) == sorted(TENSORS)
+    for name in [*TENSORS, *TENSORS]:
+        assert torch.equal(weights.read(name), TENSORS[name])
+        assert weights.read(name).dtype == TENSORS[name].dtype
+        assert weights.spec(name).shape == tuple(TENSORS[name].shape)
+        assert weights.path(name) == folder / FILES[name]
+    assert weights.spec("b.weight").dtype == "BF16"
+
+
+def test_a_single_file_counts_more_than_an_index(folder: Path) -> None:
+    """As in transformers."""
+    write_shard(folder / SINGLE, {"other": torch.ones(1)})
+    assert Weights(folder).names == ["other"]
+
+
+def test_a_tensor_stays_when_its_file_is_written_again(tmp_path: Path) -> None:
+    write_shard(tmp_path / SINGLE, {"x": torch.ones(1000)})
+    weights = Weights(tmp_path)
+    tensor = weights.read("x")
+    weights.close()
+    (tmp_path / SINGLE).write_bytes(bytes(4096))
+    assert torch.equal(tensor, torch.ones(1000))
+    tensor += 1  # in memory of its own
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def exchange(folder: Path) -> None:
+    write_shard(folder / "1.safetensors", {"other": torch.ones(1)})
+
+
+def lose(folder: Path) -> None:
+    (folder / "1.safetensors").unlink()
+
+
+def empty(folder: Path) -> None:
+    (folder / "1.safetensors").write_bytes(b"")
+
+
+def damage_header(folder: Path) -> None:
+    path = folder / "1.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"a.weight", b"a.w\xffight"))
+
+
+def damage_index(folder: Path) -> None:
+    (folder / INDEX).write_text("{")
+
+
+def other_index(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": ["a.weight"]}')
+
+
+def leave(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {"a.weight": "../secret.safetensors"}}')
+
+
+def pickled(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "pytorch_model.bin").touch()
+
+
+def adapter(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "adapter_config.json").touch()
+
+
+def half(folder: Path) -> None:
+    (folder / INDEX).unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (cut_short, ["1.safetensors is not a whole safetensors file"]),
+        (empty, ["1.safetensors is not a whole safetensors file"]),
+        (damage_header, ["1.safetensors is not a whole safetensors file"]),
+        (exchange, ["1.safetensors has no tensor a.weight"]),
+        (lose, ["there is no file", "1.safetensors", "its index lists it"]),
+        (damage_index, [INDEX, "is no index"]),
+        (other_index, [INDEX, "is no index"]),
+        (leave, [INDEX, "outside of its directory: ../secret.safetensors"]),
+        (pickled, ["pytorch_model.bin", "save_pretrained"]),
+        (adapter, ["adapter of peft"]),
+        (half, ["neither", SINGLE, INDEX, "the writer did not end"]),
+    ],
+)
+def test_a_damaged_directory_is_refused(
+    folder: Path, harm: Callable[[Path], None], words: list[str]
+) -> None:
+    harm(folder)
+    for read in (Weights.spec, Weights.read):
+        with pytest.raises(WeightsError) as caught:
+            read(Weights(folder), "a.weight")
+        assert [word for word in words if word not in str(caught.value)] == []
+        assert str(folder) in str(caught.value)
+
+
+def test_a_missing_directory_is_no_name_of_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no directory meta/llama.*nothing is downloaded"):
+        Weights(Path("meta/llama"))
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match="no directory"):
+        Weights(tmp_path / "file")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"missing/1.safetensors cannot be written"):
+        write_shard(tmp_path / "missing" / "1.safetensors", TENSORS)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr("pipegrad.partition.weights.importlib.import_module", lacks)
+    with pytest.raises(ConfigError, match=r"library safetensors: pip install 'pipegrad\[hf\]'"):
+        extra("safetensors.torch")
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    assert listed("cab") == "a, b, c"
+    assert listed("fedcba") == "a, b, c, d and 2 more"
