@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -481,6 +482,31 @@ class NoGradInAutocast(Chain):
             return self.at(1, x + h)
 
 
+class HookOnTensor(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.at(0, x)
+        h.register_hook(torch.neg)
+        return self.at(1, h)
+
+
+class HookOnModule(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self[1].register_full_backward_hook(lambda module, gradients, _: None)
+
+
+class InferenceMode(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            h = self.at(0, x)
+        return self.at(1, x + h.clone())
+
+
+class PythonRandom(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.random())
+
+
 class NormTwice(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -521,6 +547,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autograd.Function": (StraightThrough, "Rounds, an autograd.Function.*loses its backward"),
     "reentrant checkpoint": (Reentrant, "use_reentrant=False"),
     "no_grad in autocast": (NoGradInAutocast, "no_grad.. inside of torch.autocast"),
+    "a hook of a tensor": (HookOnTensor, "Tensor.register_hook, and torch.export loses it"),
+    "a hook of a module": (HookOnModule, "BackwardHookFunction"),
+    "inference mode": (InferenceMode, r"torch.inference_mode\(\), and torch.export loses it"),
+    "random numbers of Python": (PythonRandom, "random numbers, and a trace has those of one"),
     "a norm of two stages": (NormTwice, r"changes 'norm.*', and stages \[0, 1\] use it"),
     "a skip that changes": (ChangesSkip, "stage 1 changes a value of an earlier stage in place"),
     "an input that changes": (ChangesInput, "changes its input 'x' in place"),
