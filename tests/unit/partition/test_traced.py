@@ -256,6 +256,15 @@ class Norms(nn.Module):
         return self.drop(self.b(h)) * self.steps
 
 
+class Noise(Chain):
+    """Random numbers without a parameter, which two stages read: they are sent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        first, second = self.at(1, self.at(0, x) + noise).chunk(2)
+        return self.at(2, first) * noise[:2] + second
+
+
 class Unused(nn.Module):
     """Parameters that no operator reads, and a tensor that is no buffer."""
 
@@ -289,6 +298,7 @@ MODELS: dict[str, Case] = {
     "regions, all": (Regions, only_x, ["frozen.1", "cast.0", "cast.1", "head"], [1, 2, 3]),
     "in place": (Writes, only_x, ["layers.0", "layers.1", "layers.2"], [1, 2]),
     "buffers": (Norms, only_x, ["a", "b"], [1]),
+    "noise and chunks": (Noise, only_x, "012", [1, 2]),
     "unused parameters": (
         Unused,
         lambda: {"tree": {"bias": (x(), None)}, "x": x(), "flag": True},
