@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from pipegrad.errors import TopologyError
 from pipegrad.interop.private import flat
 from pipegrad.partition.export_graph import (
-    STRUCTURAL,
     State,
     calls_of,
     export_graph,
     states_of,
 )
+from pipegrad.partition.export_guards import STRUCTURAL
 from pipegrad.partition.graph_memory import GraphMemory
 from pipegrad.partition.part import Part
 from pipegrad.partition.traced_modes import add_evaluation, evaluating
