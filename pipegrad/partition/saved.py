@@ -103,10 +103,11 @@ def save_stages(
     first = first_names(model, tied)
 
     def prepare() -> dict[int, list[str]]:
-        if rank == 0:
-            _make_empty(part)
         if max_shard_bytes < 1:
             raise WeightsError(f"max_shard_bytes is {max_shard_bytes}, expected at least 1")
+        if rank == 0:
+            _make_empty(part)
+            _write_generation_config(part, model)
         return {index: sorted(_state(stage, first)) for index, stage in stages.items()}
 
     try:
@@ -291,6 +292,16 @@ def _make_empty(part: Path) -> None:
         raise WeightsError(f"{part.parent} cannot be written: {error.strerror}") from error
 
 
+def _write_generation_config(part: Path, model: Any) -> None:  # noqa: ANN401 - of any kind
+    """Writes it first: transformers refuses some of them, before anything else was written."""
+    if _peft_config(model) is not None or not model.can_generate():
+        return
+    try:
+        model.generation_config.save_pretrained(part)
+    except ValueError as error:
+        raise WeightsError(f"the model's generation_config cannot be saved: {error}") from error
+
+
 def _place(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: ANN401 - of any kind
     """Moves what was written to its place. See [Note: a directory is whole or is not there]."""
     missing = [shard.file for shard in shards if not (part / shard.file).exists()]
@@ -324,8 +335,6 @@ def _place_model(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # n
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a class
     config.dtype = next((shard.dtype for shard in shards if shard.dtype), config.dtype)
     config.save_pretrained(part)
-    if model.can_generate():
-        model.generation_config.save_pretrained(part)
     (part / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     (folder / INDEX).unlink(missing_ok=True)
     for path in folder.iterdir():
