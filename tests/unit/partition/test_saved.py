@@ -193,6 +193,10 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     model = family.model()
     with pytest.raises(WeightsError, match="max_shard_bytes is 0, expected at least 1"):
         save_stages(tmp_path, model, {0: model}, max_shard_bytes=0)
+    model.generation_config.temperature = 0.3
+    with pytest.raises(WeightsError, match=r"(?s)generation_config cannot be saved: .*do_sample"):
+        save_stages(tmp_path, model, {0: model})
+    model.generation_config.temperature = None
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match=r"file cannot be written: Not a directory"):
         save_stages(tmp_path / "file", model, {0: model})
