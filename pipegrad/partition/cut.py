@@ -22,17 +22,17 @@ from pipegrad.partition.boundaries import Layer, starts_of
 from pipegrad.partition.conventions import Conventions, sample_of
 from pipegrad.partition.cut_model import Cut, Source
 from pipegrad.partition.cut_stage import LOSS
-from pipegrad.partition.flow import Call, Flow, flow_of
 from pipegrad.partition.layers import has_state, layers_of
-from pipegrad.partition.pretrained import meta_model
 from pipegrad.partition.sequential import (
     is_sequential,
     only_layers,
     sequential_layers,
     sequential_parts,
 )
-from pipegrad.partition.structural import parts_of, returned_tensors
-from pipegrad.partition.traced import TracedModel
+from pipegrad.partition.structural.flow import Call, Flow, flow_of
+from pipegrad.partition.structural.parts import parts_of, returned_tensors
+from pipegrad.partition.traced.model import TracedModel
+from pipegrad.partition.weights.pretrained import meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from pipegrad.errors import ConfigError, WeightsError
-from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
-from pipegrad.partition.saved import save_stages
-from pipegrad.partition.weights import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.weights.pretrained import load_stages, meta_model, start_stages
+from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, tensors
 
 pytestmark = pytest.mark.slow  # transformers is imported
@@ -390,7 +390,7 @@ def test_a_stage_with_other_names_is_refused(tmp_path: Path) -> None:
 PEAK = """
 import sys, torch
 from pathlib import Path
-from pipegrad.partition.pretrained import load_stages, meta_model
+from pipegrad.partition.weights.pretrained import load_stages, meta_model
 from tests.support.partition.hand_cut import FAMILIES
 
 def peak():

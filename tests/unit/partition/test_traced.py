@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.partition.part import Part
-from pipegrad.partition.traced import TracedModel
+from pipegrad.partition.traced.model import TracedModel
 from tests.support.rounding import rounding
 
 ROWS, WIDTH = 4, 6

@@ -22,9 +22,9 @@ from torch import nn
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.initial_values import initial_values
-from pipegrad.partition.stored import StoredTensors
-from pipegrad.partition.weights import Weights, extra, listed
+from pipegrad.partition.weights.files import Weights, extra, listed
+from pipegrad.partition.weights.initial_values import initial_values
+from pipegrad.partition.weights.stored import StoredTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from pipegrad.errors import PipegradError, TopologyError, root_of
 from pipegrad.interop.private import fake_tensors, flat, storage_key
-from pipegrad.partition.export_guards import STRUCTURAL, refuses_what_export_loses
+from pipegrad.partition.traced.export_guards import STRUCTURAL, refuses_what_export_loses
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from torch import nn
 
 from pipegrad.errors import WeightsError
 from pipegrad.interop.private import TorchDispatchMode, storage_key
-from pipegrad.partition.weights import extra, listed
+from pipegrad.partition.weights.files import extra, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipegrad.errors import WeightsError
-from pipegrad.partition.weights import extra, write_shard
+from pipegrad.partition.weights.files import extra, write_shard
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PeftModel.from_pretrained expects it

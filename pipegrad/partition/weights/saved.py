@@ -28,9 +28,9 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import WeightsError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.adapter import adapter_state, has_adapter, place_adapter
-from pipegrad.partition.pretrained import first_names
-from pipegrad.partition.weights import INDEX, extra, listed, write_shard
+from pipegrad.partition.weights.adapter import adapter_state, has_adapter, place_adapter
+from pipegrad.partition.weights.files import INDEX, extra, listed, write_shard
+from pipegrad.partition.weights.pretrained import first_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
