@@ -22,17 +22,17 @@ from pipegrad.partition.boundaries import Layer, starts_of
 from pipegrad.partition.conventions import Conventions, sample_of
 from pipegrad.partition.cut_model import Cut, Source
 from pipegrad.partition.cut_stage import LOSS
-from pipegrad.partition.flow import Call, flow_of
 from pipegrad.partition.layers import has_state, layers_of
-from pipegrad.partition.pretrained import meta_model
 from pipegrad.partition.sequential import (
     is_sequential,
     only_layers,
     sequential_layers,
     sequential_parts,
 )
-from pipegrad.partition.structural import parts_of, returned_tensors
-from pipegrad.partition.traced import TracedModel
+from pipegrad.partition.structural.flow import Call, Flow, flow_of
+from pipegrad.partition.structural.parts import parts_of, returned_tensors
+from pipegrad.partition.traced.model import TracedModel
+from pipegrad.partition.weights.pretrained import meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -186,11 +186,7 @@ def _structural(
     conventions = Conventions(model)
     sample = conventions.arguments(sample_of(model) if example is None else example)
     modules = layers_of(model, num_stages)
-    flow = flow_of(model, modules, sample, timed=by == "measured")
-    blocks = list(_blocks(flow.calls, modules))
-    layers = [_layer(flow.calls[a:b], modules) for a, b in blocks]
-    if by == "measured":
-        layers = _agreed(layers)
+    flow, layers, blocks = _weighed(model, modules, sample, by)
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
     returned = returned_tensors(flow.returned)
     returned = {name: value for name, value in returned.items() if name != LOSS}
@@ -200,6 +196,19 @@ def _structural(
         raise TopologyError(f"{type(model).__name__} returns no tensor")
     parts = parts_of(model, modules, flow, [blocks[start][0] for start in starts], returned)
     return Cut(model, parts, layers, starts, how="structural", by=_words(by, boundaries))
+
+
+def _weighed(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+    by: str | Sequence[float],
+) -> tuple[Flow, list[Layer], list[tuple[int, int]]]:
+    """Returns what a model does, where stages may begin, and the calls of each such layer."""
+    flow = flow_of(model, modules, sample, timed=by == "measured")
+    blocks = list(_blocks(flow.calls, modules))
+    layers = [_layer(flow.calls[a:b], modules) for a, b in blocks]
+    return flow, _agreed(layers) if by == "measured" else layers, blocks
 
 
 def _traced(
@@ -219,6 +228,10 @@ def _traced(
     graph = TracedModel(model, Conventions(model).arguments(example), [*modules])
     calls = [name for name in graph.calls if has_state(modules[name.partition("#")[0]])]
     layers = [Layer(name, _sizes(modules[name.partition("#")[0]])) for name in calls]
+    if isinstance(by, str) and by != "parameters":
+        _, found, _ = _weighed(model, modules, example, by)
+        weighed = {layer.name: layer for layer in found}
+        layers = [weighed.get(layer.name, layer) for layer in layers]
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
     parts = graph.parts([graph.calls.index(calls[start]) for start in starts])
     last = parts[-1]

@@ -16,10 +16,10 @@ from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, inner_model
 from pipegrad.partition.cut_stage import CutStage
 from pipegrad.partition.part import Part
-from pipegrad.partition.pretrained import load_stages, start_stages
 from pipegrad.partition.report import report
-from pipegrad.partition.saved import DEFAULT_SHARD_BYTES, save_stages
-from pipegrad.partition.stage_module import without_memory
+from pipegrad.partition.structural.stage_module import without_memory
+from pipegrad.partition.weights.pretrained import load_stages, start_stages
+from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage
 
 

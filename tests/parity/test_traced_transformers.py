@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipegrad.partition.traced import TracedModel
+from pipegrad.partition.traced.model import TracedModel
 from tests.support.rounding import rounding
 from tests.unit.partition.test_traced import Run, compare
 

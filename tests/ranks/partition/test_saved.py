@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 
 from pipegrad import find_tied
 from pipegrad.errors import WeightsError
-from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
-from pipegrad.partition.saved import save_stages
-from pipegrad.partition.weights import INDEX, write_shard
+from pipegrad.partition.weights.files import INDEX, write_shard
+from pipegrad.partition.weights.pretrained import load_stages, meta_model, start_stages
+from pipegrad.partition.weights.saved import save_stages
 from pipegrad.testing import run_ranks
 from tests.support.partition.hand_cut import FAMILIES, assert_same, tensors
 
@@ -98,7 +98,7 @@ def mistakes(folder: Path, mesh: DeviceMesh) -> list[list[str]]:
     attempt(lambda: save_stages(folder / "empty", model, stages))
     load_stages(folder / "llama", model, stages.values())
     sharded(stages, mesh)  # a rank that fails must not leave the others in a gather
-    with patch("pipegrad.partition.saved.write_shard", fail):
+    with patch("pipegrad.partition.weights.saved.write_shard", fail):
         attempt(lambda: save_stages(folder / "llama-fsdp", model, stages))
     return found
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from pipegrad.errors import ConfigError, WeightsError
-from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
-from pipegrad.partition.weights import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.weights.pretrained import load_stages, meta_model, start_stages
+from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, tensors
 
 pytestmark = pytest.mark.slow  # transformers is imported
@@ -250,6 +251,26 @@ def test_a_model_that_leaves_a_tensor_out_is_refused() -> None:
         start_stages(model, [model], seed=0)
 
 
+def test_a_parameter_that_is_made_on_the_cpu_is_read_too(tmp_path: Path) -> None:
+    """Wav2Vec2 has one: torch.Tensor(size) heeds no device. Its own values were kept."""
+
+    class Legacy(type(FAMILIES["gpt2"].model())):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.mask = nn.Parameter(torch.Tensor(8).uniform_())
+            self.other = self.mask
+            self.register_buffer("table", torch.ones(3, device="cpu"), persistent=False)
+
+    config = FAMILIES["gpt2"].model().config
+    saved = Legacy(config)
+    save_stages(tmp_path, saved, {0: saved})
+    model = meta_model(tmp_path, kind=Legacy)
+    assert model.mask.is_meta
+    assert model.other is model.mask
+    load_stages(tmp_path, model, [model])
+    assert_same(tensors(model), tensors(saved))
+
+
 def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
     FAMILIES["llama"].model().save_pretrained(tmp_path)
     for fill in ("load", "start"):
@@ -293,6 +314,11 @@ def test_configurations_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         meta_model("gpt2")
     with pytest.raises(ConfigError, match=r"a LlamaConfig: architectures is \[\].*AutoModel"):
         meta_model(LlamaConfig())
+    for kind in ("LlamaForCausalLM", LlamaConfig):
+        with pytest.raises(ConfigError, match="expected a class of models"):
+            meta_model(LlamaConfig(), kind=kind)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dtype is 'bfloat16', expected one of torch's"):
+        meta_model(LlamaConfig(architectures=["LlamaForCausalLM"]), dtype="bfloat16")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a dict is no directory"):
         meta_model({"model_type": "llama"})
     FAMILIES["llama"].model().save_pretrained(tmp_path)
@@ -302,7 +328,11 @@ def test_configurations_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     write_config(tmp_path, architectures=["LlamaForCausalLM"], model_type="lama")
     with pytest.raises(ConfigError, match=r"config.json is no configuration"):
         meta_model(tmp_path)
-    write_config(tmp_path, model_type="llama", quantization_config={"quant_method": "gptq"})
+    (tmp_path / "generation_config.json").write_text("{")
+    write_config(tmp_path, model_type="llama")
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+        meta_model(tmp_path)
+    write_config(tmp_path, quantization_config={"quant_method": "gptq"})
     with pytest.raises(ConfigError, match="quantized"):
         meta_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -360,7 +390,7 @@ def test_a_stage_with_other_names_is_refused(tmp_path: Path) -> None:
 PEAK = """
 import sys, torch
 from pathlib import Path
-from pipegrad.partition.pretrained import load_stages, meta_model
+from pipegrad.partition.weights.pretrained import load_stages, meta_model
 from tests.support.partition.hand_cut import FAMILIES
 
 def peak():

@@ -12,9 +12,9 @@ import torch
 
 from pipegrad import find_tied
 from pipegrad.errors import WeightsError
-from pipegrad.partition.pretrained import load_stages, meta_model, start_stages
-from pipegrad.partition.saved import save_stages
-from pipegrad.partition.weights import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.weights.pretrained import load_stages, meta_model, start_stages
+from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, logits, tensors
 
 pytestmark = pytest.mark.slow  # transformers is imported
@@ -103,7 +103,7 @@ def test_a_stage_saves_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         sizes.append(sum(tensor.nbytes for tensor in shard.values()))
         write_shard(path, shard)
 
-    monkeypatch.setattr("pipegrad.partition.saved.write_shard", note)
+    monkeypatch.setattr("pipegrad.partition.weights.saved.write_shard", note)
     family = FAMILIES["mixtral"]
     model = family.model()
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
@@ -152,7 +152,7 @@ def test_a_write_that_fails_leaves_the_older_model(
     def full(path: Path, _: object) -> None:
         raise WeightsError(f"{path} cannot be written: No space left on device")
 
-    monkeypatch.setattr("pipegrad.partition.saved.write_shard", full)
+    monkeypatch.setattr("pipegrad.partition.weights.saved.write_shard", full)
     with pytest.raises(WeightsError, match=r"0-0.safetensors cannot be written: No space"):
         save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
     assert files(tmp_path) == before
@@ -193,6 +193,10 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     model = family.model()
     with pytest.raises(WeightsError, match="max_shard_bytes is 0, expected at least 1"):
         save_stages(tmp_path, model, {0: model}, max_shard_bytes=0)
+    model.generation_config.temperature = 0.3
+    with pytest.raises(WeightsError, match=r"(?s)generation_config cannot be saved: .*do_sample"):
+        save_stages(tmp_path, model, {0: model})
+    model.generation_config.temperature = None
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match=r"file cannot be written: Not a directory"):
         save_stages(tmp_path / "file", model, {0: model})

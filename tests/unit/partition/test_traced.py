@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.partition.part import Part
-from pipegrad.partition.traced import TracedModel
+from pipegrad.partition.traced.model import TracedModel
 from tests.support.rounding import rounding
 
 ROWS, WIDTH = 4, 6
@@ -255,6 +256,15 @@ class Norms(nn.Module):
         return self.drop(self.b(h)) * self.steps
 
 
+class Noise(Chain):
+    """Random numbers without a parameter, which two stages read: they are sent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        first, second = self.at(1, self.at(0, x) + noise).chunk(2)
+        return self.at(2, first) * noise[:2] + second
+
+
 class Unused(nn.Module):
     """Parameters that no operator reads, and a tensor that is no buffer."""
 
@@ -288,6 +298,7 @@ MODELS: dict[str, Case] = {
     "regions, all": (Regions, only_x, ["frozen.1", "cast.0", "cast.1", "head"], [1, 2, 3]),
     "in place": (Writes, only_x, ["layers.0", "layers.1", "layers.2"], [1, 2]),
     "buffers": (Norms, only_x, ["a", "b"], [1]),
+    "noise and chunks": (Noise, only_x, "012", [1, 2]),
     "unused parameters": (
         Unused,
         lambda: {"tree": {"bias": (x(), None)}, "x": x(), "flag": True},
@@ -481,10 +492,36 @@ class NoGradInAutocast(Chain):
             return self.at(1, x + h)
 
 
+class HookOnTensor(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.at(0, x)
+        h.register_hook(torch.neg)
+        return self.at(1, h)
+
+
+class HookOnModule(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self[1].register_full_backward_hook(lambda module, gradients, _: None)
+
+
+class InferenceMode(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            h = self.at(0, x)
+        return self.at(1, x + h.clone())
+
+
+class PythonRandom(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.random())
+
+
 class NormTwice(Chain):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.num_batches_tracked = None  # the statistics alone are enough
 
     def forward(self, x: Tensor) -> Any:
         return self.norm(self.at(1, self.norm(self.at(0, x))))
@@ -521,7 +558,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autograd.Function": (StraightThrough, "Rounds, an autograd.Function.*loses its backward"),
     "reentrant checkpoint": (Reentrant, "use_reentrant=False"),
     "no_grad in autocast": (NoGradInAutocast, "no_grad.. inside of torch.autocast"),
-    "a norm of two stages": (NormTwice, r"changes 'norm.*', and stages \[0, 1\] use it"),
+    "a hook of a tensor": (HookOnTensor, "Tensor.register_hook, and torch.export loses it"),
+    "a hook of a module": (HookOnModule, "BackwardHookFunction"),
+    "inference mode": (InferenceMode, r"torch.inference_mode\(\), and torch.export loses it"),
+    "random numbers of Python": (PythonRandom, "random numbers, and a trace has those of one"),
+    "a norm of two stages": (NormTwice, r"changes 'norm.running.*', and stages \[0, 1\] use it"),
     "a skip that changes": (ChangesSkip, "stage 1 changes a value of an earlier stage in place"),
     "an input that changes": (ChangesInput, "changes its input 'x' in place"),
     "an attribute that changes": (ChangesAttribute, "register it as a buffer"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipegrad.errors import ConfigError, WeightsError
-from pipegrad.partition.weights import INDEX, SINGLE, Weights, extra, listed, write_shard
+from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, extra, listed, write_shard
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -150,7 +150,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     def lacks(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr("pipegrad.partition.weights.importlib.import_module", lacks)
+    monkeypatch.setattr("pipegrad.partition.weights.files.importlib.import_module", lacks)
     with pytest.raises(ConfigError, match=r"library safetensors: pip install 'pipegrad\[hf\]'"):
         extra("safetensors.torch")
 

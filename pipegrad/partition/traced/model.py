@@ -13,17 +13,17 @@ from torch import Tensor, fx, nn
 
 from pipegrad.errors import TopologyError
 from pipegrad.interop.private import flat
-from pipegrad.partition.export_graph import (
-    STRUCTURAL,
+from pipegrad.partition.part import Part
+from pipegrad.partition.traced.export_graph import (
     State,
     calls_of,
     export_graph,
     states_of,
 )
-from pipegrad.partition.graph_memory import GraphMemory
-from pipegrad.partition.part import Part
-from pipegrad.partition.traced_modes import add_evaluation, evaluating
-from pipegrad.partition.traced_stage import StageCode, TracedStage
+from pipegrad.partition.traced.export_guards import STRUCTURAL
+from pipegrad.partition.traced.graph_memory import GraphMemory
+from pipegrad.partition.traced.modes import add_evaluation, evaluating
+from pipegrad.partition.traced.stage import StageCode, TracedStage
 from pipegrad.pipeline.stage import fields_of
 
 

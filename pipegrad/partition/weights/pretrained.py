@@ -11,7 +11,7 @@ import copy
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,9 @@ from torch import nn
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.initial_values import initial_values
-from pipegrad.partition.stored import StoredTensors
-from pipegrad.partition.weights import Weights, extra, listed
+from pipegrad.partition.weights.files import Weights, extra, listed
+from pipegrad.partition.weights.initial_values import initial_values
+from pipegrad.partition.weights.stored import StoredTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -69,7 +69,7 @@ def meta_model(
 def load_stages(
     directory: str | Path,
     model: PreTrainedModel,
-    stages: Iterable[nn.Module],
+    stages: Collection[nn.Module],
     *,
     device: str | torch.device = "cpu",
     seed: int | None = None,
@@ -110,15 +110,14 @@ def load_stages(
         weights.close()
         # Buffers that are not saved, such as the frequencies of RoPE, are made as at the start.
         fresh = others | {name: persistent[name] for name in missing}
-        for name, value in initial_values(model, fresh, seed or 0).items():
-            _put(fresh[name], value, name, device)
+        _fill(model, stages, fresh, seed or 0, device)
 
     agree("load the stages", load, timeout_seconds=_patience(device))
 
 
 def start_stages(
     model: PreTrainedModel,
-    stages: Iterable[nn.Module],
+    stages: Collection[nn.Module],
     *,
     seed: int,
     device: str | torch.device = "cpu",
@@ -142,9 +141,7 @@ def start_stages(
 
     def start() -> str:
         persistent, others = _on_meta(stages, first_names(model))
-        places = persistent | others
-        for name, value in initial_values(model, places, seed).items():
-            _put(places[name], value, name, device)
+        _fill(model, stages, persistent | others, seed, device)
         return str(seed)
 
     seeds = agree("start the stages", start, timeout_seconds=_patience(device))
@@ -199,22 +196,55 @@ def _made(
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{where}: quantized weights cannot be trained; use the original ones")
     cls: Any = kind or _architecture(transformers, config, where)
+    # An Auto class has from_config, and each of its models has what that calls.
+    make = getattr(cls, "from_config", None) or getattr(cls, "_from_config", None)
+    if make is None:
+        raise ConfigError(f"kind is {cls!r}, expected a class of models of transformers")
     folder = path if path is not None and path.is_dir() else None
     dtype = dtype or config.dtype or (folder and _first_dtype(folder)) or torch.get_default_dtype()
-    # An Auto class has from_config, and each of its models has what that calls.
-    make: Callable[..., Any] = getattr(cls, "from_config", None) or cls._from_config
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype is {dtype!r}, expected one of torch's, such as torch.bfloat16")
     try:
         with torch.device("meta"):
             model = make(config, dtype=dtype)
     except Exception as error:  # whatever a model says of its configuration
         raise ConfigError(f"{where}: {cls.__name__} cannot be made of it: {error}") from error
+    _drop_values(model)
     if folder is not None:
         _keep_in_float32(model, dtype)
-        if (folder / "generation_config.json").exists():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                folder, local_files_only=True
-            )
+        _read_generation_config(transformers, model, folder)
     return model
+
+
+def _read_generation_config(transformers: Any, model: Any, folder: Path) -> None:  # noqa: ANN401
+    file = folder / "generation_config.json"
+    if not file.exists():
+        return
+    try:
+        config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers says of a file
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    model.generation_config = config
+
+
+def _drop_values(model: nn.Module) -> None:
+    """Puts all saved tensors on the meta device.
+
+    Some constructors make tensors on the CPU whatever torch's device is. Their values would be
+    taken for those of a checkpoint.
+    """
+    new = dict[int, torch.Tensor]()
+    for module in model.modules():
+        tensors = module._parameters | module._buffers
+        for attribute in tensors.keys() - module._non_persistent_buffers_set:
+            old = tensors[attribute]
+            if old is None or old.is_meta:
+                continue
+            if id(old) not in new:
+                meta = old.detach().to("meta")
+                is_parameter = isinstance(old, nn.Parameter)
+                new[id(old)] = nn.Parameter(meta, old.requires_grad) if is_parameter else meta
+            setattr(module, attribute, new[id(old)])
 
 
 def _config(transformers: Any, path: Path) -> Any:  # noqa: ANN401 - of any model
@@ -225,7 +255,9 @@ def _config(transformers: Any, path: Path) -> Any:  # noqa: ANN401 - of any mode
             f"(nothing is downloaded), or a config.json"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever transformers says of a file
         raise ConfigError(f"{file} is no configuration of transformers: {error}") from error
 
@@ -256,7 +288,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
             parameter.data = parameter.data.to(torch.float32)
 
 
-def _on_meta(stages: Iterable[nn.Module], first: Mapping[str, str]) -> tuple[_Places, _Places]:
+def _on_meta(stages: Collection[nn.Module], first: Mapping[str, str]) -> tuple[_Places, _Places]:
     """Returns the places of tensors on the meta device: of those that are saved, and of others."""
     persistent, others = defaultdict[str, Any](list), defaultdict[str, Any](list)
     unknown = list[str]()
@@ -276,6 +308,20 @@ def _on_meta(stages: Iterable[nn.Module], first: Mapping[str, str]) -> tuple[_Pl
     if unknown:
         raise WeightsError(f"the uncut model has no {listed(unknown)}, but a stage has")
     return dict(persistent), dict(others)
+
+
+def _fill(
+    model: PreTrainedModel,
+    stages: Collection[nn.Module],
+    places: _Places,
+    seed: int,
+    device: str | torch.device,
+) -> None:
+    """Puts initial values into places, and then has all tensors of the stages on one device."""
+    for name, value in initial_values(model, places, seed).items():
+        _put(places[name], value, name, device)
+    for stage in stages:  # a buffer that a constructor made on the CPU is still there
+        stage.to(device)
 
 
 def _put(

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 from pipegrad.errors import StepError
 from pipegrad.interop.private import flat
-from pipegrad.partition.export_graph import STRUCTURAL, ExportGraph, Region
+from pipegrad.partition.traced.export_graph import ExportGraph, Region
+from pipegrad.partition.traced.export_guards import STRUCTURAL
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipegrad.partition.export_graph import ExportGraph
+from pipegrad.partition.traced.export_graph import ExportGraph
 
 
 def add_evaluation(graph: ExportGraph, evaluation: ExportGraph) -> bool:

@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from pipegrad.errors import PipegradError, TopologyError, root_of
 from pipegrad.interop.private import fake_tensors, flat, storage_key
-
-STRUCTURAL = "how='structural' runs the model's own code instead"
+from pipegrad.partition.traced.export_guards import STRUCTURAL, refuses_what_export_loses
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +79,7 @@ def export_graph(model: nn.Module, example: Mapping[str, object]) -> ExportGraph
     tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
     held = [*model.parameters(), *model.buffers(), *tensors]
     device = next((x.device for x in held if not x.is_meta), torch.device("cpu"))
-    with _without_meta(model, device), _refuses_what_export_loses(), torch.enable_grad():
+    with _without_meta(model, device), refuses_what_export_loses(), torch.enable_grad():
         # Two names of one tensor, such as input_ids and labels, are two inputs of the graph only if
         # they are two tensors.
         own = {name: _new_tensors(value, device) for name, value in example.items()}
@@ -227,7 +225,7 @@ def _is_empty(node: fx.Node) -> bool:
         return len(places) == 1 and len({x.stride() for x in values}) == 1
     # The assertion repeats what the fixed shapes and dtypes of inputs say, and it names the device
     # of the trace.
-    return node.target is torch.ops.aten._assert_tensor_metadata.default
+    return str(node.target) == "aten._assert_tensor_metadata.default"
 
 
 def _paths(node: fx.Node) -> list[str]:
@@ -290,55 +288,3 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     empty = torch.empty_like(tensor, device=device)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-
-
-class _GradModes(TorchFunctionMode):
-    """Refuses ``torch.no_grad()`` inside of ``torch.autocast``, which torch.export loses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before = _autocasts()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        is_switch = getattr(func, "__name__", "") == "_set_grad_enabled"
-        if is_switch and args[0] != torch.is_grad_enabled() and _autocasts() != self._before:
-            raise TopologyError(
-                f"the model uses torch.no_grad() inside of torch.autocast, and torch.export loses "
-                f"it: gradients would be wrong. Use autocast around the step. {STRUCTURAL}"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _autocasts() -> tuple[bool, ...]:
-    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-
-
-@contextlib.contextmanager
-def _refuses_what_export_loses() -> Iterator[None]:
-    """Raises TopologyError where a trace would have other gradients than the model."""
-    base: Any = torch.autograd.Function
-    apply = base.__dict__["apply"]
-
-    def checked(function: Any, /, *args: object, **kwargs: object) -> object:  # noqa: ANN401
-        # A checkpoint that is not reentrant has a function without a meaning of its own.
-        is_checkpoint = function.__module__ == "torch.utils.checkpoint"
-        if function.__module__.startswith("torch.") and function.__name__ != "CheckpointFunction":
-            return apply.__func__(function, *args, **kwargs)
-        advice = "Make checkpoints with use_reentrant=False. " if is_checkpoint else ""
-        raise TopologyError(
-            f"the model uses {function.__name__}, an autograd.Function, and torch.export loses its "
-            f"backward: gradients would be wrong. {advice}{STRUCTURAL}"
-        )
-
-    base.apply = classmethod(checked)
-    try:
-        with _GradModes():
-            yield
-    finally:
-        base.apply = apply

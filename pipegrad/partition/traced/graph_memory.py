@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from pipegrad.errors import TopologyError
 from pipegrad.interop.private import arguments_of, storage_key
-from pipegrad.partition.export_graph import STRUCTURAL, ExportGraph
+from pipegrad.partition.traced.export_graph import ExportGraph
+from pipegrad.partition.traced.export_guards import STRUCTURAL
 
 _STATISTICS = {"running_mean", "running_var"}  # batch norm writes them, which its schema hides
 

@@ -12,7 +12,6 @@ device either.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -24,7 +23,7 @@ from torch import nn
 
 from pipegrad.errors import WeightsError
 from pipegrad.interop.private import TorchDispatchMode, storage_key
-from pipegrad.partition.weights import extra, listed
+from pipegrad.partition.weights.files import extra, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +79,10 @@ def _skeleton(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     """
     if id(module) in made:
         return made[id(module)]
-    new = made[id(module)] = copy.copy(module)
+    # Not copy.copy, which a parametrized module refuses.
+    new: nn.Module = object.__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    made[id(module)] = new
     new._parameters = {
         name: None
         if p is None

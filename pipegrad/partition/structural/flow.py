@@ -32,7 +32,7 @@ from pipegrad.interop.private import (
     storage_key,
     tree_flatten,
 )
-from pipegrad.partition.shallow import as_kind, shallow
+from pipegrad.partition.structural.shallow import as_kind, shallow
 
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
 

@@ -28,15 +28,14 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import WeightsError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.pretrained import first_names
-from pipegrad.partition.weights import INDEX, extra, listed, write_shard
+from pipegrad.partition.weights.adapter import adapter_state, has_adapter, place_adapter
+from pipegrad.partition.weights.files import INDEX, extra, listed, write_shard
+from pipegrad.partition.weights.pretrained import first_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PART = ".pipegrad-part"  # the folder of what is being written
-_ADAPTER = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # PeftModel.from_pretrained expects it
 _OLD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 # A layer: the name up to its first number. A converter of transformers takes tensors of one layer.
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -103,10 +102,11 @@ def save_stages(
     first = first_names(model, tied)
 
     def prepare() -> dict[int, list[str]]:
-        if rank == 0:
-            _make_empty(part)
         if max_shard_bytes < 1:
             raise WeightsError(f"max_shard_bytes is {max_shard_bytes}, expected at least 1")
+        if rank == 0:
+            _make_empty(part)
+            _write_generation_config(part, model)
         return {index: sorted(_state(stage, first)) for index, stage in stages.items()}
 
     try:
@@ -200,7 +200,7 @@ class _Writing:
     ) -> dict[str, torch.Tensor]:
         """Returns what is not yet written: with this layer, or this layer alone."""
         tensors = {name: t.detach().cpu().contiguous() for name, t in layer.items()}
-        if _peft_config(self._model) is None:
+        if not has_adapter(self._model):
             loading: Any = extra("transformers.core_model_loading")
             tensors = loading.revert_weight_conversion(self._model, tensors)
         if pending and _num_bytes(pending) + _num_bytes(tensors) > self._max_shard_bytes:
@@ -231,11 +231,6 @@ def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _peft_config(model: nn.Module) -> Mapping[str, Any] | None:
-    """Returns the configurations of adapters by name; None if the model has no adapters."""
-    return getattr(model, "peft_config", None)
-
-
 def _state(stage: nn.Module, first: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Returns the tensors of a stage that are saved, by the first of their names.
 
@@ -248,14 +243,8 @@ def _state(stage: nn.Module, first: Mapping[str, str]) -> dict[str, torch.Tensor
         for name, tensor in stage.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor) and name not in ignored
     }
-    configs = _peft_config(stage)
-    if configs is not None:
-        if len(configs) != 1:
-            raise WeightsError(f"the model has adapters {sorted(configs)}; expected one to save")
-        state = extra("peft").get_peft_model_state_dict(
-            stage, state, adapter_name=next(iter(configs)), save_embedding_layers=False
-        )
-        state = {_PREFIX + name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+    if has_adapter(stage):
+        state = adapter_state(stage, state)
     without = [name for name, tensor in state.items() if tensor.is_meta]
     if without:
         raise WeightsError(f"{listed(without)} of a stage have no values: load or start it first")
@@ -291,6 +280,16 @@ def _make_empty(part: Path) -> None:
         raise WeightsError(f"{part.parent} cannot be written: {error.strerror}") from error
 
 
+def _write_generation_config(part: Path, model: Any) -> None:  # noqa: ANN401 - of any kind
+    """Writes it first: transformers refuses some of them, before anything else was written."""
+    if has_adapter(model) or not model.can_generate():
+        return
+    try:
+        model.generation_config.save_pretrained(part)
+    except ValueError as error:
+        raise WeightsError(f"the model's generation_config cannot be saved: {error}") from error
+
+
 def _place(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: ANN401 - of any kind
     """Moves what was written to its place. See [Note: a directory is whole or is not there]."""
     missing = [shard.file for shard in shards if not (part / shard.file).exists()]
@@ -300,8 +299,8 @@ def _place(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: A
             f"directory"
         )
     try:
-        if _peft_config(model) is not None:
-            _place_adapter(part, model, shards)
+        if has_adapter(model):
+            place_adapter(part, model, [part / shard.file for shard in shards])
         else:
             _place_model(part, model, shards)
     except OSError as error:
@@ -324,8 +323,6 @@ def _place_model(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # n
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a class
     config.dtype = next((shard.dtype for shard in shards if shard.dtype), config.dtype)
     config.save_pretrained(part)
-    if model.can_generate():
-        model.generation_config.save_pretrained(part)
     (part / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     (folder / INDEX).unlink(missing_ok=True)
     for path in folder.iterdir():
@@ -335,24 +332,3 @@ def _place_model(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # n
         (part / shard.file).replace(folder / file)
     for path in sorted(part.glob("*.json"), key=lambda path: path.name == INDEX):
         path.replace(folder / path.name)
-
-
-def _place_adapter(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: ANN401
-    """Puts the adapter into one file: peft reads no index."""
-    tensors = dict[str, torch.Tensor]()
-    for shard in shards:
-        tensors |= extra("safetensors.torch").load_file(part / shard.file)
-    config = copy.copy(next(iter(model.peft_config.values())))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config.inference_mode = True  # as peft saves it; whoever trains it further says so
-    if config.task_type is None:  # then peft looks here for the class of the base
-        kind = type(base)
-        config.auto_mapping = {
-            "base_model_class": kind.__name__.removeprefix("FSDP"),
-            "parent_library": kind.__module__,
-        }
-    config.base_model_name_or_path = config.base_model_name_or_path or base.name_or_path
-    config.save_pretrained(part)
-    write_shard(part / _ADAPTER, tensors)
-    for file in (_ADAPTER, "adapter_config.json"):
-        (part / file).replace(part.parent / file)

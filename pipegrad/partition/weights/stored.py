@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pipegrad.errors import WeightsError
-from pipegrad.partition.weights import Weights, extra, listed
+from pipegrad.partition.weights.files import Weights, extra, listed
 
 
 @dataclass

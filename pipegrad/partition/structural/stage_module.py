@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.interop.private import FakeTensorMode, tree_flatten
-from pipegrad.partition.flow import Call, Output, Source
-from pipegrad.partition.shallow import as_kind
+from pipegrad.partition.structural.flow import Call, Output, Source
+from pipegrad.partition.structural.shallow import as_kind
 
 
 _MOST_SHAPES = 4096  # that a stage remembers

@@ -1,0 +1,1 @@
+"""How does a model's own code run on each stage?"""

@@ -1,0 +1,1 @@
+"""How is the graph of torch.export cut into stages?"""
