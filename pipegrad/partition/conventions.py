@@ -115,6 +115,8 @@ class Conventions:
                 f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
                 f"would have to give them"
             )
+        if batch.get("return_dict") is False and self._defaults:
+            raise StepError("return_dict is False, and a pipeline needs the names of the outputs")
         divisors = [name for name in _DIVISORS if self.labels and batch.get(name) is not None]
         if divisors:
             raise StepError(
@@ -193,9 +195,7 @@ def sample_of(model: nn.Module) -> dict[str, object]:
     elif main == "pixel_values" and hasattr(vision, "image_size"):
         size = vision.image_size
         height, width = size if isinstance(size, tuple | list) else (size, size)
-        sample[main] = torch.zeros(
-            rows, vision.num_channels, height, width, dtype=inner.dtype
-        )
+        sample[main] = torch.zeros(rows, vision.num_channels, height, width, dtype=inner.dtype)
     elif main == "input_features" and hasattr(config, "max_source_positions"):
         sample[main] = torch.zeros(
             rows, config.num_mel_bins, 2 * config.max_source_positions, dtype=inner.dtype

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError
 from pipegrad.interop.private import FakeTensorMode, tree_flatten
 from pipegrad.partition.structural.flow import Call, Output, Source
-from pipegrad.partition.structural.shallow import as_kind
-
+from pipegrad.partition.structural.shallow import as_kind, twin
 
 _MOST_SHAPES = 4096  # that a stage remembers
 
@@ -259,7 +258,7 @@ def own_layer(layer: nn.Module, name: str, described: nn.Module, run: Run) -> nn
         described: As `other_layer`.
         run: Of the stage.
     """
-    result = as_kind(copy.copy(layer), OwnLayer)
+    result = as_kind(twin(layer), OwnLayer)
     vars(result)["_pipegrad_run"] = run, name, described
     return result
 

@@ -32,8 +32,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GROUPED = SIZES | {"num_key_value_heads": 1, "head_dim": 8}
-# Torch multiplies groups of matrices in no float64.
-EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+EXPERTS = {"num_experts_per_tok": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODED = {  # BART and Whisper
     "vocab_size": VOCAB,
@@ -144,6 +143,7 @@ FAMILIES = {
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
         GROUPED | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 8},
+        dtype=torch.float32,  # torch multiplies groups of matrices in no float64
     ),
     # Its attention is nan in float64, at tokens that may attend to none.
     "Gemma2": Family(
@@ -167,7 +167,15 @@ FAMILIES = {
     ),
     "GPT-NeoX": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES | {"rotary_pct": 0.5}),
     "Mixtral": Family(
-        "MixtralConfig", "MixtralForCausalLM", GROUPED | EXPERTS | {"num_local_experts": 4}
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        GROUPED | EXPERTS | {"num_local_experts": 4},
+        dtype=torch.float32,
+    ),
+    "Mixtral, expert by expert": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        GROUPED | EXPERTS | {"num_local_experts": 4, "experts_implementation": "eager"},
     ),
     "BERT": Family("BertConfig", "BertForMaskedLM", SIZES | NO_DROPOUT),
     "T5": Family(
