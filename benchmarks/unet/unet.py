@@ -241,9 +241,9 @@ class Model:
         for stage in stages:
             there = sum(self.nbytes(stage, taker) for taker in stages)
             back = sum(self.nbytes(maker, stage) for maker in stages)
-            # What leaves is sent from the first forward on, and what comes back is as large.
-            nbytes = MICROBATCHES * (there + back)
-            nics.append(begins[stage] + min(forward, backward) + nbytes * seconds_per_byte)
+            # A stage sends values on and gradients back, and receives as much.
+            way = MICROBATCHES * (there + back) * seconds_per_byte
+            nics.append(begins[stage] + forward + way)
         return max(compute), max(nics)
 
 

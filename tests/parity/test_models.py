@@ -6,10 +6,13 @@ so that an error is one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +22,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, pad
 
 from pipegrad import Scheduler, Stage, Topology, find_tied, schedules
+from pipegrad.testing import run_ranks
 from tests.support.pipeline.schedulers import (
     Report,
     digest,
@@ -207,9 +212,8 @@ def run_case(case: Case) -> Report:
         loss_fn=example.get("loss_fn", mse_loss),
         tied=tied,
     )
-    settings = {"lr": 1e-2, "eps": ADAM_EPS}
-    optimizer = scheduler.optimizer(torch.optim.AdamW, **settings)
-    true_optimizer = torch.optim.AdamW(true.parameters(), **settings)
+    optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-2, eps=ADAM_EPS)
+    true_optimizer = torch.optim.AdamW(true.parameters(), lr=1e-2, eps=ADAM_EPS)
     theirs = dict(true.named_parameters(remove_duplicate=False))
     ours = {
         name: parameter
@@ -246,9 +250,8 @@ def test_loss_and_gradients_are_those_of_one_process(case: Case) -> None:
     reports = found(case)
 
     for rank, report in enumerate(reports):
-        losses = dict(enumerate(report.losses))
         assert wrong(report.errors, MOST) == {}, f"{case}, rank {rank}"
-        assert wrong(losses, MOST_OF_LOSS) == {}, f"{case}, rank {rank}"
+        assert max(report.losses) <= MOST_OF_LOSS, f"{case}, rank {rank}"
     for step in range(STEPS):
         digests = set().union(*(report.bits[step] for report in reports))
         is_tied = case.name in ("multi_token_prediction", "encoder_decoder")
@@ -263,21 +266,46 @@ def test_without_the_gradient_of_one_value_they_are_not(case: Case) -> None:
     assert max(report.losses[0] for report in reports) < MOST_OF_LOSS  # forward is as it was
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_torchrun_runs_it_and_its_loss_falls(name: str) -> None:
-    path = EXAMPLES / f"{name}.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+def run_mains() -> list[str]:
+    """Runs all examples on a world that is there already; returns what each printed."""
+    dist.init_process_group = lambda *_, **__: None
+    dist.destroy_process_group = lambda *_, **__: None
+    pages = list[str]()
+    for name in KNOWN:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        pages.append(printed.getvalue())
+    return pages
+
+
+def losses(printed: str) -> list[float]:
+    found = re.findall(r"step (\d+)  loss (\S+)", printed)
+    assert [int(step) for step, _ in found] == [10, 20, 30]
+    return [float(loss) for _, loss in found]
+
+
+def test_their_losses_fall_and_they_are_short() -> None:
+    printed, *others = run_ranks(run_mains, 4)
+
+    for name, page in zip(KNOWN, printed, strict=True):
+        first, *_, last = losses(page)
+        assert last < 0.9 * first, name
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
+    assert others == [[""] * len(KNOWN)] * 3
+
+
+def test_torchrun_runs_one_as_its_first_lines_say() -> None:
+    path = EXAMPLES / "unet_skip.py"
+    command = ["torchrun", "--nproc-per-node", "4", "examples/unet_skip.py"]
+    assert shlex.join(command) in path.read_text()
     ran = subprocess.run(
-        [*torchrun, "--nproc-per-node", "4", str(path)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=EXAMPLES.parent,
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    steps = re.findall(r"step (\d+)  loss (\S+)", ran.stdout)
-    assert [int(step) for step, _ in steps] == [10, 20, 30]
-    first, *_, last = [float(loss) for _, loss in steps]
-    assert last < 0.9 * first
-    assert len(path.read_text().splitlines()) <= 60
+    assert len(losses(ran.stdout)) == 3
