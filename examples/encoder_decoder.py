@@ -26,7 +26,7 @@ class Decoder(nn.TransformerDecoderLayer):
 
 def stages() -> list[Stage]:
     embedding, head, same = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False), nn.Identity()
-    head.weight = embedding.weight
+    embedding.weight = head.weight  # as small as a head's at first
     layers = [nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2)]
     decoders = [Decoder(embedding, same), Decoder(same, same), Decoder(same, head)]
     return [

@@ -33,7 +33,7 @@ class Last(Block):
 
 
 def stages() -> list[Stage]:
-    first = nn.Sequential(nn.Embedding(32, 32), Block())
+    first = nn.Sequential(nn.Embedding.from_pretrained(torch.randn(32, 32) / 6, False), Block())
     last = Stage(Last(first[0]), 3, ["x", "following"], ["logits", "ahead"])
     return [Stage(first, 0), Stage(Block(), 1), Stage(Block(), 2), last]
 

@@ -27,7 +27,7 @@ from pipegrad.schedules import Schedule
 
 sys.path.append(str(Path(__file__).parents[1] / "network"))
 from slow_hop import live_activations
-from stages import COMPUTES, Step, hop_seconds, ratios, time_in_turns
+from stages import COMPUTES, MESSAGES, Step, burst, hop_seconds, ratios, time_in_turns
 
 MICROBATCHES, KIB = 16, 1024  # of a step; of the message that is measured
 BASE = "1f1b, without overlap"
@@ -226,24 +226,27 @@ class Model:
         A stage begins when all that it takes has come there. From then on its rank has everything
         to compute, or its NIC everything to send, or to receive. Then its last gradients go back.
         """
-        stages = range(len(self.parts))
-        begins, ends = [0.0 for _ in stages], [0.0 for _ in stages]
-        for taker in stages:
-            for stage in range(taker):
-                if nbytes := self.nbytes(stage, taker):
-                    way = nbytes * seconds_per_byte
-                    begins[taker] = max(begins[taker], begins[stage] + forward + way)
-                    ends[taker] = max(ends[taker], way + backward + ends[stage])
-        compute = [
-            b + MICROBATCHES * (forward + backward) + e for b, e in zip(begins, ends, strict=True)
-        ]
+        count = len(self.parts)
+        ways = {
+            (stage, taker): self.nbytes(stage, taker) * seconds_per_byte
+            for stage in range(count)
+            for taker in range(count)
+            if self.nbytes(stage, taker)
+        }
+        both, begins, ends = forward + backward, [0.0] * count, [0.0] * count
+        for (stage, taker), way in sorted(ways.items(), key=lambda each: each[0][1]):
+            begins[taker] = max(begins[taker], begins[stage] + forward + way)
+            ends[taker] = max(ends[taker], way + backward + ends[stage])
+        compute = [begins[s] + MICROBATCHES * both + ends[s] for s in range(count)]
         nics = []
-        for stage in stages:
-            there = sum(self.nbytes(stage, taker) for taker in stages)
-            back = sum(self.nbytes(maker, stage) for maker in stages)
-            # A stage sends values on and gradients back, and receives as much.
-            way = MICROBATCHES * (there + back) * seconds_per_byte
-            nics.append(begins[stage] + forward + way)
+        for at in range(count):
+            # A message may leave then, and when it has arrived there is so much left to do.
+            values = [(begins[s] + forward, both + ends[t], s, t) for s, t in ways]
+            gradients = [(begins[t] + both, backward + ends[s], t, s) for s, t in ways]
+            busy = MICROBATCHES * sum(way for pair, way in ways.items() if at in pair)
+            for end in (2, 3):  # what leaves the NIC, and what enters it, is as much
+                passed = [each for each in (*values, *gradients) if each[end] == at]
+                nics.append(min(e[0] for e in passed) + busy + min(e[1] for e in passed))
         return max(compute), max(nics)
 
 
@@ -282,10 +285,13 @@ def measure(channels: int, seconds: tuple[float, float], rounds: int) -> dict[st
         )
         for name, schedule in schedules.items()
     }
+    times = time_in_turns({**steps, "burst": burst(KIB)}, None, rounds)
+    loaded = statistics.median(times.pop("burst")) / (MESSAGES * min(last, 2))
     return {
         "channels": channels,
         "alone": (forward, backward),
         "hops": hops,
+        "loaded": loaded,
         "sent": {
             f"{name} to stage {taker}": nbytes
             for stage in range(last)
@@ -293,7 +299,7 @@ def measure(channels: int, seconds: tuple[float, float], rounds: int) -> dict[st
         },
         "bounds": model.bounds(forward, backward, per_byte),
         "held": {name: live_activations(schedule) for name, schedule in schedules.items()},
-        "times": time_in_turns(steps, None, rounds),
+        "times": times,
     }
 
 
@@ -307,7 +313,7 @@ def print_table(found: dict[str, Any]) -> None:
     print(f"\n{found['channels']} channels. MiB of a microbatch, each way: {sent}.", end=" ")
     print(f"Skips are {skips / hidden:.0f} times the smallest hidden state.", end=" ")
     print(f"Alone, a forward and a backward take {1e3 * forward:.1f}, {1e3 * backward:.1f} ms.")
-    print(f"A message of 1 MiB takes {messages} ms:\n")
+    print(f"A message of 1 MiB takes {messages} ms, and {1e3 * found['loaded']:.1f} under load:\n")
     bound = max(found["bounds"])
     print("| | time | ms | over the bound | activations held |\n|---|---|---|---|---|")
     for name, taken in times.items():
