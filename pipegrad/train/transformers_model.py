@@ -18,8 +18,8 @@ from torch import nn
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import AgreementError, ConfigError, WeightsError
 from pipegrad.partition.cut_model import Cut, Source
-from pipegrad.partition.pretrained import meta_model
-from pipegrad.partition.weights import extra
+from pipegrad.partition.weights.files import extra
+from pipegrad.partition.weights.pretrained import meta_model
 from pipegrad.plugins.options import complaints_of
 from pipegrad.train.config import Config, beside
 from pipegrad.train.data.tokenizer import TOKENIZER, Tokenizer, tokenizer_file

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrad.partition.pretrained import meta_model, start_stages
+from pipegrad.partition.weights.pretrained import meta_model, start_stages
 
 HERE = "tests.support.train.transformers_jobs"
 SIZES = {
