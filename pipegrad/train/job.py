@@ -34,9 +34,9 @@ from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
+from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
-from pipegrad.train.transformers_model import uncut_model
 
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 

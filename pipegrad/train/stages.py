@@ -19,7 +19,8 @@ from pipegrad.topology import Topology
 from pipegrad.train.data.feed import Feed
 from pipegrad.train.data.sources import Texts
 from pipegrad.train.job import Job
-from pipegrad.train.partial_model import NotInPartsError, PartialModel, lacks_memory
+from pipegrad.train.models.partial_model import NotInPartsError, PartialModel, lacks_memory
+from pipegrad.train.models.transformers_model import check_names, check_tokenizer, load_stages
 from pipegrad.train.preflight import (
     Sample,
     check_alike,
@@ -29,7 +30,6 @@ from pipegrad.train.preflight import (
     try_out_loss,
     try_out_stage,
 )
-from pipegrad.train.transformers_model import check_names, check_tokenizer, load_stages
 
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make the model
 

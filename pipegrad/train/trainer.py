@@ -39,13 +39,13 @@ from pipegrad.train.data.sources import make_feed, read_texts
 from pipegrad.train.evaluation import Evaluation
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics, every_rank, peak_memory_bytes
+from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.run_folder import free_space, make_run_folder
 from pipegrad.train.stages import build_stages
 from pipegrad.train.summary import make_summary
-from pipegrad.train.transformers_model import save_model
 
 _RUN_KEYS = (
     "train.seed",
