@@ -157,6 +157,8 @@ def _run(trainer: Trainer, report: Report) -> None:
         report.close(folder, trainer.summary["device"], "DIFFER" if drift else "bit-identical")
     if drift:
         raise drift
+    if config.model.is_transformers:
+        trainer.save_model(folder / "model")
 
 
 @main.command()

@@ -95,9 +95,14 @@ class Config(Table):
         if isinstance(value, Named):
             value = value.spec if value.options else value.name
         if isinstance(value, Model):
-            value = {"factory": value.factory, **value.options}
+            value = value.model_dump(exclude_none=True)
         source = _source(key, self._path, self._sources)
         raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
+
+
+def beside(config: Config, text: str) -> Path:
+    """Returns a path that is seen from the folder of the configuration."""
+    return config.path.parent / path_of(text)
 
 
 def path_of(text: str) -> Path:
