@@ -15,12 +15,31 @@ from pipegrad.model.wrappers import is_imported_kind
 _IGNORED = -100  # a label that has no loss
 _SAMPLE_ROWS = 2
 _SAMPLE_TOKENS = 61  # a prime: no dimension of a model has this size
+_LIMITS = ("max_position_embeddings", "max_target_positions")
 # What hooks on layers collect. Layers of other stages have no hooks.
 _COLLECTED = (
     "output_hidden_states",
     "output_attentions",
     "output_router_logits",
 )
+# What changes by what the loss is divided.
+_DIVISORS = ("num_items_in_batch", "shift_labels")
+# Heads whose loss is one mean: over labels that are not ignored, or over samples.
+_MEANS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForConditionalGeneration",
+    "ForTokenClassification",
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+    "ForQuestionAnswering",
+)
+_SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
 
 
 def inner_model(model: nn.Module) -> Any | None:  # noqa: ANN401 - transformers may be missing
@@ -38,8 +57,7 @@ class Conventions:
 
     Attributes:
         labels: Names of the arguments from which the model computes its own loss; empty if it
-            computes none.
-        weighs: Whether the weight of its loss is known.
+            computes none, or one that is no mean, or several means.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,11 +73,14 @@ class Conventions:
         if "use_cache" in arguments:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
-        positions = {"start_positions", "end_positions"} & set(arguments)
-        self.labels = tuple(name for name in arguments if name == "labels" or name in positions)
-        loss = getattr(inner.loss_function, "__name__", "") if self.labels else ""
-        # An encoder-decoder shifts its labels when it makes its decoder's inputs of them.
+        # Models that do not call it do not shift their labels. An encoder-decoder shifts its labels
+        # when it makes its decoder's inputs of them.
+        code = inspect.unwrap(type(inner).forward).__code__
+        loss = inner.loss_function.__name__ if "loss_function" in code.co_names else ""
         self._shifts = loss == "ForCausalLMLoss" and not inner.config.is_encoder_decoder
+        is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
+        if is_mean and "is_impossible" not in arguments:
+            self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))
 
     def _check(self, inner: Any) -> None:  # noqa: ANN401 - a transformers model
         parts = [part for part in vars(inner.config).values() if hasattr(part, "model_type")]
@@ -94,7 +115,32 @@ class Conventions:
                 f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
                 f"would have to give them"
             )
+        if batch.get("return_dict") is False and self._defaults:
+            raise StepError("return_dict is False, and a pipeline needs the names of the outputs")
+        divisors = [name for name in _DIVISORS if self.labels and batch.get(name) is not None]
+        if divisors:
+            raise StepError(
+                f"{divisors} cannot be given in a pipeline: its loss is the mean over all labels "
+                f"of the batch already, which it counts itself"
+            )
         return {**self._defaults, **batch}
+
+    def check(self, labels: Mapping[str, object], arguments: Mapping[str, object]) -> None:
+        """Refuses labels of which the weight is not known.
+
+        Raises:
+            StepError: If positions of answers are outside of the text.
+        """
+        text = arguments.get("input_ids", arguments.get("inputs_embeds"))
+        for name, label in labels.items():
+            if name not in _SPAN or not isinstance(label, Tensor) or not isinstance(text, Tensor):
+                continue
+            if label.numel() and int(label.max()) >= text.shape[1]:
+                raise StepError(
+                    f"{name} has {int(label.max())}, behind the end of a text of {text.shape[1]} "
+                    f"tokens. The model ignores such an answer at one end, so its loss is no mean "
+                    f"over samples: label it with 0 at both ends, or leave it out"
+                )
 
     def weight(self, labels: Mapping[str, object]) -> Tensor:
         """Returns how many labels have a loss: the weight of the loss of a microbatch.
@@ -140,8 +186,8 @@ def sample_of(model: nn.Module) -> dict[str, object]:
     # Some heads refuse several rows without a padding token.
     text = config.get_text_config()
     rows = _SAMPLE_ROWS if getattr(text, "pad_token_id", None) is not None else 1
-    limit = getattr(text, "max_position_embeddings", None) or _SAMPLE_TOKENS
-    tokens = torch.ones(rows, min(_SAMPLE_TOKENS, limit), dtype=torch.long)
+    limits = [getattr(text, name, None) or _SAMPLE_TOKENS for name in _LIMITS]
+    tokens = torch.ones(rows, min(_SAMPLE_TOKENS, *limits), dtype=torch.long)
     vision = getattr(config, "vision_config", None) or config
     main, sample = inner.main_input_name, dict[str, object]()
     if main == "input_ids":
@@ -149,9 +195,11 @@ def sample_of(model: nn.Module) -> dict[str, object]:
     elif main == "pixel_values" and hasattr(vision, "image_size"):
         size = vision.image_size
         height, width = size if isinstance(size, tuple | list) else (size, size)
-        sample[main] = torch.zeros(rows, vision.num_channels, height, width)
+        sample[main] = torch.zeros(rows, vision.num_channels, height, width, dtype=inner.dtype)
     elif main == "input_features" and hasattr(config, "max_source_positions"):
-        sample[main] = torch.zeros(rows, config.num_mel_bins, 2 * config.max_source_positions)
+        sample[main] = torch.zeros(
+            rows, config.num_mel_bins, 2 * config.max_source_positions, dtype=inner.dtype
+        )
     else:
         raise TopologyError(
             f"{type(inner).__name__} takes {main!r}: give example={{...}}, the keyword arguments "

@@ -53,6 +53,7 @@ class CutStage(Stage):
         labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
         weight = self._conventions.weight(labels) if labels else None
         if weight is not None:
+            self._conventions.check(labels, arguments)
             arguments |= self._conventions.safe(labels, weight)
         returned = self.module(*edges, **arguments)
         if self._names is None:

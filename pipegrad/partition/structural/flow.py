@@ -14,7 +14,6 @@ tensors, it runs on the real ones, under a random state and with buffers that ar
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from pipegrad.interop.private import (
     storage_key,
     tree_flatten,
 )
-from pipegrad.partition.structural.shallow import as_kind, shallow
+from pipegrad.partition.structural.shallow import as_kind, shallow, twin
 
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
 
@@ -252,7 +251,7 @@ class _RecordedLayer(nn.Module):
 
 
 def _recorded(recorder: _Recorder, name: str, layer: nn.Module) -> nn.Module:
-    copied = as_kind(copy.copy(layer), _RecordedLayer)
+    copied = as_kind(twin(layer), _RecordedLayer)
     vars(copied).update(_recorder=recorder, _layer_name=name)
     return copied
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -42,7 +41,7 @@ def _copied(
             f"the forward of {name or 'the model'!r} was exchanged, as torch.compile and "
             f"accelerate do: cut the model first, and compile or wrap its stages"
         )
-    result = made[id(module)] = copy.copy(module)
+    result = made[id(module)] = twin(module)
     vars(result)["_parameters"] = dict(module._parameters)
     vars(result)["_buffers"] = dict(module._buffers)
     vars(result)["_modules"] = {
@@ -51,6 +50,13 @@ def _copied(
         else _copied(child, replaced, made, f"{name}.{child_name}" if name else child_name)
         for child_name, child in module._modules.items()
     }
+    return result
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """Returns a module with the tables of another one. `copy.copy` refuses parametrized modules."""
+    result = type(module).__new__(type(module))
+    vars(result).update(vars(module))
     return result
 
 

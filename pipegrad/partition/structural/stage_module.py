@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError
 from pipegrad.interop.private import FakeTensorMode, tree_flatten
 from pipegrad.partition.structural.flow import Call, Output, Source
-from pipegrad.partition.structural.shallow import as_kind
+from pipegrad.partition.structural.shallow import as_kind, twin
+
+_MOST_SHAPES = 4096  # that a stage remembers
 
 
 class _StageEndedError(BaseException):
@@ -60,6 +63,7 @@ class Run:
         self._outputs = tuple(outputs)
         self._wanted = {source.call for source in outputs}
         self._values = dict[Source, Tensor]()
+        self._shapes = dict[object, torch.Size]()  # see _shape_of
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
 
@@ -143,9 +147,29 @@ class Run:
                 shape = (*tensor.shape[: output.like.kept], *output.like.more)
                 leaves.append(self._filled(shape, output, inputs))
             else:
-                shape = _shape_of(described, args, kwargs, leaf)
+                shape = self._shape_of(number, leaf, described, args, kwargs)
                 leaves.append(self._filled(shape, output, inputs))
         return call.structure.unflatten(leaves)
+
+    def _shape_of(
+        self,
+        number: int,
+        leaf: int,
+        described: nn.Module,
+        args: Any,  # noqa: ANN401
+        kwargs: Any,  # noqa: ANN401
+    ) -> torch.Size:
+        """Returns the shape of an output that no input tells; it is computed once for each shape.
+
+        A run of the layer on fake tensors takes longer than a forward of a small layer.
+        """
+        inputs = [_kind_of(leaf) for leaf in tree_flatten((args, kwargs))[0]]
+        key = (number, leaf, *inputs)
+        if key not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = _shape_of(described, args, kwargs, leaf)
+        return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
         """Returns what stands for an output that the stage does not need."""
@@ -234,7 +258,7 @@ def own_layer(layer: nn.Module, name: str, described: nn.Module, run: Run) -> nn
         described: As `other_layer`.
         run: Of the stage.
     """
-    result = as_kind(copy.copy(layer), OwnLayer)
+    result = as_kind(twin(layer), OwnLayer)
     vars(result)["_pipegrad_run"] = run, name, described
     return result
 
@@ -266,6 +290,13 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     """Returns a tensor of nan, or of zeros if there is none, with the memory of one number."""
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def _kind_of(leaf: object) -> object:
+    """Returns that of an input on which shapes depend, in place of values and of their memory."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape
+    return leaf if isinstance(leaf, Number | str | None) else type(leaf)
 
 
 def _shape_of(described: nn.Module, args: Any, kwargs: Any, leaf: int) -> torch.Size:  # noqa: ANN401

@@ -1,0 +1,212 @@
+"""Families of models of transformers: tiny, with random weights, tied where the family is tied.
+
+A batch has eight rows. Padding stands on both sides. Labels count unevenly: none of rows 2 and 3
+counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+ROWS = 8
+TOKENS = 11
+VOCAB = 61
+WIDTH = 16
+IGNORED = -100
+# Many families name these so.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = SIZES | {"num_key_value_heads": 1, "head_dim": 8}
+EXPERTS = {"num_experts_per_tok": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODED = {  # BART and Whisper
+    "vocab_size": VOCAB,
+    "d_model": WIDTH,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+
+Batch = dict[str, Tensor]
+
+
+def text(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+    """Returns tokens, a mask with padding on both sides, and uneven labels."""
+    ids = torch.randint(3, VOCAB, (ROWS, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = mask[3, -1:] = mask[5, -2:] = 0
+    mask[1, :3] = mask[6, :2] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[2:4] = labels[4, 3:] = IGNORED
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def translated(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+    """Returns what encoder-decoders take: labels of a length of their own."""
+    batch = text(generator, tokens)
+    return batch | {"labels": text(generator, 7)["labels"]}
+
+
+def spoken(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+    """Returns what Whisper takes."""
+    features = torch.randn(ROWS, 8, 24, generator=generator, dtype=torch.float64)
+    return {"input_features": features, "labels": text(generator, 7)["labels"]}
+
+
+def seen(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+    """Returns images with labels."""
+    images = torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return {"pixel_values": images, "labels": torch.arange(ROWS) % 3}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        config: Name of its configuration in transformers.
+        head: Name of its model in transformers.
+        options: Of the configuration.
+        make_batch: Makes a batch.
+        dtype: Of parameters and images.
+    """
+
+    config: str
+    head: str
+    options: Mapping[str, Any]
+    make_batch: Callable[..., Batch] = text
+    dtype: torch.dtype = torch.float64
+
+    def build(self) -> nn.Module:
+        """Returns the uncut model, with the same bits in every process."""
+        torch.manual_seed(7)
+        config = getattr(transformers, self.config)(**self.options)
+        model: nn.Module = getattr(transformers, self.head)(config)
+        return model.to(self.dtype).train()
+
+    def batch(self, seed: int, **sizes: int) -> Batch:
+        """Returns the batch of a seed."""
+        batch = self.make_batch(torch.Generator().manual_seed(seed), **sizes)
+        return {n: x.to(self.dtype) if x.is_floating_point() else x for n, x in batch.items()}
+
+
+FAMILIES = {
+    "GPT-2": Family(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            **{"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 6, "n_head": 2, "n_positions": 32},
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+            **{"bos_token_id": 1, "eos_token_id": 2},
+        },
+    ),
+    "Llama 3.2": Family(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        GROUPED
+        | {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "Qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True}),
+    "Qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"tie_word_embeddings": True}),
+    "Qwen3-MoE": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        GROUPED | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 8},
+        dtype=torch.float32,  # torch multiplies groups of matrices in no float64
+    ),
+    # Its attention is nan in float64, at tokens that may attend to none.
+    "Gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        GROUPED | {"sliding_window": 4},
+        dtype=torch.float32,
+    ),
+    "Gemma3": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        GROUPED | {"sliding_window": 4, "sliding_window_pattern": 3},
+    ),
+    "Mistral": Family("MistralConfig", "MistralForCausalLM", GROUPED | {"sliding_window": 4}),
+    "Phi3": Family("Phi3Config", "Phi3ForCausalLM", SIZES | {"resid_pdrop": 0.0}),
+    "OPT": Family(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {n: x for n, x in SIZES.items() if n != "intermediate_size"}
+        | {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0},
+    ),
+    "GPT-NeoX": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES | {"rotary_pct": 0.5}),
+    "Mixtral": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        GROUPED | EXPERTS | {"num_local_experts": 4},
+        dtype=torch.float32,
+    ),
+    "Mixtral, expert by expert": Family(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        GROUPED | EXPERTS | {"num_local_experts": 4, "experts_implementation": "eager"},
+    ),
+    "BERT": Family("BertConfig", "BertForMaskedLM", SIZES | NO_DROPOUT),
+    "T5": Family(
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            **{"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_heads": 2},
+            **{"num_layers": 3, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+            "relative_attention_num_buckets": 8,
+        },
+        translated,
+    ),
+    "BART": Family(
+        "BartConfig",
+        "BartForConditionalGeneration",
+        DECODED | {"max_position_embeddings": 32},
+        translated,
+    ),
+    "Whisper": Family(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        DECODED | {"max_source_positions": 12, "max_target_positions": 16, "num_mel_bins": 8},
+        spoken,
+    ),
+    "ViT": Family(
+        "ViTConfig",
+        "ViTForImageClassification",
+        {n: x for n, x in SIZES.items() if n in ("hidden_size", "intermediate_size")}
+        | {"num_hidden_layers": 6, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+        | {"num_labels": 3}
+        | NO_DROPOUT,
+        seen,
+    ),
+}
