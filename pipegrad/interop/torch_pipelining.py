@@ -26,6 +26,7 @@ from pipegrad.interop.torch_schedule import (
     TorchSchedule,
     check_sharded,
     check_split_backward,
+    check_stages,
     divisor,
     leave,
     placed_on,
@@ -82,10 +83,10 @@ def attach(
         The `GradientSync` of the schedule, for clipping, statistics and its plan.
 
     Raises:
-        PlanError: If the schedule is attached already. If it splits backward on torch before 2.13,
-            whose split gradients are wrong (pytorch#180952). If it splits backward and FSDP2
-            reshards after forward, because torch then loses gradients. If its loss has parameters
-            that no stage holds. On all ranks alike.
+        PlanError: If the schedule is attached already. If torch is 2.15 or later. If it splits
+            backward on torch before 2.13, whose split gradients are wrong (pytorch#180952). If it
+            splits backward and FSDP2 reshards after forward, because torch then loses gradients. If
+            its loss has parameters that no stage holds. On all ranks alike.
         PipegradError: As `GradientSync` does.
     """
     stages = stages_of(schedule)
@@ -96,6 +97,7 @@ def attach(
                 "this schedule is attached already; attach once, before training, or close() the "
                 "GradientSync that attach returned, and attach again"
             )
+        check_stages(stages)
         check_split_backward(schedule)
         check_sharded(schedule, stages)
         placed = placed_on(topology, stages[0])

@@ -79,6 +79,15 @@ def placed_on(topology: Topology, stage: PipelineStageBase) -> Topology:
     return topology.with_stages(stage_to_rank)
 
 
+def check_stages(stages: Sequence[PipelineStageBase]) -> None:
+    """Refuses stages of a torch that keeps the outputs of their forwards elsewhere: 2.15."""
+    if any(not hasattr(stage, "fwd_cache") for stage in stages):
+        raise PlanError(
+            f"attach does not know the pipeline stages of torch {torch.__version__}, which are "
+            f"other ones since 2.15: use torch 2.14, or run your stages by pipegrad.Scheduler"
+        )
+
+
 def check_split_backward(schedule: TorchSchedule) -> None:
     """Refuses a split backward on a torch version that computes wrong gradients with it."""
     splits = any(letter in ("I", "W") for _, _, letter in _backwards(schedule))

@@ -18,6 +18,7 @@ from torch import nn
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
+from pipegrad.model.wrappers import wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
 from pipegrad.partition.conventions import Conventions, sample_of
 from pipegrad.partition.cut_model import Cut, Source
@@ -31,7 +32,9 @@ from pipegrad.partition.sequential import (
 )
 from pipegrad.partition.structural.flow import Call, Flow, flow_of
 from pipegrad.partition.structural.parts import parts_of, returned_tensors
+from pipegrad.partition.structural.stage_module import StageModule
 from pipegrad.partition.traced.model import TracedModel
+from pipegrad.partition.traced.stage import TracedStage
 from pipegrad.partition.weights.pretrained import meta_model
 
 if TYPE_CHECKING:
@@ -81,8 +84,8 @@ class Cutter:
         way = how or ("sequential" if is_sequential(model) else "structural")
         if way not in WAYS:
             raise TopologyError(f"how is {how!r}, expected one of {list(WAYS)}")
-        if not isinstance(model, nn.Module):
-            raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
+        _check_model(model)
+        _check_types(num_stages=num_stages, by=by, boundaries=boundaries, example=example)
         if way == "sequential":
             return _sequential(model, num_stages, by, boundaries)
         make = _traced if way == "traced" else _structural
@@ -160,6 +163,38 @@ class Cutter:
 
 
 cut = Cutter()
+
+
+def _check_model(model: object) -> None:
+    """Refuses what is no uncut model."""
+    if not isinstance(model, nn.Module):
+        raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
+    if isinstance(model, StageModule | TracedStage):
+        raise TopologyError("the model is a stage of a cut already: cut the uncut model")
+    if hasattr(model, "_orig_mod") or wrapper_of(model):
+        raise TopologyError(
+            f"the model is wrapped, as a {type(model).__name__} or inside of it: cut the model "
+            f"first, and compile or wrap its stages"
+        )
+
+
+def _check_types(**arguments: object) -> None:
+    """Refuses arguments of other types, by what each of them is."""
+    number, by = arguments["num_stages"], arguments["by"]
+    boundaries, example = arguments["boundaries"], arguments["example"]
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TopologyError(f"num_stages is {number!r}, expected an integer")
+    if not isinstance(by, str | Sequence):
+        raise TopologyError(f"by is {by!r}, expected a name, or a number for each layer")
+    if boundaries is not None and (
+        isinstance(boundaries, str) or not isinstance(boundaries, Sequence)
+    ):
+        raise TopologyError(f"boundaries is {boundaries!r}, expected a list of indices or names")
+    if example is not None and not isinstance(example, Mapping):
+        raise TopologyError(
+            f"example is a {type(example).__name__}, expected the keyword arguments of the model's "
+            f"forward, as {{'input_ids': ids}}"
+        )
 
 
 def _sequential(

@@ -152,19 +152,27 @@ class Cut:
     def _begins(self) -> list[str]:
         return [self.layers[start].name for start in (0, *self.boundaries)]
 
-    def stages(self, indices: Sequence[int], *, own_loss: bool = False) -> list[Stage]:
+    def layers_of(self, stage: int) -> list[str]:
+        """Returns the names of a stage's layers."""
+        edges = [0, *self.boundaries, len(self.layers)]
+        return [layer.name for layer in self.layers[edges[stage] : edges[stage + 1]]]
+
+    def stages(
+        self, indices: Sequence[int], *, own_loss: bool = False, recompute: bool = False
+    ) -> list[Stage]:
         """Returns some stages for a `Scheduler`.
 
         Args:
             indices: Which ones.
             own_loss: Whether the last stage also returns the model's own loss.
+            recompute: As `Stage`.
         """
-        return [self._stage(index, own_loss=own_loss) for index in indices]
+        return [self._stage(i, own_loss=own_loss, recompute=recompute) for i in indices]
 
-    def _stage(self, index: int, *, own_loss: bool) -> Stage:
+    def _stage(self, index: int, *, own_loss: bool, recompute: bool) -> Stage:
         part, module = self._parts[index], self.modules[index]
         if self.how == "sequential":
-            return Stage(module, index)
+            return Stage(module, index, recompute=recompute)
         is_last = index == self.num_stages - 1
         return CutStage(
             Part(module, part.inputs, part.outputs),
@@ -172,6 +180,7 @@ class Cut:
             self._conventions,
             is_last=is_last,
             labels=self.labels if own_loss and is_last else (),
+            recompute=recompute,
         )
 
     def _own_loss(self, *values: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - outputs and labels

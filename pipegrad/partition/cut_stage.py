@@ -25,6 +25,7 @@ class CutStage(Stage):
         conventions: What the model takes and returns.
         is_last: Whether it is the last one.
         labels: Names of what the model's own loss needs; empty if it is not wanted.
+        recompute: As `Stage`.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class CutStage(Stage):
         *,
         is_last: bool,
         labels: Sequence[str],
+        recompute: bool,
     ) -> None:
         outputs = (*part.outputs, LOSS) if labels else part.outputs
-        super().__init__(part.module, index, (*part.inputs, BATCH), outputs)
+        inputs = (*part.inputs, BATCH)
+        super().__init__(part.module, index, inputs, outputs, recompute=recompute)
         self._conventions = conventions
         self._names = part.outputs if is_last else None
         self._labels = labels

@@ -107,6 +107,11 @@ def agree_on_wiring(
             raise ScheduleError(
                 f"loss_reduction is {reduction!r}, expected one of {list(REDUCTIONS)}"
             )
+        if labels and reduction != TOKEN_MEAN:
+            raise ScheduleError(
+                f"loss_reduction is {reduction!r}, but the model's own loss is a mean over labels: "
+                f"leave it out, or give a loss_fn"
+            )
         generated = schedule_of(schedule, topology, num_microbatches)
         placed = topology.with_stages(generated.stage_to_rank)
         made = made_stages(stages, generated, placed, own_loss=bool(labels))

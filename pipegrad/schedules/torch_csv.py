@@ -71,6 +71,23 @@ def write_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
+def for_torch(schedule: Schedule) -> str:
+    """Returns `write_csv` of a schedule that torch's ``_PipelineScheduleRuntime`` can run.
+
+    Raises:
+        ScheduleError: If the stages are not a chain. torch sends the output of a stage to the next
+            stage only.
+    """
+    chain = tuple((stage - 1,) if stage else () for stage in range(len(schedule.stage_to_rank)))
+    if schedule.feeds not in (None, chain):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} feeds its stages from the stages {schedule.feeds}, and "
+            f"torch sends the output of a stage to the next stage only: run it by "
+            f"pipegrad.Scheduler, or take a schedule whose stages are a chain"
+        )
+    return write_csv(schedule)
+
+
 def _line_actions(
     name: str, rank: int, cells: list[str], rank_of: dict[int, int]
 ) -> tuple[Action, ...]:

@@ -95,9 +95,14 @@ class Config(Table):
         if isinstance(value, Named):
             value = value.spec if value.options else value.name
         if isinstance(value, Model):
-            value = {"factory": value.factory, **value.options}
+            value = value.model_dump(exclude_none=True)
         source = _source(key, self._path, self._sources)
         raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
+
+
+def beside(config: Config, text: str) -> Path:
+    """Returns a path that is seen from the folder of the configuration."""
+    return config.path.parent / path_of(text)
 
 
 def path_of(text: str) -> Path:
@@ -125,7 +130,7 @@ def load(
     """
     values = _read(path)
     sources: dict[str, str] = {}
-    changes = [(f"--set {setting}", *_setting(setting)) for setting in settings]
+    changes = [(f"--set {setting}", *parsed_setting(setting)) for setting in settings]
     if handlers:
         changes.append(("--handler", ["gradient_handlers"], list(handlers)))
     if schedule is not None:
@@ -159,8 +164,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
 
 
-def _setting(setting: str) -> tuple[list[str], Any]:
-    """Returns the parts of a dotted key, and the value."""
+def parsed_setting(setting: str) -> tuple[list[str], Any]:
+    """Returns the parts of the dotted key, and the value, of ``key=value`` on the command line.
+
+    Raises:
+        ConfigError: If there is no key, or a value that is neither TOML nor a word.
+    """
     # Key and value are parsed apart, because a value that is not TOML is taken as a string. The key
     # is parsed as TOML too: its quoted parts may contain dots.
     key, equals, text = setting.partition("=")

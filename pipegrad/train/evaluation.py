@@ -13,7 +13,8 @@ from torch import Tensor
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
-from pipegrad.train.data.feed import Feed
+from pipegrad.train.data.feed import Feed, placed
+from pipegrad.train.data.sources import named_inputs, takes_inputs
 from pipegrad.train.data.tokenizer import Tokenizer
 from pipegrad.train.metrics import every_rank
 
@@ -42,11 +43,11 @@ class Evaluation:
         self._feed, self._tokenizer = feed, tokenizer
         self._device = device
         topology = scheduler.topology
-        self._has_first = 0 in topology.local_stages
-        self._has_last = topology.num_stages - 1 in topology.local_stages
+        self._takes_inputs = takes_inputs(config, topology)
+        has_last = topology.num_stages - 1 in topology.local_stages
         others = tuple(name for name, _ in topology.axes if name != topology.pipeline)
         # Along other dimensions ranks have the same sample. One of them sends its tokens.
-        self._draws = self._has_last and not topology.coordinate(others)
+        self._draws = has_last and not topology.coordinate(others)
 
     def after(self, step: int) -> dict[str, Any]:
         """Returns what is due after a step: attributes of `StepMetrics` by name."""
@@ -72,9 +73,7 @@ class Evaluation:
             feed.settle()
             if feed.has_ended:
                 break
-            inputs, target = feed.placed(
-                self._device, inputs=self._has_first, target=self._has_last
-            )
+            inputs, target = feed.placed(self._device)
             result = self._scheduler.evaluate(inputs, target=target, outputs=False)
             losses.append(result.loss.item())
             if number == self._config.eval.batches:
@@ -92,8 +91,8 @@ class Evaluation:
             window = torch.tensor(tokens[-length:])
             # Each microbatch needs a row.
             rows = window.expand(self._scheduler.schedule.num_microbatches, -1)
-            given = rows.to(self._device) if self._has_first else None
-            outputs = self._scheduler.evaluate(given).outputs
+            inputs = placed(named_inputs(self._config, rows), self._device)
+            outputs = self._scheduler.evaluate(inputs if self._takes_inputs else None).outputs
             token = torch.zeros(1, dtype=torch.int64, device=self._device)
             if self._draws:
                 logits = outputs[0][0, len(window) - 1, : tokenizer.size].float().cpu()

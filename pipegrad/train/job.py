@@ -34,6 +34,7 @@ from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
+from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
 
@@ -108,8 +109,10 @@ class Job:
             data=tuple(self.config.parallel.data_dimensions),
         )
 
-    def model(self, device: str = "cpu", topology: Topology | None = None) -> nn.Sequential:
+    def model(self, device: str = "cpu", topology: Topology | None = None) -> nn.Module:
         """Returns the uncut model. Every call and every rank gets the same initial values.
+
+        A model of transformers has no memory, and every rank must call this.
 
         Args:
             device: Device of the factory's tensors; ``"meta"`` plans without memory.
@@ -117,8 +120,15 @@ class Job:
                 topology of rank 0.
 
         Raises:
-            ConfigError: If the factory fails or does not return layers in order.
+            ConfigError: If the model cannot be made, or a factory does not return layers in order.
         """
+        if self.config.model.is_transformers:
+            model: nn.Module = uncut_model(self.config)
+            return model
+        return self.factory_model(device, topology)
+
+    def factory_model(self, device: str = "cpu", topology: Topology | None = None) -> nn.Sequential:
+        """Returns the model of the factory, as `model` does."""
         factory, options = self._factory, self.config.model.options
         passed = {"topology"} & set(parameters_of(factory))
         if complaint := complaints_of(factory, options, given=passed):
@@ -156,13 +166,13 @@ class Job:
             return total, (target != _IGNORED).sum()
         return functional.cross_entropy(logits, target)
 
-    def cut(self, model: nn.Sequential) -> Cut:
+    def cut(self, model: nn.Module) -> Cut:
         """Returns the stages of all ranks."""
         boundaries = self.config.parallel.boundaries
         key = "parallel.pipeline" if boundaries is None else "parallel.boundaries"
         num_stages = len(self.schedule.stage_to_rank)
         try:
-            return cut(model, num_stages, boundaries=boundaries, how="sequential")
+            return cut(model, num_stages, boundaries=boundaries)
         except TopologyError as error:
             self.config.refuse(key, str(error), cause=error)
 
@@ -288,6 +298,7 @@ class Job:
 
     @cached_property
     def _factory(self) -> Callable[..., object]:
+        assert self.config.model.factory is not None
         return imported(self.config, "model.factory", self.config.model.factory)
 
     def _refusing(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401

@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,8 +22,11 @@ from pipegrad.errors import StepError, in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.loss import TOKEN_MEAN, loss_parts
+from pipegrad.pipeline.stage import Stage
 from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config
+from pipegrad.train.data.pairs import Inputs
+from pipegrad.train.data.sources import named_inputs
 from pipegrad.train.data.tokenizer import Tokenizer
 from pipegrad.train.optimizer import make_learning_rate, make_optimizer
 
@@ -99,54 +102,60 @@ class Sample:
     """What stages are tried out with.
 
     Attributes:
-        inputs: Of the first stage, a row or two.
+        inputs: A row or two.
         target: Of the loss.
         tokenizer: Whose tokens `inputs` has; None for a batch of a function.
     """
 
-    inputs: Tensor
+    inputs: Inputs
     target: Tensor
     tokenizer: Tokenizer | None = None
 
 
-def sample_of(tokenizer: Tokenizer, length: int) -> Sample:
+def sample_of(config: Config, tokenizer: Tokenizer) -> Sample:
     """Returns a sequence of tokens that begins with the largest one."""
+    length = config.data.sequence_length
     tokens = torch.arange(tokenizer.size - 1, tokenizer.size - 1 - length, -1)
     tokens = tokens.remainder(tokenizer.size)[None]
-    return Sample(tokens, tokens, tokenizer)
+    return Sample(named_inputs(config, tokens), tokens, tokenizer)
 
 
 def try_out_stage(
-    config: Config, stage: int, module: nn.Module, value: Tensor, tokenizer: Tokenizer | None
-) -> Tensor:
-    """Returns what a stage sends to the next one for a value, and restores all state.
+    config: Config,
+    stage: Stage,
+    name: str,
+    values: Sequence[object],
+    tokenizer: Tokenizer | None,
+) -> tuple[Tensor, ...]:
+    """Returns the outputs of a stage for some values, and restores all state.
 
     Args:
         config: The configuration.
-        stage: Index of the stage.
-        module: The stage.
-        value: What the stage is given.
+        stage: The stage.
+        name: Of the stage, for messages.
+        values: What the stage is given.
         tokenizer: Whose tokens the first stage is given, if it is given tokens.
 
     Raises:
-        ConfigError: If the stage fails or does not return one tensor of floats.
+        ConfigError: If the stage fails; or if one of an nn.Sequential does not return one tensor of
+            floats.
     """
     buffers = [
-        (layer, name, buffer, buffer.clone())
-        for layer in module.modules()
-        for name, buffer in layer.named_buffers(recurse=False)
+        (layer, attribute, buffer, buffer.clone())
+        for layer in stage.module.modules()
+        for attribute, buffer in layer.named_buffers(recurse=False)
     ]
     # Random numbers that are drawn here, for example by dropout, must not change the training.
     with torch.random.fork_rng(devices=[]):
-        output = _output(config, stage, module, value, tokenizer)
+        outputs = _outputs(config, stage, name, values, tokenizer)
     # A forward may have replaced a buffer or written into it. Both are undone, so that training
     # starts from the state that the factory made.
-    for layer, name, buffer, before in buffers:
-        setattr(layer, name, buffer)
+    for layer, attribute, buffer, before in buffers:
+        setattr(layer, attribute, buffer)
         if not torch.equal(buffer, before):
             with torch.no_grad():
                 buffer.copy_(before)
-    return output
+    return outputs
 
 
 def try_out_loss(
@@ -188,9 +197,8 @@ def _check_loss(
         config.refuse(key, words, cause=error)
     value = returned[0] if isinstance(returned, tuple) and returned else returned
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        kind = type(value).__name__
-        words = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {kind}"
-        config.refuse(key, f"the loss of {given} is {words}; expected one element of floats")
+        words = f"the loss of {given} is {_described(value)}; expected one element of floats"
+        config.refuse(key, words)
     try:
         loss_parts(returned, is_weighted=config.train.loss_reduction == TOKEN_MEAN)
     except StepError as error:
@@ -201,31 +209,43 @@ def _check_loss(
         config.refuse(key, f"the loss of {given} has no gradient")
 
 
-def _output(
-    config: Config, stage: int, module: nn.Module, value: Tensor, tokenizer: Tokenizer | None
-) -> Tensor:
-    """Returns the output of a stage, detached as by a transfer."""
-    if value.is_floating_point():
-        value = value.detach().requires_grad_()
-    layers = [name for name, _ in module.named_children()]
-    name = f"stage {stage} (layers {layers[0]} to {layers[-1]})"
+def _outputs(
+    config: Config,
+    stage: Stage,
+    name: str,
+    values: Sequence[object],
+    tokenizer: Tokenizer | None,
+) -> tuple[Tensor, ...]:
+    """Returns the outputs of a stage, detached as by a transfer."""
+    values = [
+        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in values
+    ]
+    is_sequential = isinstance(stage.module, nn.Sequential)
     try:
-        output: object = module(value)
+        returned: object = stage.module(*values) if is_sequential else stage.forward(values)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-        words = f"{name} fails on {value.dtype} {tuple(value.shape)}: {in_words(error)}"
-        if stage == 0 and tokenizer is not None:
+        words = f"{name} fails on {', '.join(map(_described, values))}: {in_words(error)}"
+        if stage.index == 0 and tokenizer is not None:
             words += f"; it is given {tokenizer.unit} from 0 to {tokenizer.size - 1}"
         config.refuse("model", words, cause=error)
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        kind = type(output).__name__
-        words = (
-            f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {kind}"
-        )
+    if isinstance(returned, tuple) and not is_sequential:
+        return tuple(output.detach() for output in returned)
+    if not isinstance(returned, Tensor) or not returned.is_floating_point():
         config.refuse(
             "model",
-            f"{name} returns {words}; expected one tensor of floats: other boundaries may do",
+            f"{name} returns {_described(returned)}; expected one tensor of floats: other "
+            f"boundaries may do",
         )
-    return output.detach()
+    return (returned.detach(),)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_described(part)}" for name, part in value.items())
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def try_out_optimizer(config: Config, device: torch.device) -> set[str]:

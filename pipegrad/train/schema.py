@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipegrad.plugins.handler import BUCKET_BYTES
@@ -112,22 +112,50 @@ class Gradients(Table):
 
 
 class Model(Table):
-    """Which model."""
+    """Which model: one of `factory`, `pretrained` and `config`."""
 
     model_config = ConfigDict(extra="allow")
 
-    factory: str = Field(
+    factory: str | None = Field(
+        default=None,
         pattern=FUNCTION,
         description="'module:function' that returns the uncut model as an ordered nn.Sequential, "
         "from tokens (batch, sequence) to logits (batch, sequence, number of tokens or more); the "
         "module may lie beside the configuration; all further keys are the function's keyword "
         "arguments",
     )
+    pretrained: str | None = Field(
+        default=None,
+        min_length=1,
+        description="instead of factory: a directory that save_pretrained of transformers wrote, "
+        "of a causal language model, seen from the folder of this file; beside it only dtype = "
+        "'float32', 'bfloat16' or 'float16', of the parameters; docs/huggingface.md",
+    )
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="instead of factory: a config.json of transformers, as pretrained; the values "
+        "of the model start from train.seed",
+    )
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        given = sorted(self.model_fields_set & set(type(self).model_fields))
+        if len(given) != 1:
+            raise PydanticCustomError(
+                "model", "should have one of the keys factory, pretrained and config"
+            )
+        return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """The factory's keyword arguments."""
+        """The keyword arguments of the factory, or of a model of transformers."""
         return dict(self.model_extra or {})
+
+    @property
+    def is_transformers(self) -> bool:
+        """Whether it is a model of transformers."""
+        return self.factory is None
 
 
 class Parallel(Table):
@@ -160,10 +188,10 @@ class Parallel(Table):
         description="a name that `pipegrad schedules` lists, or a table of name and options",
     )
     microbatches: int = Field(default=4, ge=1, description="microbatches a step, on every replica")
-    boundaries: list[int] | None = Field(
+    boundaries: list[int | str] | None = Field(
         default=None,
-        description="index of the first layer of every stage but the first; by default the stages "
-        "hold as equal numbers of parameters as can be",
+        description="index or name of the first layer of every stage but the first; by default the "
+        "stages hold as equal numbers of parameters as can be",
     )
 
 
@@ -178,8 +206,8 @@ class Data(Table):
     )
     tokenizer: str | None = Field(
         default=None,
-        description="a file of the library tokenizers, as 'tokenizer.json'; else each byte is a "
-        "token",
+        description="a file of the library tokenizers, as 'tokenizer.json'; by default that of "
+        "model.pretrained; else each byte is a token",
     )
     separator: str | None = Field(
         default=None,

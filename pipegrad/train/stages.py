@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
 from pipegrad.partition.cut_model import Cut
+from pipegrad.partition.cut_stage import BATCH
+from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.data.feed import Feed
 from pipegrad.train.data.sources import Texts
 from pipegrad.train.job import Job
-from pipegrad.train.partial_model import NotInPartsError, PartialModel, lacks_memory
+from pipegrad.train.models.partial_model import NotInPartsError, PartialModel, lacks_memory
+from pipegrad.train.models.transformers_model import check_names, check_tokenizer, load_stages
 from pipegrad.train.preflight import (
     Sample,
     check_alike,
@@ -37,11 +40,11 @@ class Stages:
 
     Attributes:
         cut: The stages of all ranks. Those of other ranks may be on the meta device.
-        modules: Stage -> module on the device, for the stages of this rank.
+        own: The stages of this rank, on the device.
     """
 
     cut: Cut
-    modules: dict[int, nn.Module]
+    own: list[Stage]
 
 
 def build_stages(
@@ -59,24 +62,42 @@ def build_stages(
     Raises:
         PipegradError: If the model cannot be made, cut or run; on all ranks.
     """
-    cut = _make_model(job, topology)
-    own = {stage: cut.modules[stage] for stage in topology.local_stages}
-    _try_out(job, topology, own, _sample(job, topology, feed, texts))
+    sample = _sample(job, topology, feed, texts)
+    is_transformers = job.config.model.is_transformers
+    cut = _load_model(job, topology, sample) if is_transformers else _make_model(job, topology)
+    own = cut.stages(topology.local_stages, recompute=job.config.train.recompute)
+    _try_out(job, topology, cut, own, sample)
 
     def place() -> None:
-        for module in own.values():
-            module.to(device)
+        for stage in own:
+            stage.module.to(device)
             if job.config.train.precision == "bf16":
                 autocast = torch.autocast(device.type, dtype=torch.bfloat16)
-                module.forward = autocast(module.forward)
+                stage.module.forward = autocast(stage.module.forward)
 
     agree("placing the stages", place, timeout_seconds=_PREPARE_SECONDS)
     return Stages(cut, own)
 
 
+def _load_model(job: Job, topology: Topology, sample: Sample) -> Cut:
+    """Cuts a model of transformers on every rank, and gives its own stages their values."""
+    model, cuts = job.model(), list[Cut]()
+
+    def cut() -> None:
+        check_tokenizer(job.config, model, sample.tokenizer)
+        if isinstance(sample.inputs, Mapping):
+            check_names(job.config, model, sample.inputs)
+        cuts.append(job.cut(model))
+        check_parameters(job.config, cuts[0])
+
+    agree("the model", cut, timeout_seconds=_PREPARE_SECONDS)
+    load_stages(job.config, cuts[0], topology.local_stages)
+    return cuts[0]
+
+
 def _make_model(job: Job, topology: Topology) -> Cut:
     """Makes and cuts the model on every rank; those of other ranks have no memory if possible."""
-    make = partial(job.model, topology=topology)
+    make = partial(job.factory_model, topology=topology)
     outlines: list[PartialModel] = []
     cuts: list[Cut] = []
     is_outlined = len(topology.local_stages) < topology.num_stages
@@ -124,30 +145,35 @@ def _make_model(job: Job, topology: Topology) -> Cut:
     return cuts[0]
 
 
-def _try_out(job: Job, topology: Topology, own: dict[int, nn.Module], sample: Sample) -> None:
+def _try_out(job: Job, topology: Topology, cut: Cut, own: list[Stage], sample: Sample) -> None:
     """Sends a sample through the stages, rank by rank; every rank must call it."""
-    config, value = job.config, sample.inputs
-    last = topology.num_stages - 1
-    for stage in range(topology.num_stages):
+    config, last = job.config, topology.num_stages - 1
+    by_index = {stage.index: stage for stage in own}
+    is_named = isinstance(sample.inputs, Mapping)
+    known: dict[str, object] = {BATCH if is_named else "x": sample.inputs}
+    for index in range(topology.num_stages):
 
-        def run(stage: int = stage, value: Tensor = value) -> Tensor | None:
-            if stage not in own:
-                return None
-            output = try_out_stage(config, stage, own[stage], value, sample.tokenizer)
-            if stage == last:
-                try_out_loss(config, job.loss, output, sample)
-                return None  # nobody takes it, and it may be large
-            return output
+        def run(index: int = index, known: Mapping[str, object] = known) -> dict[str, Tensor]:
+            if index not in by_index:
+                return {}
+            stage, layers = by_index[index], cut.layers_of(index)
+            name = f"stage {index} (layers {layers[0]} to {layers[-1]})"
+            values = [known[name] for name in stage.inputs]
+            outputs = try_out_stage(config, stage, name, values, sample.tokenizer)
+            if index == last:
+                try_out_loss(config, job.loss, outputs[0], sample)
+                return {}  # nobody takes it, and it may be large
+            return dict(zip(stage.outputs, outputs, strict=True))
 
         # Ranks of one pipeline have one value. Another pipeline may have another part of it.
-        [source, *_] = topology.ranks_of([stage])
-        value = _agreed(f"trying stage {stage} out", run)[source]
+        [source, *_] = topology.ranks_of([index])
+        known = known | _agreed(f"trying stage {index} out", run)[source]
 
 
-def _agreed(what: str, function: Callable[[], Tensor | None]) -> list[Any]:
+def _agreed(what: str, function: Callable[[], dict[str, Tensor]]) -> list[Any]:
     """Returns the results of all ranks; raises the same error on all of them if one fails."""
 
-    def tried() -> Tensor | str | None:
+    def tried() -> dict[str, Tensor] | str:
         try:
             return function()
         except ConfigError as error:
@@ -163,11 +189,17 @@ def _agreed(what: str, function: Callable[[], Tensor | None]) -> list[Any]:
 def _sample(job: Job, topology: Topology, feed: Feed, texts: Texts) -> Sample:
     """Returns what stages are tried out with, the same on all ranks; every rank must call it."""
     if texts.tokenizer is not None:
-        return sample_of(texts.tokenizer, job.config.data.sequence_length)
+        return sample_of(job.config, texts.tokenizer)
     # Ranks of middle stages have no batch. They get some rows of the first data rank's.
     pair, own = feed.pair, None
     if pair is not None and not topology.coordinate(topology.data):
-        rows = max(1, min(2, len(pair[0]) // job.config.parallel.microbatches))
-        own = pair[0][:rows].cpu().clone(), pair[1][:rows].cpu().clone()
+        inputs, target = pair
+        rows = max(1, min(2, len(target) // job.config.parallel.microbatches))
+        first = (
+            inputs[:rows].cpu().clone()
+            if isinstance(inputs, Tensor)
+            else {name: tensor[:rows].cpu().clone() for name, tensor in inputs.items()}
+        )
+        own = first, target[:rows].cpu().clone()
     replies = agree("a look at the first batch", lambda: own)
     return Sample(*next(reply for reply in replies if reply is not None))

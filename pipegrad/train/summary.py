@@ -63,7 +63,7 @@ def _stage(job: Job, cut: Cut, manifest: Manifest, stage: int) -> dict[str, Any]
     return {
         "stage": stage,
         "ranks": [rank for rank in view.ranks if stage in view.at(rank).local_stages],
-        "layers": [name for name, _ in cut.modules[stage].named_children()],
+        "layers": cut.layers_of(stage),
         "parameters": len(entries),
         "elements": sum(p.numel() for p in parameters),
         "bytes": sum(p.numel() * p.dtype.itemsize for p in parameters),

@@ -39,6 +39,7 @@ from pipegrad.train.data.sources import make_feed, read_texts
 from pipegrad.train.evaluation import Evaluation
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics, every_rank, peak_memory_bytes
+from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
 from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
@@ -89,8 +90,8 @@ class Trainer:
         self._feed.begin(1)
         stages = build_stages(self.job, self._topology, self._feed, self._texts, self._device)
         self._cut: Cut | None = stages.cut
-        self._modules = stages.modules
-        self._make_scheduler()
+        self._modules = {stage.index: stage.module for stage in stages.own}
+        self._make_scheduler(stages.own)
         self._evaluation = self._make_evaluation()
         agree("trying the optimizer out", self._try_out_optimizer)
         # All ranks make it together: it agrees by itself.
@@ -122,11 +123,7 @@ class Trainer:
         # same numbers as a run that was never interrupted.
         coordinate = topology.coordinate((topology.pipeline, *topology.data_axes))
         torch.manual_seed(mixed(config.train.seed, number, coordinate))
-        inputs, target = self._feed.placed(
-            self._device,
-            inputs=0 in self._modules,
-            target=topology.num_stages - 1 in self._modules,
-        )
+        inputs, target = self._feed.placed(self._device)
         result = self._scheduler.step(inputs, target=target)
         # A device still computes while the host fetches the next batch.
         if number < config.train.steps:
@@ -189,6 +186,16 @@ class Trainer:
                 cause=error,
             )
 
+    def save_model(self, folder: Path) -> None:
+        """Writes a model of transformers as it reads one; every rank must call it.
+
+        Raises:
+            ConfigError: If it cannot be written; on all ranks.
+        """
+        assert self._cut is not None
+        self.sync.wait_parameters()
+        save_model(self.job.config, self._cut, folder)
+
     def make_folder(self, begin: Callable[[Path], None]) -> Path:
         """Returns the run's folder, which rank 0 makes. The folder is always new.
 
@@ -239,13 +246,12 @@ class Trainer:
             device_type=self._device.type,
         )
 
-    def _make_scheduler(self) -> None:
+    def _make_scheduler(self, stages: list[Stage]) -> None:
         """Makes the scheduler with its gradient layer, and their process groups."""
         job = self.job
         assert self._cut is not None
-        recompute = job.config.train.recompute
         self._scheduler = Scheduler(
-            [Stage(module, index, recompute=recompute) for index, module in self._modules.items()],
+            stages,
             self._topology,
             schedule=job.schedule,
             loss_fn=job.loss,
@@ -274,7 +280,7 @@ class Trainer:
         )
 
     def _summarize(self) -> None:
-        """Makes the summary, and frees the stages of other ranks."""
+        """Makes the summary, and frees what other ranks hold of a model that was made whole."""
         # Only rank 0 needs all plans, and a plan of many ranks takes time. The plans of one replica
         # have the same errors, so other ranks make only those.
         assert self._cut is not None
@@ -286,7 +292,8 @@ class Trainer:
         else:
             replica = [r for r in topology.ranks if not topology.at(r).coordinate(topology.data)]
             self.job.plans(manifest, ranks=replica)
-        self._cut = None
+        if not self.job.config.model.is_transformers:
+            self._cut = None
 
     def _try_out_optimizer(self) -> None:
         self._state_names = try_out_optimizer(self.job.config, self._device)

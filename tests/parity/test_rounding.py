@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pipegrad.testing import HandlerContract
-from tests.parity import test_fsdp, test_placements, test_torch_pipelining
-from tests.ranks.examples import test_examples, test_unet_skip
+from tests.parity import test_fsdp, test_models, test_placements, test_torch_pipelining
+from tests.ranks.examples import test_examples
 from tests.ranks.gradients import test_accessor, test_shards
 from tests.ranks.train import test_dimensions, test_dimensions_in_jobs
 from tests.support.pipeline import schedulers
@@ -53,7 +53,7 @@ JUDGES: dict[str, Judge] = {
     "trainer, jobs": by_norm(rounding(test_dimensions_in_jobs.TOKENS)),
     "example of attach": within(rounding(test_examples.TOKENS)),
     "example of torchtitan": by_norm(rounding(test_examples.TITAN_TOKENS)),
-    "example of a U-Net": within(rounding(test_unet_skip.PIXELS)),
+    "examples of models": within(test_models.MOST),
 }
 every = pytest.mark.parametrize("name", JUDGES)
 

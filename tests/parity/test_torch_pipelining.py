@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pipegrad.testing import run_ranks
+from tests.support.distributions import declared
 from tests.support.pipeline.models import TOKENS
 from tests.support.pipeline.pipelines import Case
 from tests.support.pipeline.training import Measured, merged, run_cases
@@ -22,6 +23,7 @@ from tests.support.worlds import World
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 OTHER_SCHEDULES = ("LoopedBFS", "InterleavedZeroBubble", "CSV runtime", "CSV multi")
+FILES = tuple(f"file {name}" for name in declared("pipegrad.schedules"))
 OPTIMIZERS = ("SGD", "AdamW")
 
 Short = partial(Case, optimizer="AdamW", steps=6)
@@ -36,6 +38,7 @@ PIPELINE_4 = [
     ),
     Case("1F1B", model="within", optimizer="AdamW"),
     Short("DualPipeV", num_microbatches=8),
+    *(Short(schedule, num_microbatches=8) for schedule in FILES),
     Short("GPipe", model="half-used"),
     Short("Interleaved1F1B", model="half-used"),
     Short("ZBVZeroBubble", model="half-used", accumulate=2),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-SPLIT_BY_TORCH = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SPLIT_BY_TORCH = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "file zb-h1", "file zbv")
 IS_OLD = TorchVersion(torch.__version__) < "2.13"
 
 needs_2_13 = pytest.mark.skipif(

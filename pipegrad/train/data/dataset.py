@@ -14,7 +14,7 @@ seeds are the same again, so the batch of a step does not depend on where the ru
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,16 +25,13 @@ from torch import Tensor
 from pipegrad.errors import PipegradError, in_words
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
+from pipegrad.train.data.pairs import INPUT_IDS, Pair, described, named_pair_of, pair_of
 from pipegrad.train.functions import parameters_of, with_options
 
-Pair = tuple[Tensor, Tensor]
 MakeBatches = Callable[..., Any]
 
 _RANKS = ("data_rank", "num_data_ranks")
-_TARGETS = ("target", "targets", "labels")
 _END = object()
-# Integers that torch takes neither as indices nor as classes.
-_SMALL = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
 
 
 def dataset_of(config: Config, key: str, num_shares: int) -> MakeBatches | None:
@@ -198,16 +195,18 @@ class Batches:
         None if it has too few rows, and others were measured before: then the measurement ends.
         """
         try:
-            inputs, target = pair_of(found)
+            pair = (named_pair_of if self._config.model.is_transformers else pair_of)(found)
         except (TypeError, ValueError) as error:
             self._config.refuse(self._key, f"batch {number}: {error}", cause=error)
+        inputs = pair[0] if isinstance(pair[0], Tensor) else pair[0][INPUT_IDS]
+        target = pair[1]
         rows, microbatches = len(inputs), self._config.parallel.microbatches
         if rows < microbatches and self._position and not self._repeat:
             return None
         if rows < microbatches:
             self._config.refuse(
                 self._key,
-                f"batch {number} has {rows} rows (inputs {_described(inputs)}), fewer than "
+                f"batch {number} has {rows} rows (inputs {described(inputs)}), fewer than "
                 f"parallel.microbatches = {microbatches}: return batches, not single examples, and "
                 f"leave out a smaller batch at the end, as a DataLoader does with drop_last=True",
             )
@@ -219,94 +218,11 @@ class Batches:
             if tensor.dtype != dtype:
                 self._config.refuse(
                     self._key,
-                    f"the {what} of batch {number} are {_described(tensor)}, and those of the "
+                    f"the {what} of batch {number} are {described(tensor)}, and those of the "
                     f"first batch are of {str(dtype).removeprefix('torch.')}: all must be of one "
                     f"dtype",
                 )
-        return inputs, target
-
-
-def pair_of(batch: object) -> Pair:
-    """Returns inputs and targets of a batch, as a function may return it.
-
-    Args:
-        batch: Tokens ``(rows, length)``, whose targets are their successors; or a pair of inputs
-            and targets; or a table of two, whose targets are called ``labels`` or ``target``.
-            Values may be tensors, arrays or lists.
-
-    Raises:
-        TypeError: If it is anything else.
-        ValueError: If numbers of rows or dimensions do not fit.
-    """
-    values = _values(batch)
-    if len(values) == 1:
-        tokens = _tensor(values[0])
-        if tokens.is_floating_point() or tokens.dim() != 2 or tokens.shape[1] < 2:
-            raise ValueError(
-                f"it has one tensor, {_described(tokens)}: expected tokens (rows, 2 or more), "
-                f"whose targets are their successors, or inputs and targets"
-            )
-        return tokens[:, :-1].long().contiguous(), tokens[:, 1:].long().contiguous()
-    inputs, target = map(_tensor, values)
-    if not inputs.dim() or not target.dim() or len(inputs) != len(target):
-        raise ValueError(
-            f"inputs are {_described(inputs)} and targets {_described(target)}: expected as many "
-            f"rows of both"
-        )
-    if inputs.dtype in _SMALL:
-        inputs = inputs.long()
-    return inputs, target.long() if target.dtype in (*_SMALL, torch.uint8) else target
-
-
-def _values(batch: object) -> list[object]:
-    """Returns the tokens of a batch, or its inputs and targets."""
-    if isinstance(batch, Mapping):
-        names = [str(name) for name in batch]
-        targets = [name for name in batch if name in _TARGETS]
-        if len(batch) == 1 or (len(batch) == 2 and len(targets) == 1):
-            others = [name for name in batch if name not in targets]
-            return [batch[name] for name in (*others, *targets)]
-        raise TypeError(
-            f"it has the names {names}: expected one, of tokens, or two, of which one is of "
-            f"{list(_TARGETS)}: the first layer takes one tensor, so leave out the others"
-        )
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        if batch and all(isinstance(value, torch.Tensor | np.ndarray) for value in batch):
-            if len(batch) <= 2:
-                return list(batch)
-            raise TypeError(
-                f"it has {len(batch)} tensors: expected tokens, or inputs and targets: the first "
-                f"layer takes one tensor"
-            )
-        return [batch]
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return [batch]
-    raise TypeError(
-        f"it is {'None' if batch is None else type(batch).__name__}: expected a tensor of tokens, "
-        f"a pair of inputs and targets, or a table of these"
-    )
-
-
-def _tensor(value: object) -> Tensor:
-    """Returns a tensor, array or list as a tensor."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, np.ndarray):
-        value = np.array(value)  # torch cannot share memory that is read-only or runs backwards
-    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-        raise TypeError(
-            f"a list of {len(value)} tensors in it: expected one tensor; a DataLoader makes such "
-            f"lists of examples that are lists: make tensors of them first"
-        )
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        kind = type(value).__name__
-        raise TypeError(f"a {kind} in it is no tensor: {error}: rows need one length") from error
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        return pair
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from torch import Tensor
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import StepError
 from pipegrad.topology import Topology
+from pipegrad.train.data.pairs import Inputs, Pair
 
-Pair = tuple[Tensor, Tensor]
 _SLOW_SECONDS = 3600.0  # timeout for the slowest rank to come to its first batch
 _READY, _ENDED, _FAILED = range(3)
 _NOTHING = -1.0  # the digest on a rank that needs no data
@@ -31,9 +31,11 @@ class Feed:
     Args:
         topology: Says which ranks have the same data.
         source: Returns inputs and targets of a batch by its number, from 1; None if there are no
-            more. None if no stage of this rank needs data.
+            more. Not called if no stage of this rank needs data.
         elements_seen: Returns how many elements the targets of all batches up to a number have.
         what: What the batches are, for messages.
+        takes_inputs: Whether stages of this rank take the inputs.
+        takes_target: Whether the last stage is on this rank.
 
     Attributes:
         what: As above.
@@ -50,11 +52,17 @@ class Feed:
     def __init__(
         self,
         topology: Topology,
-        source: Callable[[int], Pair | None] | None,
+        source: Callable[[int], Pair | None],
         elements_seen: Callable[[int], int],
         what: str,
+        *,
+        takes_inputs: bool,
+        takes_target: bool,
     ) -> None:
-        self._source, self._count, self.what = source, elements_seen, what
+        needs_data = takes_inputs or takes_target
+        self._source = source if needs_data else None
+        self._count, self.what = elements_seen, what
+        self._takes_inputs, self._takes_target = takes_inputs, takes_target
         by_data: dict[int, list[int]] = {}
         for rank in topology.ranks:
             by_data.setdefault(topology.at(rank).coordinate(topology.data), []).append(rank)
@@ -128,15 +136,14 @@ class Feed:
             for column in (2, 3)
         )
 
-    def placed(
-        self, device: torch.device, *, inputs: bool, target: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns inputs and targets on a device; None for those that are not asked for."""
+    def placed(self, device: torch.device) -> tuple[Inputs | None, Tensor | None]:
+        """Returns inputs and targets on a device; None for what this rank does not take."""
         if self.pair is None:
             return None, None
+        inputs, target = self.pair
         return (
-            self.pair[0].to(device) if inputs else None,
-            self.pair[1].to(device) if target else None,
+            placed(inputs, device) if self._takes_inputs else None,
+            target.to(device) if self._takes_target else None,
         )
 
     def _raise(self) -> None:
@@ -144,10 +151,20 @@ class Feed:
             raise self._error
 
 
+def placed(inputs: Inputs, device: torch.device) -> Inputs:
+    """Returns inputs on a device."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
 def digest_of(pair: Pair) -> float:
     """Returns a digest of a batch that a float64 has exactly."""
     digest = hashlib.sha256()
-    for tensor in pair:
+    inputs, target = pair
+    named = {"": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    for name, tensor in [*sorted(named.items()), ("target", target)]:
+        digest.update(name.encode())
         flat = tensor.detach().flatten()
         part = flat[: _DIGEST_BYTES // max(1, tensor.itemsize)].cpu().contiguous()
         digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+
+from torch import Tensor
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.topology import Topology
@@ -11,6 +14,7 @@ from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import Corpus, files_of, open_corpus
 from pipegrad.train.data.dataset import Batches
 from pipegrad.train.data.feed import Feed
+from pipegrad.train.data.pairs import INPUT_IDS, Inputs, Pair
 from pipegrad.train.data.tokenizer import Tokenizer, tokenizer_of
 from pipegrad.train.data.tokens import shared_token_file
 from pipegrad.train.job import Job
@@ -91,7 +95,10 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
     corpus = texts.held_out if held_out else texts.training
     table = "eval" if held_out else "data"
     data_rank = topology.coordinate(topology.data)
-    needs_data = not {0, topology.num_stages - 1}.isdisjoint(topology.local_stages)
+    takes = {
+        "takes_inputs": takes_inputs(config, topology),
+        "takes_target": topology.num_stages - 1 in topology.local_stages,
+    }
     if function is not None:
         batches = Batches(
             config,
@@ -101,16 +108,33 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
             num_data_ranks=job.num_shares,
             repeat=not held_out,
         )
-        source = batches.batch if needs_data else None
-        return Feed(topology, source, lambda _: batches.elements_seen, f"{table}.dataset")
+        what = f"{table}.dataset"
+        return Feed(topology, batches.batch, lambda _: batches.elements_seen, what, **takes)
     assert corpus is not None
     size = config.data.batch_size
     share = {"size": size, "share": data_rank, "num_shares": job.num_shares}
     elements = size * config.data.sequence_length // job.num_shares
-    draw = (
+    draw: Callable[[int], tuple[Tensor, Tensor] | None] = (
         partial(corpus.sequences, **share)
         if held_out
         else partial(corpus.batch, seed=config.train.seed, **share)
     )
-    what = f"{table}.files"
-    return Feed(topology, draw if needs_data else None, lambda number: number * elements, what)
+
+    def source(number: int) -> Pair | None:
+        pair = draw(number)
+        return None if pair is None else (named_inputs(config, pair[0]), pair[1])
+
+    return Feed(topology, source, lambda number: number * elements, f"{table}.files", **takes)
+
+
+def takes_inputs(config: Config, topology: Topology) -> bool:
+    """Whether stages of this rank take the inputs of a batch.
+
+    All stages of a model of transformers do: each makes its own masks and positions of them.
+    """
+    return config.model.is_transformers or 0 in topology.local_stages
+
+
+def named_inputs(config: Config, tokens: Tensor) -> Inputs:
+    """Returns tokens as the model takes them."""
+    return {INPUT_IDS: tokens} if config.model.is_transformers else tokens

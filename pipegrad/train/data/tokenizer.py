@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipegrad.train.config import Config, path_of
+from pipegrad.train.config import Config, beside, path_of
 
+TOKENIZER = "tokenizer.json"  # in a directory of transformers
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -62,7 +64,11 @@ class Bytes:
 
 
 class FileTokenizer:
-    """The tokenizer of the file ``data.tokenizer``.
+    """A tokenizer of a file.
+
+    Args:
+        config: The configuration.
+        path: Of the file.
 
     Raises:
         ConfigError: If the library is missing, or the file cannot be read.
@@ -70,9 +76,8 @@ class FileTokenizer:
 
     unit = "tokens"
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        path = path_of(config.data.tokenizer or "")
+    def __init__(self, config: Config, path: Path) -> None:
+        self._config, self._path = config, path
         try:
             import tokenizers
         except ImportError as error:
@@ -116,9 +121,7 @@ class FileTokenizer:
         """Returns the token of the separator."""
         token = self._tokenizer.token_to_id(text)
         if token is None:
-            self._config.refuse(
-                "data.separator", f"{self._config.data.tokenizer} has no such token"
-            )
+            self._config.refuse("data.separator", f"{self._path} has no such token")
         return np.array([token], np.uint16 if self.size <= 2**16 else np.uint32)
 
 
@@ -128,4 +131,15 @@ def tokenizer_of(config: Config) -> Tokenizer:
     Raises:
         ConfigError: As `FileTokenizer` does.
     """
-    return Bytes() if config.data.tokenizer is None else FileTokenizer(config)
+    path = tokenizer_file(config)
+    return Bytes() if path is None else FileTokenizer(config, path)
+
+
+def tokenizer_file(config: Config) -> Path | None:
+    """Returns the file of the tokenizer: ``data.tokenizer``, or the model's; None for bytes."""
+    if config.data.tokenizer is not None:
+        return path_of(config.data.tokenizer)
+    if config.model.pretrained is not None:
+        path = beside(config, config.model.pretrained) / TOKENIZER
+        return path if path.exists() else None
+    return None

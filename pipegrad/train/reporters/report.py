@@ -102,6 +102,6 @@ class Report:
             f"collectives, all ranks counted",
             "replicas": replicas,
             "files": f"{folder}/{'metrics.jsonl, ' if 'jsonl' in self._reporters else ''}"
-            f"manifest.json",
+            f"manifest.json{', model' if self._config.model.is_transformers else ''}",
         }
         self._console.print(table(["run", ""], table_rows.items()))

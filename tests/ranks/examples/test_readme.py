@@ -78,6 +78,18 @@ stage = topology.coordinate("pp")
 stage = pipegrad.Stage([nn.Embedding(8, 4), head][stage], stage)
 tokens, target = torch.randint(8, (2, 8, 3))
 """,
+    "A loop of your own": """
+import runpy
+import tempfile
+
+runs = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+dist.broadcast_object_list(runs, src=0)
+before = os.getcwd()
+if dist.get_rank() == 0:
+    runpy.run_path("examples/make_hf.py")["make"](f"{runs[0]}/runs/qwen3")
+dist.barrier()
+os.chdir(runs[0])
+""",
     "fp16": """
 fp16_stage = topology.coordinate("pp")
 fp16_stage = pipegrad.Stage([nn.Linear(4, 4), nn.Linear(4, 4)][fp16_stage], fp16_stage)
@@ -102,8 +114,35 @@ loaded = {"model": {"weight": torch.ones(4, 4)}, "optimizer": optimizer.state_di
 for state in loaded["optimizer"]["state"].values():
     state.pop("master")
 """,
+    "In torch's runtime, and in torchtitan": """
+import copy
+import tempfile
+
+os.chdir(tempfile.mkdtemp())
+eager = pipegrad.schedules.build("eager-1f1b", num_ranks=4, num_microbatches=8)
+with open("eager.csv", "w") as file:
+    file.write(pipegrad.schedules.write_csv(eager))
+topology, loss_fn = pipegrad.Topology.create(pipeline=4), nn.functional.mse_loss
+model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+model[3].weight = model[0].weight
+uncut = copy.deepcopy(model)
+group, tied = topology.group_along("pp"), [["0.weight", "3.weight"]]
+module = nn.Sequential()
+module.add_module(str(index), model[index])
+stages = [PipelineStage(module, index, 4, device, group=group)]
+""",
 }
 CHECKED_AFTER = {
+    "In torch's runtime, and in torchtitan": """
+batch, losses = torch.randn(8, 4), []
+schedule.step(*([batch] if index == 0 else []), target=batch if index == 3 else None, losses=losses)
+loss_fn(uncut(batch), batch).backward()
+assert torch.allclose(model[index].weight.grad, uncut[index].weight.grad, rtol=1e-5)
+""",
+    "A loop of your own": "assert sorted(os.listdir('runs')) == ['qwen3', 'tuned']",
+    "Ways of cutting": "assert cut.tied == [['model.embed_tokens.weight', 'lm_head.weight']]",
+    "LoRA": "assert 'adapter_model.safetensors' in os.listdir('runs/adapter')",
+    "Gradient checkpointing": "os.chdir(before)",
     "Many small sums: `Bucketer`": "assert [float(s[0]) for s in sums] == [4.0, 4.0]",
     "Save and load": "assert bool((module.weight == 1).all()) and os.listdir(folder)",
     "Your own schedule": "assert same_schedule.actions == schedule.actions",

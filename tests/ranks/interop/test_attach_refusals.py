@@ -72,6 +72,14 @@ def wrapped_by_fsdp_on_one_stage(topology: Topology) -> None:
     attach(cut)
 
 
+def stages_of_another_torch(topology: Topology) -> None:
+    """torch 2.15.0 has stages without this attribute, and `attach` failed in the first step."""
+    cut = one_stage_each(topology)
+    schedule = cut.schedule()
+    del cut.stages[0].fwd_cache
+    attach(cut, schedule)
+
+
 def split_backward_of_old(topology: Topology) -> None:
     version, torch.__version__ = torch.__version__, TorchVersion("2.12.1")
     try:
@@ -138,6 +146,7 @@ REFUSALS: dict[Callable[[Topology], None], tuple[str, str]] = {
     wrapped_by_ddp: ("PlanError", "reduced twice"),
     wrapped_by_fsdp: ("PlanError", "it would be reduced twice; drop the handler"),
     wrapped_by_fsdp_on_one_stage: ("PlanError", "(32, 16) by Shard(dim=0) over dp of 2"),
+    stages_of_another_torch: ("PlanError", "does not know the pipeline stages of torch"),
     split_backward_of_old: ("PlanError", "torch 2.12.1 computes wrong gradients"),
     undeclared_tie: ("PlanError", "nobody declared them tied"),
     uncovered_tie: ("PlanError", "add 'pipeline-shared'"),

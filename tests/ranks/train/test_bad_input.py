@@ -90,8 +90,8 @@ CASES: dict[str, Bad] = {
         "data.batch_size=6", says="= 6: 1 replicas x 4 microbatches do not divide it: .* of 4"
     ),
     "more stages than layers": put(
-        "parallel.schedule={name='interleaved-1f1b', stages_per_rank=3}",
-        says="pipeline = .default.: a model of 5 layers cannot be cut into 6 stages",
+        "parallel.schedule={name='interleaved-1f1b', stages_per_rank=4}",
+        says="pipeline = .default.: a model of 7 layers cannot be cut into 8 stages",
     ),
     "boundaries too many": put("parallel.boundaries=[1, 2]", says=r"\[1, 2\] do not cut 5 layers"),
     "boundaries too far": put("parallel.boundaries=[9]", says="ascending indices from 1 to 4"),

@@ -260,6 +260,7 @@ def test_options_there_are() -> None:
         "plan": sorted(["--json", "--ranks", *changes]),
         "handlers": ["--json"],
         "schedules": ["--json"],
+        "schedule": ["--format", "--microbatches", "--ranks", "--set", "name"],
         "reporters": ["--json"],
     }
 

@@ -6,13 +6,14 @@ import copy
 import hashlib
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipe_split, pipeline
 from torch.distributed.pipelining.schedules import (
@@ -25,12 +26,14 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import pipegrad
 from pipegrad import Topology
+from pipegrad.cli import main
 from tests.support.pipeline.models import LAYERS, TOKENS, VOCAB, WIDTH, build
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 LOOPS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "CSV runtime", "CSV multi")
 VEES = ("ZBVZeroBubble", "DualPipeV")
+HOP_AWARE = ["--set", "hop_seconds=[0, 0.5, 0]", "--set", "compute_seconds=1"]
 CPU = torch.device("cpu")
 
 
@@ -38,7 +41,7 @@ CPU = torch.device("cpu")
 class Case:
     """One way of training. Two stages a rank where the schedule wants them, one otherwise."""
 
-    schedule: str
+    schedule: str  # torch's name of it, or "file NAME": as `pipegrad schedule NAME` prints it
     model: str = "tied"
     optimizer: str = "SGD"  # "AdamW", "standstill": every step is the first one again
     num_microbatches: int = 4
@@ -79,8 +82,21 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def stage_to_rank(schedule: str, topology: Topology) -> list[int]:
+def printed(schedule: str, num_ranks: int, num_microbatches: int) -> str:
+    """Returns the file that the command line prints of a schedule ``"file NAME"``."""
+    name = schedule.removeprefix("file ")
+    options = HOP_AWARE if name == "hop-aware-1f1b" else []
+    size = ["--ranks", str(num_ranks), "--microbatches", str(num_microbatches)]
+    found = CliRunner().invoke(main, ["schedule", name, *size, *options, "--format", "torch-csv"])
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def stage_to_rank(schedule: str, topology: Topology) -> Sequence[int]:
     ranks = list(range(topology.size("pp")))
+    if schedule.startswith("file "):
+        text = printed(schedule, len(ranks), 2 * len(ranks))
+        return pipegrad.schedules.read_csv(text).stage_to_rank
     if schedule in VEES:
         return [*ranks, *reversed(ranks)]
     return [*ranks, *ranks] if schedule in LOOPS else ranks
@@ -149,7 +165,11 @@ class Cut:
         options = {"loss_fn": loss_of, "scale_grads": self.case.scale_grads}
         name, number = self.case.schedule, self.case.num_microbatches
         made: TorchSchedule
-        if name not in (*LOOPS, *VEES):
+        if name.startswith("file "):
+            made = _PipelineScheduleRuntime(self.stages, number, **options)
+            text = printed(name, self.placed.size("pp"), number)
+            load(made, lambda path: path.write_text(text))
+        elif name not in (*LOOPS, *VEES):
             made = get_schedule_class(name)(self.stages[0], number, **options)
         elif name.startswith("CSV"):
             made = self._loaded(options)
@@ -167,10 +187,7 @@ class Cut:
         runtime = self.case.schedule == "CSV runtime"
         kind = _PipelineScheduleRuntime if runtime else PipelineScheduleMulti
         loaded = kind(self.stages, number, **options)
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder, "schedule.csv"))
-            grid._dump_csv(path, format="compute_only")
-            loaded._load_csv(path)
+        load(loaded, lambda path: grid._dump_csv(str(path), format="compute_only"))
         return loaded
 
     def _stage(self, model: nn.Sequential, stage: int) -> _PipelineStageBase:
@@ -209,6 +226,14 @@ class Cut:
             self.tied = pipe.replicated_params
         group = self.placed.group_along("pp")
         return [pipe.build_stage(stage, CPU, group) for stage in self.placed.local_stages]
+
+
+def load(schedule: PipelineScheduleMulti, write: Callable[[Path], object]) -> None:
+    """Gives a schedule the file that `write` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "schedule.csv")
+        write(path)
+        schedule._load_csv(str(path))
 
 
 class Splitting(nn.Sequential):

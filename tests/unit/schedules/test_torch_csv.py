@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -9,12 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pipegrad import schedules
+from pipegrad.cli import main
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules import Action, Schedule, read_csv, torch_csv, write_csv
+from pipegrad.schedules import (
+    Action,
+    Schedule,
+    ScheduleGenerator,
+    read_csv,
+    torch_csv,
+    write_csv,
+)
 
 OPTIONS: dict[str, dict[str, object]] = {
     "hop-aware-1f1b": {"hop_seconds": [0, 0.5, 0], "compute_seconds": 1},
@@ -153,6 +163,60 @@ def test_a_schedule_that_is_none_is_not_written() -> None:
     wrong = Schedule("mine", 1, (0,), ((Action(0, "F", 0),),))
     with pytest.raises(ScheduleError, match="'mine' is not complete"):
         write_csv(wrong)
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["schedule", *arguments])
+
+
+SIZE = ("--ranks", "2", "--microbatches", "2")
+
+
+def test_the_command_line_prints_the_grid_or_the_file() -> None:
+    made = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    assert command("1f1b", *SIZE).output == f"{made}\n"
+    assert command("1f1b", *SIZE, "--format", "torch-csv").output == write_csv(made)
+
+
+def test_the_command_line_gives_options_to_the_schedule() -> None:
+    made = schedules.build("interleaved-1f1b", num_ranks=2, num_microbatches=2, stages_per_rank=3)
+    assert command("interleaved-1f1b", *SIZE, "--set", "stages_per_rank=3").output == f"{made}\n"
+
+
+class Skips(ScheduleGenerator):
+    """A schedule whose last stage also takes the output of the first stage."""
+
+    def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+        made = schedules.build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return dataclasses.replace(made, feeds=((), (0,), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["egar", *SIZE], "is called 'egar'; known, closest first: 1f1b, eager-1f1b"),
+        (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 is not in the range x>=1"),
+        (["1f1b", "--ranks", "2"], "Missing option '--microbatches'"),
+        (["1f1b", *SIZE, "--format", "csv"], "'csv' is not one of 'text', 'torch-csv'"),
+        (["1f1b", *SIZE, "--set", "depth=3"], "has no option 'depth'"),
+        (["1f1b", *SIZE, "--set", "depth"], "--set depth: expected key=value"),
+        (["hop-aware-1f1b", *SIZE], "needs the option 'hop_seconds'"),
+        (["interleaved-1f1b", "--ranks", "2", "--microbatches", "3"], "the nearest is 4"),
+        (
+            [f"{__name__}:Skips", "--ranks", "3", "--microbatches", "2", "--format", "torch-csv"],
+            "torch sends the output of a stage to the next stage only: run it by pipegrad.Sched",
+        ),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(arguments: list[str], message: str) -> None:
+    found = command(*arguments)
+    assert found.exit_code == 2
+    assert message in found.output
+
+
+def test_the_grid_is_printed_of_stages_that_are_no_chain() -> None:
+    found = command(f"{__name__}:Skips", "--ranks", "3", "--microbatches", "2")
+    assert found.output.startswith("rank 0  0F0 0F1")
 
 
 def test_the_notation_is_read_without_torch() -> None:

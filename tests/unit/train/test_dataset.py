@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
-from pipegrad.train.data.dataset import Batches, pair_of
+from pipegrad.train.data.dataset import Batches
+from pipegrad.train.data.pairs import pair_of
 from pipegrad.train.schema import Data, Model, Named, Parallel
 
 TOKENS = torch.arange(12).reshape(3, 4)
@@ -36,7 +37,8 @@ def batches(function: Any, *, data_rank: int = 0, repeat: bool = True) -> Batche
 
 def taken(found: Batches, *numbers: int) -> list[list[int]]:
     pairs = [found.batch(number) for number in numbers]
-    return [[] if pair is None else pair[0].flatten().tolist() for pair in pairs]
+    inputs = [pair and pair[0] for pair in pairs]
+    return [x.flatten().tolist() if isinstance(x, torch.Tensor) else [] for x in inputs]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad.train.partial_model import NotInPartsError, PartialModel, lacks_memory
+from pipegrad.train.models.partial_model import NotInPartsError, PartialModel, lacks_memory
 from tests.support.train import factories
 
 Factory = Callable[[], nn.Sequential]

@@ -1,0 +1,161 @@
+"""Transformers model: what ``[model] pretrained`` or ``config`` names, for the trainer.
+
+Every rank makes the uncut model without memory, cuts it, and gives its own stages their values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipegrad.comm.agreement import agree
+from pipegrad.errors import AgreementError, ConfigError, WeightsError
+from pipegrad.partition.cut_model import Cut, Source
+from pipegrad.partition.weights.files import extra
+from pipegrad.partition.weights.pretrained import meta_model
+from pipegrad.plugins.options import complaints_of
+from pipegrad.train.config import Config, beside
+from pipegrad.train.data.tokenizer import TOKENIZER, Tokenizer, tokenizer_file
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+# What lies beside a tokenizer.json and belongs to it.
+_BESIDE = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+_PLAIN_TOKENIZER = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
+
+
+def uncut_model(config: Config) -> Any:  # noqa: ANN401 - a PreTrainedModel
+    """Returns the uncut model on the meta device; every rank must call it.
+
+    Raises:
+        ConfigError: If it cannot be made, is no causal language model, or is for shorter sequences.
+    """
+    key, path = _named(config)
+    options = config.model.options
+    if complaint := complaints_of(_options, options):
+        config.refuse("model", f"a model of transformers {complaint}")
+    if (dtype := options.get("dtype")) not in (None, *_DTYPES):
+        config.refuse("model.dtype", f"expected one of {[*_DTYPES]}")
+    try:
+        transformers: Any = extra("transformers")
+        kind = transformers.AutoModelForCausalLM
+        model = meta_model(path, kind=kind, dtype=getattr(torch, dtype) if dtype else None)
+    except (ConfigError, WeightsError) as error:
+        # transformers lists all classes that it has on further lines.
+        config.refuse(key, str(error).partition("\n")[0], cause=error)
+    _check_kind(config, key, model)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if config.data.dataset is None and longest and config.data.sequence_length > longest:
+        config.refuse(
+            "data.sequence_length",
+            f"the model has positions for {longest} tokens (max_position_embeddings): choose at "
+            f"most that many",
+        )
+    return model
+
+
+def _options(*, dtype: str | None = None) -> None:
+    """Has the options of a model of transformers."""
+
+
+def _named(config: Config) -> tuple[str, Path]:
+    """Returns the key that names the model, and what it names."""
+    if config.model.pretrained is not None:
+        return "model.pretrained", beside(config, config.model.pretrained)
+    assert config.model.config is not None
+    return "model.config", beside(config, config.model.config)
+
+
+def _check_kind(config: Config, key: str, model: Any) -> None:  # noqa: ANN401 - a PreTrainedModel
+    """Refuses a directory of another kind of model, whose weights do not fit a causal one."""
+    named = (model.config.architectures or [type(model).__name__])[0]
+    if named != type(model).__name__:
+        _refuse_kind(config, key, named, type(model).__name__)
+    # transformers makes these of encoders too, and then they see the tokens that follow.
+    if hasattr(model.config, "is_decoder") and "LMHead" in named and not model.config.is_decoder:
+        _refuse_kind(config, key, f"{named} with is_decoder = false", "a decoder")
+
+
+def _refuse_kind(config: Config, key: str, found: str, expected: str) -> NoReturn:
+    config.refuse(
+        key,
+        f"it is a {found}, and the trainer trains causal language models ({expected}): train "
+        f"others with pipegrad.cut and a loop of your own",
+    )
+
+
+def check_tokenizer(config: Config, model: Any, tokenizer: Tokenizer | None) -> None:  # noqa: ANN401
+    """Refuses a tokenizer with more tokens than the model."""
+    size = model.config.get_text_config().vocab_size
+    if tokenizer is not None and tokenizer.size > size:
+        source = config.data.tokenizer or tokenizer_file(config) or "bytes"
+        config.refuse(
+            "model",
+            f"it has a vocabulary of {size} tokens, and the tokenizer ({source}) has "
+            f"{tokenizer.size}: choose the tokenizer of the model, or a vocab_size of "
+            f"{tokenizer.size} or more",
+        )
+
+
+def check_names(config: Config, model: nn.Module, names: Collection[str]) -> None:
+    """Refuses a batch with names that the model does not take; it would ignore them."""
+    known = set(inspect.signature(type(model).forward).parameters) - {"self", "kwargs", "labels"}
+    unknown = sorted(set(names) - known)
+    if unknown:
+        config.refuse(
+            "data.dataset",
+            f"its batches have {unknown}, which {type(model).__name__} does not take: leave out "
+            f"what is not of {sorted(known)}, labels and target",
+        )
+
+
+def load_stages(config: Config, cut: Cut, stages: Sequence[int]) -> None:
+    """Gives the stages of this rank their values, on the CPU; every rank must call it.
+
+    Raises:
+        ConfigError: If the directory lacks a value, or cannot be read.
+    """
+    key, path = _named(config)
+    is_saved = key == "model.pretrained"
+    cut.source = Source("cpu", None if is_saved else config.train.seed, path if is_saved else None)
+    try:
+        cut.load(stages)
+    except WeightsError as error:
+        config.refuse(key, str(error), cause=error)
+
+
+def save_model(config: Config, cut: Cut, folder: Path) -> None:
+    """Writes a folder that transformers reads, with the tokenizer; every rank must call it.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    tokenizer = tokenizer_file(config)
+
+    def copy() -> None:
+        if dist.get_rank() == 0 and tokenizer is not None:
+            _copy_tokenizer(tokenizer, folder)
+
+    try:
+        cut.save_pretrained(folder)
+        agree("the tokenizer of the model", copy)
+    except (WeightsError, AgreementError) as error:
+        complaint = f"the model cannot be written into {folder}: {error}"
+        config.refuse("train.output", complaint, cause=error)
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    shutil.copyfile(tokenizer, folder / TOKENIZER)
+    for name in _BESIDE:
+        if tokenizer.name == TOKENIZER and tokenizer.with_name(name).is_file():
+            shutil.copyfile(tokenizer.with_name(name), folder / name)
+    # Without it transformers would take the tokenizer of the model's family.
+    if not (folder / _TOKENIZER_CONFIG).exists():
+        (folder / _TOKENIZER_CONFIG).write_text(_PLAIN_TOKENIZER)
