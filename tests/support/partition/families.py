@@ -70,13 +70,13 @@ def translated(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
     return batch | {"labels": text(generator, 7)["labels"]}
 
 
-def spoken(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+def spoken(generator: torch.Generator) -> Batch:
     """Returns what Whisper takes."""
     features = torch.randn(ROWS, 8, 24, generator=generator, dtype=torch.float64)
     return {"input_features": features, "labels": text(generator, 7)["labels"]}
 
 
-def seen(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+def seen(generator: torch.Generator) -> Batch:
     """Returns images with labels."""
     images = torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=torch.float64)
     return {"pixel_values": images, "labels": torch.arange(ROWS) % 3}
@@ -120,9 +120,16 @@ FAMILIES = {
         "GPT2Config",
         "GPT2LMHeadModel",
         {
-            **{"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 6, "n_head": 2, "n_positions": 32},
-            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-            **{"bos_token_id": 1, "eos_token_id": 2},
+            "vocab_size": VOCAB,
+            "n_embd": WIDTH,
+            "n_layer": 6,
+            "n_head": 2,
+            "n_positions": 32,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
     ),
     "Llama 3.2": Family(
@@ -132,8 +139,11 @@ FAMILIES = {
         | {
             "tie_word_embeddings": True,
             "rope_parameters": {
-                **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0},
-                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 16,
             },
         },
@@ -183,8 +193,14 @@ FAMILIES = {
         "T5Config",
         "T5ForConditionalGeneration",
         {
-            **{"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_heads": 2},
-            **{"num_layers": 3, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+            "vocab_size": VOCAB,
+            "d_model": WIDTH,
+            "d_kv": 8,
+            "d_ff": 24,
+            "num_heads": 2,
+            "num_layers": 3,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
             "relative_attention_num_buckets": 8,
         },
         translated,
@@ -251,7 +267,7 @@ HEADS = {
     "GPT-2, classes": Family(
         "GPT2Config",
         f"GPT2{CLASSIFIER}",
-        FAMILIES["GPT-2"].options | {"n_layer": DEEP, "num_labels": 3, "pad_token_id": 0},
+        dict(FAMILIES["GPT-2"].options) | {"n_layer": DEEP, "num_labels": 3, "pad_token_id": 0},
         labelled(labels=CLASSES),
     ),
     "BERT, classes": Family("BertConfig", f"Bert{CLASSIFIER}", ENCODER, labelled(labels=CLASSES)),

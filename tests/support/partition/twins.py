@@ -52,8 +52,9 @@ class Twins:
         self.true: Any = build()
         self.cut = pipegrad.cut(build(), num_ranks, **cut or {})
         prepare(self.cut)
-        options = {"schedule": schedule, "num_microbatches": 4} | options
-        self.scheduler = pipegrad.Scheduler(self.cut, topology(num_ranks), **options)
+        options = {"num_microbatches": 4} | options
+        at = topology(num_ranks)
+        self.scheduler = pipegrad.Scheduler(self.cut, at, schedule=schedule, **options)
         self.held = {
             name: parameter
             for stage in self.scheduler.topology.local_stages
