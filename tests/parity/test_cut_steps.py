@@ -153,7 +153,7 @@ def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Run:
         model = FAMILIES[family].build()
         torch.manual_seed(11)
         config = peft.LoraConfig(r=4, init_lora_weights=False, **options)
-        adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+        adapted: nn.Module = peft.get_peft_model(model, config)
         return adapted.to(FAMILIES[family].dtype)
 
     def run() -> list[float]:

@@ -196,11 +196,14 @@ _table = dict[Case, str]()
 @pytest.fixture(scope="module", autouse=True)
 def table(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
+    plugins = request.config.pluginmanager
     if request.config.option.verbose > 0:
-        reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line("")
-        for case, words in _table.items():
-            reporter.write_line(f"{case!s:55}{words}")
+        reporter: Any = plugins.get_plugin("terminalreporter")
+        capture: Any = plugins.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            reporter.write_line("")
+            for case, words in _table.items():
+                reporter.write_line(f"{case!s:55}{words}")
 
 
 @every

@@ -459,12 +459,15 @@ def _output(leaf: object, inputs: Sequence[Tensor]) -> Output:
     if not isinstance(leaf, Tensor):
         return Output(value=leaf)
     # Most layers keep the shape. An embedding adds a dimension, and a head changes the last one.
+    # That one is a constant only if the sample has no such length.
+    lengths = {length for tensor in inputs for length in tensor.shape}
     candidates = [
         Like(number, kept, tuple(leaf.shape[kept:]))
         for lost in (0, 1)
         for number, tensor in enumerate(inputs)
         for kept in [tensor.dim() - lost]
         if kept > 0 and tensor.shape[:kept] == leaf.shape[:kept] and leaf.dim() - kept <= 1
+        if lengths.isdisjoint(leaf.shape[kept:])
     ]
     like = min(candidates, key=lambda one: len(one.more), default=None)
     return Output(shape=leaf.shape, dtype=leaf.dtype, like=like)

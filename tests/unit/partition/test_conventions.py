@@ -1,0 +1,143 @@
+"""What models of transformers take and return: labels, their weights, samples, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrad import cut
+from pipegrad.errors import StepError, TopologyError
+from pipegrad.partition.conventions import Conventions, sample_of
+from tests.support.partition.families import DECODER, ENCODER, FAMILIES, HEADS, Family
+
+pytestmark = pytest.mark.slow  # transformers is imported
+pytest.importorskip("transformers")
+
+LABELS = torch.tensor([[-100, 5, 6, -100], [7, 8, 9, -100]])
+
+
+def of(name: str) -> Conventions:
+    return Conventions({**FAMILIES, **HEADS}[name].build())
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("Llama 3.2", 4),  # the first label of a row has no loss
+        ("GPT-2", 4),
+        ("BERT, next", 4),
+        ("T5", 5),
+        ("Whisper", 5),
+        ("BERT, masked", 5),
+        ("Llama, tokens", 5),
+        # Its loss does not shift labels. They were counted as if it did: gradients were wrong.
+        ("BART, decoder alone", 5),
+    ],
+)
+def test_labels_that_have_a_loss_are_counted(name: str, weight: int) -> None:
+    conventions = of(name)
+    assert conventions.labels == ("labels",)
+    assert conventions.weight({"labels": LABELS}) == weight
+
+
+@pytest.mark.parametrize("name", ["BERT, classes", "BERT, a number", "ViT", "BERT, answers"])
+def test_other_losses_are_means_over_samples(name: str) -> None:
+    conventions, family = of(name), {**FAMILIES, **HEADS}[name]
+    batch = family.batch(1)
+    labels = {label: batch[label] for label in conventions.labels}
+    assert conventions.weight(labels) == len(batch[conventions.labels[0]])
+
+
+@pytest.mark.parametrize(
+    ("config", "head"),
+    [
+        ("BertConfig", "BertForPreTraining"),  # two means
+        ("ElectraConfig", "ElectraForPreTraining"),  # a mean over what is not masked
+        ("GPT2Config", "GPT2DoubleHeadsModel"),
+        ("XLNetConfig", "XLNetForQuestionAnswering"),
+        ("BertConfig", "BertModel"),  # no loss
+    ],
+)
+def test_a_loss_that_is_not_one_mean_is_not_offered(config: str, head: str) -> None:
+    """The loss of BertForPreTraining was weighed as if it were one mean: gradients were wrong."""
+    sizes = {"n_layer": 1, "n_head": 2, "vocab_size": 61}
+    wide = {"GPT2Config": {"n_embd": 16}, "XLNetConfig": {"d_model": 16, "d_inner": 8}}
+    model = Family(config, head, sizes | wide[config] if config in wide else ENCODER).build()
+    assert Conventions(model).labels == ()
+
+
+def test_answers_behind_the_end_of_a_text_are_refused() -> None:
+    """The model ignores them, each end by itself, so gradients were wrong."""
+    conventions = of("BERT, answers")
+    arguments = {"input_ids": torch.ones(2, 5)}
+    spans = {"start_positions": torch.tensor([1, 4]), "end_positions": torch.tensor([2, 4])}
+    conventions.check(spans, arguments)
+    spans["end_positions"][1] = 5
+    with pytest.raises(StepError, match="end_positions has 5, behind the end of a text of 5"):
+        conventions.check(spans, arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_cache": True}, r"\['use_cache'\] cannot be had in a pipeline"),
+        ({"past_key_values": 1}, "cannot be had"),
+        ({"output_hidden_states": True}, "cannot be had"),
+        ({"return_dict": False}, "needs the names of the outputs"),
+        ({"num_items_in_batch": 7}, "which it counts itself"),
+        ({"shift_labels": LABELS}, "which it counts itself"),
+    ],
+)
+def test_arguments_that_a_pipeline_cannot_serve_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StepError, match=message):
+        of("Llama 3.2").arguments(arguments)
+
+
+def test_arguments_that_ask_for_nothing_are_passed() -> None:
+    given = {"use_cache": False, "past_key_values": None, "output_attentions": False}
+    assert of("Llama 3.2").arguments(given) == given
+    assert of("BERT, classes").arguments({"input_ids": 1}) == {"input_ids": 1}
+    assert Conventions(nn.Linear(2, 2)).arguments({"x": 1}) == {"x": 1}
+
+
+def test_labels_of_which_none_counts_give_a_number() -> None:
+    conventions, nothing = of("Llama 3.2"), torch.full((2, 3), -100)
+    weight = conventions.weight({"labels": nothing})
+    assert torch.equal(conventions.safe({"labels": nothing}, weight)["labels"], 0 * nothing)  # type: ignore[arg-type]
+    kept = conventions.safe({"labels": LABELS}, conventions.weight({"labels": LABELS}))
+    assert torch.equal(kept["labels"], LABELS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_hidden_states": True}, "collects values of layers on all stages"),
+        ({"layerdrop": 0.1}, "skips layers at random"),
+    ],
+)
+def test_configurations_that_a_pipeline_cannot_serve_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TopologyError, match=message):
+        Conventions(Family("LlamaConfig", "LlamaForCausalLM", DECODER | options).build())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sample_fits_the_model_and_its_dtype(name: str) -> None:
+    """Whisper's sample was of float32 and too long, so a model of float64 could not be cut."""
+    model = FAMILIES[name].build()
+    for value in sample_of(model).values():
+        assert isinstance(value, torch.Tensor)
+        assert value.dtype in (torch.long, FAMILIES[name].dtype)
+    model(**Conventions(model).arguments(sample_of(model)))
+
+
+@pytest.mark.parametrize("name", ["BERT, choices"])
+def test_a_model_that_takes_something_else_asks_for_an_example(name: str) -> None:
+    with pytest.raises(TopologyError, match="Give example="):
+        cut(HEADS[name].build(), 2)

@@ -1,0 +1,417 @@
+"""Structural cuts of small models: what is a layer, what flows, and what a stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from pipegrad import cut as cut_of
+from pipegrad.errors import StepError, TopologyError
+from pipegrad.partition.cut_model import Cut
+from pipegrad.partition.layers import has_state, is_weighty, layers_of
+from pipegrad.partition.structural.flow import Source, flow_of
+from pipegrad.partition.structural.shallow import shallow, twin
+from pipegrad.partition.structural.stage_module import without_memory
+
+WIDTH = 4
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
+class Chain(nn.Module):
+    """A list of layers between an embedding and a head, which has the embedding's weight."""
+
+    def __init__(self, number: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(7, WIDTH, dtype=torch.float64)
+        self.layers = nn.ModuleList(linear() for _ in range(number))
+        self.head = nn.Linear(WIDTH, 7, bias=False, dtype=torch.float64)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens) * scale
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Skipping(Chain):
+    """The first layer's output is read again by each later layer."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        first = x = self.layers[0](self.embed(tokens))
+        for layer in list(self.layers)[1:]:
+            x = layer(x) + scale * first
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Twice(Chain):
+    """Each layer is called twice."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, *self.layers]:
+            x = F.gelu(layer(x)) * scale
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Gated(Chain):
+    """Code between layers uses a parameter that is in no layer, at the beginning and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens) * self.gate
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x * self.gate * scale)  # type: ignore[no-any-return]
+
+
+class Pair(nn.Module):
+    """A layer that also returns a table of no input's shape, which later layers read."""
+
+    def __init__(self, *, makes: bool) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.makes = makes
+
+    def forward(self, x: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.makes:
+            table = x.mean(-1, keepdim=True) @ x.mean(-1)[:, None]
+        assert table is not None
+        return self.linear(table @ x), table
+
+
+class Tables(Chain):
+    """Code between layers masks the table, as attention does.
+
+    The sample has as many tokens as the table has columns. The table of another stage was taken for
+    one of as many columns in all batches, and could not be masked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair(makes=i == 0) for i in range(3))
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x, table = self.embed(tokens) * scale, None
+        for layer in self.layers:
+            x, table = layer(x, table)
+            table = table + torch.ones(2 * tokens.shape[1:], dtype=x.dtype).tril()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Asking(Chain):
+    """Code between layers asks layers for what they are."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens).to(self.layers[2].weight.dtype)  # type: ignore[arg-type]
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            x = layer(x) / layer.in_features
+        return self.head(x) * scale  # type: ignore[no-any-return]
+
+
+class Noisy(Chain):
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        noise = torch.rand(WIDTH, dtype=torch.float64)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x) + noise
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Choosing(Chain):
+    """Values decide which code runs."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x if tokens.sum() > 0 else -x)  # type: ignore[no-any-return]
+
+
+class Leaving(Chain):
+    """Leaves layers out if it is told so."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0, *, short: bool = False) -> Tensor:
+        x = self.embed(tokens)
+        for layer in list(self.layers)[short:]:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Reaching(Chain):
+    """Code between layers uses a parameter of a layer."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + self.layers[0].bias)  # type: ignore[no-any-return]
+
+
+class Deep(Chain):
+    """Code between layers uses a parameter that is inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(linear()) for _ in range(3))
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + self.layers[0][0].bias)  # type: ignore[index,no-any-return]
+
+
+class Normed(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(weight_norm(linear()) for _ in range(3))
+
+
+class Sums(NamedTuple):
+    total: Tensor
+    parts: tuple[Tensor, Tensor]
+
+
+class Summing(Chain):
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Sums:  # type: ignore[override]
+        out = super().forward(tokens, scale)
+        return Sums(out, (out.sum(), out.mean()))
+
+
+TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 0, 1], [2, 2, 6]])
+SAMPLE = {"tokens": torch.ones(2, 5, dtype=torch.long)}
+
+
+def cut(model: nn.Module, num_stages: int = 3, **options: Any) -> Cut:
+    return cut_of(model, num_stages, how="structural", example=SAMPLE, **options)
+
+
+def run(parts: Cut, **batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
+    """Returns what stages make of a batch, and the ends of their edges: sent, received."""
+    sent, edges = dict[str, Tensor](), list[tuple[Tensor, Tensor]]()
+    returned: Any = None
+    for part in parts._parts:
+        received = []
+        for name in part.inputs:
+            leaf = sent[name].detach().requires_grad_(sent[name].is_floating_point())
+            edges.append((sent[name], leaf))
+            received.append(leaf)
+        returned = part.module(*received, **batch)
+        values = returned if isinstance(returned, tuple) else (returned,)
+        sent |= dict(zip(part.outputs, values, strict=False))
+    return returned, edges
+
+
+@pytest.mark.parametrize(
+    "kind", [Chain, Skipping, Twice, Gated, Tables, Asking, Choosing, Reaching, Normed]
+)
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_stages_compute_what_the_model_computes_for_any_shape(
+    kind: Callable[[], nn.Module], num_stages: int
+) -> None:
+    model = kind()
+    parts = cut(model, num_stages)
+    for tokens in (TOKENS, TOKENS[:1, :2], TOKENS):
+        true = model(tokens, scale=0.5)
+        true.square().sum().backward()
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        model.zero_grad()
+        found, edges = run(parts, tokens=tokens, scale=0.5)
+        torch.testing.assert_close(found, true, rtol=0, atol=0)
+        found.square().sum().backward()
+        for sent, received in reversed(edges):
+            if received.grad is not None:
+                sent.backward(received.grad, retain_graph=True)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-13, atol=1e-13)
+        model.zero_grad()
+
+
+def test_stages_have_the_names_and_tensors_of_the_model() -> None:
+    model = Gated()
+    parts = cut(model, 4)
+    names = [set(part.state_dict()) for part in parts.modules.values()]
+    assert set().union(*names) == set(model.state_dict())
+    for part in parts.modules.values():
+        for name, parameter in part.named_parameters():
+            assert parameter is model.get_parameter(name)
+    assert parts.tied == [["embed.weight", "head.weight"], ["gate"]]
+    assert ["gate" in held for held in names] == [False, True, False, True]
+
+
+def test_a_value_goes_to_every_later_stage_that_reads_it() -> None:
+    parts = cut(Skipping(), 5)
+    assert [part.inputs for part in parts._parts] == [
+        (),
+        ("embed",),
+        ("layers.0",),
+        ("layers.0", "layers.1"),
+        ("layers.0", "layers.2"),
+    ]
+
+
+def test_a_layer_that_is_called_twice_is_on_both_stages() -> None:
+    parts = cut(Twice(), 2, boundaries=["layers.0#1"])
+    assert {"layers.0.weight", "layers.2.bias"} <= set(parts.modules[0].state_dict())
+    assert {"layers.0.weight", "layers.2.bias"} <= set(parts.modules[1].state_dict())
+    assert ["layers.0.weight"] in parts.tied
+
+
+def test_parts_of_what_a_model_returns_keep_their_names() -> None:
+    model = Summing()
+    parts = cut(model, 2)
+    found, _ = run(parts, tokens=TOKENS)
+    assert isinstance(found, Sums)
+    torch.testing.assert_close(found, model(TOKENS), rtol=0, atol=0)
+
+
+def test_the_model_is_as_before_and_can_be_cut_again() -> None:
+    model = Chain()
+    before, state = [*model.modules()], torch.get_rng_state()
+    first, second = cut(model, 2), cut(model, 4)
+    assert [*model.modules()] == before
+    assert torch.equal(torch.get_rng_state(), state)
+    for parts in (first, second):
+        torch.testing.assert_close(run(parts, tokens=TOKENS)[0], model(TOKENS), rtol=0, atol=0)
+
+
+def test_a_model_without_memory_is_cut() -> None:
+    with torch.device("meta"):
+        model = Chain()
+    assert cut(model, 3).boundaries == cut(Chain(), 3).boundaries
+
+
+def test_shapes_that_no_input_tells_are_computed_once_for_each_shape() -> None:
+    """A T5 layer was run on fake tensors for each microbatch: a step took ten times as long."""
+    parts, sizes = cut(Tables(), 4), list[int]()
+    memory = vars(parts.modules[3])["_pipegrad_run"]._shapes
+    for tokens in (TOKENS, TOKENS, TOKENS[:2], TOKENS):
+        run(parts, tokens=tokens)
+        sizes.append(len(memory))
+    assert sizes[0] == sizes[1] > 0
+    assert sizes[2] == sizes[3] == 2 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "boundaries", "message"),
+    [
+        (Noisy, [3], "draws random numbers outside of its layers"),
+        (Deep, [3], r"uses layers\.0\.0\.bias, which is inside of a layer of another stage"),
+        (Chain, [1, 2, 3, 4, 5], "has 5 layers that a stage can begin with, fewer than 6 stages"),
+        (lambda: torch.compile(Chain(), backend="eager"), [3], "cut the model first, and compile"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    kind: Callable[[], nn.Module], boundaries: list[int], message: str
+) -> None:
+    with pytest.raises(TopologyError, match=message):
+        cut(kind(), len(boundaries) + 1, boundaries=boundaries)
+
+
+def test_random_numbers_of_one_stage_are_drawn_there() -> None:
+    model = Noisy()
+    parts = cut(model, 2, boundaries=["layers.1"])
+    torch.manual_seed(3)
+    true = model(TOKENS)
+    torch.manual_seed(3)
+    edge = parts.modules[0](tokens=TOKENS)
+    torch.manual_seed(3)
+    torch.testing.assert_close(parts.modules[1](edge, tokens=TOKENS), true, rtol=0, atol=0)
+
+
+def test_a_model_that_fails_on_its_sample_says_so_and_where() -> None:
+    with pytest.raises(
+        TopologyError, match=r"fails on a sample of \{'tokens': \(2, 5\)\}.*Give ex"
+    ):
+        cut_of(Chain(), 2, how="structural", example=SAMPLE | {"scale": "two"})
+
+
+def test_a_step_that_calls_other_layers_is_refused() -> None:
+    parts = cut(Leaving(), 2)
+    with pytest.raises(StepError, match=r"calls layer 'layers\.1' where it called 'layers\.0'"):
+        parts.modules[0](tokens=TOKENS, short=True)
+    with pytest.raises(StepError, match=r"the stage takes .* and was given 0 values"):
+        parts.modules[1](tokens=TOKENS)
+    # The stage goes on after an error.
+    found, _ = run(parts, tokens=TOKENS)
+    assert not found.isnan().any()
+
+
+def test_the_flow_says_which_outputs_each_call_needs() -> None:
+    model = Skipping()
+    flow = flow_of(model, layers_of(model, 2), SAMPLE)
+    assert [call.name for call in flow.calls] == [
+        "embed",
+        *(f"layers.{i}" for i in range(3)),
+        "head",
+    ]
+    assert [sorted(call.needs) for call in flow.calls] == [
+        [],
+        [Source(0, 0)],
+        [Source(1, 0)],
+        [Source(1, 0), Source(2, 0)],
+        [Source(1, 0), Source(3, 0)],
+    ]
+    assert [call.flops for call in flow.calls[1:4]] == [2 * 2 * 5 * WIDTH * WIDTH] * 3
+    assert flow.sample == {"tokens": (2, 5)}
+
+
+def test_values_of_tensors_are_real_where_code_needs_them() -> None:
+    model = Choosing()
+    state = torch.get_rng_state()
+    assert len(flow_of(model, layers_of(model, 2), SAMPLE).calls) == 5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_are_the_members_of_lists_and_what_has_state_beside_them() -> None:
+    model = Chain()
+    assert [*layers_of(model, 3)] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    nested = nn.Module()
+    nested.blocks = nn.ModuleList(nn.Sequential(linear(), nn.ReLU()) for _ in range(2))
+    assert [*layers_of(nested, 2)] == ["blocks.0", "blocks.1"]
+    nested.blocks[1].append(linear())  # type: ignore[union-attr]
+    assert [*layers_of(nested, 3)] == [
+        *("blocks.0.0", "blocks.0.1"),
+        *("blocks.1.0", "blocks.1.1", "blocks.1.2"),
+    ]
+
+
+def test_dropout_is_weighty_without_state() -> None:
+    assert is_weighty(nn.Sequential(nn.Dropout()))
+    assert not has_state(nn.Dropout())
+    assert not is_weighty(nn.ReLU())
+
+
+def test_a_shallow_copy_shares_what_is_not_replaced() -> None:
+    model = Chain()
+    other = linear()
+    copied: Any = shallow(model, {id(model.layers[1]): other})
+    assert copied.layers[1] is other
+    assert copied.layers[0] is model.layers[0]
+    assert copied.embed is model.embed
+    assert model.layers[1] is not other
+
+
+def test_parametrized_modules_have_twins() -> None:
+    """copy.copy refuses them, so models of speech with weight_norm were not cut."""
+    model = weight_norm(linear())
+    copied = twin(model)
+    assert type(copied) is type(model)
+    assert dict(copied.named_parameters()) == dict(model.named_parameters())
+    described = without_memory(model)
+    assert all(parameter.is_meta for parameter in described.parameters())
