@@ -116,7 +116,7 @@ class Asking(Chain):
     """Code between layers asks layers for what they are."""
 
     def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens).to(self.layers[2].weight.dtype)  # type: ignore[arg-type]
+        x = self.embed(tokens).to(self.layers[2].weight.dtype)
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
             x = layer(x) / layer.in_features
@@ -381,10 +381,10 @@ def test_values_of_tensors_are_real_where_code_needs_them() -> None:
 def test_layers_are_the_members_of_lists_and_what_has_state_beside_them() -> None:
     model = Chain()
     assert [*layers_of(model, 3)] == ["embed", "layers.0", "layers.1", "layers.2", "head"]
-    nested = nn.Module()
+    nested: Any = nn.Module()
     nested.blocks = nn.ModuleList(nn.Sequential(linear(), nn.ReLU()) for _ in range(2))
     assert [*layers_of(nested, 2)] == ["blocks.0", "blocks.1"]
-    nested.blocks[1].append(linear())  # type: ignore[union-attr]
+    nested.blocks[1].append(linear())
     assert [*layers_of(nested, 3)] == [
         *("blocks.0.0", "blocks.0.1"),
         *("blocks.1.0", "blocks.1.1", "blocks.1.2"),
