@@ -161,7 +161,7 @@ def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Run:
         twins = Twins(build, schedule=schedule)
         before = {n: p.detach().clone() for n, p in twins.held.items() if not p.requires_grad}
         names = {n for n, p in twins.held.items() if p.requires_grad}
-        optimizer = twins.scheduler.optimizer(torch.optim.SGD, lr=0.1)
+        optimizer = twins.scheduler.optimizer(torch.optim.SGD, lr=0.01)
         for step in range(2):
             batch: dict[str, Any] = FAMILIES[family].batch(step)
             twins.scheduler.step(**batch)
@@ -170,7 +170,7 @@ def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Run:
         moved = {name for name, value in before.items() if not torch.equal(value, twins.held[name])}
         assert moved == set(), "the base was trained"
         assert names, "a rank has no adapter"
-        own = torch.optim.SGD([p for p in twins.true.parameters() if p.requires_grad], lr=0.1)
+        own = torch.optim.SGD([p for p in twins.true.parameters() if p.requires_grad], lr=0.01)
         for step in range(2):
             twins.true(**FAMILIES[family].batch(step)).loss.backward()
             own.step()
