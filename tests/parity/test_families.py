@@ -7,8 +7,7 @@ of two. With ``-s`` a table is printed at the end.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad.errors import TopologyError
 from pipegrad.testing import run_ranks
 from tests.support.partition.families import FAMILIES, ROWS
 from tests.support.pipeline.schedulers import digest, run_each, share, topology
