@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_uncut_model(how: str, boundaries: list[str])
     model: Any = copy.deepcopy(true)
     model.zero_grad()
     cut = pipegrad.cut(model, 3, boundaries=boundaries, example={"x": x[:2]})
-    values: dict[str, Tensor] = {}
+    values, made = dict[str, Tensor](), tuple[Tensor, ...]()
     for stage in cut.stages(range(3)):
         *edges, _ = stage.inputs
         made = stage.forward([*(values[name] for name in edges), {"x": x}])
