@@ -86,7 +86,8 @@ runs = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(runs, src=0)
 before = os.getcwd()
 if dist.get_rank() == 0:
-    runpy.run_path("examples/make_hf.py")["make"](f"{runs[0]}/runs/qwen3")
+    examples = f"{os.path.dirname(pipegrad.__file__)}/../examples"
+    runpy.run_path(f"{examples}/make_hf.py")["make"](f"{runs[0]}/runs/qwen3")
 dist.barrier()
 os.chdir(runs[0])
 """,
