@@ -276,6 +276,18 @@ CASES = {
         ["data.sequence_length=33"],
         "sequence_length = 33: the model has positions for 32 tokens .max_position_embeddings.",
     ),
+    "long batches": (
+        [f"data={{dataset='{HERE}:too_long'}}"],
+        "too_long': the model has positions for 32 tokens .* sequences have 40: choose shorter",
+    ),
+    "weights of another shape": (
+        ["model={pretrained='wider'}"],
+        "pretrained = 'wider': load the stages: .*\\n.*_proj.weight has shape .*, and ",
+    ),
+    "values of all layers": (
+        ["model.config=hidden.json"],
+        "model = .*hidden.json.*sets .'output_hidden_states'., which collects",
+    ),
     "few tokens": (
         ["data.tokenizer=large.json"],
         "it has a vocabulary of 256 tokens, and the tokenizer .*large.json. has 300: choose",
@@ -321,10 +333,13 @@ def test_what_cannot_be_trained_is_refused_in_words(
         "classifier": sizes | {"architectures": ["Qwen3ForSequenceClassification"]},
         "bert": bert,
         "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        "hidden": sizes | {"output_hidden_states": True},
     }
     for name, values in others.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     make_tokenizer(tmp_path / "large.json", 300)
+    uncut(tmp_path / "config.json").save_pretrained(tmp_path / "wider")
+    (tmp_path / "wider" / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 30}))
     first, second = run_ranks(refused, 2, str(tmp_path))
     assert first == second
     for name, (_, says) in CASES.items():

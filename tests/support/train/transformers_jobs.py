@@ -82,6 +82,10 @@ def unknown_name() -> list[dict[str, Tensor]]:
     return [{**batch, "length": batch["attention_mask"].sum(1)}]
 
 
+def too_long() -> list[Tensor]:
+    return [torch.ones(8, 41, dtype=torch.long)]
+
+
 def without_tokens() -> list[dict[str, Tensor]]:
     batch = masked_batch(1)
     return [{"attention_mask": batch["attention_mask"], "labels": batch["labels"]}]
