@@ -1,13 +1,16 @@
 """Families of transformers models, cut and trained, against one process that has the uncut model.
 
-The selected cases run in one spawn of four ranks: a pipeline of four, or two replicas of a pipeline
-of two. With ``-s`` a table is printed at the end.
+The selected cases of a way of cutting run in one spawn of four ranks: a pipeline of four, or two
+replicas of a pipeline of two. ``-v`` prints a table at the end. ``PIPEGRAD_FAMILIES=all`` in the
+environment runs every family with every schedule on 2 and on 4 ranks; else cuts into two and into
+eight stages are left to some families.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import pipegrad
+from pipegrad.errors import TopologyError
 from pipegrad.testing import run_ranks
-from tests.support.partition.families import FAMILIES, ROWS
+from tests.support.partition.families import FAMILIES, ROWS, TOKENS
+from tests.support.partition.twins import difference
 from tests.support.pipeline.schedulers import digest, run_each, share, topology
-from tests.support.rounding import ADAM_EPS
+from tests.support.rounding import ADAM_EPS, rounding
 from tests.support.worlds import World, smoked
 
 pytest.importorskip("transformers")
@@ -30,7 +35,12 @@ MOST = 1e-6
 MICROBATCH = 2  # rows
 WAYS = ("structural", "traced")
 SCHEDULES = {"1f1b": 1, "eager-1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "zbv": 2}  # stages
-REFUSED: dict[tuple[str, str], str] = {}  # family and way -> the words
+# Which experts a token goes to depends on its values, and so would the graph.
+REFUSED = {("Mixtral, expert by expert", "traced"): "cannot trace MixtralForCausalLM"}
+# These compute nothing in float32.
+EXACT = ("BERT", "BART", "Whisper", "ViT")
+MOST_EXACT = rounding(ROWS * TOKENS, dtype=torch.float64)
+VARIOUS = ("GPT-2", "Gemma3", "Mixtral", "T5")  # cut into any number of stages
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,16 @@ ALL = [
     for schedule in SCHEDULES
     for pipeline in (2, 4)
 ]
-CASES = [case for case in ALL if (case.family, case.how) not in REFUSED]
+CASES = [
+    case
+    for case in ALL
+    if (case.family, case.how) not in REFUSED
+    and (
+        os.environ.get("PIPEGRAD_FAMILIES") == "all"
+        or case.num_stages == 4
+        or (case.family in VARIOUS and case.how == "structural")
+    )
+]
 
 
 @dataclass
@@ -115,22 +134,16 @@ def cut(family: str, how: str, num_stages: int) -> tuple[nn.Module, Mapping[str,
     """Returns an uncut model, what it starts with, and its cut, which many schedules run."""
     model = FAMILIES[family].build()
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    example = {name: value[:MICROBATCH] for name, value in batch(family, 0).items()}
-    example = example if how == "traced" else None
-    return model, start, pipegrad.cut(model, num_stages, how=how, example=example)
+    options: dict[str, Any] = {"how": how}
+    if how == "traced":
+        options["example"] = {n: x[:MICROBATCH] for n, x in batch(family, 0).items()}
+    return model, start, pipegrad.cut(model, num_stages, **options)
 
 
 def errors(found: Mapping[str, Tensor | None], true: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the error of each tensor; of one that is missing on one side, the other counts."""
+    """Returns the error of each tensor, relative to the largest true value of all."""
     largest = max(value.abs().max().item() for value in true.values())
-    pairs = {name: (value, true.get(name)) for name, value in found.items()}
-    return {
-        name: max(
-            (((0 if a is None else a) - (0 if b is None else b)).abs().max() / largest).item(), 0.0
-        )
-        for name, (a, b) in pairs.items()
-        if a is not None or b is not None
-    }
+    return {name: difference(x, true.get(name)) / largest for name, x in found.items()}
 
 
 def run_case(case: Case) -> Report:
@@ -148,7 +161,8 @@ def run_case(case: Case) -> Report:
     }
     report = Report(tied=parts.tied)
     for step in range(STEPS):
-        given = {name: share(value, at) for name, value in batch(case.family, step).items()}
+        whole = batch(case.family, step).items()
+        given: dict[str, Any] = {name: share(value, at) for name, value in whole}
         loss, expected = scheduler.step(**given).loss, true.losses[step]
         report.losses.append(((loss - expected).abs() / expected.abs()).item())
         if step == 0:
@@ -163,48 +177,65 @@ def run_case(case: Case) -> Report:
 
 
 def run_cases(names: list[str]) -> list[Report]:
-    return run_each(run_case, CASES, names)
+    cases: Any = CASES
+    reports: Any = run_each(run_case, cases, names)  # type: ignore[arg-type]  # its own Report
+    return reports  # type: ignore[no-any-return]
 
 
 def spawn(cases: Sequence[Case]) -> list[list[Report]]:
-    ranks = run_ranks(run_cases, 4, [str(case) for case in cases], timeout_seconds=560.0)
+    ranks = run_ranks(run_cases, 4, [str(case) for case in cases], timeout_seconds=580.0)
     return [list(reports) for reports in zip(*ranks, strict=True)]
 
 
-found = World(CASES, spawn)
+worlds = {how: World([case for case in CASES if case.how == how], spawn) for how in WAYS}
 SMOKE = Case("T5", "structural", "1f1b", 4)
 every = pytest.mark.parametrize("case", smoked(CASES, SMOKE))
-_table = dict[Case, tuple[float, float, float]]()
+_table = dict[Case, str]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if request.config.option.verbose > 0:
+        reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line("")
+        for case, words in _table.items():
+            reporter.write_line(f"{case!s:55}{words}")
 
 
 @every
 def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: Case) -> None:
-    reports = found[case]
-    kinds = [
-        [report.losses for report in reports],
-        [report.gradients.values() for report in reports],
-        [report.parameters.values() for report in reports],
-    ]
-    loss, gradient, parameter = (max(map(max, kind)) for kind in kinds)
-    _table[case] = loss, gradient, parameter
+    reports = worlds[case.how][case]
+    loss = max(max(report.losses) for report in reports)
+    gradient = max(max(report.gradients.values()) for report in reports)
+    parameter = max(max(report.parameters.values()) for report in reports)
+    _table[case] = f"loss {loss:.1e}  gradients {gradient:.1e}  parameters {parameter:.1e}"
+    most = MOST_EXACT if case.family in EXACT else MOST
     assert loss <= MOST
-    assert gradient <= MOST
+    assert gradient <= most
     # Each step adds its own error, which AdamW scales with 1e-3 / ADAM_EPS.
-    assert parameter <= STEPS * MOST
+    assert parameter <= STEPS * most
 
 
 @every
 def test_every_parameter_is_trained_somewhere(case: Case) -> None:
     names = set(truth(case.family).gradients)
-    assert set().union(*(report.parameters for report in found[case])) == names
+    assert set().union(*(report.parameters for report in worlds[case.how][case])) == names
 
 
 @every
 def test_ties_and_replicas_have_the_same_bits(case: Case) -> None:
-    reports = found[case]
+    reports = worlds[case.how][case]
     first = {name: tie[0] for tie in reports[0].tied for name in tie}
     bits = dict[str, set[str]]()
     for report in reports:
         for name, found_bits in report.bits.items():
             bits.setdefault(first.get(name, name), set()).add(found_bits)
     assert [name for name, digests in bits.items() if len(digests) > 1] == []
+
+
+@pytest.mark.parametrize(("family", "how"), REFUSED)
+def test_what_cannot_be_is_refused_in_words(family: str, how: str) -> None:
+    example = {name: value[:MICROBATCH] for name, value in batch(family, 0).items()}
+    with pytest.raises(TopologyError, match=REFUSED[family, how]):
+        pipegrad.cut(FAMILIES[family].build(), 2, how=how, example=example)

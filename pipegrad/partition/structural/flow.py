@@ -116,11 +116,13 @@ class Flow:
     Attributes:
         calls: The calls of its layers, in order.
         returned: What it returns, with `Returned` in the place of tensors.
+        written: Outputs of layers into which code outside of layers writes, in place.
         sample: Name -> shape of the tensors of the sample.
     """
 
     calls: tuple[Call, ...]
     returned: object
+    written: frozenset[Source]
     sample: dict[str, tuple[int, ...]]
 
 
@@ -214,7 +216,8 @@ def _run(
             stack.enter_context(_unchanged(model))
             stack.enter_context(recorder)
             returned = run(**sample)
-    return Flow(tuple(recorder.calls), recorder.seen(returned), _shapes(sample))
+    written = frozenset(recorder.written)
+    return Flow(tuple(recorder.calls), recorder.seen(returned), written, _shapes(sample))
 
 
 def _fake(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
@@ -287,7 +290,11 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self._times: dict[str, int] = {}  # how often each layer was called
         self._origins: dict[int, _Origin] = {}  # by id of a tensor
-        self._alive: list[object] = []  # an id is not used again while its tensor lives
+        self._sources: dict[int, Source] = {}  # by id of a tensor that a layer returned
+        # By storage: a write into a view changes all tensors of its memory. They are kept alive,
+        # so no id and no key of a storage is used again.
+        self._by_storage: dict[int, list[Tensor]] = {}
+        self.written = set[Source]()
         self._num_draws = 0
         self._is_inside = False  # of a layer
         self._flops = 0  # of the layer
@@ -315,8 +322,10 @@ class _Recorder(TorchDispatchMode):
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        for tensor in _tensors((result, written)):
+        for tensor in _tensors(result):
             self._set(tensor, origin)
+        for tensor in _tensors(written):
+            self._write(tensor, origin)
         return result
 
     def call(
@@ -358,6 +367,7 @@ class _Recorder(TorchDispatchMode):
         )
         for leaf, value in enumerate(leaves):
             if isinstance(value, Tensor):
+                self._sources[id(value)] = Source(number, leaf)
                 self._set(value, _Origin(frozenset({Source(number, leaf)})))
         return structure.unflatten(leaves)
 
@@ -381,7 +391,15 @@ class _Recorder(TorchDispatchMode):
 
     def _set(self, tensor: Tensor, origin: _Origin) -> None:
         self._origins[id(tensor)] = origin
-        self._alive.append(tensor)
+        self._by_storage.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
+
+    def _write(self, tensor: Tensor, origin: _Origin) -> None:
+        """Notes that an operator outside of layers has written into a tensor."""
+        self._set(tensor, origin)
+        for other in self._by_storage[storage_key(tensor.untyped_storage())]:
+            self._origins[id(other)] = self._origins[id(other)] | origin
+            if id(other) in self._sources:
+                self.written.add(self._sources[id(other)])
 
 
 def _outputs_of(

@@ -56,7 +56,7 @@ def parts_of(
     for stage, (first, end) in enumerate(pairwise(edges)):
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
-        run = Run(calls, first, end, needs[stage], sent)
+        run = Run(calls, first, end, needs[stage], sent, written=flow.written)
         own = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
         replaced = {
             id(layer): own_layer(layer, name, described[name], run)

@@ -15,7 +15,7 @@ before its first layer, such as the making of masks, but nothing behind its last
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any
@@ -44,6 +44,8 @@ class Run:
         end: The call behind its last one.
         inputs: What the stage receives.
         outputs: What it sends.
+        written: Outputs of layers into which code outside of layers writes. That code runs on each
+            stage, so each has memory of its own for them.
 
     Attributes:
         first: The argument.
@@ -56,11 +58,14 @@ class Run:
         end: int,
         inputs: Sequence[Source],
         outputs: Sequence[Source],
+        *,
+        written: Collection[Source],
     ) -> None:
         self._calls = calls
         self.first, self._end = first, end
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
+        self._written = written
         self._wanted = {source.call for source in outputs}
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, torch.Size]()  # see _shape_of
@@ -126,7 +131,7 @@ class Run:
                 )
             for source in self._outputs:
                 if source.call == number:
-                    self._values[source] = leaves[source.leaf]
+                    self._values[source] = self._own_memory(source, leaves[source.leaf])
         if number == self._end - 1 and not self.is_last:
             raise _StageEndedError
         return result
@@ -149,7 +154,14 @@ class Run:
             else:
                 shape = self._shape_of(number, leaf, described, args, kwargs)
                 leaves.append(self._filled(shape, output, inputs))
+        for leaf, value in enumerate(leaves):
+            if isinstance(value, Tensor):
+                leaves[leaf] = self._own_memory(Source(number, leaf), value)
         return call.structure.unflatten(leaves)
+
+    def _own_memory(self, source: Source, value: Tensor) -> Tensor:
+        """Returns a value into which code may write, if the model does so."""
+        return value.clone() if source in self._written else value
 
     def _shape_of(
         self,
@@ -279,7 +291,8 @@ def other_layer(name: str, described: nn.Module, run: Run) -> nn.Module:
 def without_memory(layer: nn.Module) -> nn.Module:
     """Returns a copy of a layer on the meta device."""
     memo: dict[int, Any] = {}
-    for tensor in (*layer.parameters(), *layer.buffers()):
+    plain = (x for part in layer.modules() for x in vars(part).values() if isinstance(x, Tensor))
+    for tensor in (*layer.parameters(), *layer.buffers(), *plain):
         copied = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied

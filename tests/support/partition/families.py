@@ -1,7 +1,7 @@
 """Families of models of transformers: tiny, with random weights, tied where the family is tied.
 
 A batch has eight rows. Padding stands on both sides. Labels count unevenly: none of rows 2 and 3
-counts.
+counts. transformers is imported in a function: its import takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 ROWS = 8
@@ -71,13 +70,13 @@ def translated(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
     return batch | {"labels": text(generator, 7)["labels"]}
 
 
-def spoken(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+def spoken(generator: torch.Generator) -> Batch:
     """Returns what Whisper takes."""
     features = torch.randn(ROWS, 8, 24, generator=generator, dtype=torch.float64)
     return {"input_features": features, "labels": text(generator, 7)["labels"]}
 
 
-def seen(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+def seen(generator: torch.Generator) -> Batch:
     """Returns images with labels."""
     images = torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=torch.float64)
     return {"pixel_values": images, "labels": torch.arange(ROWS) % 3}
@@ -103,6 +102,8 @@ class Family:
 
     def build(self) -> nn.Module:
         """Returns the uncut model, with the same bits in every process."""
+        import transformers
+
         torch.manual_seed(7)
         config = getattr(transformers, self.config)(**self.options)
         model: nn.Module = getattr(transformers, self.head)(config)
@@ -225,4 +226,68 @@ FAMILIES = {
         | NO_DROPOUT,
         seen,
     ),
+}
+
+DEEP = 2  # layers of the models below
+ENCODER = SIZES | NO_DROPOUT | {"num_hidden_layers": DEEP, "num_labels": 3}
+DECODER = GROUPED | {"num_hidden_layers": DEEP, "num_labels": 3, "classifier_dropout": 0.0}
+CLASSES = torch.arange(ROWS) % 3
+
+
+def labelled(**labels: Tensor) -> Callable[..., Batch]:
+    """Returns what makes a text with these labels."""
+
+    def batch(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+        inputs = text(generator, tokens)
+        return {name: inputs[name] for name in ("input_ids", "attention_mask")} | labels
+
+    return batch
+
+
+def tagged(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+    """Returns a text with a class for each token; those of row 2 and 3 do not count."""
+    batch = text(generator, tokens)
+    counts = batch["labels"] != IGNORED
+    return batch | {"labels": torch.where(counts, batch["labels"] % 3, IGNORED)}
+
+
+def choices(generator: torch.Generator, tokens: int = TOKENS) -> Batch:
+    """Returns two texts a row, one of which is right."""
+    ids = torch.randint(3, VOCAB, (ROWS, 2, tokens), generator=generator)
+    return {"input_ids": ids, "labels": CLASSES % 2}
+
+
+REAL = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
+SPAN = {"start_positions": CLASSES, "end_positions": CLASSES + 2}
+CLASSIFIER = "ForSequenceClassification"
+HEADS = {
+    "Llama, classes": Family(
+        "LlamaConfig", f"Llama{CLASSIFIER}", DECODER, labelled(labels=CLASSES)
+    ),
+    "GPT-2, classes": Family(
+        "GPT2Config",
+        f"GPT2{CLASSIFIER}",
+        dict(FAMILIES["GPT-2"].options) | {"n_layer": DEEP, "num_labels": 3, "pad_token_id": 0},
+        labelled(labels=CLASSES),
+    ),
+    "BERT, classes": Family("BertConfig", f"Bert{CLASSIFIER}", ENCODER, labelled(labels=CLASSES)),
+    "BERT, a number": Family(
+        "BertConfig", f"Bert{CLASSIFIER}", ENCODER | {"num_labels": 1}, labelled(labels=REAL)
+    ),
+    "BERT, several classes at once": Family(
+        "BertConfig",
+        f"Bert{CLASSIFIER}",
+        ENCODER,
+        labelled(labels=(REAL[:, None] > REAL[:3]).double()),
+    ),
+    "RoBERTa, tokens": Family("RobertaConfig", "RobertaForTokenClassification", ENCODER, tagged),
+    "Llama, tokens": Family("LlamaConfig", "LlamaForTokenClassification", DECODER, tagged),
+    "BERT, masked": Family("BertConfig", "BertForMaskedLM", ENCODER, text),
+    "BERT, next": Family("BertConfig", "BertLMHeadModel", ENCODER | {"is_decoder": True}, text),
+    "BART, decoder alone": Family("BartConfig", "BartForCausalLM", FAMILIES["BART"].options, text),
+    "BERT, answers": Family(
+        "BertConfig", "BertForQuestionAnswering", ENCODER | {"num_labels": 2}, labelled(**SPAN)
+    ),
+    "Llama, answers": Family("LlamaConfig", "LlamaForQuestionAnswering", DECODER, labelled(**SPAN)),
+    "BERT, choices": Family("BertConfig", "BertForMultipleChoice", ENCODER, choices),
 }

@@ -1,0 +1,321 @@
+"""Heads, batches, adapters and modes of cut models, against one process.
+
+The selected cases run in one spawn of two ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+
+from pipegrad.testing import run_ranks
+from tests.support.partition.families import FAMILIES, HEADS, ROWS, TOKENS, Batch
+from tests.support.partition.twins import Twins
+from tests.support.rounding import rounding
+from tests.support.worlds import World, smoked
+
+pytest.importorskip("transformers")
+
+MOST = 1e-6  # losses and norms of transformers compute in float32, whatever the dtype of the model
+# Weights, activations and gradients are rounded to 8 bits.
+MOST_BFLOAT16 = rounding(ROWS * TOKENS, dtype=torch.bfloat16)
+LLAMA = FAMILIES["Llama 3.2"]
+RESTARTED = torch.cat([torch.arange(4), torch.arange(TOKENS - 4)]).expand(ROWS, -1).contiguous()
+
+Run = Callable[[], list[float]]
+
+
+def head(name: str) -> Run:
+    def run() -> list[float]:
+        family = HEADS[name]
+        # No sample of text has choices.
+        example = {n: x[:2] for n, x in family.batch(1).items() if n != "labels"}
+        twins = Twins(family.build, cut={"example": example} if "choices" in name else None)
+        twins.step(family.batch(1))
+        twins.step(family.batch(2))
+        return twins.close()
+
+    return run
+
+
+def batches(*changes: dict[str, Any], family: str = "Llama 3.2", **options: Any) -> Run:
+    """Returns a run of a step for each change of a batch; None leaves an argument out."""
+
+    def run() -> list[float]:
+        twins = Twins(FAMILIES[family].build, **options)
+        for number, change in enumerate(changes):
+            batch = FAMILIES[family].batch(number) | change
+            twins.step({name: value for name, value in batch.items() if value is not None})
+        return twins.close()
+
+    return run
+
+
+def alone(kind: Callable[[Batch], object]) -> Run:
+    def run() -> list[float]:
+        twins = Twins(LLAMA.build)
+        twins.step(LLAMA.batch(1), kind(LLAMA.batch(1)))
+        return twins.close()
+
+    return run
+
+
+def encoding(batch: Batch) -> object:
+    import transformers
+
+    return transformers.BatchEncoding(batch)
+
+
+def mean_of(model: nn.Module, parts: Sequence[Batch]) -> Tensor:
+    """Returns the mean over all labels of the loss of some batches."""
+    sums, count = torch.zeros((), dtype=torch.float64), 0
+    for part in parts:
+        number = int((part["labels"][:, 1:] != -100).sum())
+        if number:
+            sums = sums + number * model(**part).loss
+            count += number
+    return sums / count
+
+
+def ready() -> list[float]:
+    twins = Twins(LLAMA.build)
+    whole = LLAMA.batch(1)
+    lengths = (5, 9, 11, 7)
+    parts = [
+        {name: value[2 * i : 2 * i + 2, :length] for name, value in whole.items()}
+        for i, length in enumerate(lengths)
+    ]
+    twins.step({}, true=mean_of(twins.true, parts), given={"microbatches": parts})
+    return twins.close()
+
+
+def other_lengths() -> list[float]:
+    twins = Twins(FAMILIES["T5"].build)
+    for step, tokens in enumerate((11, 7, 15, 11)):
+        twins.step(FAMILIES["T5"].batch(step, tokens=tokens))
+    return twins.close()
+
+
+def embedded() -> list[float]:
+    values = torch.randn(ROWS, TOKENS, 16, dtype=torch.float64)
+    example = {"inputs_embeds": values[:2]}
+    twins = Twins(LLAMA.build, cut={"example": example})
+    batch = LLAMA.batch(1)
+    del batch["input_ids"]
+    twins.step(batch | {"inputs_embeds": values})
+    return twins.close()
+
+
+def other_number() -> list[float]:
+    twins = Twins(LLAMA.build)
+    for number in (2, 8):
+        batch = LLAMA.batch(number)
+        twins.step(batch, given=batch | {"num_microbatches": number})
+    return twins.close()
+
+
+def own_loss() -> list[float]:
+    def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    twins = Twins(LLAMA.build, loss_fn=loss_of)
+    batch = LLAMA.batch(1)
+    ids = batch["input_ids"]
+    del batch["labels"]
+    twins.step(batch, true=loss_of(twins.true(**batch).logits, ids), given=batch | {"target": ids})
+    return twins.close()
+
+
+def accumulated() -> list[float]:
+    twins = Twins(LLAMA.build)
+    first: dict[str, Any] = LLAMA.batch(1)
+    second: dict[str, Any] = LLAMA.batch(2)
+    with twins.scheduler.sync.accumulate():
+        twins.scheduler.step(**first)
+    twins.scheduler.step(**second)
+    mean_of(twins.true, [first, second]).backward()
+    twins.compare()
+    return twins.close()
+
+
+def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Run:
+    """Returns a run that trains adapters: the base stays as it is."""
+
+    def build() -> nn.Module:
+        import peft
+
+        model = FAMILIES[family].build()
+        torch.manual_seed(11)
+        config = peft.LoraConfig(r=4, init_lora_weights=False, **options)
+        adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+        return adapted.to(FAMILIES[family].dtype)
+
+    def run() -> list[float]:
+        pytest.importorskip("peft")
+        twins = Twins(build, schedule=schedule)
+        before = {n: p.detach().clone() for n, p in twins.held.items() if not p.requires_grad}
+        names = {n for n, p in twins.held.items() if p.requires_grad}
+        optimizer = twins.scheduler.optimizer(torch.optim.SGD, lr=0.1)
+        for step in range(2):
+            batch: dict[str, Any] = FAMILIES[family].batch(step)
+            twins.scheduler.step(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = {name for name, value in before.items() if not torch.equal(value, twins.held[name])}
+        assert moved == set(), "the base was trained"
+        assert names, "a rank has no adapter"
+        own = torch.optim.SGD([p for p in twins.true.parameters() if p.requires_grad], lr=0.1)
+        for step in range(2):
+            twins.true(**FAMILIES[family].batch(step)).loss.backward()
+            own.step()
+            own.zero_grad()
+        twins.step(FAMILIES[family].batch(3))
+        return twins.close()
+
+    return run
+
+
+def checkpointed(when: str, **options: Any) -> Run:
+    """Returns a run in which layers run their forward again in their backward."""
+
+    def build() -> nn.Module:
+        model: Any = LLAMA.build()
+        if when == "before":
+            model.gradient_checkpointing_enable(**options)
+        return model  # type: ignore[no-any-return]
+
+    def run() -> list[float]:
+        twins = Twins(build)
+        if when == "after":
+            for stage in twins.own:
+                stage.gradient_checkpointing_enable(**options)
+        calls, expected = list[str](), list[str]()
+        for stage in twins.own:
+            for name, module in stage.named_modules():
+                if name.endswith("gate_proj"):
+                    expected += [name] * 4 * 2  # microbatches, forwards
+                    module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        twins.step(LLAMA.batch(1))
+        assert sorted(calls) == sorted(expected)
+        return twins.close()
+
+    return run
+
+
+def compiled() -> list[float]:
+    twins = Twins(LLAMA.build)
+    for stage in twins.own:
+        for layer in stage.model.layers:
+            if any(True for _ in layer.parameters()):
+                layer.compile(backend="aot_eager")
+    twins.step(LLAMA.batch(1))
+    return twins.close()
+
+
+def frozen() -> list[float]:
+    def build() -> nn.Module:
+        model: Any = LLAMA.build()
+        for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[3]):
+            part.requires_grad_(requires_grad=False)
+        return model  # type: ignore[no-any-return]
+
+    twins = Twins(build, schedule="zb-h1")
+    twins.step(LLAMA.batch(1))
+    twins.step(LLAMA.batch(2))
+    return twins.close()
+
+
+def rounded(*, auto: bool) -> Run:
+    def run() -> list[float]:
+        dtype = torch.float32 if auto else torch.bfloat16
+        twins = Twins(lambda: LLAMA.build().to(dtype))
+        context = torch.autocast("cpu", torch.bfloat16) if auto else contextlib.nullcontext()
+        with context:
+            twins.step(LLAMA.batch(1))
+        # Losses have few bits here, so errors are counted in those.
+        return [error * MOST / MOST_BFLOAT16 for error in twins.close()]
+
+    return run
+
+
+def converted() -> list[float]:
+    twins = Twins(LLAMA.build, prepare=lambda cut: [m.float() for m in cut.modules.values()])
+    twins.true.float()
+    twins.step(LLAMA.batch(1))
+    return twins.close()
+
+
+CASES: dict[str, Run] = {
+    **{f"head {name}": head(name) for name in HEADS},
+    "without a mask": batches({"attention_mask": None}),
+    "a mask of bool": batches({"attention_mask": LLAMA.batch(0)["attention_mask"].bool()}),
+    "positions of one row": batches({"position_ids": torch.arange(TOKENS)[None]}),
+    "positions of each row": batches({"position_ids": RESTARTED}),
+    # Only without a cache a model sees that positions restart. A pipeline has none.
+    "packed rows": batches({"position_ids": RESTARTED, "attention_mask": None, "use_cache": False}),
+    "arguments that are no tensors": batches(
+        {"logits_to_keep": 0, "use_cache": False, "return_dict": True}
+    ),
+    "token types": batches({"token_type_ids": RESTARTED % 2}, family="BERT"),
+    "seven rows": batches({n: x[:7] for n, x in LLAMA.batch(0).items()}),
+    "a dict alone": alone(dict),
+    "a BatchEncoding alone": alone(encoding),
+    "ready microbatches": ready,
+    "other lengths in other steps": other_lengths,
+    "embeddings in the place of tokens": embedded,
+    "other numbers of microbatches": other_number,
+    "a loss of one's own": own_loss,
+    "accumulated steps": accumulated,
+    "LoRA, Llama": adapted("Llama 3.2", target_modules=["q_proj", "v_proj"]),
+    "LoRA, Llama, zb-h1": adapted("Llama 3.2", "zb-h1", target_modules="all-linear"),
+    "LoRA, GPT-2": adapted("GPT-2", target_modules=["c_attn"], fan_in_fan_out=True),
+    "LoRA, T5": adapted("T5", target_modules=["q", "v"]),
+    "LoRA and the embedding's rows": adapted(
+        "Llama 3.2", target_modules=["q_proj", "embed_tokens"]
+    ),
+    "LoRA and a trained tie": adapted(
+        "Llama 3.2",
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        ensure_weight_tying=True,
+    ),
+    "checkpointing before the cut": checkpointed("before"),
+    "checkpointing after the cut": checkpointed("after"),
+    "compiled layers": compiled,
+    "frozen layers": frozen,
+    "bfloat16": rounded(auto=False),
+    "autocast": rounded(auto=True),
+    "converted after the cut": converted,
+}
+
+
+def run_cases(names: list[str]) -> list[list[float]]:
+    found = list[list[float]]()
+    for name in names:
+        try:
+            found.append(CASES[name]())
+        except Exception as error:
+            error.add_note(f"in the case: {name}")
+            raise
+    return found
+
+
+def spawn(names: Sequence[str]) -> list[list[list[float]]]:
+    ranks = run_ranks(run_cases, 2, list(names))
+    return [list(reports) for reports in zip(*ranks, strict=True)]
+
+
+found = World(CASES, spawn)
+
+
+@pytest.mark.parametrize("name", smoked(CASES, "head BERT, classes"))
+def test_loss_and_gradients_are_those_of_one_process(name: str) -> None:
+    for rank, errors in enumerate(found[name]):
+        assert errors, f"{name}, rank {rank}"
+        assert [error for error in errors if not error <= MOST] == [], f"{name}, rank {rank}"
