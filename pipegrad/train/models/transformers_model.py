@@ -74,8 +74,11 @@ def _check_kind(config: Config, key: str, model: Any) -> None:  # noqa: ANN401 -
     named = (model.config.architectures or [type(model).__name__])[0]
     if named != type(model).__name__:
         _refuse_kind(config, key, named, type(model).__name__)
-    # transformers makes these of encoders too, and then they see the tokens that follow.
-    if hasattr(model.config, "is_decoder") and "LMHead" in named and not model.config.is_decoder:
+    # transformers makes causal models of encoders, too. Then they see the tokens that follow.
+    auto: Any = extra("transformers.models.auto.modeling_auto")
+    masked = model.config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_decoder = model.config.is_encoder_decoder or getattr(model.config, "is_decoder", False)
+    if masked and not is_decoder:
         _refuse_kind(config, key, f"{named} with is_decoder = false", "a decoder")
 
 
@@ -152,7 +155,7 @@ def save_model(config: Config, cut: Cut, folder: Path) -> None:
     try:
         cut.save_pretrained(folder)
         agree("the tokenizer of the model", copy)
-    except (WeightsError, AgreementError) as error:
+    except (WeightsError, AgreementError, OSError) as error:
         complaint = f"the model cannot be written into {folder}: {error}"
         config.refuse("train.output", complaint, cause=error)
 

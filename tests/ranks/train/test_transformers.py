@@ -284,6 +284,10 @@ CASES = {
         "it is a Qwen3ForSequenceClassification, and the trainer trains causal language models",
     ),
     "an encoder": (["model.config=bert.json"], "BertForMaskedLM, and the trainer trains causal"),
+    "an encoder as a decoder": (
+        ["model.config=roberta.json"],
+        "it is a RobertaForCausalLM with is_decoder = false, and the trainer trains causal",
+    ),
     "an encoder-decoder": (["model.config=t5.json"], "AutoModelForCausalLM cannot be made of it"),
     "no configuration": (["model.config=job.toml"], "is no configuration of transformers"),
     "long sequences": (
@@ -348,6 +352,7 @@ def test_what_cannot_be_trained_is_refused_in_words(
         "bert": bert,
         "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
         "hidden": sizes | {"output_hidden_states": True},
+        "roberta": {"model_type": "roberta", "num_hidden_layers": 2},
     }
     for name, values in others.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
