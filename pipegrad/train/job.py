@@ -170,6 +170,8 @@ class Job:
         """Returns the stages of all ranks."""
         boundaries = self.config.parallel.boundaries
         key = "parallel.pipeline" if boundaries is None else "parallel.boundaries"
+        if self.config.model.is_transformers and boundaries is None:
+            key = "model"  # its configuration may be what is wrong
         num_stages = len(self.schedule.stage_to_rank)
         try:
             return cut(model, num_stages, boundaries=boundaries)

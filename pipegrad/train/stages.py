@@ -20,7 +20,7 @@ from pipegrad.train.data.feed import Feed
 from pipegrad.train.data.sources import Texts
 from pipegrad.train.job import Job
 from pipegrad.train.models.partial_model import NotInPartsError, PartialModel, lacks_memory
-from pipegrad.train.models.transformers_model import check_names, check_tokenizer, load_stages
+from pipegrad.train.models.transformers_model import check_batch, check_tokenizer, load_stages
 from pipegrad.train.preflight import (
     Sample,
     check_alike,
@@ -84,9 +84,11 @@ def _load_model(job: Job, topology: Topology, sample: Sample) -> Cut:
     model, cuts = job.model(), list[Cut]()
 
     def cut() -> None:
-        check_tokenizer(job.config, model, sample.tokenizer)
-        if isinstance(sample.inputs, Mapping):
-            check_names(job.config, model, sample.inputs)
+        assert isinstance(sample.inputs, Mapping)
+        if sample.tokenizer is None:
+            check_batch(job.config, model, sample.inputs)
+        else:
+            check_tokenizer(job.config, model, sample.tokenizer)
         cuts.append(job.cut(model))
         check_parameters(job.config, cuts[0])
 

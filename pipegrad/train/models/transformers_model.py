@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import AgreementError, ConfigError, WeightsError
@@ -22,6 +22,7 @@ from pipegrad.partition.weights.files import extra
 from pipegrad.partition.weights.pretrained import meta_model
 from pipegrad.plugins.options import complaints_of
 from pipegrad.train.config import Config, beside
+from pipegrad.train.data.pairs import INPUT_IDS
 from pipegrad.train.data.tokenizer import TOKENIZER, Tokenizer, tokenizer_file
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -51,13 +52,8 @@ def uncut_model(config: Config) -> Any:  # noqa: ANN401 - a PreTrainedModel
         # transformers lists all classes that it has on further lines.
         config.refuse(key, str(error).partition("\n")[0], cause=error)
     _check_kind(config, key, model)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if config.data.dataset is None and longest and config.data.sequence_length > longest:
-        config.refuse(
-            "data.sequence_length",
-            f"the model has positions for {longest} tokens (max_position_embeddings): choose at "
-            f"most that many",
-        )
+    if config.data.dataset is None:
+        _check_length(config, "data.sequence_length", model, config.data.sequence_length)
     return model
 
 
@@ -78,8 +74,11 @@ def _check_kind(config: Config, key: str, model: Any) -> None:  # noqa: ANN401 -
     named = (model.config.architectures or [type(model).__name__])[0]
     if named != type(model).__name__:
         _refuse_kind(config, key, named, type(model).__name__)
-    # transformers makes these of encoders too, and then they see the tokens that follow.
-    if hasattr(model.config, "is_decoder") and "LMHead" in named and not model.config.is_decoder:
+    # transformers makes causal models of encoders, too. Then they see the tokens that follow.
+    auto: Any = extra("transformers.models.auto.modeling_auto")
+    masked = model.config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_decoder = model.config.is_encoder_decoder or getattr(model.config, "is_decoder", False)
+    if masked and not is_decoder:
         _refuse_kind(config, key, f"{named} with is_decoder = false", "a decoder")
 
 
@@ -91,29 +90,39 @@ def _refuse_kind(config: Config, key: str, found: str, expected: str) -> NoRetur
     )
 
 
-def check_tokenizer(config: Config, model: Any, tokenizer: Tokenizer | None) -> None:  # noqa: ANN401
-    """Refuses a tokenizer with more tokens than the model."""
-    size = model.config.get_text_config().vocab_size
-    if tokenizer is not None and tokenizer.size > size:
-        source = config.data.tokenizer or tokenizer_file(config) or "bytes"
+def _check_length(config: Config, key: str, model: Any, length: int) -> None:  # noqa: ANN401
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and length > longest:
         config.refuse(
-            "model",
-            f"it has a vocabulary of {size} tokens, and the tokenizer ({source}) has "
-            f"{tokenizer.size}: choose the tokenizer of the model, or a vocab_size of "
-            f"{tokenizer.size} or more",
+            key,
+            f"the model has positions for {longest} tokens (max_position_embeddings), and "
+            f"sequences have {length}: choose shorter ones",
         )
 
 
-def check_names(config: Config, model: nn.Module, names: Collection[str]) -> None:
-    """Refuses a batch with names that the model does not take; it would ignore them."""
+def check_tokenizer(config: Config, model: Any, tokenizer: Tokenizer) -> None:  # noqa: ANN401
+    """Refuses a tokenizer with more tokens than the model."""
+    size = model.config.get_text_config().vocab_size
+    if tokenizer.size > size:
+        config.refuse(
+            "model",
+            f"it has a vocabulary of {size} tokens, and the tokenizer "
+            f"({tokenizer_file(config) or 'bytes'}) has {tokenizer.size}: choose the tokenizer of "
+            f"the model, or a vocab_size of {tokenizer.size} or more",
+        )
+
+
+def check_batch(config: Config, model: Any, inputs: Mapping[str, Tensor]) -> None:  # noqa: ANN401
+    """Refuses a batch that is too long, or has names that the model would ignore."""
     known = set(inspect.signature(type(model).forward).parameters) - {"self", "kwargs", "labels"}
-    unknown = sorted(set(names) - known)
+    unknown = sorted(inputs.keys() - known)
     if unknown:
         config.refuse(
             "data.dataset",
             f"its batches have {unknown}, which {type(model).__name__} does not take: leave out "
             f"what is not of {sorted(known)}, labels and target",
         )
+    _check_length(config, "data.dataset", model, inputs[INPUT_IDS].shape[1])
 
 
 def load_stages(config: Config, cut: Cut, stages: Sequence[int]) -> None:
@@ -127,7 +136,7 @@ def load_stages(config: Config, cut: Cut, stages: Sequence[int]) -> None:
     cut.source = Source("cpu", None if is_saved else config.train.seed, path if is_saved else None)
     try:
         cut.load(stages)
-    except WeightsError as error:
+    except (WeightsError, AgreementError) as error:
         config.refuse(key, str(error), cause=error)
 
 
@@ -146,7 +155,7 @@ def save_model(config: Config, cut: Cut, folder: Path) -> None:
     try:
         cut.save_pretrained(folder)
         agree("the tokenizer of the model", copy)
-    except (WeightsError, AgreementError) as error:
+    except (WeightsError, AgreementError, OSError) as error:
         complaint = f"the model cannot be written into {folder}: {error}"
         config.refuse("train.output", complaint, cause=error)
 

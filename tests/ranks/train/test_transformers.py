@@ -27,6 +27,7 @@ from pipegrad.train.trainer import Trainer
 from tests.support.rounding import ADAM_EPS, rounding
 from tests.support.train.transformers_jobs import (
     HERE,
+    SEED,
     make_tokenizer,
     masked_batch,
     uncut,
@@ -76,7 +77,7 @@ def one_process(path: Path, loss_of: Callable[[Any, int], Tensor]) -> list[tuple
 
 
 def loss_of_text(path: Path, model: Any, step: int) -> Tensor:
-    tokens, target = read_corpus(load(path)).batch(step, seed=0, size=8)
+    tokens, target = read_corpus(load(path)).batch(step, seed=SEED, size=8)
     return functional.cross_entropy(model(tokens).logits.flatten(0, 1), target.flatten())
 
 
@@ -219,6 +220,19 @@ def test_a_plan_needs_no_ranks(folder: Path) -> None:
     assert tie["places"] == [[0, "model.embed_tokens.weight"], [3, "lm_head.weight"]]
 
 
+def test_the_command_leaves_a_folder_for_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(main, ["train", "job.toml", "--set", "train.steps=1"])
+    assert result.exit_code == 0, result.output
+    assert "manifest.json, model" in result.output
+    read = transformers.AutoModelForCausalLM.from_pretrained("runs/run/model")
+    start = uncut(Path("config.json"))
+    moved = read.lm_head.weight - start.lm_head.weight
+    assert 0 < float(moved.detach().abs().max()) <= 1.001e-2  # by one step of AdamW
+
+
 def with_tokenizer(folder: Path) -> Path:
     """Makes a job of a saved model with a tokenizer beside it; returns the job."""
     path = with_config(folder)
@@ -245,7 +259,7 @@ def test_the_tokenizer_of_a_directory_makes_the_tokens(
     path = with_tokenizer(tmp_path)
     [[loss], _] = run_ranks(with_text, 2, str(tmp_path))
     config = load(path, [f"data.files='{tmp_path / 'text.txt'}'"])
-    tokens, target = read_corpus(config).batch(1, seed=0, size=8)
+    tokens, target = read_corpus(config).batch(1, seed=SEED, size=8)
     assert int(tokens.max()) < 96
     logits = uncut(tmp_path / "config.json")(tokens).logits
     truth = functional.cross_entropy(logits.flatten(0, 1), target.flatten()).item()
@@ -270,11 +284,27 @@ CASES = {
         "it is a Qwen3ForSequenceClassification, and the trainer trains causal language models",
     ),
     "an encoder": (["model.config=bert.json"], "BertForMaskedLM, and the trainer trains causal"),
+    "an encoder as a decoder": (
+        ["model.config=roberta.json"],
+        "it is a RobertaForCausalLM with is_decoder = false, and the trainer trains causal",
+    ),
     "an encoder-decoder": (["model.config=t5.json"], "AutoModelForCausalLM cannot be made of it"),
     "no configuration": (["model.config=job.toml"], "is no configuration of transformers"),
     "long sequences": (
         ["data.sequence_length=33"],
         "sequence_length = 33: the model has positions for 32 tokens .max_position_embeddings.",
+    ),
+    "long batches": (
+        [f"data={{dataset='{HERE}:too_long'}}"],
+        "too_long': the model has positions for 32 tokens .* sequences have 40: choose shorter",
+    ),
+    "weights of another shape": (
+        ["model={pretrained='wider'}"],
+        "pretrained = 'wider': load the stages: .*\\n.*_proj.weight has shape .*, and ",
+    ),
+    "values of all layers": (
+        ["model.config=hidden.json"],
+        "model = .*hidden.json.*sets .'output_hidden_states'., which collects",
     ),
     "few tokens": (
         ["data.tokenizer=large.json"],
@@ -321,10 +351,14 @@ def test_what_cannot_be_trained_is_refused_in_words(
         "classifier": sizes | {"architectures": ["Qwen3ForSequenceClassification"]},
         "bert": bert,
         "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        "hidden": sizes | {"output_hidden_states": True},
+        "roberta": {"model_type": "roberta", "num_hidden_layers": 2},
     }
     for name, values in others.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     make_tokenizer(tmp_path / "large.json", 300)
+    uncut(tmp_path / "config.json").save_pretrained(tmp_path / "wider")
+    (tmp_path / "wider" / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 30}))
     first, second = run_ranks(refused, 2, str(tmp_path))
     assert first == second
     for name, (_, says) in CASES.items():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipegrad.partition.weights.pretrained import meta_model, start_stages
 
+SEED = 3
 HERE = "tests.support.train.transformers_jobs"
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,6 +42,7 @@ lr = 1e-2
 eps = 1e-3
 weight_decay = 0.0
 [train]
+seed = 3
 device = "cpu"
 steps = 6
 """
@@ -57,7 +59,7 @@ def with_config(folder: Path, **changes: object) -> Path:
 def uncut(config: Path) -> Any:
     """Returns the uncut model of a config.json, with the values that stages of it start from."""
     model = meta_model(config)
-    start_stages(model, [model], seed=0)
+    start_stages(model, [model], seed=SEED)
     return model
 
 
@@ -80,6 +82,10 @@ def masked(*, data_rank: int, num_data_ranks: int) -> Iterator[dict[str, Tensor]
 def unknown_name() -> list[dict[str, Tensor]]:
     batch = masked_batch(1)
     return [{**batch, "length": batch["attention_mask"].sum(1)}]
+
+
+def too_long() -> list[Tensor]:
+    return [torch.ones(8, 41, dtype=torch.long)]
 
 
 def without_tokens() -> list[dict[str, Tensor]]:

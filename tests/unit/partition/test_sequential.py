@@ -26,6 +26,19 @@ class Built(nn.Sequential):
         super().__init__(*[nn.Linear(2, 2) for _ in range(count)])
 
 
+class Looped(nn.Module):
+    """Layers in a list, and a loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def with_own() -> nn.Sequential:
     model = layers(1, 2)
     model.register_buffer("scale", torch.ones(1))
@@ -45,6 +58,16 @@ def layers(*sizes: int) -> nn.Sequential:
 
 def held(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def test_stages_have_the_names_of_their_layers_and_recompute_on_request() -> None:
+    cut = cut_of(layers(1, 2, 3, 4), 2, boundaries=[1])
+    assert [cut.layers_of(stage) for stage in (0, 1)] == [["0"], ["1", "2", "3"]]
+    assert [stage.recompute for stage in cut.stages([0, 1], recompute=True)] == [True, True]
+    assert not cut.stages([0])[0].recompute
+    structural = cut_of(Looped(), 2, example={"x": torch.ones(1, 2)})
+    assert structural.layers_of(1) == ["layers.1"]
+    assert [stage.recompute for stage in structural.stages([0, 1], recompute=True)] == [True, True]
 
 
 def test_stages_hold_the_models_own_layers_under_their_own_names() -> None:
