@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from pipegrad.interop.private import (
     FakeTensorMode,
     TorchDispatchMode,
     TreeSpec,
+    quiet_fake_tensors,
     storage_key,
     tree_flatten,
 )
@@ -158,16 +160,24 @@ def flow_of(
             "by='measured' runs the layers, and those of a model on the meta device cannot run: "
             "take by='time', or a number for each layer"
         )
-    if not timed:
+    # Some operators, such as the grouped products of experts, know fake tensors of bfloat16 alone.
+    attempts: list[Callable[[], Flow]] = (
+        []
+        if timed
+        else [
+            partial(_fake_run, model, layers, sample),
+            partial(_fake_run, model, layers, sample, dtype=torch.bfloat16),
+        ]
+    )
+    if not is_meta:
+        attempts.append(partial(_real_run, model, layers, sample, timed=timed))
+    failures = list[Exception]()
+    for attempt in attempts:
         try:
-            return _run(model, layers, sample, fake=True)
-        except Exception as error:
-            if is_meta:
-                raise TopologyError(_failed(model, sample, error)) from error
-    try:
-        return _run(model, layers, sample, fake=False, timed=timed)
-    except Exception as error:
-        raise TopologyError(_failed(model, sample, error)) from error
+            return attempt()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+    raise TopologyError(_failed(model, sample, failures[0])) from failures[0]
 
 
 def _failed(model: nn.Module, sample: Mapping[str, object], error: Exception) -> str:
@@ -188,44 +198,59 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _run(
+def _real_run(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     sample: Mapping[str, object],
     *,
-    fake: bool,
-    timed: bool = False,
+    timed: bool,
 ) -> Flow:
+    """Runs the model on its own tensors."""
     recorder = _Recorder({id(p): name for name, p in model.named_parameters()}, timed=timed)
+    run = _with_recorder(model, layers, recorder)
+    with torch.no_grad(), _unchanged(model), recorder:
+        returned = run(**sample)
+    return recorder.flow(returned, sample)
+
+
+def _fake_run(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+    *,
+    dtype: torch.dtype | None = None,
+) -> Flow:
+    """Runs the model on fake tensors, all floating-point ones of one dtype if it is given."""
+    recorder = _Recorder({}, timed=False)
+    run = _with_recorder(model, layers, recorder)
+    with torch.no_grad(), quiet_fake_tensors(), FakeTensorMode():
+        made: dict[int, Tensor] = {}
+        state = {name: _fake(x, made, dtype) for name, x in _state(model).items()}
+        recorder.names = {id(state[name]): name for name, _ in model.named_parameters()}
+        batch = {
+            name: _fake(x, made, dtype) if isinstance(x, Tensor) else x
+            for name, x in sample.items()
+        }
+        with recorder:
+            returned = torch.func.functional_call(run, state, (), batch, tie_weights=False)
+    return recorder.flow(returned, sample)
+
+
+def _with_recorder(
+    model: nn.Module, layers: Mapping[str, nn.Module], recorder: _Recorder
+) -> nn.Module:
     recorded = {id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()}
-    run = shallow(model, recorded)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if fake:
-            mode = stack.enter_context(FakeTensorMode())
-            made: dict[int, Tensor] = {}
-            state = {name: _fake(x, made) for name, x in _state(model).items()}
-            recorder.names = {id(state[name]): name for name, _ in model.named_parameters()}
-            sample = {
-                name: _fake(x, made) if isinstance(x, Tensor) else x for name, x in sample.items()
-            }
-            stack.enter_context(recorder)
-            returned = torch.func.functional_call(run, state, (), dict(sample), tie_weights=False)
-            del mode
-        else:
-            stack.enter_context(_unchanged(model))
-            stack.enter_context(recorder)
-            returned = run(**sample)
-    written = frozenset(recorder.written)
-    return Flow(tuple(recorder.calls), recorder.seen(returned), written, _shapes(sample))
+    return shallow(model, recorded)
 
 
-def _fake(tensor: Tensor, made: dict[int, Tensor]) -> Tensor:
+def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
     """Returns a fake tensor like `tensor`, on the CPU if that has no memory; the same one again."""
     if id(tensor) not in made:
-        device = "cpu" if tensor.is_meta else tensor.device
         copied: Tensor = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            tensor.shape,
+            tensor.stride(),
+            dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+            device="cpu" if tensor.is_meta else tensor.device,
         )
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, tensor.requires_grad)
@@ -371,15 +396,16 @@ class _Recorder(TorchDispatchMode):
                 self._set(value, _Origin(frozenset({Source(number, leaf)})))
         return structure.unflatten(leaves)
 
-    def seen(self, returned: object) -> object:
-        """Returns what a model returned, with `Returned` in the place of tensors."""
+    def flow(self, returned: object, sample: Mapping[str, object]) -> Flow:
+        """Returns what a model did with a sample, and where what it returned came from."""
         leaves, structure = tree_flatten(returned)
-        return structure.unflatten(
+        origins = structure.unflatten(
             [
                 Returned(*_fields(self._origin_of(leaf))) if isinstance(leaf, Tensor) else leaf
                 for leaf in leaves
             ]
         )
+        return Flow(tuple(self.calls), origins, frozenset(self.written), _shapes(sample))
 
     def _origin_of(self, values: object) -> _Origin:
         origin = _Origin()

@@ -18,6 +18,7 @@ from pipegrad.partition.layers import has_state, is_weighty, layers_of
 from pipegrad.partition.structural.flow import Source, flow_of
 from pipegrad.partition.structural.shallow import shallow, twin
 from pipegrad.partition.structural.stage_module import without_memory
+from tests.support.partition.families import FAMILIES
 
 WIDTH = 4
 
@@ -294,6 +295,15 @@ def test_a_model_without_memory_is_cut() -> None:
     with torch.device("meta"):
         model = Chain()
     assert cut(model, 3).boundaries == cut(Chain(), 3).boundaries
+
+
+def test_experts_without_memory_are_cut_in_float32() -> None:
+    """Fake tensors of float32 were refused by torch's grouped product, and so was the model."""
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = FAMILIES["Mixtral"].build()
+    assert model.dtype is torch.float32
+    assert cut_of(model, 2, by="time").num_stages == 2
 
 
 def test_shapes_that_no_input_tells_are_computed_once_for_each_shape() -> None:
