@@ -9,7 +9,9 @@ outermost first. Each stage makes regions of its own from them.
 from __future__ import annotations
 
 import contextlib
+import io
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,8 +85,11 @@ def export_graph(model: nn.Module, example: Mapping[str, object]) -> ExportGraph
         # Two names of one tensor, such as input_ids and labels, are two inputs of the graph only if
         # they are two tensors.
         own = {name: _new_tensors(value, device) for name, value in example.items()}
+        printed = io.StringIO()
         try:
-            program = torch.export.export(model, (), own)
+            # If it fails, torch prints the whole graph beside its error.
+            with contextlib.redirect_stderr(printed):
+                program = torch.export.export(model, (), own)
         except PipegradError:
             raise
         except Exception as error:
@@ -93,6 +98,7 @@ def export_graph(model: nn.Module, example: Mapping[str, object]) -> ExportGraph
             raise TopologyError(
                 f"torch.export cannot trace {type(model).__name__}: {line}. {STRUCTURAL}"
             ) from error
+    sys.stderr.write(printed.getvalue())
     return _Flattening(model, program).run(ExportGraph(leaves, device))
 
 
