@@ -8,7 +8,8 @@ these are. The code between layers need not be understood: each stage runs it ag
 The tensors of the sample, and the model's parameters and buffers, are fake. Fake tensors have a
 shape, a dtype and a device, but no memory. So the run costs no memory, changes no buffer, draws no
 random number, and works for a model on the meta device. If the model's code needs values of
-tensors, it runs on the real ones, under a random state and with buffers that are put back.
+tensors, it runs on the real ones, under a random state and with buffers that are put back. All
+other attributes are those of a copy of the model, so no cache of the model keeps what the run made.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,8 @@ from pipegrad.interop.private import (
     storage_key,
     tree_flatten,
 )
-from pipegrad.partition.structural.shallow import as_kind, shallow, twin
+from pipegrad.partition.structural.shallow import as_kind, isolated, shallow
+from pipegrad.pipeline.stage import fields_of
 
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
 
@@ -63,7 +66,7 @@ class Output:
     """A leaf of what a call returns.
 
     Attributes:
-        value: What it is, if it is no tensor.
+        value: What it is in the sample, if it is no tensor.
         shape: Of a tensor, in the sample.
         dtype: Of a tensor, in the sample.
         like: How to tell its shape in another batch; None if no input tells it.
@@ -102,6 +105,14 @@ class Call:
     flops: int
     saved_bytes: int
     seconds: float
+
+    @cached_property
+    def is_like_first(self) -> bool:
+        """Whether the first tensor that it is given tells the shapes of all outputs."""
+        return all(
+            output.shape is None or (output.like is not None and output.like.leaf == 0)
+            for output in self.outputs
+        )
 
     def name_of(self, leaf: int) -> str:
         """Returns the name of an output."""
@@ -160,14 +171,46 @@ def flow_of(
         )
     if not timed:
         try:
-            return _run(model, layers, sample, fake=True)
+            return _in_both_modes(model, layers, sample, fake=True)
+        except TopologyError:
+            raise
         except Exception as error:
             if is_meta:
                 raise TopologyError(_failed(model, sample, error)) from error
     try:
-        return _run(model, layers, sample, fake=False, timed=timed)
+        return _in_both_modes(model, layers, sample, fake=False, timed=timed)
+    except TopologyError:
+        raise
     except Exception as error:
         raise TopologyError(_failed(model, sample, error)) from error
+
+
+def _in_both_modes(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+    *,
+    fake: bool,
+    timed: bool = False,
+) -> Flow:
+    """Returns what a model does in its mode, with the random numbers that it draws in training.
+
+    A model that was loaded is in eval mode, where no dropout draws, and is trained later.
+    """
+    flow = _run(model, layers, sample, fake=fake, timed=timed)
+    if model.training:
+        return flow
+    try:
+        trained = _run(model, layers, sample, fake=fake, is_training=True)
+    except Exception:  # noqa: BLE001 - such as batch norm, which cannot be trained on one row
+        return flow
+    if [call.name for call in trained.calls] != [call.name for call in flow.calls]:
+        return flow  # a step in training mode is refused, since it calls other layers
+    calls = [
+        replace(call, draws=other.draws)
+        for call, other in zip(flow.calls, trained.calls, strict=True)
+    ]
+    return replace(flow, calls=tuple(calls))
 
 
 def _failed(model: nn.Module, sample: Mapping[str, object], error: Exception) -> str:
@@ -195,27 +238,32 @@ def _run(
     *,
     fake: bool,
     timed: bool = False,
+    is_training: bool = False,
 ) -> Flow:
-    recorder = _Recorder({id(p): name for name, p in model.named_parameters()}, timed=timed)
-    recorded = {id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()}
-    run = shallow(model, recorded)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if fake:
-            mode = stack.enter_context(FakeTensorMode())
-            made: dict[int, Tensor] = {}
-            state = {name: _fake(x, made) for name, x in _state(model).items()}
-            recorder.names = {id(state[name]): name for name, _ in model.named_parameters()}
-            sample = {
-                name: _fake(x, made) if isinstance(x, Tensor) else x for name, x in sample.items()
-            }
-            stack.enter_context(recorder)
-            returned = torch.func.functional_call(run, state, (), dict(sample), tie_weights=False)
-            del mode
+            stack.enter_context(FakeTensorMode())
         else:
             stack.enter_context(_unchanged(model))
-            stack.enter_context(recorder)
-            returned = run(**sample)
+        made: dict[int, Tensor] = {}
+        copied = isolated(model, (lambda x: _fake(x, made)) if fake else (lambda x: x))
+        if is_training:
+            copied.train()
+        inputs = {
+            name: _fake(x, made) if fake and isinstance(x, Tensor) else x
+            for name, x in sample.items()
+        }
+        recorder = _Recorder(copied, timed=timed)
+        recorded = {
+            id(copied.get_submodule(name)): _recorded(recorder, name, copied.get_submodule(name))
+            for name in layers
+        }
+        run = shallow(copied, recorded)
+        before = dict(run.named_buffers())
+        with recorder:
+            returned = run(**inputs)
+        recorder.refuse_new_buffers(before, run)
     written = frozenset(recorder.written)
     return Flow(tuple(recorder.calls), recorder.seen(returned), written, _shapes(sample))
 
@@ -254,9 +302,8 @@ class _RecordedLayer(nn.Module):
 
 
 def _recorded(recorder: _Recorder, name: str, layer: nn.Module) -> nn.Module:
-    copied = as_kind(twin(layer), _RecordedLayer)
-    vars(copied).update(_recorder=recorder, _layer_name=name)
-    return copied
+    vars(layer).update(_recorder=recorder, _layer_name=name)
+    return as_kind(layer, _RecordedLayer)
 
 
 @dataclass(frozen=True)
@@ -266,12 +313,14 @@ class _Origin:
     sources: frozenset[Source] = frozenset()
     parameters: frozenset[str] = frozenset()
     draws: frozenset[int] = frozenset()
+    writers: frozenset[str] = frozenset()  # layers that wrote into a tensor that they were given
 
     def __or__(self, other: _Origin) -> _Origin:
         return _Origin(
             self.sources | other.sources,
             self.parameters | other.parameters,
             self.draws | other.draws,
+            self.writers | other.writers,
         )
 
 
@@ -279,13 +328,16 @@ class _Recorder(TorchDispatchMode):
     """Sees every operator, and every call of a layer.
 
     Args:
-        names: Parameter's id -> its name.
+        model: The model, which nobody else uses.
         timed: Whether to measure layers.
     """
 
-    def __init__(self, names: dict[int, str], *, timed: bool) -> None:
+    def __init__(self, model: nn.Module, *, timed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = names
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._buffers = {
+            storage_key(buffer.untyped_storage()): name for name, buffer in model.named_buffers()
+        }
         self._timed = timed
         self.calls: list[Call] = []
         self._times: dict[str, int] = {}  # how often each layer was called
@@ -296,7 +348,12 @@ class _Recorder(TorchDispatchMode):
         self._by_storage: dict[int, list[Tensor]] = {}
         self.written = set[Source]()
         self._num_draws = 0
+        # What code decided by the values of tensors: everything behind it depends on these.
+        self._decided = _Origin()
         self._is_inside = False  # of a layer
+        # Storages of what the layer was given, and those into which it wrote.
+        self._given: dict[int, Tensor] = {}
+        self._overwritten = set[int]()
         self._flops = 0  # of the layer
 
     # ANN401: an operator takes and returns anything.
@@ -309,19 +366,23 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._is_inside:
-            if count := flop_registry.get(func._overloadpacket):
-                self._flops += count(*args, **kwargs, out_val=result)
-            return result
-        origin = self._origin_of((args, kwargs))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._num_draws += 1
-            origin |= _Origin(draws=frozenset({self._num_draws}))
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        if self._is_inside:
+            if count := flop_registry.get(func._overloadpacket):
+                self._flops += count(*args, **kwargs, out_val=result)
+            keys = {storage_key(tensor.untyped_storage()) for tensor in _tensors(written)}
+            self._overwritten |= keys & self._given.keys()
+            return result
+        origin = self._origin_of((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._num_draws += 1
+            origin |= _Origin(draws=frozenset({self._num_draws}))
+        if torch.Tag.data_dependent_output in func.tags and not _tensors(result):
+            self._decided |= origin
         for tensor in _tensors(result):
             self._set(tensor, origin)
         for tensor in _tensors(written):
@@ -340,11 +401,20 @@ class _Recorder(TorchDispatchMode):
         if self._is_inside:
             return function(*args, **kwargs)  # a layer inside of a layer
         inputs = _tensors((args, kwargs))
-        origin = self._origin_of(inputs)
+        origin = self._origin_of(inputs) | self._decided
+        _refuse_hidden(name, "is given", (args, kwargs))
+        _refuse_overwritten(origin)
         self._is_inside, self._flops, seconds = True, 0, 0.0
+        self._overwritten.clear()
         try:
-            leaves, structure, saved = _outputs_of(layer, function, args, kwargs)
-            flops = self._flops
+            own_args, own_kwargs = _differentiable(args, kwargs)
+            copies = _tensors((own_args, own_kwargs))
+            self._given = {
+                storage_key(copied.untyped_storage()): tensor
+                for copied, tensor in zip(copies, inputs, strict=True)
+            }
+            leaves, structure, saved = _outputs_of(layer, function, own_args, own_kwargs)
+            flops, overwritten = self._flops, [self._given[key] for key in self._overwritten]
             if self._timed:
                 seconds = min(_seconds(layer, function, args, kwargs) for _ in range(_REPEATS))
         finally:
@@ -369,22 +439,39 @@ class _Recorder(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._sources[id(value)] = Source(number, leaf)
                 self._set(value, _Origin(frozenset({Source(number, leaf)})))
+        for tensor in overwritten:
+            self._write(tensor, _Origin(writers=frozenset({name})))
+        _refuse_hidden(name, "returns", leaves)
         return structure.unflatten(leaves)
 
     def seen(self, returned: object) -> object:
         """Returns what a model returned, with `Returned` in the place of tensors."""
         leaves, structure = tree_flatten(returned)
+        _refuse_overwritten(self._origin_of(leaves))
         return structure.unflatten(
             [
-                Returned(*_fields(self._origin_of(leaf))) if isinstance(leaf, Tensor) else leaf
+                Returned(*_fields(self._origin_of(leaf) | self._decided))
+                if isinstance(leaf, Tensor)
+                else leaf
                 for leaf in leaves
             ]
         )
 
+    def refuse_new_buffers(self, before: Mapping[str, Tensor], run: nn.Module) -> None:
+        """Refuses code outside of layers that put other tensors in the place of buffers.
+
+        A buffer that is not saved may be made anew, if it does not depend on layers: a cache.
+        """
+        saved = run.state_dict(keep_vars=True)
+        for name, buffer in run.named_buffers():
+            origin = self._origins.get(id(buffer))  # None inside of layers
+            if buffer is not before.get(name) and origin and (name in saved or origin.sources):
+                raise TopologyError(_writes(name))
+
     def _origin_of(self, values: object) -> _Origin:
         origin = _Origin()
         for tensor in _tensors(values):
-            if tensor_name := self.names.get(id(tensor)):
+            if tensor_name := self._names.get(id(tensor)):
                 origin |= _Origin(parameters=frozenset({tensor_name}))
             origin |= self._origins.get(id(tensor), _Origin())
         return origin
@@ -394,9 +481,12 @@ class _Recorder(TorchDispatchMode):
         self._by_storage.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
 
     def _write(self, tensor: Tensor, origin: _Origin) -> None:
-        """Notes that an operator outside of layers has written into a tensor."""
-        self._set(tensor, origin)
-        for other in self._by_storage[storage_key(tensor.untyped_storage())]:
+        """Notes that a tensor outside of layers was written into."""
+        key = storage_key(tensor.untyped_storage())
+        if key in self._buffers:
+            raise TopologyError(_writes(self._buffers[key]))
+        self._set(tensor, self._origins.get(id(tensor), _Origin()) | origin)
+        for other in self._by_storage[key]:
             self._origins[id(other)] = self._origins[id(other)] | origin
             if id(other) in self._sources:
                 self.written.add(self._sources[id(other)])
@@ -409,6 +499,12 @@ def _outputs_of(
     kwargs: Mapping[str, object],
 ) -> tuple[list[object], TreeSpec, dict[int, int]]:
     """Runs a layer with a graph, so that it shows what it keeps for its backward.
+
+    Args:
+        layer: The layer.
+        function: Runs it.
+        args: Of the layer, as `_differentiable` returns them.
+        kwargs: Likewise.
 
     Returns:
         The leaves of what it returns, how they hang together, and the bytes of each storage that it
@@ -423,7 +519,6 @@ def _outputs_of(
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        args, kwargs = _differentiable(args, kwargs)
         leaves, structure = tree_flatten(function(*args, **kwargs))
     for parameter in layer.parameters():
         saved.pop(storage_key(parameter.untyped_storage()), None)
@@ -460,16 +555,48 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
+@torch.enable_grad()
 def _differentiable(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
-    """Returns arguments whose tensors are leaves of a graph of their own."""
+    """Returns arguments whose tensors are in a graph and in memory of their own.
+
+    They are no leaves of the graph, because a layer may write into them.
+    """
     leaves, structure = tree_flatten((args, kwargs))
-    return structure.unflatten(
-        [
-            leaf.detach().requires_grad_()
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-            else leaf
-            for leaf in leaves
-        ]
+    return structure.unflatten([_copy(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    has_gradient = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(has_gradient).clone()
+
+
+def _refuse_hidden(layer: str, verb: str, values: object) -> None:
+    """Refuses tensors inside of objects in which torch does not look for tensors."""
+    for leaf in tree_flatten(values)[0]:
+        inside = fields_of(leaf) or getattr(leaf, "__dict__", None) or {}
+        if not isinstance(leaf, Tensor | nn.Module) and _tensors([*inside.values()]):
+            raise TopologyError(
+                f"layer {layer!r} {verb} a {type(leaf).__name__}, and torch does not see the "
+                f"tensors inside: take a tuple or a dict, or register a dataclass with "
+                f"torch.export.register_dataclass"
+            )
+
+
+def _refuse_overwritten(origin: _Origin) -> None:
+    """Refuses values that a layer has changed in place, behind that layer."""
+    if origin.writers:
+        raise TopologyError(
+            f"layers {sorted(origin.writers)} change a tensor in place that they are given, and "
+            f"code behind them uses it: stages would have different values of it. Use what the "
+            f"layers return"
+        )
+
+
+def _writes(buffer: str) -> str:
+    return (
+        f"code outside of layers writes into buffer {buffer!r}: every stage runs this code, and "
+        f"stages would have different values of it. Put the buffer and the code into a module of "
+        f"its own, which is then a layer"
     )
 
 
