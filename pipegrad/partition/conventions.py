@@ -186,8 +186,9 @@ def sample_of(model: nn.Module) -> dict[str, object]:
     # Some heads refuse several rows without a padding token.
     text = config.get_text_config()
     rows = _SAMPLE_ROWS if getattr(text, "pad_token_id", None) is not None else 1
-    limits = [getattr(text, name, None) or _SAMPLE_TOKENS for name in _LIMITS]
-    tokens = torch.ones(rows, min(_SAMPLE_TOKENS, *limits), dtype=torch.long)
+    # A model without a limit has None or -1.
+    limits = [limit for name in _LIMITS if (limit := getattr(text, name, None) or 0) > 0]
+    tokens = torch.ones(rows, min([_SAMPLE_TOKENS, *limits]), dtype=torch.long)
     vision = getattr(config, "vision_config", None) or config
     main, sample = inner.main_input_name, dict[str, object]()
     if main == "input_ids":

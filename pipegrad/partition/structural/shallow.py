@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError, in_words
+from pipegrad.interop.private import tree_flatten
 
 
 def shallow(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
@@ -71,8 +72,9 @@ def isolated(module: nn.Module, tensor_of: Callable[[Tensor], Tensor]) -> nn.Mod
     Raises:
         TopologyError: If an attribute cannot be copied.
     """
-    plain = (x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor))
-    tensors = (*module.parameters(), *module.buffers(), *plain)
+    # Beside parameters and buffers there are caches, in attributes, lists and dicts.
+    leaves = (leaf for part in module.modules() for leaf in tree_flatten(vars(part))[0])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     try:
         return copy.deepcopy(module, {id(tensor): tensor_of(tensor) for tensor in tensors})
     except Exception as error:  # whatever an attribute raises
