@@ -48,6 +48,9 @@ class Source:
 class Cut:
     """A model in stages. Stages share the uncut model's tensors, and have its names.
 
+    Stages have modes of their own, so call ``train()`` and ``eval()`` of `modules`, and not of the
+    uncut model.
+
     `Scheduler` takes it in the place of stages. In other runtimes, such as those of
     ``torch.distributed.pipelining``, `modules` are the stages: each takes what earlier stages send
     by position, and the arguments of the uncut model by name.

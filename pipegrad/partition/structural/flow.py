@@ -98,7 +98,7 @@ class Call:
     name: str
     layer: str
     needs: frozenset[Source]
-    parameters: frozenset[str]
+    parameters: frozenset[str]  # and buffers
     draws: frozenset[int]
     outputs: tuple[Output, ...]
     structure: TreeSpec
@@ -334,7 +334,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, *, timed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(tensor): name for name, tensor in named}
         self._buffers = {
             storage_key(buffer.untyped_storage()): name for name, buffer in model.named_buffers()
         }
@@ -428,7 +429,7 @@ class _Recorder(TorchDispatchMode):
                 needs=origin.sources,
                 parameters=origin.parameters,
                 draws=origin.draws,
-                outputs=tuple(_output(leaf, inputs) for leaf in leaves),
+                outputs=tuple(_output(layer, leaf, inputs) for leaf in leaves),
                 structure=structure,
                 flops=flops,
                 saved_bytes=sum(saved.values()),
@@ -600,13 +601,14 @@ def _writes(buffer: str) -> str:
     )
 
 
-def _output(leaf: object, inputs: Sequence[Tensor]) -> Output:
+def _output(layer: nn.Module, leaf: object, inputs: Sequence[Tensor]) -> Output:
     if not isinstance(leaf, Tensor):
         return Output(value=leaf)
-    # Most layers keep the shape. An embedding adds a dimension, and a head changes the last one.
+    # Most layers keep the shape, an embedding adds a dimension, and a Linear changes the last one.
+    # Others may change it too, such as a convolution, but not to the same size in each batch.
     candidates = [
         Like(number, kept, tuple(leaf.shape[kept:]))
-        for lost in (0, 1)
+        for lost in ((0, 1) if isinstance(layer, nn.Linear) else (0,))
         for number, tensor in enumerate(inputs)
         for kept in [tensor.dim() - lost]
         if kept > 0 and tensor.shape[:kept] == leaf.shape[:kept] and leaf.dim() - kept <= 1

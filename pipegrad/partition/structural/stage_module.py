@@ -191,12 +191,15 @@ class Run:
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
         """Returns what stands for an output that the stage does not need."""
         assert output.dtype is not None
-        dtype = output.dtype
-        if dtype.is_floating_point:
-            # The stage may have been converted after the cut.
-            near = (*inputs, *self._values.values())
-            dtype = next((x.dtype for x in near if x.is_floating_point()), dtype)
+        dtype = self.dtype_of(output.dtype, inputs)
         return filled(shape, dtype, inputs[0].device if inputs else self.device)
+
+    def dtype_of(self, dtype: torch.dtype, inputs: Sequence[Tensor]) -> torch.dtype:
+        """Returns the dtype of what had one at the cut: the stage may have been converted."""
+        if not dtype.is_floating_point:
+            return dtype
+        near = (*inputs, *self._values.values())
+        return next((x.dtype for x in near if x.is_floating_point()), dtype)
 
     @property
     def device(self) -> torch.device:
@@ -241,7 +244,7 @@ class OtherLayer(nn.Module):
             run, _, described = vars(self)["_pipegrad_run"]
             value = getattr(described, name)
             if isinstance(value, Tensor):
-                return filled(value.shape, value.dtype, run.device)
+                return filled(value.shape, run.dtype_of(value.dtype, ()), run.device)
             return value
 
 

@@ -175,6 +175,42 @@ def test_layers_may_work_in_place() -> None:
     check(model, 3, ["blocks.0", "blocks.4"])
 
 
+class Halving(nn.Module):
+    """Halves the length of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
+def test_the_length_of_what_another_stage_makes_is_that_of_the_batch() -> None:
+    """The last dimension of what a convolution returns was taken from the sample."""
+
+    def between(model: Any, x: Tensor) -> Tensor:
+        hidden = model.first(x).t().unsqueeze(0)  # its length is the number of rows
+        hidden = model.blocks[0](hidden)
+        length = hidden.shape[2]
+        for block in model.blocks[1:]:
+            hidden = torch.tanh(block(hidden)) * length
+        return model.last(hidden.mean(2))  # type: ignore[no-any-return]
+
+    check(Glue(between, Halving), 3)
+
+
+def test_what_a_layer_elsewhere_has_is_converted_with_the_stage() -> None:
+    def between(model: Any, x: Tensor) -> Tensor:
+        hidden = through(model, model.first(x))
+        return model.last(hidden + torch.ones(WIDTH).to(model.first.weight.dtype))  # type: ignore[no-any-return]
+
+    cut = pipegrad.cut(Glue(between), 3, example={"x": torch.randn(2, WIDTH)})
+    for module in cut.modules.values():
+        module.to(torch.bfloat16)
+    assert chained(cut, torch.randn(3, WIDTH, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
 class Overwriting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,11 +268,25 @@ def dropped(model: Any, x: Tensor) -> Tensor:
     return model.last(hidden)  # type: ignore[no-any-return]
 
 
+class Scaled(nn.Linear):
+    """Has a buffer that code outside of it uses."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+
+
+def scaled(model: Any, x: Tensor) -> Tensor:
+    hidden = through(model, model.first(x)) * model.blocks[0].scale
+    return model.last(hidden)  # type: ignore[no-any-return]
+
+
 REFUSED = {
     "an input that a layer overwrites": (over_skip, Overwriting, "change a tensor in place"),
     "a counter in a buffer": (counted, Recording, "'count'"),
     "a mean in a buffer": (averaged, Recording, "'count'"),
     "a dataclass": (recorded, Recording, "returns a Record"),
+    "a buffer of a layer elsewhere": (scaled, Scaled, "uses buffer blocks.0.scale"),
     "dropout that is off now": (dropped, Recording, "random numbers"),
 }
 
@@ -278,3 +328,17 @@ def test_a_stage_does_not_keep_the_weights_of_others() -> None:
     gc.collect()
     assert {name for name, weight in weights.items() if weight() is not None} == own
     assert loss_fn is not None
+
+
+def test_a_loss_that_was_given_to_the_model_is_not_taken_for_a_mean() -> None:
+    """A sum was multiplied by the number of labels."""
+    transformers = pytest.importorskip("transformers")
+    from tests.support.partition.families import FAMILIES
+
+    model: Any = FAMILIES["Llama 3.2"].build()
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    assert pipegrad.cut(model, 2).labels == ("labels",)
+    model.loss_function = lambda logits, labels, **_: (logits.sum(), labels)[0]
+    cut = pipegrad.cut(model, 2)
+    assert cut.labels == ()
+    assert cut.loss_fn is None
