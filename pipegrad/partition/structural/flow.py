@@ -33,7 +33,7 @@ from pipegrad.interop.private import (
     storage_key,
     tree_flatten,
 )
-from pipegrad.partition.structural.shallow import as_kind, isolated, shallow
+from pipegrad.partition.structural.shallow import as_kind, isolated, shallow, twin
 from pipegrad.pipeline.stage import fields_of
 
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
@@ -302,8 +302,10 @@ class _RecordedLayer(nn.Module):
 
 
 def _recorded(recorder: _Recorder, name: str, layer: nn.Module) -> nn.Module:
-    vars(layer).update(_recorder=recorder, _layer_name=name)
-    return as_kind(layer, _RecordedLayer)
+    # A twin, as in stages: neither sees a layer that the model keeps in a plain list.
+    copied = as_kind(twin(layer), _RecordedLayer)
+    vars(copied).update(_recorder=recorder, _layer_name=name)
+    return copied
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pipegrad.partition.structural.stage_module import (
     filled,
     other_layer,
     own_layer,
+    without_end_hooks,
     without_memory,
 )
 
@@ -66,6 +67,8 @@ def parts_of(
         }
         module = as_kind(shallow(model, replaced), StageModule)
         vars(module)["_pipegrad_run"] = run
+        if end < len(calls):
+            without_end_hooks(module)
         outside = frozenset[str]().union(
             *(call.parameters for call in calls[first:end]),
             *(part.parameters for part in returned.values() if end == len(calls)),

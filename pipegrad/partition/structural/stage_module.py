@@ -14,6 +14,7 @@ before its first layer, such as the making of masks, but nothing behind its last
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
@@ -207,11 +208,23 @@ class Run:
         return next((value.device for value in self._values.values()), torch.device("cpu"))
 
     def refuse_inside(self, layer: str) -> None:
-        """Refuses a layer of another stage that is called inside of a layer."""
+        """Refuses a layer of another stage that is called inside of a layer, or in a backward."""
+        if not self._inside:
+            raise StepError(
+                f"layer {layer!r}, which is on another stage, is called outside of a forward, as "
+                f"torch.utils.checkpoint does in a backward: checkpoint layers, and not the code "
+                f"between them"
+            )
         raise StepError(
             f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
             f"model where both are on one stage"
         )
+
+
+def without_end_hooks(module: nn.Module) -> None:
+    """Takes the hooks from a stage before the last one that see what the model returns."""
+    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        vars(module)[name] = OrderedDict[int, Any]()
 
 
 class OwnLayer(nn.Module):

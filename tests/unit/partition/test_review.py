@@ -313,6 +313,37 @@ def test_hooks_of_layers_run_once_in_a_step_and_not_behind_the_cut() -> None:
     assert ran == [0, 1, 2, 3]
 
 
+def test_hooks_of_the_model_see_what_it_returns() -> None:
+    """A forward hook of the model changed what every stage sends."""
+    true: Any = Glue(lambda model, x: model.last(through(model, model.first(x))))
+    true.register_forward_hook(lambda _, inputs, output: output * 2)
+    check(true, 3)
+
+
+def test_a_module_dict_is_no_layer() -> None:
+    """It has no forward, so nobody calls it."""
+
+    def between(model: Any, x: Tensor) -> Tensor:
+        hidden = model.more["a"](model.first(x))
+        return model.last(through(model, model.more["b"](hidden)))  # type: ignore[no-any-return]
+
+    model = Glue(between)
+    model.more = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "ab"})
+    check(model, 3, ["more.b", "blocks.1"])
+
+
+def test_layers_in_a_plain_list_are_refused_at_the_cut() -> None:
+    def between(model: Any, x: Tensor) -> Tensor:
+        for layer in model.order:
+            x = torch.tanh(layer(x))
+        return x
+
+    model: Any = Glue(between)
+    model.order = [model.first, *model.blocks, model.last]
+    with pytest.raises(TopologyError):
+        pipegrad.cut(model, 2, example={"x": torch.randn(2, WIDTH)})
+
+
 def test_a_stage_does_not_keep_the_weights_of_others() -> None:
     """The own loss of a cut held the cut, and so all its stages, on the last stage's rank."""
     pytest.importorskip("transformers")
