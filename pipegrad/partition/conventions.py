@@ -57,7 +57,7 @@ class Conventions:
 
     Attributes:
         labels: Names of the arguments from which the model computes its own loss; empty if it
-            computes none, or one that is no mean, or several means.
+            computes none, or one that is no mean, or several means, or one that was given to it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,8 +76,11 @@ class Conventions:
         # Models that do not call it do not shift their labels. An encoder-decoder shifts its labels
         # when it makes its decoder's inputs of them.
         code = inspect.unwrap(type(inner).forward).__code__
-        loss = inner.loss_function.__name__ if "loss_function" in code.co_names else ""
-        self._shifts = loss == "ForCausalLMLoss" and not inner.config.is_encoder_decoder
+        loss = inner.loss_function if "loss_function" in code.co_names else None
+        if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
+            return  # nobody knows whether a loss that was given to the model is a mean
+        is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+        self._shifts = is_causal and not inner.config.is_encoder_decoder
         is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
         if is_mean and "is_impossible" not in arguments:
             self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))
@@ -186,8 +189,9 @@ def sample_of(model: nn.Module) -> dict[str, object]:
     # Some heads refuse several rows without a padding token.
     text = config.get_text_config()
     rows = _SAMPLE_ROWS if getattr(text, "pad_token_id", None) is not None else 1
-    limits = [getattr(text, name, None) or _SAMPLE_TOKENS for name in _LIMITS]
-    tokens = torch.ones(rows, min(_SAMPLE_TOKENS, *limits), dtype=torch.long)
+    # A model without a limit has None or -1.
+    limits = [limit for name in _LIMITS if (limit := getattr(text, name, None) or 0) > 0]
+    tokens = torch.ones(rows, min([_SAMPLE_TOKENS, *limits]), dtype=torch.long)
     vision = getattr(config, "vision_config", None) or config
     main, sample = inner.main_input_name, dict[str, object]()
     if main == "input_ids":

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipegrad.errors import TopologyError
 from pipegrad.model.ties import find_tied
 from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, inner_model
-from pipegrad.partition.cut_stage import CutStage
+from pipegrad.partition.cut_stage import CutStage, OwnLoss
 from pipegrad.partition.part import Part
 from pipegrad.partition.report import report
 from pipegrad.partition.structural.stage_module import without_memory
@@ -47,6 +47,9 @@ class Source:
 
 class Cut:
     """A model in stages. Stages share the uncut model's tensors, and have its names.
+
+    Stages have modes of their own, so call ``train()`` and ``eval()`` of `modules`, and not of the
+    uncut model.
 
     `Scheduler` takes it in the place of stages. In other runtimes, such as those of
     ``torch.distributed.pipelining``, `modules` are the stages: each takes what earlier stages send
@@ -87,7 +90,10 @@ class Cut:
         self._uncut: Any = without_memory(model) if inner_model(model) is not None else None
         self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
         self.labels = () if how == "sequential" else self._conventions.labels
-        self.loss_fn: Callable[..., object] | None = self._own_loss if self.labels else None
+        # It holds no module: on a rank it lives as long as the Scheduler.
+        self.loss_fn: Callable[..., object] | None = (
+            OwnLoss(self._conventions, self.labels) if self.labels else None
+        )
 
     @property
     def num_stages(self) -> int:
@@ -182,12 +188,6 @@ class Cut:
             labels=self.labels if own_loss and is_last else (),
             recompute=recompute,
         )
-
-    def _own_loss(self, *values: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - outputs and labels
-        """Returns the sum of the losses of a microbatch, and how many there are."""
-        *_, loss, target = values
-        labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
-        return loss, self._conventions.weight(labels)
 
 
 def _ties_of(model: nn.Module, parts: Sequence[Part]) -> list[list[str]]:

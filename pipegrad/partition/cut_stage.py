@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +64,25 @@ class CutStage(Stage):
         if self._labels:
             named[LOSS] = _sum_of(named.get(LOSS), weight, named)
         return self._outputs_of({name: named.get(name) for name in self.outputs})
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The model's own loss: takes the outputs of the last stage and labels.
+
+    Attributes:
+        conventions: What the model takes and returns.
+        labels: Names of the labels.
+    """
+
+    conventions: Conventions
+    labels: Sequence[str]
+
+    def __call__(self, *values: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - outputs and labels
+        """Returns the sum of the losses of a microbatch, and how many there are."""
+        *_, loss, target = values
+        labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
+        return loss, self.conventions.weight(labels)
 
 
 def _sum_of(loss: object, weight: Tensor | None, named: Mapping[str, object]) -> Tensor:

@@ -83,7 +83,8 @@ class _Collector:
             is_member = isinstance(module, _LISTS)
             is_named = type(child).__name__ in self._unsplittable
             is_whole = depth <= 1 and has_forward and (is_member or is_named)
-            if not is_whole and _holds_layers(child, self._unsplittable):
+            is_open = not has_forward or _holds_layers(child, self._unsplittable)
+            if is_open and not is_whole:
                 self.collect(child, path, depth - (is_member and has_forward))
             elif is_whole or is_weighty(child):
                 self._layers[path] = child

@@ -8,7 +8,8 @@ these are. The code between layers need not be understood: each stage runs it ag
 The tensors of the sample, and the model's parameters and buffers, are fake. Fake tensors have a
 shape, a dtype and a device, but no memory. So the run costs no memory, changes no buffer, draws no
 random number, and works for a model on the meta device. If the model's code needs values of
-tensors, it runs on the real ones, under a random state and with buffers that are put back.
+tensors, it runs on the real ones, under a random state and with buffers that are put back. All
+other attributes are those of a copy of the model, so no cache of the model keeps what the run made.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,11 @@ from pipegrad.interop.private import (
     storage_key,
     tree_flatten,
 )
-from pipegrad.partition.structural.shallow import as_kind, shallow, twin
+from pipegrad.partition.structural.shallow import as_kind, isolated, shallow, twin
+from pipegrad.pipeline.stage import fields_of
 
+# The grouped products of experts know fake tensors of this dtype alone.
+_EXPERTS = torch.bfloat16
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
 
 
@@ -65,7 +69,7 @@ class Output:
     """A leaf of what a call returns.
 
     Attributes:
-        value: What it is, if it is no tensor.
+        value: What it is in the sample, if it is no tensor.
         shape: Of a tensor, in the sample.
         dtype: Of a tensor, in the sample.
         like: How to tell its shape in another batch; None if no input tells it.
@@ -97,13 +101,21 @@ class Call:
     name: str
     layer: str
     needs: frozenset[Source]
-    parameters: frozenset[str]
+    parameters: frozenset[str]  # and buffers
     draws: frozenset[int]
     outputs: tuple[Output, ...]
     structure: TreeSpec
     flops: int
     saved_bytes: int
     seconds: float
+
+    @cached_property
+    def is_like_first(self) -> bool:
+        """Whether the first tensor that it is given tells the shapes of all outputs."""
+        return all(
+            output.shape is None or (output.like is not None and output.like.leaf == 0)
+            for output in self.outputs
+        )
 
     def name_of(self, leaf: int) -> str:
         """Returns the name of an output."""
@@ -160,24 +172,44 @@ def flow_of(
             "by='measured' runs the layers, and those of a model on the meta device cannot run: "
             "take by='time', or a number for each layer"
         )
-    # Some operators, such as the grouped products of experts, know fake tensors of bfloat16 alone.
-    attempts: list[Callable[[], Flow]] = (
-        []
-        if timed
-        else [
-            partial(_fake_run, model, layers, sample),
-            partial(_fake_run, model, layers, sample, dtype=torch.bfloat16),
-        ]
-    )
+    runs = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=_EXPERTS)]
     if not is_meta:
-        attempts.append(partial(_real_run, model, layers, sample, timed=timed))
+        runs.append(partial(_run, fake=False, timed=timed))
     failures = list[Exception]()
-    for attempt in attempts:
+    for run in runs:
         try:
-            return attempt()
-        except Exception as error:  # noqa: BLE001 - raised below
+            return _in_both_modes(run, model, layers, sample)
+        except TopologyError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the first one is raised below
             failures.append(error)
     raise TopologyError(_failed(model, sample, failures[0])) from failures[0]
+
+
+def _in_both_modes(
+    run: Callable[..., Flow],
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    sample: Mapping[str, object],
+) -> Flow:
+    """Returns what a model does in its mode, with the random numbers that it draws in training.
+
+    A model that was loaded is in eval mode, where no dropout draws, and is trained later.
+    """
+    flow = run(model, layers, sample)
+    if model.training:
+        return flow
+    try:
+        trained = run(model, layers, sample, is_training=True)
+    except Exception:  # noqa: BLE001 - such as batch norm, which cannot be trained on one row
+        return flow
+    if [call.name for call in trained.calls] != [call.name for call in flow.calls]:
+        return flow  # a step in training mode is refused, since it calls other layers
+    calls = [
+        replace(call, draws=other.draws)
+        for call, other in zip(flow.calls, trained.calls, strict=True)
+    ]
+    return replace(flow, calls=tuple(calls))
 
 
 def _failed(model: nn.Module, sample: Mapping[str, object], error: Exception) -> str:
@@ -198,53 +230,50 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _real_run(
+def _run(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     sample: Mapping[str, object],
     *,
-    timed: bool,
-) -> Flow:
-    """Runs the model on its own tensors."""
-    recorder = _Recorder({id(p): name for name, p in model.named_parameters()}, timed=timed)
-    run = _with_recorder(model, layers, recorder)
-    with torch.no_grad(), _unchanged(model), recorder:
-        returned = run(**sample)
-    return recorder.flow(returned, sample)
-
-
-def _fake_run(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    sample: Mapping[str, object],
-    *,
+    fake: bool,
     dtype: torch.dtype | None = None,
+    timed: bool = False,
+    is_training: bool = False,
 ) -> Flow:
-    """Runs the model on fake tensors, all floating-point ones of one dtype if it is given."""
-    recorder = _Recorder({}, timed=False)
-    run = _with_recorder(model, layers, recorder)
-    with torch.no_grad(), quiet_fake_tensors(), FakeTensorMode():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if fake:
+            stack.enter_context(quiet_fake_tensors())
+            stack.enter_context(FakeTensorMode())
+        else:
+            stack.enter_context(_unchanged(model))
         made: dict[int, Tensor] = {}
-        state = {name: _fake(x, made, dtype) for name, x in _state(model).items()}
-        recorder.names = {id(state[name]): name for name, _ in model.named_parameters()}
-        batch = {
-            name: _fake(x, made, dtype) if isinstance(x, Tensor) else x
+        copied = isolated(model, (lambda x: _fake(x, made, dtype)) if fake else (lambda x: x))
+        if is_training:
+            copied.train()
+        inputs = {
+            name: _fake(x, made, dtype) if fake and isinstance(x, Tensor) else x
             for name, x in sample.items()
         }
+        recorder = _Recorder(copied, timed=timed)
+        recorded = {
+            id(copied.get_submodule(name)): _recorded(recorder, name, copied.get_submodule(name))
+            for name in layers
+        }
+        run = shallow(copied, recorded)
+        before = dict(run.named_buffers())
         with recorder:
-            returned = torch.func.functional_call(run, state, (), batch, tie_weights=False)
-    return recorder.flow(returned, sample)
-
-
-def _with_recorder(
-    model: nn.Module, layers: Mapping[str, nn.Module], recorder: _Recorder
-) -> nn.Module:
-    recorded = {id(layer): _recorded(recorder, name, layer) for name, layer in layers.items()}
-    return shallow(model, recorded)
+            returned = run(**inputs)
+        recorder.refuse_new_buffers(before, run)
+    written = frozenset(recorder.written)
+    return Flow(tuple(recorder.calls), recorder.seen(returned), written, _shapes(sample))
 
 
 def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Returns a fake tensor like `tensor`, on the CPU if that has no memory; the same one again."""
+    """Returns a fake tensor like `tensor`, on the CPU if that has no memory; the same one again.
+
+    It has `dtype`, if that is given and the tensor is of floating point.
+    """
     if id(tensor) not in made:
         copied: Tensor = torch.empty_strided(
             tensor.shape,
@@ -279,6 +308,7 @@ class _RecordedLayer(nn.Module):
 
 
 def _recorded(recorder: _Recorder, name: str, layer: nn.Module) -> nn.Module:
+    # A twin, as in stages: neither sees a layer that the model keeps in a plain list.
     copied = as_kind(twin(layer), _RecordedLayer)
     vars(copied).update(_recorder=recorder, _layer_name=name)
     return copied
@@ -291,12 +321,14 @@ class _Origin:
     sources: frozenset[Source] = frozenset()
     parameters: frozenset[str] = frozenset()
     draws: frozenset[int] = frozenset()
+    writers: frozenset[str] = frozenset()  # layers that wrote into a tensor that they were given
 
     def __or__(self, other: _Origin) -> _Origin:
         return _Origin(
             self.sources | other.sources,
             self.parameters | other.parameters,
             self.draws | other.draws,
+            self.writers | other.writers,
         )
 
 
@@ -304,13 +336,17 @@ class _Recorder(TorchDispatchMode):
     """Sees every operator, and every call of a layer.
 
     Args:
-        names: Parameter's id -> its name.
+        model: The model, which nobody else uses.
         timed: Whether to measure layers.
     """
 
-    def __init__(self, names: dict[int, str], *, timed: bool) -> None:
+    def __init__(self, model: nn.Module, *, timed: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = names
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(tensor): name for name, tensor in named}
+        self._buffers = {
+            storage_key(buffer.untyped_storage()): name for name, buffer in model.named_buffers()
+        }
         self._timed = timed
         self.calls: list[Call] = []
         self._times: dict[str, int] = {}  # how often each layer was called
@@ -321,7 +357,12 @@ class _Recorder(TorchDispatchMode):
         self._by_storage: dict[int, list[Tensor]] = {}
         self.written = set[Source]()
         self._num_draws = 0
+        # What code decided by the values of tensors: everything behind it depends on these.
+        self._decided = _Origin()
         self._is_inside = False  # of a layer
+        # Storages of what the layer was given, and those into which it wrote.
+        self._given: dict[int, Tensor] = {}
+        self._overwritten = set[int]()
         self._flops = 0  # of the layer
 
     # ANN401: an operator takes and returns anything.
@@ -334,19 +375,23 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._is_inside:
-            if count := flop_registry.get(func._overloadpacket):
-                self._flops += count(*args, **kwargs, out_val=result)
-            return result
-        origin = self._origin_of((args, kwargs))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._num_draws += 1
-            origin |= _Origin(draws=frozenset({self._num_draws}))
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        if self._is_inside:
+            if count := flop_registry.get(func._overloadpacket):
+                self._flops += count(*args, **kwargs, out_val=result)
+            keys = {storage_key(tensor.untyped_storage()) for tensor in _tensors(written)}
+            self._overwritten |= keys & self._given.keys()
+            return result
+        origin = self._origin_of((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._num_draws += 1
+            origin |= _Origin(draws=frozenset({self._num_draws}))
+        if torch.Tag.data_dependent_output in func.tags and not _tensors(result):
+            self._decided |= origin
         for tensor in _tensors(result):
             self._set(tensor, origin)
         for tensor in _tensors(written):
@@ -365,11 +410,20 @@ class _Recorder(TorchDispatchMode):
         if self._is_inside:
             return function(*args, **kwargs)  # a layer inside of a layer
         inputs = _tensors((args, kwargs))
-        origin = self._origin_of(inputs)
+        origin = self._origin_of(inputs) | self._decided
+        _refuse_hidden(name, "is given", (args, kwargs))
+        _refuse_overwritten(origin)
         self._is_inside, self._flops, seconds = True, 0, 0.0
+        self._overwritten.clear()
         try:
-            leaves, structure, saved = _outputs_of(layer, function, args, kwargs)
-            flops = self._flops
+            own_args, own_kwargs = _differentiable(args, kwargs)
+            copies = _tensors((own_args, own_kwargs))
+            self._given = {
+                storage_key(copied.untyped_storage()): tensor
+                for copied, tensor in zip(copies, inputs, strict=True)
+            }
+            leaves, structure, saved = _outputs_of(layer, function, own_args, own_kwargs)
+            flops, overwritten = self._flops, [self._given[key] for key in self._overwritten]
             if self._timed:
                 seconds = min(_seconds(layer, function, args, kwargs) for _ in range(_REPEATS))
         finally:
@@ -383,7 +437,7 @@ class _Recorder(TorchDispatchMode):
                 needs=origin.sources,
                 parameters=origin.parameters,
                 draws=origin.draws,
-                outputs=tuple(_output(leaf, inputs) for leaf in leaves),
+                outputs=tuple(_output(layer, leaf, inputs) for leaf in leaves),
                 structure=structure,
                 flops=flops,
                 saved_bytes=sum(saved.values()),
@@ -394,23 +448,39 @@ class _Recorder(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._sources[id(value)] = Source(number, leaf)
                 self._set(value, _Origin(frozenset({Source(number, leaf)})))
+        for tensor in overwritten:
+            self._write(tensor, _Origin(writers=frozenset({name})))
+        _refuse_hidden(name, "returns", leaves)
         return structure.unflatten(leaves)
 
-    def flow(self, returned: object, sample: Mapping[str, object]) -> Flow:
-        """Returns what a model did with a sample, and where what it returned came from."""
+    def seen(self, returned: object) -> object:
+        """Returns what a model returned, with `Returned` in the place of tensors."""
         leaves, structure = tree_flatten(returned)
-        origins = structure.unflatten(
+        _refuse_overwritten(self._origin_of(leaves))
+        return structure.unflatten(
             [
-                Returned(*_fields(self._origin_of(leaf))) if isinstance(leaf, Tensor) else leaf
+                Returned(*_fields(self._origin_of(leaf) | self._decided))
+                if isinstance(leaf, Tensor)
+                else leaf
                 for leaf in leaves
             ]
         )
-        return Flow(tuple(self.calls), origins, frozenset(self.written), _shapes(sample))
+
+    def refuse_new_buffers(self, before: Mapping[str, Tensor], run: nn.Module) -> None:
+        """Refuses code outside of layers that put other tensors in the place of buffers.
+
+        A buffer that is not saved may be made anew, if it does not depend on layers: a cache.
+        """
+        saved = run.state_dict(keep_vars=True)
+        for name, buffer in run.named_buffers():
+            origin = self._origins.get(id(buffer))  # None inside of layers
+            if buffer is not before.get(name) and origin and (name in saved or origin.sources):
+                raise TopologyError(_writes(name))
 
     def _origin_of(self, values: object) -> _Origin:
         origin = _Origin()
         for tensor in _tensors(values):
-            if tensor_name := self.names.get(id(tensor)):
+            if tensor_name := self._names.get(id(tensor)):
                 origin |= _Origin(parameters=frozenset({tensor_name}))
             origin |= self._origins.get(id(tensor), _Origin())
         return origin
@@ -420,9 +490,12 @@ class _Recorder(TorchDispatchMode):
         self._by_storage.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
 
     def _write(self, tensor: Tensor, origin: _Origin) -> None:
-        """Notes that an operator outside of layers has written into a tensor."""
-        self._set(tensor, origin)
-        for other in self._by_storage[storage_key(tensor.untyped_storage())]:
+        """Notes that a tensor outside of layers was written into."""
+        key = storage_key(tensor.untyped_storage())
+        if key in self._buffers:
+            raise TopologyError(_writes(self._buffers[key]))
+        self._set(tensor, self._origins.get(id(tensor), _Origin()) | origin)
+        for other in self._by_storage[key]:
             self._origins[id(other)] = self._origins[id(other)] | origin
             if id(other) in self._sources:
                 self.written.add(self._sources[id(other)])
@@ -435,6 +508,12 @@ def _outputs_of(
     kwargs: Mapping[str, object],
 ) -> tuple[list[object], TreeSpec, dict[int, int]]:
     """Runs a layer with a graph, so that it shows what it keeps for its backward.
+
+    Args:
+        layer: The layer.
+        function: Runs it.
+        args: Of the layer, as `_differentiable` returns them.
+        kwargs: Likewise.
 
     Returns:
         The leaves of what it returns, how they hang together, and the bytes of each storage that it
@@ -449,7 +528,6 @@ def _outputs_of(
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        args, kwargs = _differentiable(args, kwargs)
         leaves, structure = tree_flatten(function(*args, **kwargs))
     for parameter in layer.parameters():
         saved.pop(storage_key(parameter.untyped_storage()), None)
@@ -486,31 +564,64 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
+@torch.enable_grad()
 def _differentiable(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:  # noqa: ANN401
-    """Returns arguments whose tensors are leaves of a graph of their own."""
+    """Returns arguments whose tensors are in a graph and in memory of their own.
+
+    They are no leaves of the graph, because a layer may write into them.
+    """
     leaves, structure = tree_flatten((args, kwargs))
-    return structure.unflatten(
-        [
-            leaf.detach().requires_grad_()
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-            else leaf
-            for leaf in leaves
-        ]
+    return structure.unflatten([_copy(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    has_gradient = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(has_gradient).clone()
+
+
+def _refuse_hidden(layer: str, verb: str, values: object) -> None:
+    """Refuses tensors inside of objects in which torch does not look for tensors."""
+    for leaf in tree_flatten(values)[0]:
+        inside = fields_of(leaf) or getattr(leaf, "__dict__", None) or {}
+        if not isinstance(leaf, Tensor | nn.Module) and _tensors([*inside.values()]):
+            raise TopologyError(
+                f"layer {layer!r} {verb} a {type(leaf).__name__}, and torch does not see the "
+                f"tensors inside: take a tuple or a dict, or register a dataclass with "
+                f"torch.export.register_dataclass"
+            )
+
+
+def _refuse_overwritten(origin: _Origin) -> None:
+    """Refuses values that a layer has changed in place, behind that layer."""
+    if origin.writers:
+        raise TopologyError(
+            f"layers {sorted(origin.writers)} change a tensor in place that they are given, and "
+            f"code behind them uses it: stages would have different values of it. Use what the "
+            f"layers return"
+        )
+
+
+def _writes(buffer: str) -> str:
+    return (
+        f"code outside of layers writes into buffer {buffer!r}: every stage runs this code, and "
+        f"stages would have different values of it. Put the buffer and the code into a module of "
+        f"its own, which is then a layer"
     )
 
 
-def _output(leaf: object, inputs: Sequence[Tensor]) -> Output:
+def _output(layer: nn.Module, leaf: object, inputs: Sequence[Tensor]) -> Output:
     if not isinstance(leaf, Tensor):
         return Output(value=leaf)
-    # Most layers keep the shape. An embedding adds a dimension, and a head changes the last one.
-    # That one is a constant only if the sample has no such length.
+    # Most layers keep the shape, an embedding adds a dimension, and a Linear changes the last one.
+    # Others may change it too, such as a convolution, but not to the same size in each batch.
     lengths = {length for tensor in inputs for length in tensor.shape}
     candidates = [
         Like(number, kept, tuple(leaf.shape[kept:]))
-        for lost in (0, 1)
+        for lost in ((0, 1) if isinstance(layer, nn.Linear) else (0,))
         for number, tensor in enumerate(inputs)
         for kept in [tensor.dim() - lost]
         if kept > 0 and tensor.shape[:kept] == leaf.shape[:kept] and leaf.dim() - kept <= 1
+        # What is new is a constant only if the sample has no such length.
         if lengths.isdisjoint(leaf.shape[kept:])
     ]
     like = min(candidates, key=lambda one: len(one.more), default=None)

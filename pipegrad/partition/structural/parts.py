@@ -23,6 +23,7 @@ from pipegrad.partition.structural.stage_module import (
     filled,
     other_layer,
     own_layer,
+    without_end_hooks,
     without_memory,
 )
 
@@ -45,7 +46,7 @@ def parts_of(
 
     Raises:
         TopologyError: If stages would draw different random numbers for one value, or if code
-            outside of layers uses a parameter inside of a layer.
+            outside of layers uses a parameter or a buffer inside of a layer of another stage.
     """
     calls = flow.calls
     edges = [0, *starts, len(calls)]
@@ -66,10 +67,13 @@ def parts_of(
         }
         module = as_kind(shallow(model, replaced), StageModule)
         vars(module)["_pipegrad_run"] = run
+        if end < len(calls):
+            without_end_hooks(module)
         outside = frozenset[str]().union(
             *(call.parameters for call in calls[first:end]),
             *(part.parameters for part in returned.values() if end == len(calls)),
         )
+        _refuse_buffers(model, own, layers, outside)
         _place_parameters(model, module, own, layers, outside)
         names = [calls[source.call].name_of(source.leaf) for source in needs[stage]]
         outputs = (
@@ -143,6 +147,19 @@ def _check_draws(
                 f"the model draws random numbers outside of its layers (number {draw}), and stages "
                 f"{sorted(stages)}, which begin with {names}, need the result: each would draw "
                 f"others. Put the dropout into an nn.Dropout, or choose other boundaries"
+            )
+
+
+def _refuse_buffers(
+    model: nn.Module, own: set[str], layers: Mapping[str, nn.Module], outside: frozenset[str]
+) -> None:
+    """Refuses code outside of layers that uses a buffer of another stage's layer."""
+    for name, _ in model.named_buffers():
+        layer = next((n for n in layers if name.startswith(f"{n}.")), None)
+        if name in outside and layer is not None and layer not in own:
+            raise TopologyError(
+                f"code outside of layers uses buffer {name}, which is inside of a layer of another "
+                f"stage: choose boundaries that have both on one stage"
             )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from pipegrad.errors import TopologyError
+from pipegrad.errors import TopologyError, in_words
+from pipegrad.interop.private import tree_flatten
 
 
 def shallow(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
@@ -58,6 +60,28 @@ def twin(module: nn.Module) -> nn.Module:
     result = type(module).__new__(type(module))
     vars(result).update(vars(module))
     return result
+
+
+def isolated(module: nn.Module, tensor_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a deep copy of a module, but for its tensors.
+
+    Args:
+        module: The module.
+        tensor_of: Returns what stands in the place of a parameter, buffer or other tensor.
+
+    Raises:
+        TopologyError: If an attribute cannot be copied.
+    """
+    # Beside parameters and buffers there are caches, in attributes, lists and dicts.
+    leaves = (leaf for part in module.modules() for leaf in tree_flatten(vars(part))[0])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    try:
+        return copy.deepcopy(module, {id(tensor): tensor_of(tensor) for tensor in tensors})
+    except Exception as error:  # whatever an attribute raises
+        raise TopologyError(
+            f"{type(module).__name__} holds what cannot be copied: {in_words(error)}. Set such "
+            f"attributes behind the cut"
+        ) from error
 
 
 def as_kind(

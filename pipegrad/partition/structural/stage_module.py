@@ -14,7 +14,7 @@ before its first layer, such as the making of masks, but nothing behind its last
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError
 from pipegrad.interop.private import FakeTensorMode, tree_flatten
 from pipegrad.partition.structural.flow import Call, Output, Source
-from pipegrad.partition.structural.shallow import as_kind, twin
+from pipegrad.partition.structural.shallow import as_kind, isolated, twin
 
 _MOST_SHAPES = 4096  # that a stage remembers
 
@@ -68,7 +68,7 @@ class Run:
         self._written = written
         self._wanted = {source.call for source in outputs}
         self._values = dict[Source, Tensor]()
-        self._shapes = dict[object, torch.Size]()  # see _shape_of
+        self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
 
@@ -139,20 +139,26 @@ class Run:
     def other(self, number: int, described: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Returns what stands for the outputs of a layer of another stage."""
         call = self._calls[number]
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if call.is_like_first and args and _is_float(args[0]):
+            inputs = args[:1]  # to flatten all takes longer than the rest of this function
+        else:
+            inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         leaves = list[object]()
         for leaf, output in enumerate(call.outputs):
             received = self._values.get(Source(number, leaf))
             if received is not None:
                 leaves.append(received)
             elif output.shape is None:
-                leaves.append(output.value)
+                value = output.value
+                if isinstance(value, Number):  # it may be a size of the batch
+                    value = self._leaf_of(number, leaf, described, args, kwargs)
+                leaves.append(value)
             elif output.like is not None and output.like.leaf < len(inputs):
                 tensor = inputs[output.like.leaf]
                 shape = (*tensor.shape[: output.like.kept], *output.like.more)
                 leaves.append(self._filled(shape, output, inputs))
             else:
-                shape = self._shape_of(number, leaf, described, args, kwargs)
+                shape = self._leaf_of(number, leaf, described, args, kwargs)
                 leaves.append(self._filled(shape, output, inputs))
         for leaf, value in enumerate(leaves):
             if isinstance(value, Tensor):
@@ -163,15 +169,15 @@ class Run:
         """Returns a value into which code may write, if the model does so."""
         return value.clone() if source in self._written else value
 
-    def _shape_of(
+    def _leaf_of(
         self,
         number: int,
         leaf: int,
         described: nn.Module,
         args: Any,  # noqa: ANN401
         kwargs: Any,  # noqa: ANN401
-    ) -> torch.Size:
-        """Returns the shape of an output that no input tells; it is computed once for each shape.
+    ) -> Any:  # noqa: ANN401 - a shape, or what is no tensor
+        """Returns the shape of an output that no input tells, or a number; once for each shape.
 
         A run of the layer on fake tensors takes longer than a forward of a small layer.
         """
@@ -180,18 +186,21 @@ class Run:
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = _shape_of(described, args, kwargs, leaf)
+            self._shapes[key] = _leaf_of(described, args, kwargs, leaf)
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
         """Returns what stands for an output that the stage does not need."""
         assert output.dtype is not None
-        dtype = output.dtype
-        if dtype.is_floating_point:
-            # The stage may have been converted after the cut.
-            near = (*inputs, *self._values.values())
-            dtype = next((x.dtype for x in near if x.is_floating_point()), dtype)
+        dtype = self.dtype_of(output.dtype, inputs)
         return filled(shape, dtype, inputs[0].device if inputs else self.device)
+
+    def dtype_of(self, dtype: torch.dtype, inputs: Sequence[Tensor]) -> torch.dtype:
+        """Returns the dtype of what had one at the cut: the stage may have been converted."""
+        if not dtype.is_floating_point:
+            return dtype
+        near = (*inputs, *self._values.values())
+        return next((x.dtype for x in near if x.is_floating_point()), dtype)
 
     @property
     def device(self) -> torch.device:
@@ -199,11 +208,23 @@ class Run:
         return next((value.device for value in self._values.values()), torch.device("cpu"))
 
     def refuse_inside(self, layer: str) -> None:
-        """Refuses a layer of another stage that is called inside of a layer."""
+        """Refuses a layer of another stage that is called inside of a layer, or in a backward."""
+        if not self._inside:
+            raise StepError(
+                f"layer {layer!r}, which is on another stage, is called outside of a forward, as "
+                f"torch.utils.checkpoint does in a backward: checkpoint layers, and not the code "
+                f"between them"
+            )
         raise StepError(
             f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
             f"model where both are on one stage"
         )
+
+
+def without_end_hooks(module: nn.Module) -> None:
+    """Takes the hooks from a stage before the last one that see what the model returns."""
+    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        vars(module)[name] = OrderedDict[int, Any]()
 
 
 class OwnLayer(nn.Module):
@@ -236,7 +257,7 @@ class OtherLayer(nn.Module):
             run, _, described = vars(self)["_pipegrad_run"]
             value = getattr(described, name)
             if isinstance(value, Tensor):
-                return filled(value.shape, value.dtype, run.device)
+                return filled(value.shape, run.dtype_of(value.dtype, ()), run.device)
             return value
 
 
@@ -290,13 +311,17 @@ def other_layer(name: str, described: nn.Module, run: Run) -> nn.Module:
 
 def without_memory(layer: nn.Module) -> nn.Module:
     """Returns a copy of a layer on the meta device."""
-    memo: dict[int, Any] = {}
-    plain = (x for part in layer.modules() for x in vars(part).values() if isinstance(x, Tensor))
-    for tensor in (*layer.parameters(), *layer.buffers(), *plain):
+
+    def on_meta(tensor: Tensor) -> Tensor:
         copied = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-    return copy.deepcopy(layer, memo)
+        return nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+
+    return isolated(layer, on_meta)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -312,8 +337,8 @@ def _kind_of(leaf: object) -> object:
     return leaf if isinstance(leaf, Number | str | None) else type(leaf)
 
 
-def _shape_of(described: nn.Module, args: Any, kwargs: Any, leaf: int) -> torch.Size:  # noqa: ANN401
-    """Returns the shape of a leaf of what a layer returns. Nothing is computed."""
+def _leaf_of(described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:  # noqa: ANN401
+    """Returns a leaf of what a layer returns, and of a tensor the shape. Nothing is computed."""
     leaves, structure = tree_flatten((args, kwargs))
     state = {**dict(described.named_parameters()), **dict(described.named_buffers())}
     with FakeTensorMode(), torch.no_grad():
@@ -324,5 +349,5 @@ def _shape_of(described: nn.Module, args: Any, kwargs: Any, leaf: int) -> torch.
         tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in state.items()}
         args, kwargs = structure.unflatten(fake)
         returned = torch.func.functional_call(described, tensors, args, kwargs)
-    result: Tensor = tree_flatten(returned)[0][leaf]
-    return result.shape
+    result = tree_flatten(returned)[0][leaf]
+    return result.shape if isinstance(result, Tensor) else result
