@@ -30,7 +30,8 @@ from pipegrad.partition.sequential import (
     sequential_layers,
     sequential_parts,
 )
-from pipegrad.partition.structural.flow import Call, Flow, flow_of
+from pipegrad.partition.structural.calls import Call, Flow
+from pipegrad.partition.structural.flow import flow_of
 from pipegrad.partition.structural.parts import parts_of, returned_tensors
 from pipegrad.partition.structural.stage_module import StageModule
 from pipegrad.partition.traced.model import TracedModel

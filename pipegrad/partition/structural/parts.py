@@ -15,7 +15,7 @@ from torch import nn
 from pipegrad.errors import TopologyError
 from pipegrad.interop.private import tree_flatten
 from pipegrad.partition.part import Part
-from pipegrad.partition.structural.flow import Call, Flow, Returned, Source
+from pipegrad.partition.structural.calls import Call, Flow, Returned, Source
 from pipegrad.partition.structural.shallow import as_kind, shallow
 from pipegrad.partition.structural.stage_module import (
     Run,

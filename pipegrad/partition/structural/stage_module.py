@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.interop.private import FakeTensorMode, tree_flatten
-from pipegrad.partition.structural.flow import Call, Output, Source
+from pipegrad.partition.structural.calls import Call, Output, Source
 from pipegrad.partition.structural.shallow import as_kind, isolated, twin
 
 _MOST_SHAPES = 4096  # that a stage remembers

@@ -15,7 +15,8 @@ from pipegrad import cut as cut_of
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.layers import has_state, is_weighty, layers_of
-from pipegrad.partition.structural.flow import Source, flow_of
+from pipegrad.partition.structural.calls import Source
+from pipegrad.partition.structural.flow import flow_of
 from pipegrad.partition.structural.shallow import shallow, twin
 from pipegrad.partition.structural.stage_module import without_memory
 from tests.support.partition.families import FAMILIES
