@@ -134,7 +134,8 @@ class Scheduler:
         self.topology = pipeline.topology
         modules = {stage.index: stage.module for stage in pipeline.stages}
         if not isinstance(stages, Sequence):
-            tied = [*stages.tied, *tied]
+            if isinstance(tied, Sequence):  # GradientSync refuses others, on all ranks alike
+                tied = [*stages.tied, *tied]
             stages.load(self.topology.local_stages)
         self.sync = GradientSync(
             modules,
