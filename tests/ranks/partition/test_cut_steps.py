@@ -148,3 +148,29 @@ def test_evaluation_other_cuts_and_dropout_are_right() -> None:
     for found in run_ranks(run_all, 2):
         for name, errors in found.items():
             assert [error for error in errors if not error <= 1e-6] == [], name
+
+
+def own_batches() -> str:
+    """A loader that divides data over all ranks gives each rank of a pipeline its own batch."""
+    twins = Twins(LLAMA.build)
+    try:
+        twins.scheduler.step(**LLAMA.batch(dist.get_rank()))
+    except Exception as error:  # noqa: BLE001 - whatever it is, is asserted
+        return f"{type(error).__name__}: {error}"
+    return "was taken"
+
+
+def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
+    """This was accepted, and trained on pairs of inputs and labels that do not belong together."""
+    words = set(run_ranks(own_batches, 2))
+    assert len(words) == 1
+    assert "AgreementError: ranks 0 and 1 were given different tensors as 'input_ids'" in str(words)
+
+
+def measured() -> tuple[int, ...]:
+    return cut(LLAMA.build(), 3, by="measured").boundaries
+
+
+def test_ranks_measure_together_and_cut_alike() -> None:
+    first, second = run_ranks(measured, 2)
+    assert first == second
