@@ -154,7 +154,7 @@ def own_batches() -> str:
     """A loader that divides data over all ranks gives each rank of a pipeline its own batch."""
     twins = Twins(LLAMA.build)
     try:
-        twins.scheduler.step(**LLAMA.batch(dist.get_rank()))
+        twins.scheduler.step(LLAMA.batch(dist.get_rank()))
     except Exception as error:  # noqa: BLE001 - whatever it is, is asserted
         return f"{type(error).__name__}: {error}"
     return "was taken"
