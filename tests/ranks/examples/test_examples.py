@@ -16,7 +16,7 @@ from pipegrad.testing import run_ranks
 from tests.support.rounding import rounding
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "torch_pipelining.py"
-TITAN = EXAMPLE.with_name("torchtitan.py")
+TITAN = EXAMPLE.with_name("tied_fsdp2.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TOKENS, TITAN_TOKENS = 16 * 64, 16 * 16  # of a batch of the examples
 

@@ -1,6 +1,6 @@
 """Trains tied Llama 3.2 and Qwen3 models, cut as torchtitan cuts them: pipeline x FSDP2, exactly.
 
-torchrun --nproc-per-node 4 examples/torchtitan.py --compare [--model qwen3-debug] [--scheduler]
+torchrun --nproc-per-node 4 examples/tied_fsdp2.py --compare [--model qwen3-debug] [--scheduler]
 torchtitan says "Weight tying is not supported with Pipeline Parallel" of these models. Here the
 embedding is on the first stage, the output on the last, both sharded by FSDP2 over the replicas of
 their stage; pipegrad sums the gradients of their shards. Without --scheduler torch's Schedule1F1B
