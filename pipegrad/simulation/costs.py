@@ -1,0 +1,292 @@
+"""Costs: what computing, sending, reducing and stepping take. Plain data, saved as JSON.
+
+A file may leave everything out that is zero::
+
+    {
+      "stages": [
+        {"forward_seconds": 0.010, "backward_seconds": 0.020, "outputs": {"x": 1048576}},
+        {"forward_seconds": 0.010, "backward_seconds": 0.020}
+      ],
+      "network": {"nic_bytes_per_second": 125e6, "latency_seconds": 0.0001}
+    }
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.program.program import Collective
+from pipegrad.schedules.schedule import Kind
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+def _check_numbers(costs: Any) -> None:  # noqa: ANN401 - any of the classes above
+    """Refuses negative numbers, nan and what is no number."""
+    for each in fields(costs):
+        if each.type not in ("int", "float", "Mapping[str, int]"):
+            continue
+        value = getattr(costs, each.name)
+        for number in value.values() if isinstance(value, Mapping) else [value]:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or math.isnan(number) or number < 0:
+                raise ScheduleError(f"{each.name} is {number!r}, expected a number, at least 0")
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What one microbatch costs on a stage, and what the stage holds.
+
+    Attributes:
+        forward_seconds: Of F.
+        backward_seconds: Of B, or of I and W together.
+        weight_seconds: The part of the backward that a split backward computes in W.
+        optimizer_seconds: Of the optimizer's step, once a step.
+        parameter_bytes: Parameters.
+        gradient_bytes: Gradients, with the buckets that they lie in.
+        optimizer_bytes: State of the optimizer, and master copies.
+        activation_bytes: What a microbatch holds from its F until its B, or until its I.
+        factor_bytes: The part of `activation_bytes` that W needs; it is held until W.
+        outputs: For each value that the stage makes, its bytes in one microbatch. The gradient that
+            comes back has as many.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    factor_bytes: int = 0
+    outputs: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if self.weight_seconds > self.backward_seconds:
+            raise ScheduleError(
+                f"weight_seconds is {self.weight_seconds}, a part of backward_seconds, which is "
+                f"{self.backward_seconds}"
+            )
+
+    def seconds(self, kind: Kind) -> float:
+        """Returns what an action of this kind takes."""
+        return {
+            "F": self.forward_seconds,
+            "B": self.backward_seconds,
+            "I": self.backward_seconds - self.weight_seconds,
+            "W": self.weight_seconds,
+        }[kind]
+
+    @property
+    def held_bytes(self) -> int:
+        """What the stage holds all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """One direction between two ranks.
+
+    Attributes:
+        source: Pipeline rank that sends.
+        target: Pipeline rank that receives.
+        latency_seconds: Time of an empty message.
+        bytes_per_second: Rate of one message alone; infinite if only the NICs limit it.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    source: int
+    target: int
+    latency_seconds: float = 0.0
+    bytes_per_second: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if self.bytes_per_second <= 0:
+            raise ScheduleError(
+                f"the link from rank {self.source} to rank {self.target} has bytes_per_second "
+                f"{self.bytes_per_second}, expected a number above 0"
+            )
+
+
+@dataclass(frozen=True)
+class Network:
+    """How ranks are connected.
+
+    Every host has a full-duplex NIC. Messages that leave a NIC at once share its rate, and so do
+    messages that enter it. Ranks of one host send to each other without their NIC. Messages from
+    one rank to another go one after the other, in the order in which they are sent.
+
+    Attributes:
+        nic_bytes_per_second: Rate of every NIC, each way. Infinite: messages take `latency_seconds`
+            and what their link takes.
+        latency_seconds: Time of an empty message, if its link says nothing else.
+        hosts: For each pipeline rank the number of its host; empty if each rank has its own.
+        links: Pairs of ranks that differ from the rest.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    nic_bytes_per_second: float = math.inf
+    latency_seconds: float = 0.0
+    hosts: tuple[int, ...] = ()
+    links: tuple[LinkCosts, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if self.nic_bytes_per_second <= 0:
+            raise ScheduleError(
+                f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0"
+            )
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], LinkCosts]:
+        return {(link.source, link.target): link for link in self.links}
+
+    def link(self, source: int, target: int) -> LinkCosts:
+        """Returns the costs from one rank to another."""
+        default = LinkCosts(source, target, self.latency_seconds)
+        return self._links.get((source, target), default)
+
+    def host(self, rank: int) -> int:
+        """Returns the number of a rank's host."""
+        return self.hosts[rank] if self.hosts else rank
+
+    def seconds(self, source: int, target: int, num_bytes: int) -> float:
+        """Returns the time of a message from one rank to another while nothing else is sent."""
+        link = self.link(source, target)
+        rate = link.bytes_per_second
+        if self.host(source) != self.host(target):
+            rate = min(rate, self.nic_bytes_per_second)
+        return link.latency_seconds + num_bytes / rate
+
+
+@dataclass(frozen=True)
+class CollectiveCosts:
+    """What a reduction sends, and its parameter sync.
+
+    Attributes:
+        num_bytes: Bytes that each rank gives to the reduction.
+        num_ranks: Its ranks, those of data parallelism and of other dimensions too.
+        kind: What is sent. "send" is a message from the last of its pipeline ranks to the first.
+        sync_bytes: Bytes of the parameter sync that belongs to it; 0 if there is none.
+        seconds: If above 0, the time of the reduction; then it is not computed from bytes.
+        sync_seconds: Likewise, of the parameter sync.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    num_bytes: int = 0
+    num_ranks: int = 1
+    kind: Literal["all-reduce", "reduce-scatter", "send"] = "all-reduce"
+    sync_bytes: int = 0
+    seconds: float = 0.0
+    sync_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """What the rank's host takes on top of computing.
+
+    Attributes:
+        action_seconds: For each action.
+        message_seconds: For each message that it sends and for each that it waits for.
+        step_seconds: For each step.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    action_seconds: float = 0.0
+    message_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Everything that `simulate` needs to know of a model and of a cluster.
+
+    Attributes:
+        stages: For each stage.
+        network: How pipeline ranks are connected.
+        collectives: For each reduction of the Program, by its name. One that is missing takes no
+            time.
+        host: What hosts take on top.
+        ranks_meet: True if no rank begins a step before all have ended the one before. Clipping by
+            a global norm and reading the loss on every rank do that.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    stages: tuple[StageCosts, ...]
+    network: Network = Network()
+    collectives: Mapping[str, CollectiveCosts] = field(default_factory=dict)
+    host: HostCosts = HostCosts()
+    ranks_meet: bool = True
+
+    def collective(self, collective: Collective) -> CollectiveCosts:
+        """Returns the costs of a reduction; without any if nothing is known of it."""
+        return self.collectives.get(collective.name, CollectiveCosts())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, without what has its default; `from_json` reads it."""
+        data: dict[str, Any] = _adapter().dump_python(self, mode="json", exclude_defaults=True)
+        return data
+
+    @classmethod
+    def from_json(cls, data: object) -> Costs:
+        """Returns the costs that plain data describes.
+
+        Raises:
+            ScheduleError: If a name is unknown, or a value is not what it should be.
+        """
+        try:
+            return _adapter().validate_python(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "costs"
+            raise ScheduleError(f"{where}: {first['msg']}, found {first['input']!r:.80}") from error
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Costs:
+        """Reads what `save` wrote, or a person.
+
+        Raises:
+            ScheduleError: If the file is missing, is no JSON, or does not describe costs.
+        """
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ScheduleError(f"{path} holds no costs: {error}") from error
+        try:
+            return cls.from_json(data)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from error
+
+
+@cache
+def _adapter() -> TypeAdapter[Costs]:
+    return TypeAdapter(Costs)

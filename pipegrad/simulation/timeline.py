@@ -1,0 +1,242 @@
+"""Timeline: what every rank did, and when. A simulation makes one, and so does a recorded run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pipegrad.errors import ScheduleError
+
+SpanKind = Literal[
+    "F",
+    "B",
+    "I",
+    "W",
+    "wait for receive",
+    "wait for send",
+    "wait for reduction",
+    "wait for parameters",
+    "wait for ranks",
+    "optimizer",
+    "host",
+    "transfer",
+    "reduction",
+    "parameter sync",
+]
+COMPUTE: tuple[SpanKind, ...] = ("F", "B", "I", "W")
+WAITS: tuple[SpanKind, ...] = (
+    "wait for receive",
+    "wait for send",
+    "wait for reduction",
+    "wait for parameters",
+    "wait for ranks",
+)
+# What a rank itself does: these spans do not overlap on a rank.
+ON_RANK: tuple[SpanKind, ...] = (*COMPUTE, *WAITS, "optimizer", "host")
+# What runs beside it: these spans may overlap each other and those of the rank.
+BESIDE: tuple[SpanKind, ...] = ("transfer", "reduction", "parameter sync")
+KINDS: tuple[SpanKind, ...] = (*ON_RANK, *BESIDE)
+
+_VERSION = 1
+
+
+class Span(NamedTuple):
+    """Something that a rank did, or that ran beside it.
+
+    Attributes:
+        rank: The pipeline rank. Of a transfer, the rank that sends.
+        kind: What it was. "host" is time of the rank that is nothing else.
+        begin: In seconds from the begin of the timeline.
+        end: Likewise.
+        step: Number of the training step, from 0.
+        stage: Its stage, or -1.
+        microbatch: Its microbatch, or -1.
+        peer: The other rank: the receiver of a transfer, the rank that a wait is for; or -1.
+        which: The channel of a transfer and of the waits for it, the collective of a reduction, of
+            a parameter sync and of the waits for them; or -1.
+        label: In words, such as "x of 0F3" or the name of a collective.
+    """
+
+    rank: int
+    kind: SpanKind
+    begin: float
+    end: float
+    step: int = 0
+    stage: int = -1
+    microbatch: int = -1
+    peer: int = -1
+    which: int = -1
+    label: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+    @property
+    def action(self) -> str:
+        """The action of a compute, such as ``2F0``."""
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class MemoryPoint(NamedTuple):
+    """From `seconds` on a rank holds `num_bytes`."""
+
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every rank of one pipeline did.
+
+    Attributes:
+        name: A title, such as the name of the schedule.
+        source: "predicted" by a simulation, or "measured" in a run.
+        num_ranks: Ranks of the pipeline.
+        stage_to_rank: For each stage its rank.
+        num_microbatches: Microbatches of a step.
+        spans: In any order.
+        step_ends: For each step when its last rank has ended it, in seconds.
+        memory: For each rank its points, in order of time; empty if memory is not known.
+        notes: Further facts, such as a date or a device; values are strings or numbers.
+    """
+
+    name: str
+    source: Literal["predicted", "measured"]
+    num_ranks: int
+    stage_to_rank: tuple[int, ...]
+    num_microbatches: int
+    spans: tuple[Span, ...]
+    step_ends: tuple[float, ...]
+    memory: tuple[tuple[MemoryPoint, ...], ...] = ()
+    notes: Mapping[str, str | float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """When the last step has ended on all ranks."""
+        return self.step_ends[-1] if self.step_ends else 0.0
+
+    def on_rank(self, rank: int) -> list[Span]:
+        """Returns what a rank itself did, in order of time."""
+        own = (s for s in self.spans if s.rank == rank and s.kind in ON_RANK)
+        return sorted(own, key=attrgetter("begin", "end"))
+
+    def beside(self, rank: int) -> list[Span]:
+        """Returns what ran beside a rank, in order of time: its sends, reductions and syncs."""
+        own = (s for s in self.spans if s.rank == rank and s.kind in BESIDE)
+        return sorted(own, key=attrgetter("begin", "end"))
+
+    def of_step(self, step: int) -> Timeline:
+        """Returns one step alone; it begins at 0.
+
+        A step begins where the one before it ended on all ranks. Spans that a step's begin or end
+        cuts, such as a parameter sync that runs into the next step, are cut there.
+        """
+        begin = self.step_ends[step - 1] if step else 0.0
+        end = self.step_ends[step]
+        spans = tuple(
+            span._replace(begin=max(span.begin, begin) - begin, end=min(span.end, end) - begin)
+            for span in self.spans
+            if span.end > begin and span.begin < end
+        )
+        memory = tuple(tuple(_cut(points, begin, end)) for points in self.memory)
+        return Timeline(
+            self.name,
+            self.source,
+            self.num_ranks,
+            self.stage_to_rank,
+            self.num_microbatches,
+            spans,
+            (end - begin,),
+            memory,
+            self.notes,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data; `from_json` reads it."""
+        return {
+            "pipegrad_timeline": _VERSION,
+            "name": self.name,
+            "source": self.source,
+            "num_ranks": self.num_ranks,
+            "stage_to_rank": list(self.stage_to_rank),
+            "num_microbatches": self.num_microbatches,
+            "fields": list(Span._fields),
+            "spans": [list(span) for span in self.spans],
+            "step_ends": list(self.step_ends),
+            "memory": [[list(point) for point in points] for points in self.memory],
+            "notes": dict(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Timeline:
+        """Returns the timeline that `to_json` wrote.
+
+        Raises:
+            ScheduleError: If `data` is something else, or of another version.
+        """
+        if data.get("pipegrad_timeline") != _VERSION or data.get("fields") != list(Span._fields):
+            raise ScheduleError(
+                f"expected a timeline of version {_VERSION}, found "
+                f"{data.get('pipegrad_timeline', 'no version')!r}: record the run again"
+            )
+        try:
+            return cls(
+                data["name"],
+                data["source"],
+                data["num_ranks"],
+                tuple(data["stage_to_rank"]),
+                data["num_microbatches"],
+                tuple(Span(*values) for values in data["spans"]),
+                tuple(data["step_ends"]),
+                tuple(tuple(MemoryPoint(*p) for p in points) for points in data["memory"]),
+                data["notes"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ScheduleError(f"a timeline that cannot be read: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps(self.to_json(), separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: Path) -> Timeline:
+        """Reads what `save` wrote.
+
+        Raises:
+            ScheduleError: If the file is missing or holds no timeline.
+        """
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ScheduleError(f"{path} holds no timeline: {error}") from error
+        if not isinstance(data, dict):
+            raise ScheduleError(f"{path} holds no timeline: expected an object")
+        return cls.from_json(data)
+
+
+def by_rank(spans: Iterable[Span]) -> Iterator[tuple[int, list[Span]]]:
+    """Yields each rank with its spans, ranks ascending, spans in order of time."""
+    ordered = sorted(spans, key=attrgetter("rank", "begin", "end"))
+    for rank, own in groupby(ordered, key=attrgetter("rank")):
+        yield rank, list(own)
+
+
+def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:
+    before = None
+    for point in points:
+        if point.seconds <= begin:
+            before = point
+        elif point.seconds < end:
+            if before is not None:
+                yield MemoryPoint(0.0, before.num_bytes)
+                before = None
+            yield MemoryPoint(point.seconds - begin, point.num_bytes)
+    if before is not None:
+        yield MemoryPoint(0.0, before.num_bytes)
