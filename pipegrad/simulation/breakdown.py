@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from statistics import median_low
 from typing import Any, Literal, NamedTuple
 
-from pipegrad.simulation.lookup import Lookup, Piece
+from pipegrad.simulation.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, SpanKind, Timeline
 from pipegrad.simulation.words import in_percent
 
@@ -241,27 +240,31 @@ def _source(lookup: Lookup, wait: Span, piece: Piece) -> tuple[str, float]:
 
 
 def _reductions(lookup: Lookup, step: int, begin: float, end: float) -> Iterator[ReductionTime]:
-    waits = defaultdict[int, list[float]](lambda: [0.0] * lookup.timeline.num_ranks)
-    for rank in range(lookup.timeline.num_ranks):
-        for piece in lookup.between(rank, begin, end):
-            if piece.span is not None and piece.span.kind == "wait for reduction":
-                waits[piece.span.which][rank] += piece.seconds
-    for spans in sorted(
-        lookup.collectives("reduction", step), key=lambda s: min(map(attrgetter("begin"), s))
-    ):
+    exposed = _exposed(lookup, begin, end)
+    for spans in lookup.collectives("reduction", step):
         times = [_running(spans, span) for span in spans]
         seconds = sum(end - begin for begin, end in times)
         hidden = sum(lookup.computed_seconds(s.rank, *t) for s, t in zip(spans, times, strict=True))
-        exposed = max(waits[spans[0].which], default=0.0)
         longest = max(end - begin for begin, end in times)
-        yield ReductionTime(_name(spans[0]), longest, hidden / seconds if seconds else 1.0, exposed)
+        name = name_of(spans[0])
+        yield ReductionTime(
+            name, longest, hidden / seconds if seconds else 1.0, max(exposed[name], default=0.0)
+        )
+
+
+def _exposed(lookup: Lookup, begin: float, end: float) -> dict[str, list[float]]:
+    """Returns for each reduction how long each rank waited for it."""
+    num_ranks = lookup.timeline.num_ranks
+    seconds = defaultdict[str, list[float]](lambda: [0.0] * num_ranks)
+    for rank in range(num_ranks):
+        for piece in lookup.between(rank, begin, end):
+            if piece.span is not None and piece.span.kind == "wait for reduction":
+                reduction = lookup.beside(piece.span, by=piece.span.end)
+                seconds[name_of(*reduction[:1] or [piece.span])][rank] += piece.seconds
+    return seconds
 
 
 def _running(spans: Iterable[Span], span: Span) -> tuple[float, float]:
     """Returns when a rank's part of a reduction ran: all ranks had begun it."""
     begin = max(other.begin for other in spans)
     return (begin if begin < span.end else span.begin), span.end
-
-
-def _name(reduction: Span) -> str:
-    return reduction.label or f"reduction {reduction.which}"

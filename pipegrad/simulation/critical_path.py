@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from pipegrad.simulation.lookup import Lookup, Piece
+from pipegrad.simulation.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, WAITS, Span
 from pipegrad.simulation.words import in_time
 
@@ -224,8 +224,7 @@ class _Walk:
             return False
         last = max(begun, key=attrgetter("begin"))
         kind: PathKind = "reduction" if wait.kind == "wait for reduction" else "parameter sync"
-        name = last.label or wait.label or f"{kind} {wait.which}"
-        self._take(kind, last.begin, name=name)
+        self._take(kind, last.begin, name=name_of(last))
         self.rank = last.rank
         return True
 

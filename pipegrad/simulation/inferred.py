@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from operator import attrgetter
-from statistics import fmean, median
+from statistics import median
 
 from pipegrad.schedules.program.lower import chain, lower
 from pipegrad.schedules.program.program import Collective, Link, Program
@@ -19,7 +19,7 @@ from pipegrad.simulation.costs import (
     Network,
     StageCosts,
 )
-from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, Span
 
 # A timeline has times and no bytes. Values get the bytes that they would have at this rate, so that
@@ -138,7 +138,7 @@ def _readers(own: Sequence[Sequence[Span]]) -> dict[tuple[int, int], list[int]]:
 
 
 def _collectives(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator[Collective]:
-    groups = sorted(lookup.collectives("reduction", step), key=lambda g: min(s.begin for s in g))
+    groups = lookup.collectives("reduction", step)
     overlap = any(
         a.end > b.begin + lookup.tolerance
         for rank in range(lookup.timeline.num_ranks)
@@ -158,7 +158,7 @@ def _collectives(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> It
         }
         stream = number if overlap else 0
         yield Collective(
-            _name(group[0]), tuple(ranks), tuple(sorted(stages)), stream, tuple(sorted(readers))
+            name_of(group[0]), tuple(ranks), tuple(sorted(stages)), stream, tuple(sorted(readers))
         )
 
 
@@ -208,11 +208,15 @@ def _median(seconds: Collection[float]) -> float:
 def _network(lookup: Lookup) -> tuple[dict[tuple[str, int], int], tuple[LinkCosts, ...]]:
     """Returns the bytes of each value, and the link of each pair of ranks."""
     seconds = defaultdict[tuple[tuple[str, int], int, int], list[float]](list)
+    longest = defaultdict[tuple[tuple[str, int], int, int], list[float]](list)
     for span in lookup.timeline.spans:
         if span.kind == "transfer":
-            value = _value(span.label.removeprefix(_GRADIENT))
-            seconds[value, span.rank, span.peer].append(lookup.transfer_seconds(span))
-    medians = {key: median(own) for key, own in seconds.items()}
+            key = _value(span.label.removeprefix(_GRADIENT)), span.rank, span.peer
+            kept = seconds if lookup.has_end(span) else longest
+            kept[key].append(lookup.transfer_seconds(span))
+    # Where no receiver ever waited, all that is known is that no transfer took longer.
+    medians = {key: min(own) for key, own in longest.items()}
+    medians |= {key: median(own) for key, own in seconds.items()}
     sizes: dict[tuple[str, int], int] = {}
     for (value, _, _), time in medians.items():
         sizes.setdefault(value, max(1, round(time * _NOMINAL_RATE)))
@@ -234,33 +238,24 @@ def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
             for group in lookup.collectives(kind, step):
                 end = max(span.end for span in group)
                 begin = min(max(span.begin for span in group), end)
-                found[_name(group[0])].setdefault(kind, []).append(end - begin)
+                found[name_of(group[0])].setdefault(kind, []).append(end - begin)
     return {n: {kind: median(own) for kind, own in s.items()} for n, s in found.items()}
-
-
-def _name(collective: Span) -> str:
-    return collective.label or f"reduction {collective.which}"
 
 
 def _host(lookup: Lookup) -> HostCosts:
     """Returns what hosts take: what is recorded, and gaps between the spans of a rank."""
-    num_steps = max(1, len(lookup.timeline.step_ends))
-    at_begin, at_actions = list[float](), list[float]()
-    for pieces in lookup.pieces:
-        begun, num_actions, seconds = set[int](), 0, {True: 0.0, False: 0.0}
-        previous = -1
-        for piece in pieces:
-            span = piece.span
-            if span is None:
-                seconds[False] += piece.seconds if previous in begun else 0.0
-            elif span.kind in COMPUTE:
-                num_actions += 1
-                begun.add(span.step)
-            elif span.kind == "host":
-                seconds[span.step not in begun] += piece.seconds
-            previous = span.step if span is not None else previous
-        at_begin.append(seconds[True] / num_steps)
-        at_actions.append(seconds[False] / max(1, num_actions))
-    return HostCosts(
-        action_seconds=fmean(at_actions or [0.0]), step_seconds=fmean(at_begin or [0.0])
-    )
+    actions, steps = list[float](), list[float]()
+    for rank in range(lookup.timeline.num_ranks):
+        for step in range(len(lookup.timeline.step_ends)):
+            pieces = list(lookup.between(rank, *lookup.step(step)))
+            computes = [n for n, p in enumerate(pieces) if p.span and p.span.kind in COMPUTE]
+            if computes:
+                inside = pieces[computes[0] : computes[-1]]
+                outside = pieces[: computes[0]] + pieces[computes[-1] :]
+                actions.append(_host_seconds(inside) / len(computes))
+                steps.append(_host_seconds(p for p in outside if p.span))
+    return HostCosts(action_seconds=_median(actions), step_seconds=_median(steps))
+
+
+def _host_seconds(pieces: Iterable[Piece]) -> float:
+    return sum(p.seconds for p in pieces if p.span is None or p.span.kind == "host")

@@ -14,6 +14,7 @@ from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, Timeline
 # Clocks of ranks are aligned to about this, so "at the same time" means this much in a measured
 # timeline. A predicted one has rounding errors alone.
 _MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
+_MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
 
 
 class Piece(NamedTuple):
@@ -54,10 +55,11 @@ class Lookup:
         self.overlap_seconds = [0.0] * timeline.num_ranks
         self._transfers: dict[tuple[int, int, int, int, int], Span] = {}
         self._by_label: dict[tuple[int, int, str, int], Span] = {}
+        self._awaited = set[tuple[int, int, str, int]]()
         self._makers = defaultdict[tuple[int, int, int], list[Span]](list)
         self._edges = defaultdict[tuple[int, int], list[Span]](list)
-        self._beside = defaultdict[tuple[str, int], dict[int, list[Span]]](dict)
-        self._beside_rank = defaultdict[tuple[str, int, int], list[Span]](list)
+        self._beside = defaultdict[tuple[str, int], dict[str, list[Span]]](dict)
+        self._beside_rank = defaultdict[tuple[str, int], list[Span]](list)
         own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
         for span in sorted(timeline.spans, key=attrgetter("end", "begin")):
             if 0 <= span.rank < timeline.num_ranks and span.end >= span.begin:
@@ -72,14 +74,16 @@ class Lookup:
             own.append(span)
             if span.kind in COMPUTE:
                 self._makers[span.rank, span.microbatch, span.step].append(span)
+            elif span.kind == "wait for receive":
+                self._awaited.add((span.peer, span.rank, span.label, span.step))
         elif span.kind == "transfer":
             ends = span.rank, span.peer
             self._transfers[*ends, span.which, span.microbatch, span.step] = span
             self._by_label[*ends, span.label, span.step] = span
             self._edges[ends].append(span)
         else:
-            self._beside[span.kind, span.step].setdefault(span.which, []).append(span)
-            self._beside_rank[span.kind, span.which, span.rank].append(span)
+            self._beside[span.kind, span.step].setdefault(name_of(span), []).append(span)
+            self._beside_rank[span.kind, span.rank].append(span)
 
     def _without_overlap(self, rank: int, spans: list[Span]) -> list[Piece]:
         pieces, now = list[Piece](), 0.0
@@ -124,8 +128,12 @@ class Lookup:
         return piece if piece is not None and piece.begin < time else None
 
     def collectives(self, kind: str, step: int) -> list[list[Span]]:
-        """Returns the reductions or parameter syncs of a step, each as its spans on its ranks."""
-        return list(self._beside.get((kind, step), {}).values())
+        """Returns the reductions or parameter syncs of a step, each as its spans on its ranks.
+
+        They are in the order in which they began.
+        """
+        groups = self._beside.get((kind, step), {}).values()
+        return sorted(groups, key=lambda spans: min(span.begin for span in spans))
 
     def transfer_seconds(self, transfer: Span) -> float:
         """Returns how long a transfer took, without what it waited for the one before it."""
@@ -164,7 +172,17 @@ class Lookup:
         """Returns the transfer of the same edge that arrived last before this one."""
         edge = transfer.rank, transfer.peer
         number = bisect_left(self._edge_ends[edge], transfer.end) - 1
-        return self._edges[edge][number] if number >= 0 else None
+        earlier = self._edges[edge][number] if number >= 0 else None
+        return earlier if earlier is not None and self.has_end(earlier) else None
+
+    def has_end(self, transfer: Span) -> bool:
+        """Returns whether it is known when a transfer arrived.
+
+        A receiver that did not wait does not know when a value came. In a measured timeline, such a
+        transfer ends when the value was first needed.
+        """
+        key = transfer.rank, transfer.peer, transfer.label, transfer.step
+        return self.is_predicted or key in self._awaited
 
     def beside(self, wait: Span, *, by: float) -> list[Span]:
         """Returns the reduction or parameter sync that a wait is for: its span on each rank.
@@ -174,12 +192,21 @@ class Lookup:
             by: When the wait ended.
         """
         kind = "reduction" if wait.kind == "wait for reduction" else "parameter sync"
+        own = self._beside_rank.get((kind, wait.rank), [])
         # A parameter sync of one step is waited for in the next one, so the step of the wait says
-        # little. The span of this rank that ended last before the wait did is the right one.
-        own = self._beside_rank.get((kind, wait.which, wait.rank), [])
+        # little. The span of this rank that ended last before the wait did is the right one. If the
+        # wait has no name, it was for all that were under way, and so for the last of them.
         number = bisect_right(own, by + self.tolerance, key=attrgetter("end"))
-        step = own[number - 1].step if number else wait.step
-        return self._beside.get((kind, step), {}).get(wait.which, [])
+        ended = own[max(0, number - _MOST_BESIDE) : number]
+        named = [s for s in ended if name_of(s) == name_of(wait)]
+        for span in named[-1:] or ended[-1:]:
+            return self._beside[kind, span.step][name_of(span)]
+        return self._beside.get((kind, wait.step), {}).get(name_of(wait), [])
+
+
+def name_of(collective: Span) -> str:
+    """Returns the name of a reduction, a parameter sync, or of what a wait for one is for."""
+    return collective.label or f"number {collective.which}"
 
 
 class _Covered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from pipegrad.simulation.lookup import Lookup, Piece
+from pipegrad.simulation.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, WAITS, Span
 from pipegrad.simulation.words import in_list, in_time
 
@@ -82,7 +82,7 @@ def _counts(piece: Piece, lookup: Lookup) -> bool:
 def _collective(lookup: Lookup, wait: Span) -> str:
     spans = lookup.beside(wait, by=wait.end)
     is_sync = wait.kind == "wait for parameters"
-    name = wait.label or (spans[0].label if spans else "") or f"number {wait.which}"
+    name = name_of(spans[0] if spans else wait)
     name = f"the parameter sync of {name}" if is_sync else name
     if not spans:
         return name
