@@ -27,26 +27,19 @@ _MIB = 2**20
 _MOST_STEPS = 10  # that are printed
 
 
-class _Amount(click.FloatRange):
-    """A finite number, from 0 on."""
-
-    def __init__(self, *, above_zero: bool = False) -> None:
-        super().__init__(min=0, min_open=above_zero)
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return number
+def _finite(_context: click.Context, _option: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 def _amount(
     option: str, default: float, text: str, *, above_zero: bool = False
 ) -> Callable[[Command], Command]:
-    kind = _Amount(above_zero=above_zero)
-    return click.option(option, type=kind, default=default, show_default=True, help=text)
+    kind = click.FloatRange(min=0, min_open=above_zero)
+    return click.option(
+        option, type=kind, default=default, show_default=True, callback=_finite, help=text
+    )
 
 
 @click.command()
@@ -126,7 +119,7 @@ def _refuse_both(costs_file: Path | None) -> None:
     given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if isinstance(parameter.type, _Amount)
+        if isinstance(parameter.type, click.FloatRange)
         and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
     ]
     if costs_file and given:

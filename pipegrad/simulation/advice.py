@@ -14,8 +14,8 @@ from pipegrad.simulation.what_ifs import what_ifs
 from pipegrad.simulation.words import in_percent, in_time
 
 _LEAST_GAIN = 0.005
-_MOST_ITEMS = 600_000  # of all simulations together: some seconds
-_FEWEST_TRIED = 3
+_MOST_ITEMS = 400_000  # of all simulations together: some seconds
+_FEWEST_TRIED = 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ To make the step shorter, something on this path must become shorter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -18,17 +18,17 @@ from pipegrad.simulation.words import in_time
 PathKind = Literal[
     "compute", "transfer", "reduction", "parameter sync", "optimizer", "host", "wait", "other"
 ]
-_WORDS: dict[PathKind, str] = {
-    "compute": "compute of rank {s.rank}",
-    "transfer": "transfers over hop {s.rank}->{s.peer}",
-    "reduction": "the reduction {s.name}",
-    "parameter sync": "the parameter sync of {s.name}",
-    "optimizer": "the optimizer of rank {s.rank}",
-    "host": "the host of rank {s.rank}",
-    "wait": "waits of rank {s.rank} that nothing in the timeline explains",
-    "other": "time of rank {s.rank} that no span covers",
+_WORDS: dict[PathKind, tuple[str, str]] = {
+    "compute": ("compute", "rank {s.rank}"),
+    "transfer": ("transfers", "hop {s.rank}->{s.peer}"),
+    "reduction": ("reductions", "{s.name}"),
+    "parameter sync": ("parameter sync", "{s.name}"),
+    "optimizer": ("optimizer", "rank {s.rank}"),
+    "host": ("host", "rank {s.rank}"),
+    "wait": ("waits that nothing in the timeline explains", "rank {s.rank}"),
+    "other": ("time that no span covers", "rank {s.rank}"),
 }
-_MOST_WORDS = 6
+_MOST_WORDS = 3
 
 
 class Segment(NamedTuple):
@@ -57,9 +57,9 @@ class Segment(NamedTuple):
         return self.end - self.begin
 
     @property
-    def words(self) -> str:
-        """What it counts as in a summary, such as ``compute of rank 2``."""
-        return _WORDS[self.kind].format(s=self)
+    def source(self) -> str:
+        """Where it ran, such as ``rank 2``, ``hop 1->2`` or the name of a reduction."""
+        return _WORDS[self.kind][1].format(s=self)
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,24 @@ class CriticalPath:
         return sum(segment.seconds for segment in self.segments)
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Seconds of everything on the path, by its words, the longest first."""
-        seconds = defaultdict[str, float](float)
+    def shares(self) -> dict[PathKind, dict[str, float]]:
+        """Seconds of each kind, by where they were; the longest first."""
+        seconds = defaultdict[PathKind, dict[str, float]](dict)
         for segment in self.segments:
-            seconds[segment.words] += segment.seconds
-        return dict(sorted(seconds.items(), key=lambda item: (-item[1], item[0])))
+            own = seconds[segment.kind]
+            own[segment.source] = own.get(segment.source, 0.0) + segment.seconds
+        by_time = sorted(seconds.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+        return {
+            kind: dict(sorted(own.items(), key=lambda i: (-i[1], i[0]))) for kind, own in by_time
+        }
 
     def __str__(self) -> str:
-        shares = list(self.shares.items())
-        shown = [f"{in_time(seconds)} are {words}" for words, seconds in shares[:_MOST_WORDS]]
-        rest = sum(seconds for _, seconds in shares[_MOST_WORDS:])
-        if rest > 0:
-            shown.append(f"{in_time(rest)} are {len(shares) - _MOST_WORDS} other things")
-        return f"of {in_time(self.seconds)}, " + ", ".join(shown or ["nothing is known"])
+        """In words, such as ``of 64 ms, 42 ms are compute (rank 2 42 ms), 22 ms are host ...``."""
+        parts = [
+            f"{in_time(sum(own.values()))} are {_WORDS[kind][0]} ({_longest(own)})"
+            for kind, own in self.shares.items()
+        ]
+        return f"of {in_time(self.seconds)}, " + ", ".join(parts or ["nothing is known"])
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -253,3 +257,9 @@ def _kind(piece: Piece) -> PathKind:
 
 def _name(piece: Piece) -> str:
     return "" if piece.span is None or piece.span.kind not in COMPUTE else piece.span.action
+
+
+def _longest(seconds: Mapping[str, float]) -> str:
+    shown = [f"{source} {in_time(own)}" for source, own in list(seconds.items())[:_MOST_WORDS]]
+    more = len(seconds) - len(shown)
+    return ", ".join([*shown, f"{more} more"] if more else shown)

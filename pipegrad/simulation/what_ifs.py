@@ -135,9 +135,9 @@ def _producers(program: Program, ranks: set[int]) -> set[int]:
 
 def _longest(path: CriticalPath, kind: PathKind) -> list[Segment]:
     """Returns segments of a kind; those whose ranks take most of the path come first."""
-    shares = path.shares
+    seconds = path.shares.get(kind, {})
     own = [segment for segment in path.segments if segment.kind == kind]
-    return sorted(own, key=lambda segment: (-shares[segment.words], segment.rank, segment.peer))
+    return sorted(own, key=lambda s: (-seconds[s.source], s.rank, s.peer))
 
 
 # Schedules.
