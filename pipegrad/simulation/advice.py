@@ -14,7 +14,7 @@ from pipegrad.simulation.what_ifs import what_ifs
 from pipegrad.simulation.words import in_percent, in_time
 
 _LEAST_GAIN = 0.005
-_MOST_ITEMS = 400_000  # of all simulations together: some seconds
+_MOST_ITEMS = 250_000  # of all simulations together: some seconds
 _FEWEST_TRIED = 1
 
 

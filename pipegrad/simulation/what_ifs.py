@@ -145,6 +145,7 @@ def _longest(path: CriticalPath, kind: PathKind) -> list[Segment]:
 
 def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
     now = program.schedule
+    tried = {now.actions}  # some names stand for one schedule
     splits = all(stage.weight_seconds > 0 for stage in costs.stages)
     for plugin in registry:
         schedule = _generated(plugin, program, costs)
@@ -154,7 +155,8 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
         known = splits or all(
             action.kind in ("F", "B") for own in schedule.actions for action in own
         )
-        if known and schedule.actions != now.actions:
+        if known and schedule.actions not in tried:
+            tried.add(schedule.actions)
             change = f"schedule {schedule.name}{_activations(schedule, now)}"
             yield WhatIf(change, _lowered(program, schedule), costs)
 
@@ -162,7 +164,7 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
 def _generated(plugin: Plugin, program: Program, costs: Costs) -> Schedule | None:
     options: dict[str, object] = {"name": plugin.name}
     if plugin.name == "hop-aware-1f1b":
-        options |= _hop_aware(program, costs)
+        options |= hop_aware_options(program, costs)
     try:
         return generate(
             registry.resolve(options),
@@ -173,8 +175,8 @@ def _generated(plugin: Plugin, program: Program, costs: Costs) -> Schedule | Non
         return None
 
 
-def _hop_aware(program: Program, costs: Costs) -> dict[str, object]:
-    """Returns the options of hop-aware-1f1b."""
+def hop_aware_options(program: Program, costs: Costs) -> dict[str, object]:
+    """Returns the options of hop-aware-1f1b for what a Program costs."""
     slowest = max(_compute_seconds(program, costs))
     hops = range(program.schedule.num_ranks - 1)
     return {
