@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -93,13 +92,11 @@ def simulate(
     from pipegrad.simulation.simulator import simulate as simulated
     from pipegrad.train.config import parsed_setting
 
+    def costs_of(made: Schedule) -> Costs:
+        return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
+
     _refuse_both(costs_file)
     try:
-        costs_of = (
-            partial(_uniform, weight_ms=weight_ms, **amounts)
-            if costs_file is None
-            else lambda _: Costs.load(costs_file)
-        )
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
         program = lower(made, links=_links(made, costs))
@@ -156,10 +153,10 @@ def _made(
 
 def _uniform(
     schedule: Schedule,
+    weight_ms: float | None,
     *,
     forward_ms: float,
     backward_ms: float,
-    weight_ms: float | None,
     mib: float,
     gbit: float,
     latency_us: float,
