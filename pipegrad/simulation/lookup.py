@@ -14,6 +14,8 @@ from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, Timeline
 # Clocks of ranks are aligned to about this, so "at the same time" means this much in a measured
 # timeline. A predicted one has rounding errors alone.
 _MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
+# A host that does not have to wait may be so long about it.
+_LEAST_WAIT_SECONDS = 2.5e-4
 _MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
 
 
@@ -44,6 +46,7 @@ class Lookup:
         is_predicted: True if it was simulated. A simulated transfer begins when the one before it
             has left. A measured one begins when it is handed to the backend, and may then wait.
         tolerance: Two times that differ by less, in seconds, are one time.
+        least_wait_seconds: A wait that took longer was a wait; another may be time of the host.
         overlap_seconds: For each rank how long two of its own spans claim the same time. The one
             that began first has it. This is 0 but for errors of measuring.
     """
@@ -52,6 +55,7 @@ class Lookup:
         self.timeline = timeline
         self.is_predicted = timeline.source == "predicted"
         self.tolerance = _PREDICTED_TOLERANCE if self.is_predicted else _MEASURED_TOLERANCE
+        self.least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
         self.overlap_seconds = [0.0] * timeline.num_ranks
         self._transfers: dict[tuple[int, int, int, int, int], Span] = {}
         self._by_label: dict[tuple[int, int, str, int], Span] = {}
@@ -74,7 +78,7 @@ class Lookup:
             own.append(span)
             if span.kind in COMPUTE:
                 self._makers[span.rank, span.microbatch, span.step].append(span)
-            elif span.kind == "wait for receive":
+            elif span.kind == "wait for receive" and span.seconds > self.least_wait_seconds:
                 self._awaited.add((span.peer, span.rank, span.label, span.step))
         elif span.kind == "transfer":
             ends = span.rank, span.peer
