@@ -13,7 +13,7 @@ from pipegrad.schedules.builtin.one_f_one_b import in_turns
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
-from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
+from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.critical_path import CriticalPath, PathKind, Segment
 from pipegrad.simulation.words import in_percent
 
@@ -45,6 +45,7 @@ def what_ifs(program: Program, costs: Costs, path: CriticalPath) -> Iterator[Wha
     yield from _evened(program, costs)
     yield from _other_schedules(program, costs)
     yield from _longer_warm_ups(program, costs)
+    yield from _smaller_buckets(program, costs)
     yield from _faster_hops(program, costs, path)
     yield from _faster_ranks(program, costs, path)
 
@@ -126,6 +127,35 @@ def _faster_hops(program: Program, costs: Costs, path: CriticalPath) -> Iterator
         # of one of them cannot be changed alone.
         change = f"hop {first}-{second} at twice the rate, or half the bytes over it"
         yield WhatIf(change, program, replace(costs, stages=tuple(stages)))
+
+
+def _smaller_buckets(program: Program, costs: Costs) -> Iterator[WhatIf]:
+    """Yields each reduction in two halves; the first one leaves earlier."""
+    known = [c for c in program.collectives if c.name in costs.collectives]
+    if known:
+        halves = [(c, half) for c in program.collectives for half in ("first", "second")]
+        collectives = {
+            f"{c.name}, {half} half": _halved(costs.collectives[c.name])
+            for c, half in halves
+            if c in known
+        }
+        program = lower(
+            program.schedule,
+            links=program.links,
+            collectives=[c._replace(name=f"{c.name}, {half} half") for c, half in halves],
+        )
+        change = "buckets of half the size, if parameters are small enough"
+        yield WhatIf(change, program, replace(costs, collectives=collectives))
+
+
+def _halved(costs: CollectiveCosts) -> CollectiveCosts:
+    return replace(
+        costs,
+        num_bytes=costs.num_bytes // 2,
+        seconds=costs.seconds / 2,
+        sync_bytes=costs.sync_bytes // 2,
+        sync_seconds=costs.sync_seconds / 2,
+    )
 
 
 def _producers(program: Program, ranks: set[int]) -> set[int]:

@@ -87,7 +87,7 @@ def test_reasons_of_waits() -> None:
             "rank 1 waits 14.0 s for x of 0F0 from rank 0, which computes 0F0 until 4.00 s before "
             "the end, and then sends it"
         ),
-        "rank 0 waits 2.00 s for bucket 0: it takes 10.0 s and began 8.00 s before",
+        "rank 0 waits 2.00 s for bucket 0: it takes 10.0 s and begins 8.00 s before, in 0B0",
     ]
 
 
@@ -129,8 +129,10 @@ def test_a_reduction_begins_with_its_last_rank() -> None:
         "reduction tied 7-9",
         "optimizer 9-11",
     ]
-    expected = "rank 0 waits 7.00 s for tied: it takes 2.00 s, and rank 1 begins it last"
-    assert reason(lookup, spans[4]) == expected
+    assert [reason(lookup, wait) for wait in spans[4:6]] == [
+        "rank 0 waits 7.00 s for tied: it takes 2.00 s and begins then, last on rank 1, after 1B0",
+        "rank 1 waits 2.00 s for tied: it takes 2.00 s and begins then, last on rank 1, after 1B0",
+    ]
     # It ran for 2 seconds, in which no rank computed.
     (reduction,) = break_down(lookup, 0).reductions
     assert (reduction.seconds, reduction.hidden, reduction.exposed_seconds) == (2, 0, 7)
