@@ -12,6 +12,7 @@ from pipegrad.schedules.program.program import Collective
 from pipegrad.simulation.breakdown import break_down
 from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
 from pipegrad.simulation.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.explanation import explain
 from pipegrad.simulation.lookup import Lookup
 from pipegrad.simulation.reasons import longest_waits, reason
 from pipegrad.simulation.simulator import simulate
@@ -273,6 +274,7 @@ def test_a_broken_timeline_has_a_path(seed: int) -> None:
         check_whole(critical_path(lookup, step), begin, end)
         for own in break_down(lookup, step).ranks:
             assert sum(own.parts.values()) == pytest.approx(end - begin)
+    assert explain(broken, step=1).path == critical_path(lookup, 1)
     for span in broken.spans:
         if span.kind in WAITS:
             assert reason(lookup, span).startswith(f"rank {span.rank} waits")
