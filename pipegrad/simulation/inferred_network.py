@@ -60,7 +60,7 @@ def _links(seconds: dict[_Way, float], sizes: dict[Value, int]) -> Iterator[Link
 
 def _seconds(lookup: Lookup) -> tuple[dict[_Way, float], dict[_Way, float]]:
     """Returns the times of transfers that were alone on their NICs, and of those beside others."""
-    transfers = [span for span in lookup.timeline.spans if span.kind == "transfer"]
+    transfers = [span for span in lookup.spans if span.kind == "transfer"]
     crowded = _crowded(transfers)
     known: tuple[dict[_Way, list[float]], ...] = (defaultdict(list), defaultdict(list))
     longest = defaultdict[_Way, list[float]](list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +44,7 @@ class Lookup:
 
     Attributes:
         timeline: The timeline.
+        spans: The others, in the order of their ends.
         is_predicted: True if it was simulated. A simulated transfer begins when the one before it
             has left. A measured one begins when it is handed to the backend, and may then wait.
         tolerance: Two times that differ by less, in seconds, are one time.
@@ -65,9 +67,11 @@ class Lookup:
         self._beside = defaultdict[tuple[str, int], dict[str, list[Span]]](dict)
         self._beside_rank = defaultdict[tuple[str, int], list[Span]](list)
         own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-        for span in sorted(timeline.spans, key=attrgetter("end", "begin")):
-            if 0 <= span.rank < timeline.num_ranks and span.end >= span.begin:
-                self._enter(span, own[span.rank])
+        possible = (s for s in timeline.spans if 0 <= s.rank < timeline.num_ranks)
+        possible = (s for s in possible if -math.inf < s.begin <= s.end < math.inf)
+        self.spans = sorted(possible, key=attrgetter("end", "begin"))
+        for span in self.spans:
+            self._enter(span, own[span.rank])
         self._edge_ends = {edge: [s.end for s in spans] for edge, spans in self._edges.items()}
         self.pieces = [self._without_overlap(rank, spans) for rank, spans in enumerate(own)]
         self._piece_ends = [[piece.end for piece in pieces] for pieces in self.pieces]
@@ -99,8 +103,9 @@ class Lookup:
             if span.end > now:
                 pieces.append(Piece(now, span.end, span))
                 now = span.end
-        if self.timeline.seconds > now:
-            pieces.append(Piece(now, self.timeline.seconds, None))
+        last = max(self.timeline.step_ends, default=0.0)
+        if last > now:
+            pieces.append(Piece(now, last, None))
         return pieces
 
     # Times.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -265,6 +266,8 @@ def test_a_broken_timeline_has_a_path(seed: int) -> None:
             moved = moved._replace(peer=chance.choice([-1, 7]), which=99, label="", step=5)
         if chance.random() < 0.02:
             moved = moved._replace(rank=9, end=moved.begin - 1)
+        if chance.random() < 0.02:
+            moved = moved._replace(begin=chance.choice([-math.inf, math.nan]), end=math.inf)
         spans += [moved] * (chance.random() > 0.1)
     broken = replace(simulation.timeline, spans=tuple(spans), source="measured")
     lookup = Lookup(broken)
