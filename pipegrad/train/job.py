@@ -101,10 +101,13 @@ class Job:
 
     def topology(self, rank: int = 0) -> Topology:
         """Returns the topology of a rank as plain data."""
+        return self._topology.at(rank)
+
+    @cached_property
+    def _topology(self) -> Topology:
         axes = (("pp", self.pipeline), ("dp", self.data), *self.config.parallel.dimensions.items())
         return Topology.build(
             axes=axes,
-            rank=rank,
             stage_to_rank=self.schedule.stage_to_rank,
             data=tuple(self.config.parallel.data_dimensions),
         )
