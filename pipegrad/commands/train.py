@@ -34,7 +34,6 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     from pipegrad.comm.agreement import once_a_machine
     from pipegrad.train.process import process_group
     from pipegrad.train.reporters.report import Report
-    from pipegrad.train.summary import rendered
     from pipegrad.train.tables import make_console
     from pipegrad.train.trainer import Trainer
 
@@ -44,7 +43,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             trainer = Trainer(loaded)
             print_parts(console, trainer.notes)
             if dry_run:
-                print_parts(console, rendered(trainer.summary) if trainer.summary else [])
+                print_parts(console, trainer.printed_summary())
             else:
                 _run(trainer, Report(console, trainer.job))
         except KeyboardInterrupt:

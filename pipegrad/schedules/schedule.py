@@ -177,8 +177,8 @@ class Schedule:
         # can correct several of them at once.
         counts = Counter(action for actions in self.actions for action in actions)
         wrong = {action: f"{action} {n} times" for action, n in counts.items() if n > 1}
+        rank_of = dict(enumerate(self.stage_to_rank))
         for rank, actions in enumerate(self.actions):
-            rank_of = dict(enumerate(self.stage_to_rank))
             wrong |= {a: f"{a} on rank {rank}" for a in actions if rank_of.get(a.stage) != rank}
         for stage in range(len(self.stage_to_rank)):
             for microbatch in range(self.num_microbatches):

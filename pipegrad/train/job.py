@@ -38,6 +38,7 @@ from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
 
+_MOST_CELLS = 1_000_000  # a schedule is made whole, in memory
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 
 
@@ -295,10 +296,17 @@ class Job:
         return registry.resolve_all(specs)
 
     def _schedule(self) -> Schedule:
+        microbatches = self.config.parallel.microbatches
+        if microbatches * self.pipeline > _MOST_CELLS:
+            self.config.refuse(
+                "parallel.microbatches",
+                f"{microbatches} microbatches on {self.pipeline} pipeline ranks: expected at most "
+                f"{_MOST_CELLS:,} of both multiplied",
+            )
         return generate(
             self.generator,
             num_ranks=self.pipeline,
-            num_microbatches=self.config.parallel.microbatches,
+            num_microbatches=microbatches,
         )
 
     @cached_property
