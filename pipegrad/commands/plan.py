@@ -44,8 +44,8 @@ def plan(
 ) -> None:
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.summary import make_summary, rank_as_text, summarize_rank
-    from pipegrad.train.summary_text import rendered
+    from pipegrad.train.summary.summary import make_summary, rank_as_text, summarize_rank
+    from pipegrad.train.summary.text import rendered
     from pipegrad.train.tables import make_console
 
     with usage_errors():

@@ -46,8 +46,8 @@ from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.run_folder import free_space, make_run_folder
 from pipegrad.train.stages import build_stages
-from pipegrad.train.summary import make_summary
-from pipegrad.train.summary_text import rendered
+from pipegrad.train.summary.summary import make_summary
+from pipegrad.train.summary.text import rendered
 
 _RUN_KEYS = (
     "train.seed",

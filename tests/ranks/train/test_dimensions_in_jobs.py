@@ -19,8 +19,8 @@ from pipegrad.testing import run_ranks
 from pipegrad.train.config import Config, load
 from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
-from pipegrad.train.summary import make_summary
-from pipegrad.train.summary_text import rendered
+from pipegrad.train.summary.summary import make_summary
+from pipegrad.train.summary.text import rendered
 from pipegrad.train.trainer import Trainer
 from tests.support.rounding import rounding
 

@@ -10,8 +10,8 @@ import pytest
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.train.config import load
 from pipegrad.train.job import Job
-from pipegrad.train.spans import in_words, spans
-from pipegrad.train.summary import make_summary, summarize_rank
+from pipegrad.train.summary.spans import in_words, spans
+from pipegrad.train.summary.summary import make_summary, summarize_rank
 
 TIED_GPT = Path(__file__).parents[3] / "examples" / "tied_gpt.toml"
 SHARED = "{name='pipeline-shared', placement='owner'}"
@@ -34,8 +34,10 @@ CASES = {
             "parallel.pipeline=4",
             "parallel.dimensions={outer=2}",
             "parallel.data_dimensions=['dp', 'outer']",
-            "gradient_handlers=['pipeline-shared', {name='sharded', axis='dp'}, "
-            "{name='data-parallel', axis='outer'}]",
+            (
+                "gradient_handlers=['pipeline-shared', {name='sharded', axis='dp'}, "
+                "{name='data-parallel', axis='outer'}]"
+            ),
         ),
     ),
     "experts": (
@@ -44,8 +46,10 @@ CASES = {
             "parallel.pipeline=2",
             "parallel.dimensions={ep=2}",
             "parallel.data_dimensions=['dp', 'ep']",
-            "gradient_handlers=['pipeline-shared', {name='expert-parallel', "
-            "experts=['*attention*'], placement='shard'}]",
+            (
+                "gradient_handlers=['pipeline-shared', {name='expert-parallel', "
+                "experts=['*.bias'], placement='shard'}]"
+            ),
         ),
     ),
     "two stages a rank": (4, ("parallel.pipeline=2", "parallel.schedule='zbv'")),

@@ -24,7 +24,7 @@ from pipegrad.simulation.simulator import simulate
 from pipegrad.topology import Topology
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import state_numel
-from pipegrad.train.spans import spans
+from pipegrad.train.summary.spans import spans
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _UNIT_COSTS = StageCosts(forward_seconds=1, backward_seconds=2, weight_seconds=1)
@@ -240,7 +240,7 @@ def _links(program: Program, costs: Costs | None) -> Iterator[dict[str, Any]]:
     channels: dict[tuple[int, int], list[int | None]] = {}
     for channel in program.channels:
         link = program.links[channel.link]
-        num_bytes = costs and costs.stages[link.producer].outputs.get(link.name)
+        num_bytes = costs.stages[link.producer].outputs.get(link.name) if costs else None
         channels.setdefault((channel.source, channel.target), []).append(num_bytes)
     microbatches = program.schedule.num_microbatches
     for (source, target), sizes in sorted(channels.items()):

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from pipegrad.schedules import Schedule
-from pipegrad.train.spans import in_words
+from pipegrad.train.summary.spans import in_words
 from pipegrad.train.tables import table
 
 _MIB = 2**20
@@ -135,8 +135,8 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     )
     yield (
         f"live: microbatches whose activations a rank holds at most. buffers: for values that it "
-        f"receives. bubble: idle share of a step of {schedule['step_time']:g} {unit}, with {basis}. "
-        f"optimizer: an estimate from one step on a small matrix."
+        f"receives. bubble: idle share of a step of {schedule['step_time']:g} {unit}, with "
+        f"{basis}. optimizer: an estimate from one step on a small matrix."
     )
     if schedule["peak_bytes"]:
         yield f"peak memory by simulation: {_mib(max(schedule['peak_bytes']))} MiB on a rank"
