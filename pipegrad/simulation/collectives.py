@@ -85,14 +85,33 @@ class Collectives:
         queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
         queue.append(job)
         if len(queue) == 1:
-            self._reach(now, job)
+            self._reach(now, job, rank)
 
-    def _reach(self, now: float, job: Job) -> None:
-        """The job is the next of a comm stream; with the last of its ranks it begins."""
-        self._waiting[job] += 1
-        if self._waiting[job] == len(self._program.collectives[job.number].ranks):
-            del self._waiting[job]
-            self._begin(now, job)
+    def _reach(self, now: float, job: Job, rank: int) -> None:
+        """The job is the next of a rank's comm stream; with the last that it needs, it begins."""
+        if job in self._done:  # a rank that only receives comes to it late
+            self._leave(now, job, rank)
+        elif rank in self._needed(job):
+            self._waiting[job] += 1
+            if self._waiting[job] == len(self._needed(job)):
+                del self._waiting[job]
+                self._begin(now, job)
+
+    def _needed(self, job: Job) -> tuple[int, ...]:
+        """Returns the ranks without which a job cannot begin."""
+        collective = self._program.collectives[job.number]
+        costs = self._costs.collectives.get(collective.name)
+        # The owner posts its receive when a step begins, before its own gradient is complete.
+        is_sent = costs is not None and costs.kind == "send" and not job.is_sync
+        return collective.ranks[1:] if is_sent else collective.ranks
+
+    def _leave(self, now: float, job: Job, rank: int) -> None:
+        """Ends a job on the comm stream of a rank, which goes on with the next one."""
+        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
+        if queue and queue[0] == job:
+            queue.popleft()
+            if queue:
+                self._reach(now, queue[0], rank)
 
     def _begin(self, now: float, job: Job) -> None:
         costs = self._costs.collectives.get(self._program.collectives[job.number].name)
@@ -121,10 +140,8 @@ class Collectives:
         kind: SpanKind = "parameter sync" if job.is_sync else "reduction"
         for rank in collective.ranks:
             self._recording.collective(rank, kind, begin, now, step=job.step, number=job.number)
-            queue = self._queues[rank, collective.comm_stream]
-            queue.popleft()
-            if queue:
-                self._reach(now, queue[0])
+        for rank in collective.ranks:
+            self._leave(now, job, rank)
         self._events.wake(now, job.event)
 
     def _flows_of(self, job: Job) -> list[tuple[int, int, float]]:

@@ -201,6 +201,18 @@ def test_a_reduction_waits_for_all_its_ranks() -> None:
     assert {(s.rank, s.begin, s.end) for s in spans} == {(0, 15.0, 19.0), (1, 15.0, 19.0)}
 
 
+def test_the_owner_of_a_tied_weight_receives_before_its_own_gradient_is_complete() -> None:
+    """Stage 1 is final at 13: its part of 40 bytes leaves then, in the drain, and not at 15."""
+    made = reduced(2, Collective("tie", (0, 1), (0, 1), 0), Collective("mean", (0,), (0,), 0))
+    costs = {"tie": CollectiveCosts(40, 2, "send"), "mean": CollectiveCosts(10, 2)}
+    timeline = simulate(made, Costs((StageCosts(1, 2),) * 2, Network(10.0), costs)).timeline
+    assert timeline is not None
+    spans = {(s.label, s.rank): (s.begin, s.end) for s in timeline.spans if s.kind == "reduction"}
+    assert spans["tie", 1] == (13.0, 17.0)
+    # The comm stream of rank 0 is in order: the mean leaves when the tied weight has arrived.
+    assert spans["mean", 0] == (17.0, 18.0)
+
+
 def test_parameters_return_under_the_next_forwards() -> None:
     """Rank 1 needs the tied weight when its first forward begins; rank 0 has stepped it."""
     made = reduced(2, Collective("tie", (0, 1), (0, 1), 0, readers=(1,)))
