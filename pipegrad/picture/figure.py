@@ -1,0 +1,275 @@
+"""write_figure: timelines as SVG, PNG or PDF, at the width of a README. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipegrad.errors import ScheduleError
+from pipegrad.picture.lanes import lanes
+from pipegrad.picture.palette import PALETTE, Paint
+from pipegrad.picture.words import check, sentences, titles
+from pipegrad.simulation.timeline import COMPUTE, KINDS, Span, SpanKind, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".svg", ".png", ".pdf")
+# Inches. A README shows 8.3 inches at 96 dots, so text of 7 points is as large as its own small print.
+_WIDTH, _LEFT, _RIGHT = 8.3, 0.95, 0.12
+_HEIGHTS = {"rank": 0.25, "beside": 0.13, "memory": 0.16}
+_GAP, _PAIR_GAP, _HEADING = 0.13, 0.04, 0.22
+_TALLEST = 14.0
+_FONT, _SMALL_FONT, _SMALLEST_FONT = 7.5, 6.5, 4.5  # points
+_MANY_SPANS = 5000  # as vectors they would make a file of megabytes
+_LINE, _SOFT, _BAND, _MEMORY, _LEVEL = "#d9dee4", "#5b6470", "#f6f7f9", "#cbd2d9", "#7c8894"
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans"],
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "pipegrad",  # the same picture is the same file
+}
+
+
+class Row(NamedTuple):
+    """A strip of the figure: a lane of spans, or the memory of a rank."""
+
+    timeline: Timeline
+    rank: int
+    what: str  # a key of _HEIGHTS
+    top: float  # in inches from the top of the first row
+    height: float
+    spans: list[int]
+
+
+def write_figure(timelines: Sequence[Timeline], path: Path, *, title: str = "") -> None:
+    """Writes a figure of one timeline, or of two in comparison.
+
+    Args:
+        timelines: One or two. A prediction and the run that it predicts are drawn rank by rank,
+            others one above the other. Both have the same scale of time.
+        path: The file to write; its name ends in .svg, .png or .pdf.
+        title: Written above it.
+
+    Raises:
+        ScheduleError: If a timeline cannot be drawn, or the name of the file ends in something else.
+        ImportError: If matplotlib is missing.
+    """
+    check(timelines)
+    if path.suffix not in _SUFFIXES:
+        raise ScheduleError(
+            f"a figure is written as {', '.join(_SUFFIXES)}, found {path.name!r}: change the name"
+        )
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context(_STYLE):
+        figure = _drawn(timelines, title)
+        figure.savefig(path, dpi=200, metadata=None if path.suffix == ".png" else _undated(path))
+
+
+def _matplotlib() -> Any:  # noqa: ANN401 - a module that may be missing
+    try:
+        import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError(
+            f"a figure needs the library matplotlib: pip install 'pipegrad[picture]' ({error})"
+        ) from error
+    return import_module("matplotlib")
+
+
+def _undated(path: Path) -> dict[str, None]:
+    return {"CreationDate" if path.suffix == ".pdf" else "Date": None}
+
+
+def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    rows = list(_rows(timelines))
+    bottom = rows[-1].top + rows[-1].height
+    shrink = min(1.0, _TALLEST / bottom)
+    head, foot = (0.55 if title else 0.32), 0.75
+    height = bottom * shrink + head + foot
+    figure = Figure(figsize=(_WIDTH, height), facecolor="white")
+    box = (_LEFT / _WIDTH, foot / height, 1 - (_LEFT + _RIGHT) / _WIDTH, bottom * shrink / height)
+    axes = figure.add_axes(box)
+    seconds = max(max(t.seconds, max(s.end for s in t.spans)) for t in timelines)
+    axes.set_xlim(0, seconds * 1.005)
+    axes.set_ylim(bottom, 0)
+    _frame(axes, seconds)
+    points_per_second = 72 * (_WIDTH - _LEFT - _RIGHT) / (seconds * 1.005)
+    many = sum(len(t.spans) for t in timelines) > _MANY_SPANS
+    for row in rows:
+        _draw_row(axes, row, timelines, rasterized=many)
+        _write_texts(axes, row, points_per_second, shrink)
+    _name_ranks(axes, rows, timelines, shrink)
+    _step_ends(axes, rows)
+    top = 1 - 0.12 / height
+    if title:
+        figure.text(0.01, top, title, fontsize=10, fontweight="bold", va="top")
+        top -= 0.22 / height
+    figure.text(0.01, top, sentences(timelines)[0], fontsize=_FONT, color=_SOFT, va="top")
+    _legend(figure, timelines)
+    return figure
+
+
+def _rows(timelines: Sequence[Timeline]) -> Iterator[Row]:
+    """Yields all rows, from the top to the bottom."""
+    top = 0.0
+    groups = _groups(timelines)
+    for number, (timeline, rank) in enumerate(groups):
+        new_timeline = number == 0 or groups[number - 1][0] is not timeline
+        if not _is_pair(timelines) and len(timelines) > 1 and new_timeline:
+            top += _HEADING
+        for what, spans in _rows_of_rank(timeline, rank):
+            yield Row(timeline, rank, what, top, _HEIGHTS[what], spans)
+            top += _HEIGHTS[what] + 0.015
+        is_first_of_pair = number + 1 < len(groups) and groups[number + 1][1] == rank
+        top += _PAIR_GAP if _is_pair(timelines) and is_first_of_pair else _GAP
+
+
+def _is_pair(timelines: Sequence[Timeline]) -> bool:
+    """True if one is the prediction of the other."""
+    return (
+        len({t.source for t in timelines}) > 1 and len({t.num_ranks for t in timelines}) == 1
+    )
+
+
+def _groups(timelines: Sequence[Timeline]) -> list[tuple[Timeline, int]]:
+    groups = [(timeline, rank) for timeline in timelines for rank in range(timeline.num_ranks)]
+    return sorted(groups, key=lambda group: group[1]) if _is_pair(timelines) else groups
+
+
+def _rows_of_rank(timeline: Timeline, rank: int) -> Iterator[tuple[str, list[int]]]:
+    for lane in lanes(timeline):
+        if lane.rank == rank:
+            yield ("beside" if lane.is_beside else "rank"), lane.spans
+    if timeline.memory:
+        yield "memory", []
+
+
+def _frame(axes: Axes, seconds: float) -> None:
+    scale, unit = (1e3, "ms") if seconds < 1 else (1, "s")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value * scale:g}")
+    axes.set_xlabel(unit, fontsize=_SMALL_FONT, color=_SOFT, labelpad=1)
+    axes.tick_params(axis="x", labelsize=_SMALL_FONT, length=3, color=_LINE, labelcolor=_SOFT)
+    axes.set_yticks([])
+    axes.grid(axis="x", color=_LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _draw_row(axes: Axes, row: Row, timelines: Sequence[Timeline], *, rasterized: bool) -> None:
+    axes.axhspan(row.top, row.top + row.height, color=_BAND, linewidth=0, zorder=0.4)
+    if row.what == "memory":
+        _draw_memory(axes, row, timelines)
+    boxes: defaultdict[SpanKind, list[tuple[float, float]]] = defaultdict(list)
+    for number in row.spans:
+        span = row.timeline.spans[number]
+        boxes[span.kind].append((span.begin, span.seconds))
+    for kind, ranges in boxes.items():
+        axes.broken_barh(
+            ranges, (row.top, row.height), rasterized=rasterized, zorder=2, **_style(PALETTE[kind])
+        )
+
+
+def _style(paint: Paint) -> dict[str, Any]:
+    if not paint.is_hatched:
+        return {"facecolor": paint.fill, "edgecolor": "white", "linewidth": 0.4}
+    hatch = "\\" if paint.is_mirrored else "/"
+    faint = f"{paint.fill}1c"
+    return {"facecolor": faint, "edgecolor": f"{paint.fill}99", "hatch": hatch * 5, "linewidth": 0}
+
+
+def _draw_memory(axes: Axes, row: Row, timelines: Sequence[Timeline]) -> None:
+    most = max((p.num_bytes for t in timelines for row in t.memory for p in row), default=0)
+    points = [*row.timeline.memory[row.rank]]
+    if not points or not most:
+        return
+    seconds = [*(p.seconds for p in points), max(row.timeline.seconds, points[-1].seconds)]
+    held = [*(p.num_bytes for p in points), points[-1].num_bytes]
+    level = [row.top + row.height * (1 - num_bytes / most) for num_bytes in held]
+    floor = row.top + row.height
+    axes.fill_between(seconds, level, floor, step="post", color=_MEMORY, linewidth=0, zorder=2)
+    axes.step(seconds, level, where="post", color=_LEVEL, linewidth=0.6, zorder=2)
+
+
+def _write_texts(axes: Axes, row: Row, points_per_second: float, shrink: float) -> None:
+    """Writes into each box what it is, as large as it fits."""
+    large = min(_FONT if row.what == "rank" else _SMALL_FONT, row.height * shrink * 72 * 0.75)
+    for number in row.spans:
+        span = row.timeline.spans[number]
+        space = span.seconds * points_per_second - 1.5
+        for text in _texts(span, several=_has_several(row.timeline)):
+            size = min(large, space / (0.58 * max(len(text), 1)))
+            if text and size >= _SMALLEST_FONT:
+                middle = (span.begin + span.end) / 2, row.top + row.height / 2
+                axes.text(
+                    *middle, text, fontsize=size, color=PALETTE[span.kind].text, ha="center",
+                    va="center_baseline", zorder=3,
+                )  # fmt: skip
+                break
+
+
+def _has_several(timeline: Timeline) -> bool:
+    return len(timeline.stage_to_rank) > timeline.num_ranks
+
+
+def _texts(span: Span, *, several: bool) -> Sequence[str]:
+    """Returns what may stand in a box, the longest first."""
+    if span.kind in COMPUTE:
+        short = f"{span.kind}{span.microbatch}"
+        return (span.action, short) if several else (short,)
+    return () if PALETTE[span.kind].is_hatched or span.kind == "transfer" else (span.label,)
+
+
+def _name_ranks(
+    axes: Axes, rows: Sequence[Row], timelines: Sequence[Timeline], shrink: float
+) -> None:
+    size = max(min(_FONT + 0.5, _HEIGHTS["rank"] * shrink * 72 * 0.8), 2.0)
+    left = -_LEFT / (_WIDTH - _LEFT - _RIGHT) + 0.012
+    place = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    for (_, rank), strips in groupby(rows, key=lambda row: (id(row.timeline), row.rank)):
+        own = list(strips)
+        first, last, timeline = own[0], own[-1], own[0].timeline
+        stages = [str(s) for s, owner in enumerate(timeline.stage_to_rank) if owner == rank]
+        second = timeline.source if _is_pair(timelines) else f"stage {', '.join(stages)}"
+        middle = first.top + first.height / 2
+        axes.text(left, middle, f"rank {rank}", fontsize=size, fontweight="bold", **place)
+        if shrink == 1 and last is not first:
+            axes.text(left, middle + 0.15, second, fontsize=_SMALL_FONT, color=_SOFT, **place)
+        if rank == 0 and len(timelines) > 1 and not _is_pair(timelines):
+            heading = titles(timelines)[[t is timeline for t in timelines].index(True)]
+            axes.text(left, first.top - 0.1, heading, fontsize=_FONT + 0.5, **place)
+
+
+def _step_ends(axes: Axes, rows: Sequence[Row]) -> None:
+    for _, strips in groupby(rows, key=lambda row: (id(row.timeline), row.rank)):
+        own = list(strips)
+        ends = own[0].timeline.step_ends
+        if len(ends) > 1:
+            floor = own[-1].top + own[-1].height
+            axes.vlines(ends, own[0].top - 0.02, floor + 0.02, "#1b1f24", linewidth=0.7, zorder=4)
+
+
+def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    present = {span.kind for timeline in timelines for span in timeline.spans}
+    patches = [
+        Patch(label=_legend_text(kind), **_style(PALETTE[kind])) for kind in KINDS if kind in present
+    ]
+    figure.legend(
+        handles=patches, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=6, frameon=False,
+        fontsize=_SMALL_FONT, handlelength=1.4, handleheight=0.9, columnspacing=1.2,
+        handletextpad=0.5, borderaxespad=0.4,
+    )  # fmt: skip
+
+
+def _legend_text(kind: SpanKind) -> str:
+    return f"{kind} {PALETTE[kind].name}" if kind in COMPUTE else PALETTE[kind].name
