@@ -26,6 +26,7 @@ _HEIGHTS = {"rank": 0.25, "beside": 0.13, "memory": 0.16}
 _GAP, _PAIR_GAP, _HEADING = 0.13, 0.04, 0.22
 _TALLEST = 14.0
 _FONT, _SMALL_FONT, _SMALLEST_FONT = 7.5, 6.5, 4.5  # points
+_LETTER = 0.58  # width of a letter, of its size
 _MANY_SPANS = 5000  # as vectors they would make a file of megabytes
 _LINE, _SOFT, _BAND, _MEMORY, _LEVEL = "#d9dee4", "#5b6470", "#f6f7f9", "#cbd2d9", "#7c8894"
 _STYLE = {
@@ -92,7 +93,8 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     rows = list(_rows(timelines))
     bottom = rows[-1].top + rows[-1].height
     shrink = min(1.0, _TALLEST / bottom)
-    head, foot = (0.55 if title else 0.32), 0.75
+    said = sentences(timelines)[0]
+    head, foot = 0.17 * len(said) + (0.37 if title else 0.15), 0.75
     height = bottom * shrink + head + foot
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     box = (_LEFT / _WIDTH, foot / height, 1 - (_LEFT + _RIGHT) / _WIDTH, bottom * shrink / height)
@@ -112,7 +114,7 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     if title:
         figure.text(0.01, top, title, fontsize=10, fontweight="bold", va="top")
         top -= 0.22 / height
-    figure.text(0.01, top, sentences(timelines)[0], fontsize=_FONT, color=_SOFT, va="top")
+    figure.text(0.01, top, "\n".join(said), fontsize=_FONT, color=_SOFT, va="top")
     _legend(figure, timelines)
     return figure
 
@@ -121,11 +123,13 @@ def _rows(timelines: Sequence[Timeline]) -> Iterator[Row]:
     """Yields all rows, from the top to the bottom."""
     top = 0.0
     groups = _groups(timelines)
+    by_rank = [_rows_by_rank(timeline) for timeline in timelines]
     for number, (timeline, rank) in enumerate(groups):
         new_timeline = number == 0 or groups[number - 1][0] is not timeline
         if not _is_pair(timelines) and len(timelines) > 1 and new_timeline:
             top += _HEADING
-        for what, spans in _rows_of_rank(timeline, rank):
+        at = [timeline is each for each in timelines].index(True)
+        for what, spans in by_rank[at][rank]:
             yield Row(timeline, rank, what, top, _HEIGHTS[what], spans)
             top += _HEIGHTS[what] + 0.015
         is_first_of_pair = number + 1 < len(groups) and groups[number + 1][1] == rank
@@ -144,12 +148,14 @@ def _groups(timelines: Sequence[Timeline]) -> list[tuple[Timeline, int]]:
     return sorted(groups, key=lambda group: group[1]) if _is_pair(timelines) else groups
 
 
-def _rows_of_rank(timeline: Timeline, rank: int) -> Iterator[tuple[str, list[int]]]:
+def _rows_by_rank(timeline: Timeline) -> list[list[tuple[str, list[int]]]]:
+    """Returns for each rank its rows: what is in them, and their spans."""
+    found: list[list[tuple[str, list[int]]]] = [[] for _ in range(timeline.num_ranks)]
     for lane in lanes(timeline):
-        if lane.rank == rank:
-            yield ("beside" if lane.is_beside else "rank"), lane.spans
-    if timeline.memory:
-        yield "memory", []
+        found[lane.rank].append(("beside" if lane.is_beside else "rank", lane.spans))
+    for rows in found if timeline.memory else ():
+        rows.append(("memory", []))
+    return found
 
 
 def _frame(axes: Axes, seconds: float) -> None:
@@ -201,19 +207,23 @@ def _draw_memory(axes: Axes, row: Row, timelines: Sequence[Timeline]) -> None:
 
 def _write_texts(axes: Axes, row: Row, points_per_second: float, shrink: float) -> None:
     """Writes into each box what it is, as large as it fits."""
-    large = min(_FONT if row.what == "rank" else _SMALL_FONT, row.height * shrink * 72 * 0.75)
+    largest = _FONT if row.what == "rank" else _SMALL_FONT
+    several = _has_several(row.timeline)
     for number in row.spans:
         span = row.timeline.spans[number]
-        space = span.seconds * points_per_second - 1.5
-        for text in _texts(span, several=_has_several(row.timeline)):
-            size = min(large, space / (0.58 * max(len(text), 1)))
-            if text and size >= _SMALLEST_FONT:
-                middle = (span.begin + span.end) / 2, row.top + row.height / 2
-                axes.text(
-                    *middle, text, fontsize=size, color=PALETTE[span.kind].text, ha="center",
-                    va="center_baseline", zorder=3,
-                )  # fmt: skip
-                break
+        width, height = span.seconds * points_per_second - 1.5, row.height * shrink * 72 - 2
+        for text in _texts(span, several=several) if width > 1 else ():
+            lines = text.split("\n")
+            widest = max(len(line) for line in lines) or 1
+            size = min(largest, width / (_LETTER * widest), height / len(lines))
+            if size < _SMALLEST_FONT:
+                continue
+            axes.text(
+                (span.begin + span.end) / 2, row.top + row.height / 2, text, fontsize=size,
+                color=PALETTE[span.kind].text, ha="center", va="center_baseline", zorder=3,
+                linespacing=1.0,
+            )  # fmt: skip
+            break
 
 
 def _has_several(timeline: Timeline) -> bool:
@@ -223,8 +233,9 @@ def _has_several(timeline: Timeline) -> bool:
 def _texts(span: Span, *, several: bool) -> Sequence[str]:
     """Returns what may stand in a box, the longest first."""
     if span.kind in COMPUTE:
-        short = f"{span.kind}{span.microbatch}"
-        return (span.action, short) if several else (short,)
+        kind = f"{span.stage}{span.kind}" if several else span.kind
+        microbatch = span.microbatch
+        return f"{kind}{microbatch}", f"{kind}\n{microbatch}", f"{span.kind}\n{microbatch}"
     return () if PALETTE[span.kind].is_hatched or span.kind == "transfer" else (span.label,)
 
 

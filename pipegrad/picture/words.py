@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 def title_of(timeline: Timeline) -> str:
     """Returns its name and where it comes from."""
-    return f"{timeline.name}, {timeline.source}" if timeline.name else timeline.source
+    return f"{timeline.name} ({timeline.source})" if timeline.name else timeline.source
 
 
 def titles(timelines: Sequence[Timeline]) -> list[str]:
@@ -69,16 +69,16 @@ def titles(timelines: Sequence[Timeline]) -> list[str]:
     return [f"{n} (2)" if n in names[:i] else n for i, n in enumerate(names)]
 
 
-def sentences(timelines: Sequence[Timeline]) -> list[str]:
-    """Returns what is said of all steps together, and then of each step.
+def sentences(timelines: Sequence[Timeline]) -> list[list[str]]:
+    """Returns the sentences about all steps together, and then those about each step.
 
     If the number of steps differs, only those are compared that both have.
     """
     num_steps = max(len(timeline.step_ends) for timeline in timelines)
-    return [_sentence(timelines, step) for step in (None, *range(num_steps))]
+    return [_about(timelines, step) for step in (None, *range(num_steps))]
 
 
-def _sentence(timelines: Sequence[Timeline], step: int | None) -> str:
+def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
     shown = [
         (timeline, title, _begin_and_end(timeline, step))
         for timeline, title in zip(timelines, titles(timelines), strict=True)
@@ -86,12 +86,12 @@ def _sentence(timelines: Sequence[Timeline], step: int | None) -> str:
     ]
     parts = [
         f"{title}: {duration(end - begin)}{_each(timeline, step)}, "
-        f"{_compute_share(timeline, begin, end):.1%} of it compute"
+        f"{_compute_share(timeline, begin, end):.1%} of it compute."
         for timeline, title, (begin, end) in shown
     ]
     if len(shown) == _MOST:
-        parts.append(_difference(*((t, n, _seconds(t, step)) for t, n, _ in shown)))
-    return ". ".join(parts) + "."
+        parts.append(_difference(*((t, n, _seconds(t, step)) for t, n, _ in shown)) + ".")
+    return parts
 
 
 def _begin_and_end(timeline: Timeline, step: int | None) -> tuple[float, float]:

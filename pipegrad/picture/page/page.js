@@ -89,7 +89,7 @@ function fitRows(least = 0, most = 3) {
 function setStep(step) {
   view.step = step;
   element("step").value = step;
-  element("sentence").textContent = data.sentences[step + 1];
+  element("sentence").textContent = data.sentences[step + 1].join(" ");
   fit();
 }
 
