@@ -56,7 +56,9 @@ class Drawing:
 
 
 def draws(command: Callable[Concatenate[Drawing, _Other], None]) -> Callable[..., None]:
-    """Gives a command the options, and a `Drawing` as its first argument::
+    """Gives a command the options, and a `Drawing` as its first argument.
+
+    For example::
 
         @click.command()
         @draws
@@ -73,5 +75,7 @@ def draws(command: Callable[Concatenate[Drawing, _Other], None]) -> Callable[...
 
     for name, text in reversed(_FORMATS.items()):
         path = click.Path(dir_okay=False, writable=True, path_type=Path)
-        drawing = click.option(f"--{name}", type=path, metavar="FILE", help=f"Write {text}.")(drawing)
+        drawing = click.option(f"--{name}", type=path, metavar="FILE", help=f"Write {text}.")(
+            drawing
+        )
     return drawing

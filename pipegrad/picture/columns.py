@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from pipegrad.picture.lanes import Lane, lanes
-from pipegrad.simulation.timeline import KINDS, Timeline
+from pipegrad.simulation.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.timeline import BESIDE, KINDS, Timeline
 
 _LARGEST = 2**31 - 1  # every column has integers of 32 bits
 # Columns of a span, in the order in which page/data.js reads them. "gap" is the time since the end
@@ -23,19 +25,14 @@ _LARGEST = 2**31 - 1  # every column has integers of 32 bits
 FIELDS = ("kind", "gap", "duration", "step", "stage", "microbatch", "peer", "which", "label")
 
 
-def pack(timeline: Timeline, critical_path: Iterable[int] = ()) -> dict[str, Any]:
+def pack(timeline: Timeline) -> dict[str, Any]:
     """Returns plain data; page/data.js unpacks it.
 
     Times are integers of `time_unit` seconds, so they are exact to half of that: 1 ns if the
     timeline takes up to 2 s, and 10 ns up to 21 s.
-
-    Args:
-        timeline: What was done.
-        critical_path: Positions of spans, in order of time.
     """
     rows = list(lanes(timeline))
-    order = list(chain.from_iterable(lane.spans for lane in rows))
-    position = {number: packed for packed, number in enumerate(order)}
+    paths = _critical_paths(timeline)
     time_unit = _unit(max(span.end for span in timeline.spans), 1e-9)
     memory_unit = _unit(max((p.num_bytes for row in timeline.memory for p in row), default=0), 1)
     labels = {text: n for n, text in enumerate(dict.fromkeys(s.label for s in timeline.spans))}
@@ -53,7 +50,8 @@ def pack(timeline: Timeline, critical_path: Iterable[int] = ()) -> dict[str, Any
         "spans": _compressed(_span_columns(timeline, rows, time_unit, labels)),
         "memory_counts": [len(points) for points in timeline.memory],
         "memory": _compressed(_memory_columns(timeline, time_unit, memory_unit)),
-        "critical_path": [position[number] for number in critical_path],
+        "path": _compressed(_path_columns(paths, time_unit)),
+        "path_words": [str(path) for path in paths],
     }
 
 
@@ -80,6 +78,19 @@ def _span_columns(
     for name in FIELDS[3:-1]:
         yield (getattr(span, name) for span in spans)
     yield (labels[span.label] for span in spans)
+
+
+def _critical_paths(timeline: Timeline) -> list[CriticalPath]:
+    lookup = Lookup(timeline)
+    return [critical_path(lookup, step) for step in range(len(timeline.step_ends))]
+
+
+def _path_columns(paths: Iterable[CriticalPath], unit: float) -> Iterable[Iterable[int]]:
+    segments = [segment for path in paths for segment in path.segments]
+    yield (segment.rank for segment in segments)
+    yield (segment.kind in BESIDE for segment in segments)
+    yield _rounded((segment.begin for segment in segments), unit)
+    yield _rounded((segment.end for segment in segments), unit)
 
 
 def _memory_columns(

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipegrad.errors import ScheduleError
+from pipegrad.picture.drawable import check
 from pipegrad.picture.lanes import lanes
 from pipegrad.picture.palette import PALETTE, Paint
-from pipegrad.picture.words import check, sentences, titles
+from pipegrad.picture.words import sentences, titles
 from pipegrad.simulation.timeline import COMPUTE, KINDS, Span, SpanKind, Timeline
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".svg", ".png", ".pdf")
-# Inches. A README shows 8.3 inches at 96 dots, so text of 7 points is as large as its own small print.
+# Inches. A README shows 8.3 inches, so text of 7 points is as large as its small print.
 _WIDTH, _LEFT, _RIGHT = 8.3, 0.95, 0.12
 _HEIGHTS = {"rank": 0.25, "beside": 0.13, "memory": 0.16}
 _GAP, _PAIR_GAP, _HEADING = 0.13, 0.04, 0.22
@@ -59,7 +60,7 @@ def write_figure(timelines: Sequence[Timeline], path: Path, *, title: str = "") 
         title: Written above it.
 
     Raises:
-        ScheduleError: If a timeline cannot be drawn, or the name of the file ends in something else.
+        ScheduleError: If a timeline cannot be drawn, or the file's name ends in something else.
         ImportError: If matplotlib is missing.
     """
     check(timelines)
@@ -99,7 +100,7 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     box = (_LEFT / _WIDTH, foot / height, 1 - (_LEFT + _RIGHT) / _WIDTH, bottom * shrink / height)
     axes = figure.add_axes(box)
-    seconds = max(max(t.seconds, max(s.end for s in t.spans)) for t in timelines)
+    seconds = max(max(t.seconds, *(s.end for s in t.spans)) for t in timelines)
     axes.set_xlim(0, seconds * 1.005)
     axes.set_ylim(bottom, 0)
     _frame(axes, seconds)
@@ -138,9 +139,7 @@ def _rows(timelines: Sequence[Timeline]) -> Iterator[Row]:
 
 def _is_pair(timelines: Sequence[Timeline]) -> bool:
     """True if one is the prediction of the other."""
-    return (
-        len({t.source for t in timelines}) > 1 and len({t.num_ranks for t in timelines}) == 1
-    )
+    return len({t.source for t in timelines}) > 1 and len({t.num_ranks for t in timelines}) == 1
 
 
 def _groups(timelines: Sequence[Timeline]) -> list[tuple[Timeline, int]]:
@@ -244,7 +243,7 @@ def _name_ranks(
 ) -> None:
     size = max(min(_FONT + 0.5, _HEIGHTS["rank"] * shrink * 72 * 0.8), 2.0)
     left = -_LEFT / (_WIDTH - _LEFT - _RIGHT) + 0.012
-    place = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
     for (_, rank), strips in groupby(rows, key=lambda row: (id(row.timeline), row.rank)):
         own = list(strips)
         first, last, timeline = own[0], own[-1], own[0].timeline
@@ -273,7 +272,9 @@ def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
 
     present = {span.kind for timeline in timelines for span in timeline.spans}
     patches = [
-        Patch(label=_legend_text(kind), **_style(PALETTE[kind])) for kind in KINDS if kind in present
+        Patch(label=_legend_text(kind), **_style(PALETTE[kind]))
+        for kind in KINDS
+        if kind in present
     ]
     figure.legend(
         handles=patches, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=6, frameon=False,

@@ -1,4 +1,4 @@
-"""write_html: one page that shows timelines, without a network: data, style and script are in it."""
+"""write_html: one page that shows timelines. Data, style and script are in it: no network."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from pipegrad.picture.columns import FIELDS, pack
+from pipegrad.picture.drawable import check
 from pipegrad.picture.palette import PALETTE
-from pipegrad.picture.words import check, sentences, titles
+from pipegrad.picture.words import sentences, titles
 from pipegrad.simulation.timeline import BESIDE, COMPUTE, KINDS, WAITS, Timeline
 
 # One module of JavaScript, in this order; each file says what it has.
 _SCRIPTS = ("data.js", "words.js", "rows.js", "paint.js", "page.js")
 
 
-def write_html(
-    timelines: Sequence[Timeline],
-    path: Path,
-    *,
-    title: str = "",
-    critical_paths: Sequence[Sequence[int]] = (),
-) -> None:
+def write_html(timelines: Sequence[Timeline], path: Path, *, title: str = "") -> None:
     """Writes a page that shows one timeline, or two in comparison.
 
     The page needs a browser of 2023 or later (`DecompressionStream`), and no network.
@@ -33,15 +28,12 @@ def write_html(
         timelines: One or two. A prediction and the run that it predicts are laid over each other.
         path: The file to write.
         title: Of the page; by default the names of the timelines.
-        critical_paths: For each timeline the positions of the spans that the step's end waited
-            for, in order of time; drawn if given.
 
     Raises:
         ScheduleError: If a timeline cannot be drawn.
     """
     check(timelines)
     title = title or " and ".join(titles(timelines))
-    paths = [*critical_paths, *([()] * len(timelines))]
     data = {
         "title": title,
         "fields": FIELDS,
@@ -51,7 +43,7 @@ def write_html(
         "beside": [KINDS.index(kind) for kind in BESIDE],
         "titles": titles(timelines),
         "sentences": sentences(timelines),
-        "timelines": [pack(t, p) for t, p in zip(timelines, paths, strict=False)],
+        "timelines": [pack(timeline) for timeline in timelines],
     }
     path.write_text(_page(title, data), encoding="utf-8")
 

@@ -14,9 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pipegrad.picture.drawable import check
 from pipegrad.picture.lanes import Lane, lanes
 from pipegrad.picture.palette import PALETTE
-from pipegrad.picture.words import check, titles
+from pipegrad.picture.words import titles
 from pipegrad.simulation.timeline import COMPUTE, Span, Timeline
 
 _MICROSECONDS = 1e6  # the unit of the format

@@ -25,8 +25,7 @@ async function unpack(packed, number) {
   Object.assign(timeline, times(packed, column("gap"), column("duration")));
   timeline.last = Math.max(...timeline.lanes.map((lane) => (lane.end > lane.first ? timeline.end[lane.end - 1] : 0)));
   timeline.memory = memory(packed, await inflate(packed.memory));
-  timeline.onPath = new Uint8Array(size);
-  for (const span of packed.critical_path) timeline.onPath[span] = 1;
+  timeline.path = path(timeline, await inflate(packed.path));
   timeline.several = packed.stage_to_rank.length > packed.num_ranks; // stages on a rank
   return timeline;
 }
@@ -62,6 +61,22 @@ function memory(packed, numbers) {
     first += count;
   }
   return { ranks, most };
+}
+
+// Returns the parts of the critical path, each with its lane, in order of time.
+function path(t, numbers) {
+  const size = numbers.length / 4, unit = t.time_unit;
+  return Array.from({ length: size }, (_, part) => {
+    const [rank, beside, begin, end] = [0, 1, 2, 3].map((column) => numbers[column * size + part]);
+    const lanes = t.lanes.filter((lane) => lane.rank === rank && lane.beside === Boolean(beside));
+    const lane = lanes.find((each) => spanAt(t, each, ((begin + end) / 2) * unit) >= 0) ?? lanes[0];
+    return { lane, begin: begin * unit, end: end * unit };
+  });
+}
+
+function isOnPath(t, span) {
+  const lane = laneOf(t, span), edge = 1e-3 * (t.end[span] - t.begin[span]);
+  return t.path.some((part) => part.lane === lane && part.end > t.begin[span] + edge && part.begin < t.end[span] - edge);
 }
 
 // Returns the first position from `first` to `end` whose value is above `value`.

@@ -90,7 +90,15 @@ function setStep(step) {
   view.step = step;
   element("step").value = step;
   element("sentence").textContent = data.sentences[step + 1].join(" ");
+  const only = step < 0 && data.sentences.length === 2 ? 0 : step; // the step whose path is told
+  element("path-words").replaceChildren(...timelines.flatMap((t) => (t.path_words[only] ? [pathLine(t, only)] : [])));
   fit();
+}
+
+function pathLine(t, step) {
+  const line = document.createElement("span");
+  line.textContent = `Critical path${timelines.length > 1 ? ` of ${t.title}` : ""}: ${t.path_words[step]}.`;
+  return line;
 }
 
 // --- choosing boxes
@@ -113,7 +121,7 @@ function linesAt(found) {
   const point = bisect(points.seconds, found.seconds, 0, points.seconds.length) - 1;
   const held = point >= 0 ? points.bytes[point] : 0;
   return [[`Memory: ${bytesInWords(held)}`, "b"], [`rank ${found.group.rank}, at most ${bytesInWords(points.peak)}`, "span"],
-    [`at ${duration(found.seconds - originOf(found.t))}`, "soft"]];
+    [`at ${duration(found.seconds - originOf(found.t), 5)}`, "soft"]];
 }
 
 function say(lines, x, y, kept) {
@@ -223,6 +231,7 @@ addEventListener("pointermove", (event) => {
   drag.moved ||= Math.abs(x) + Math.abs(y) > 4;
   if (!drag.moved) return;
   viewport.classList.add("dragged");
+  if (!view.chosen) tip.hidden = true;
   const shift = (x * (drag.to - drag.from)) / layout.panels[0].width;
   viewport.scrollTop = drag.top - y;
   show(drag.from - shift, drag.to - shift);
@@ -391,7 +400,7 @@ function begin() {
   element("layout").value = view.layout;
   element("layout-choice").hidden = !second;
   element("memory-choice").hidden = timelines.every((t) => !t.memory.most);
-  element("path-choice").hidden = timelines.every((t) => !t.critical_path.length);
+  element("path-choice").hidden = timelines.every((t) => !t.path.length);
   element("step-choice").hidden = steps < 2;
   element("step").append(new Option("all", -1), ...Array.from({ length: steps }, (_, step) => new Option(step, step)));
   setTheme(dark.matches ? "dark" : "light");

@@ -209,7 +209,7 @@ class Painter {
     const right = panel.left + panel.width;
     for (const tick of ticks(this.view, panel.width)) {
       const x = panel.left + (tick - this.view.from) * this.scale;
-      if (x < right - 20) context.fillText(tick ? duration(tick) : "0", x, AXIS / 2 + 2);
+      if (x < right - 20) context.fillText(tick ? duration(tick, 9) : "0", x, AXIS / 2 + 2);
       context.fillRect(x, AXIS - 5, 1, 5);
     }
     context.textAlign = "left";
@@ -254,26 +254,24 @@ class Painter {
     }
   }
 
-  // Underlines the spans of the critical path, and connects each with the next.
+  // Underlines what is on the critical path, and connects each part with the next. Two paths in the
+  // same rows would cover each other: there it only underlines.
   criticalPath(panel, t) {
-    const context = this.context, lanes = new Map();
-    context.strokeStyle = this.colours.strong;
-    context.lineJoin = "round";
+    const context = this.context, lines = new Path2D(), bars = new Path2D();
     let before = null;
-    const lines = new Path2D(), bars = new Path2D();
-    for (const span of t.critical_path) {
-      const lane = lanes.get(span) ?? laneOf(t, span), place = panel.places.get(lane);
+    for (const part of t.path) {
+      const place = panel.places.get(part.lane);
       if (!place) continue;
-      const from = this.x(panel, t, t.begin[span]), to = this.x(panel, t, t.end[span]);
-      const y = place.y + place.height - this.top - 1;
-      bars.rect(from, y - 1.5, Math.max(to - from, 1), 3);
-      if (before && before.y !== y) (lines.moveTo(before.x, before.y), lines.lineTo(from, y));
+      const from = this.x(panel, t, part.begin), to = this.x(panel, t, part.end);
+      const y = place.y + place.height - this.top;
+      bars.rect(from, y - 3, Math.max(to - from, 1), 3);
+      if (before && before.y !== y) (lines.moveTo(before.x, before.y - 1.5), lines.lineTo(from, y - 1.5));
       before = { x: to, y };
     }
-    context.fillStyle = this.colours.strong;
+    context.fillStyle = context.strokeStyle = this.colours.strong;
     context.fill(bars);
-    context.lineWidth = 1.5;
-    context.stroke(lines);
+    context.lineWidth = 1.2;
+    if (timelines.length === 1 || this.view.layout !== "paired") context.stroke(lines);
   }
 
   // Draws from where a message leaves to the rank that receives it, for boxes that can be seen.

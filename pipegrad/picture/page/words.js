@@ -1,8 +1,8 @@
 // words.js: what is said of a box: its name, its times, and the reason of a wait.
 
-function duration(seconds) {
-  const [size, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([s]) => Math.abs(seconds) >= s) ?? [1e-6, "µs"];
-  return `${Number((seconds / size).toPrecision(4))} ${unit}`;
+function duration(seconds, digits = 3) {
+  const [size, unit] = [[1, "s"], [1e-3, "ms"]].find(([least]) => Math.abs(seconds) >= least * 0.9995) ?? [1e-6, "us"];
+  return `${Number((seconds / size).toPrecision(digits))} ${unit}`;
 }
 
 function bytesInWords(bytes) {
@@ -25,7 +25,7 @@ function linesOf(t, span) {
   lines.push([when(t, span), "soft"]);
   const twin = twinOf(t, span);
   if (twin) lines.push([twin, "soft"]);
-  if (t.onPath[span]) lines.push(["On the critical path: the step waits for it.", "span"]);
+  if (isOnPath(t, span)) lines.push(["On the critical path: the step waits for it.", "span"]);
   return lines;
 }
 
@@ -50,7 +50,7 @@ function detail(t, span) {
 
 function when(t, span) {
   const begin = t.begin[span] - originOf(t), end = t.end[span] - originOf(t);
-  return `${duration(begin)} to ${duration(end)}, takes ${duration(t.end[span] - t.begin[span])}`;
+  return `${duration(begin, 7)} to ${duration(end, 7)}, takes ${duration(end - begin, 4)}`;
 }
 
 // Returns why a rank waited: what it waited for, what that rank did meanwhile, how long it travelled.
