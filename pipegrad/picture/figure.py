@@ -32,7 +32,8 @@ _MANY_SPANS = 5000  # as vectors they would make a file of megabytes
 _LINE, _SOFT, _BAND, _MEMORY, _LEVEL = "#d9dee4", "#5b6470", "#f6f7f9", "#cbd2d9", "#7c8894"
 _STYLE = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans"],
+    # matplotlib brings the first, so that a figure is the same on every machine.
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"],
     "hatch.linewidth": 0.5,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pipegrad",  # the same picture is the same file
@@ -187,8 +188,14 @@ def _style(paint: Paint) -> dict[str, Any]:
     if not paint.is_hatched:
         return {"facecolor": paint.fill, "edgecolor": "white", "linewidth": 0.4}
     hatch = "\\" if paint.is_mirrored else "/"
-    faint = f"{paint.fill}1c"
-    return {"facecolor": faint, "edgecolor": f"{paint.fill}99", "hatch": hatch * 5, "linewidth": 0}
+    lines, between = _paler(paint.fill, 0.6), _paler(paint.fill, 0.12)
+    return {"facecolor": between, "edgecolor": lines, "hatch": hatch * 5, "linewidth": 0}
+
+
+def _paler(colour: str, share: float) -> str:
+    """Returns a colour on white. With alpha instead, SVG files lose the lines of a hatch."""
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
 
 
 def _draw_memory(axes: Axes, row: Row, timelines: Sequence[Timeline]) -> None:

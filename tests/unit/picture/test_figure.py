@@ -22,6 +22,7 @@ needs_matplotlib = pytest.mark.skipif(
     and not __import__("importlib.util").util.find_spec("matplotlib"),
     reason="needs matplotlib: pip install 'pipegrad[picture]'",
 )
+SVG = "{http://www.w3.org/2000/svg}"
 MEASURED = replace(SMALL, source="measured")
 
 
@@ -29,9 +30,7 @@ def texts(timelines: Sequence[Timeline], tmp_path: Path, **options: str) -> list
     path = tmp_path / "figure.svg"
     write_figure(timelines, path, **options)
     root = ElementTree.fromstring(path.read_text())
-    return [
-        "".join(node.itertext()).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")
-    ]
+    return ["".join(node.itertext()).strip() for node in root.iter(f"{SVG}text")]
 
 
 @needs_matplotlib
@@ -41,6 +40,20 @@ def test_the_figure_has_its_text_as_text(tmp_path: Path) -> None:
     assert "by hand (predicted): 16.0 ms, 44 % of it compute." in found
     assert {"F forward", "wait for receive", "transfer", "gradient reduction"} <= set(found)
     assert "parameter sync" not in found  # none was made
+
+
+@needs_matplotlib
+def test_the_lines_of_a_hatch_can_be_seen(tmp_path: Path) -> None:
+    """With transparent colours, a SVG had lines of the colour of what is between them."""
+    texts([SMALL], tmp_path)
+    root = ElementTree.fromstring((tmp_path / "figure.svg").read_text())
+    patterns = list(root.iter(f"{SVG}pattern"))
+    assert len(patterns) == 2  # waits for a receive and for a reduction
+    for pattern in patterns:
+        between, lines = pattern.find(f"{SVG}rect"), pattern.find(f"{SVG}path")
+        assert between is not None
+        assert lines is not None
+        assert between.attrib["fill"] not in lines.attrib["style"]
 
 
 @needs_matplotlib
