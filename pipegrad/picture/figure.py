@@ -27,7 +27,8 @@ _HEIGHTS = {"rank": 0.25, "beside": 0.13, "memory": 0.16}
 _GAP, _PAIR_GAP, _HEADING = 0.13, 0.04, 0.22
 _TALLEST = 14.0
 _FONT, _SMALL_FONT, _SMALLEST_FONT = 7.5, 6.5, 4.5  # points
-_LETTER = 0.58  # width of a letter, of its size
+_LETTER = 0.64  # width of a letter, of its size
+_THIN = 1.5  # points
 _MANY_SPANS = 5000  # as vectors they would make a file of megabytes
 _LINE, _SOFT, _BAND, _MEMORY, _LEVEL = "#d9dee4", "#5b6470", "#f6f7f9", "#cbd2d9", "#7c8894"
 _STYLE = {
@@ -108,7 +109,7 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     points_per_second = 72 * (_WIDTH - _LEFT - _RIGHT) / (seconds * 1.005)
     many = sum(len(t.spans) for t in timelines) > _MANY_SPANS
     for row in rows:
-        _draw_row(axes, row, timelines, rasterized=many)
+        _draw_row(axes, row, timelines, points_per_second, rasterized=many)
         _write_texts(axes, row, points_per_second, shrink)
     _name_ranks(axes, rows, timelines, shrink)
     _step_ends(axes, rows)
@@ -170,25 +171,36 @@ def _frame(axes: Axes, seconds: float) -> None:
         side.set_visible(False)
 
 
-def _draw_row(axes: Axes, row: Row, timelines: Sequence[Timeline], *, rasterized: bool) -> None:
+def _draw_row(
+    axes: Axes,
+    row: Row,
+    timelines: Sequence[Timeline],
+    points_per_second: float,
+    *,
+    rasterized: bool,
+) -> None:
     axes.axhspan(row.top, row.top + row.height, color=_BAND, linewidth=0, zorder=0.4)
     if row.what == "memory":
         _draw_memory(axes, row, timelines)
-    boxes: defaultdict[SpanKind, list[tuple[float, float]]] = defaultdict(list)
+    boxes: defaultdict[tuple[SpanKind, bool], list[tuple[float, float]]] = defaultdict(list)
     for number in row.spans:
         span = row.timeline.spans[number]
-        boxes[span.kind].append((span.begin, span.seconds))
-    for kind, ranges in boxes.items():
-        axes.broken_barh(
-            ranges, (row.top, row.height), rasterized=rasterized, zorder=2, **_style(PALETTE[kind])
-        )
+        is_thin = span.seconds * points_per_second < _THIN
+        boxes[span.kind, is_thin].append((span.begin, span.seconds))
+    for (kind, is_thin), ranges in boxes.items():
+        style = _style(PALETTE[kind], is_thin=is_thin)
+        place = (row.top, row.height)
+        axes.broken_barh(ranges, place, rasterized=rasterized, zorder=2, **style)
 
 
-def _style(paint: Paint) -> dict[str, Any]:
+def _style(paint: Paint, *, is_thin: bool = False) -> dict[str, Any]:
+    """Returns how boxes of a kind look; thin ones have no room for lines."""
     if not paint.is_hatched:
-        return {"facecolor": paint.fill, "edgecolor": "white", "linewidth": 0.4}
-    hatch = "\\" if paint.is_mirrored else "/"
+        return {"facecolor": paint.fill, "edgecolor": "white", "linewidth": 0 if is_thin else 0.4}
     lines, between = _paler(paint.fill, 0.6), _paler(paint.fill, 0.12)
+    if is_thin:
+        return {"facecolor": _paler(paint.fill, 0.3), "linewidth": 0}
+    hatch = "\\" if paint.is_mirrored else "/"
     return {"facecolor": between, "edgecolor": lines, "hatch": hatch * 5, "linewidth": 0}
 
 

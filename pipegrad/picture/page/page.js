@@ -98,6 +98,7 @@ function setStep(step) {
 function pathLine(t, step) {
   const line = document.createElement("span");
   line.textContent = `Critical path${timelines.length > 1 ? ` of ${t.title}` : ""}: ${t.path_words[step]}.`;
+  line.title = line.textContent; // a long one is cut
   return line;
 }
 

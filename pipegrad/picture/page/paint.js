@@ -332,7 +332,7 @@ function fitting(texts, width, height) {
   const sizes = height > 20 ? [12, 9.5] : [Math.min(10, height - 1)];
   for (const lines of texts.map((text) => text.split("\n"))) {
     const letters = Math.max(...lines.map((line) => line.length));
-    const size = sizes.find((each) => letters * each * 0.57 <= width && lines.length * each * 1.1 <= height);
+    const size = sizes.find((each) => (0.62 * letters + 0.2) * each <= width && lines.length * each * 1.1 <= height);
     if (letters && size) return [lines, size];
   }
   return [[], 0];

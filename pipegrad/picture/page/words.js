@@ -55,9 +55,10 @@ function when(t, span) {
 
 // Returns why a rank waited: what it waited for, what that rank did meanwhile, how long it travelled.
 function reason(t, span) {
-  const label = t.labels[t.label[span]], peer = t.peer[span];
-  const from = peer >= 0 ? ` ${data.kinds[t.kind[span]].kind === "wait for send" ? "to" : "of"} rank ${peer}` : "";
-  const lines = [`It waits for ${label || data.kinds[t.kind[span]].name.slice("wait for ".length)}${from}.`];
+  const label = t.labels[t.label[span]], peer = t.peer[span], { kind } = data.kinds[t.kind[span]];
+  const what = label || (kind === "wait for ranks" ? "the other ranks" : kind.replace("wait for ", "a "));
+  const way = kind === "wait for send" ? "to" : "from";
+  const lines = [`It waits for ${what}${peer >= 0 ? ` ${way} rank ${peer}` : ""}.`];
   const cause = besideOf(t, span);
   const begin = t.begin[span], end = t.end[span];
   const sent = cause >= 0 ? Math.min(Math.max(t.begin[cause], begin), end) : end;
@@ -150,8 +151,9 @@ function twinOf(t, span) {
   for (const twin of spansOf(other, t.rank[span], laneOf(t, span).beside)) {
     if (!same.every((name) => t[name][span] === other[name][twin])) continue;
     const mine = t.end[span] - t.begin[span], its = other.end[twin] - other.begin[twin];
-    const percent = its > 0 ? ` (here ${mine >= its ? "+" : "−"}${(Math.abs(mine / its - 1) * 100).toFixed(1)} %)` : "";
-    return `${other.title}: ${duration(its)}${percent}`;
+    const change = its > 0 ? ((mine / its - 1) * 100).toFixed(1) : "0.0";
+    const here = Number(change) ? ` (here ${change > 0 ? "+" : ""}${change.replace("-", "−")} %)` : "";
+    return `${other.title}: ${duration(its)}${here}`;
   }
   return "";
 }

@@ -114,7 +114,7 @@ def test_a_wait_explains_itself(page: Page, tmp_path: Path) -> None:
     assert page.point_at(wait).splitlines() == [
         "Wait for receive: 4 ms",
         "rank 1, stage 0, microbatch 0",
-        "It waits for x of 0F0 of rank 0.",
+        "It waits for x of 0F0 from rank 0.",
         "For 3 ms rank 0 was still at 0F0.",
         "For 1 ms the message was on its way.",
         "0 us to 4 ms, takes 4 ms",
