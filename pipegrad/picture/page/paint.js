@@ -38,8 +38,8 @@ class Painter {
     this.scale = panel.width / (this.view.to - this.view.from); // pixels of a second
     const groups = panel.groups.filter((g) => g.y + g.height > this.top && g.y < this.top + this.height);
     const lanes = groups.flatMap((g) => g.rows.flatMap((row) => row.lanes)).length;
-    this.bar = Math.max(NARROWEST, (lanes * panel.width * 4) / MOST_BARS);
-    this.paths = data.kinds.map(() => [new Path2D(), new Path2D()]); // dimmed, and shown
+    this.bar = Math.max(NARROWEST, Math.ceil((lanes * panel.width * 4) / MOST_BARS));
+    this.boxesOf = data.kinds.map(() => [[], []]); // dimmed, and shown: left, top, width, height, ...
     this.clip(panel, () => {
       groups.forEach((group) => this.background(panel, group));
       this.grid(panel);
@@ -49,7 +49,7 @@ class Painter {
           for (const lane of row.lanes) this.lane(panel, group, lane);
         }
       }
-      this.fillPaths();
+      this.fillBoxes();
       this.drawTexts();
       this.stepEnds(panel);
       if (this.view.path) for (const t of timelines) this.criticalPath(panel, t);
@@ -93,7 +93,7 @@ class Painter {
       const from = Math.max(this.x(panel, t, t.begin[span]), panel.left - 9);
       const to = Math.min(this.x(panel, t, t.end[span]), panel.left + panel.width + 9);
       const space = to - from > 5 ? 1 : 0; // between boxes
-      this.paths[t.kind[span]][mask[span] - 1].rect(from, y - this.top, Math.max(to - from - space, 0.7), height);
+      this.boxesOf[t.kind[span]][mask[span] - 1].push(from, y - this.top, Math.max(to - from - space, 0.7), height);
       drawn.boxes++;
       if (to - from > 7 && height > 8 && mask[span] === 2) this.texts.push([t, span, from, to - space, y, height]);
     }
@@ -112,29 +112,48 @@ class Painter {
         shares[bar * size * 2 + at] += Math.min(to, bar + 1) - Math.max(from, bar);
       }
     }
+    this.bars(panel, shares, count, y - this.top, height);
+  }
+
+  // Stacks the shares of each bar. Edges lie on whole pixels, so bars side by side that look alike
+  // become one box.
+  bars(panel, shares, count, top, height) {
+    const slots = data.kinds.length * 2, last = new Int32Array(slots).fill(-1);
     for (let bar = 0; bar < count; bar++) {
-      let bottom = y + height - this.top;
-      for (let at = 0; at < size * 2; at++) {
-        const tall = shares[bar * size * 2 + at] * height;
-        if (tall < 0.2) continue;
-        bottom -= tall;
-        this.paths[at >> 1][at & 1].rect(panel.left + bar * this.bar, bottom, this.bar, tall);
-        drawn.bars++;
+      const left = panel.left + bar * this.bar;
+      let filled = 0, lower = Math.round(top + height);
+      for (let at = 0; at < slots; at++) {
+        filled += shares[bar * slots + at];
+        const upper = Math.round(top + height * (1 - Math.min(filled, 1))), tall = lower - upper;
+        if (!tall) continue;
+        lower = upper;
+        const boxes = this.boxesOf[at >> 1][at & 1], before = last[at];
+        const goesOn = before >= 0 && boxes[before] + boxes[before + 2] === left && boxes[before + 1] === upper;
+        if (goesOn && boxes[before + 3] === tall) boxes[before + 2] += this.bar;
+        else {
+          last[at] = boxes.push(left, upper, this.bar, tall) - 4;
+          drawn.bars++;
+        }
       }
     }
   }
 
-  fillPaths() {
+  // Fills the boxes of one kind after the other: changing colours takes longer than filling. One
+  // path of all boxes would be far slower than so many rectangles.
+  fillBoxes() {
+    const context = this.context;
     data.kinds.forEach((kind, number) => {
-      this.paths[number].forEach((path, shown) => {
-        this.context.globalAlpha = shown ? 1 : 0.13;
-        fillLike(this.context, kind, this.pattern(number), this.colours.hatch, (style) => {
-          this.context.fillStyle = style;
-          this.context.fill(path);
+      this.boxesOf[number].forEach((boxes, shown) => {
+        context.globalAlpha = shown ? 1 : 0.13;
+        fillLike(context, kind, boxes.length && this.pattern(number), this.colours.hatch, (style) => {
+          context.fillStyle = style;
+          for (let at = 0; at < boxes.length; at += 4) {
+            context.fillRect(boxes[at], boxes[at + 1], boxes[at + 2], boxes[at + 3]);
+          }
         });
       });
     });
-    this.context.globalAlpha = 1;
+    context.globalAlpha = 1;
   }
 
   // Returns the hatching of a wait.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,9 @@ def test_each_transfer_has_an_arrow_to_its_receiver(tmp_path: Path) -> None:
 
 def test_arrows_of_two_timelines_do_not_mix(tmp_path: Path) -> None:
     found = events(tmp_path, SMALL, replace(SMALL, source="measured"))
-    assert set(Counter(event["id"] for event in found if event["ph"] == "s").values()) == {1}
+    begins = {event["id"]: event["pid"] for event in found if event["ph"] == "s"}
+    ends = {event["id"]: event["pid"] for event in found if event["ph"] == "f"}
+    assert sorted((begins[n], ends[n]) for n in begins) == [(0, 1), (1, 0), (2, 3), (3, 2)]
 
 
 def test_memory_is_a_counter(tmp_path: Path) -> None:
