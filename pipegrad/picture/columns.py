@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from pipegrad.picture.drawable import LARGEST
 from pipegrad.picture.lanes import Lane, lanes
 from pipegrad.simulation.critical_path import CriticalPath, critical_path
 from pipegrad.simulation.lookup import Lookup
 from pipegrad.simulation.timeline import BESIDE, KINDS, Timeline
 
-_LARGEST = 2**31 - 1  # every column has integers of 32 bits
 # Columns of a span, in the order in which page/data.js reads them. "gap" is the time since the end
 # of the span before it in its lane: mostly 0, which compresses best.
 FIELDS = ("kind", "gap", "duration", "step", "stage", "microbatch", "peer", "which", "label")
@@ -57,7 +57,7 @@ def pack(timeline: Timeline) -> dict[str, Any]:
 
 def _unit(largest: float, smallest: float) -> float:
     """Returns the smallest unit in which `largest` fits into 32 bits: `smallest`, or times ten."""
-    while largest / smallest > _LARGEST:
+    while largest / smallest > LARGEST:
         smallest *= 10
     return smallest
 

@@ -36,6 +36,7 @@ _STYLE = {
     # matplotlib brings the first, so that a figure is the same on every machine.
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"],
     "hatch.linewidth": 0.5,
+    "text.parse_math": False,  # a name may have a $
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pipegrad",  # the same picture is the same file
 }
@@ -52,7 +53,7 @@ class Row(NamedTuple):
     spans: list[int]
 
 
-def write_figure(timelines: Sequence[Timeline], path: Path, *, title: str = "") -> None:
+def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str = "") -> None:
     """Writes a figure of one timeline, or of two in comparison.
 
     Args:
@@ -66,14 +67,15 @@ def write_figure(timelines: Sequence[Timeline], path: Path, *, title: str = "") 
         ImportError: If matplotlib is missing.
     """
     check(timelines)
-    if path.suffix not in _SUFFIXES:
+    path = Path(path)
+    if path.suffix.lower() not in _SUFFIXES:
         raise ScheduleError(
             f"a figure is written as {', '.join(_SUFFIXES)}, found {path.name!r}: change the name"
         )
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_STYLE):
         figure = _drawn(timelines, title)
-        figure.savefig(path, dpi=200, metadata=None if path.suffix == ".png" else _undated(path))
+        figure.savefig(path, dpi=200, metadata=_undated(path))
 
 
 def _matplotlib() -> Any:  # noqa: ANN401 - a module that may be missing
@@ -87,7 +89,8 @@ def _matplotlib() -> Any:  # noqa: ANN401 - a module that may be missing
 
 
 def _undated(path: Path) -> dict[str, None]:
-    return {"CreationDate" if path.suffix == ".pdf" else "Date": None}
+    """Returns what leaves the date out of a file."""
+    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower(), {})
 
 
 def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
@@ -102,7 +105,7 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     box = (_LEFT / _WIDTH, foot / height, 1 - (_LEFT + _RIGHT) / _WIDTH, bottom * shrink / height)
     axes = figure.add_axes(box)
-    seconds = max(max(t.seconds, *(s.end for s in t.spans)) for t in timelines)
+    seconds = max(max(t.seconds, *(s.end for s in t.spans)) for t in timelines) or 1.0
     axes.set_xlim(0, seconds * 1.005)
     axes.set_ylim(bottom, 0)
     _frame(axes, seconds)

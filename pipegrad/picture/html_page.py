@@ -19,7 +19,7 @@ from pipegrad.simulation.timeline import BESIDE, COMPUTE, KINDS, WAITS, Timeline
 _SCRIPTS = ("data.js", "words.js", "rows.js", "paint.js", "page.js")
 
 
-def write_html(timelines: Sequence[Timeline], path: Path, *, title: str = "") -> None:
+def write_html(timelines: Sequence[Timeline], path: Path | str, *, title: str = "") -> None:
     """Writes a page that shows one timeline, or two in comparison.
 
     The page needs a browser of 2023 or later (`DecompressionStream`), and no network.
@@ -45,7 +45,7 @@ def write_html(timelines: Sequence[Timeline], path: Path, *, title: str = "") ->
         "sentences": sentences(timelines),
         "timelines": [pack(timeline) for timeline in timelines],
     }
-    path.write_text(_page(title, data), encoding="utf-8")
+    Path(path).write_text(_page(title, data), encoding="utf-8")
 
 
 def _page(title: str, data: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ _MICROSECONDS = 1e6  # the unit of the format
 Event = dict[str, Any]
 
 
-def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
+def write_perfetto(timelines: Sequence[Timeline], path: Path | str) -> None:
     """Writes one or two timelines as JSON for ui.perfetto.dev or chrome://tracing.
 
     Raises:
@@ -37,7 +37,8 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
         events += _events(timeline, title, first_process)
         first_process += timeline.num_ranks
     data = {"traceEvents": events, "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(data, separators=(",", ":"), allow_nan=False), encoding="utf-8")
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _events(timeline: Timeline, title: str, first_process: int) -> Iterator[Event]:

@@ -15,7 +15,7 @@ import pytest
 from pipegrad.errors import ScheduleError
 from pipegrad.picture import write_figure
 from pipegrad.simulation.timeline import Timeline
-from tests.support.picture.timelines import SMALL, simulated
+from tests.support.picture.timelines import SMALL, SPANS, simulated
 
 needs_matplotlib = pytest.mark.skipif(
     "matplotlib" not in sys.modules
@@ -74,6 +74,21 @@ def test_two_schedules_are_drawn_one_above_the_other(tmp_path: Path) -> None:
     headings = [text for text in found if text in ("by hand (predicted)", "zbv (predicted)")]
     assert headings == ["by hand (predicted)", "zbv (predicted)"]
     assert "stage 0, 3" in found
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        replace(SMALL, spans=(SPANS[0]._replace(end=0.0),), step_ends=(0.0,)),
+        replace(SMALL, step_ends=(), memory=()),
+        replace(SMALL, num_ranks=200, memory=()),
+        replace(SMALL, name="$x^$ <&", spans=tuple(s._replace(label="$_{") for s in SPANS)),
+    ],
+    ids=["no time", "no step", "many ranks", "signs of formulas"],
+)
+def test_odd_timelines_are_drawn(timeline: Timeline, tmp_path: Path) -> None:
+    assert "rank 1" in texts([timeline], tmp_path)
 
 
 @needs_matplotlib

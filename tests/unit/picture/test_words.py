@@ -12,8 +12,11 @@ from pipegrad.errors import ScheduleError
 from pipegrad.picture import write_figure, write_html, write_perfetto
 from pipegrad.picture.palette import PALETTE
 from pipegrad.picture.words import sentences, titles
-from pipegrad.simulation.timeline import KINDS, WAITS, Span
+from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span
 from tests.support.picture.timelines import SMALL, SPANS, simulated
+
+
+WRONG: dict[str, Any] = {"num_ranks": 2.0}
 
 
 def changed(**values: Any) -> tuple[Span, ...]:
@@ -37,6 +40,10 @@ def changed(**values: Any) -> tuple[Span, ...]:
         ([replace(SMALL, spans=changed(begin=1.0))], "from 1.0 to 0.003"),
         ([replace(SMALL, spans=changed(begin="now"))], "cannot be drawn"),
         ([replace(SMALL, spans=changed(stage=0.5))], "no integer"),
+        ([replace(SMALL, spans=changed(microbatch=2**40))], "no integer of 32 bits"),
+        ([replace(SMALL, spans=changed(label=None))], "the label None, expected a text"),
+        ([replace(SMALL, **WRONG)], r"it has 2\.0 ranks"),
+        ([replace(SMALL, memory=(SMALL.memory[0], (MemoryPoint(0.0, -1),)))], "below 0"),
         ([replace(SMALL, step_ends=(2.0, 1.0))], "ascending"),
         ([replace(SMALL, memory=SMALL.memory[:1])], "the memory of 1 ranks of 2"),
     ],
