@@ -83,7 +83,7 @@ class RankBreakdown:
     def bubble(self) -> float:
         """The share of the step in which the rank computes nothing."""
         computes = sum(self.parts[kind] for kind in COMPUTE)
-        return 1 - computes / self.step_seconds if self.step_seconds > 0 else 0.0
+        return max(0.0, 1 - computes / self.step_seconds) if self.step_seconds > 0 else 0.0
 
     @property
     def exposed_seconds(self) -> float:
@@ -139,7 +139,7 @@ class Breakdown:
         for rank in range(len(self.ranks)) if ranks is None else ranks:
             own = self.ranks[rank]
             shares = [*(own.parts[part] for part in parts), own.exposed_seconds]
-            cells = [in_percent(share / self.seconds) for share in shares]
+            cells = [in_percent(share / (self.seconds or 1.0)) for share in shares]
             yield [str(rank), *cells[:-1], in_percent(own.bubble), cells[-1]]
 
     def to_json(self) -> dict[str, Any]:

@@ -15,17 +15,11 @@ from pipegrad.simulation.costs import (
     CollectiveCosts,
     Costs,
     HostCosts,
-    LinkCosts,
-    Network,
     StageCosts,
 )
+from pipegrad.simulation.inferred_network import GRADIENT, NOMINAL_RATE, network_of, value_of
 from pipegrad.simulation.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, Span
-
-# A timeline has times and no bytes. Values get the bytes that they would have at this rate, so that
-# what-ifs can change sizes and rates.
-_NOMINAL_RATE = 1e9
-_GRADIENT = "gradient of "
 
 
 def program_of(lookup: Lookup, step: int) -> Program:
@@ -36,8 +30,8 @@ def program_of(lookup: Lookup, step: int) -> Program:
     """
     timeline = lookup.timeline
     own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-    for span in sorted(timeline.spans, key=attrgetter("begin", "end")):
-        if span.kind in COMPUTE and span.step == step and 0 <= span.rank < timeline.num_ranks:
+    for span in sorted(lookup.spans, key=attrgetter("begin", "end")):
+        if span.kind in COMPUTE and span.step == step:
             own[span.rank].append(span)
     links = tuple(_links(lookup, step, own))
     feeds = [
@@ -65,26 +59,20 @@ def costs_of(lookup: Lookup) -> Costs:
     """Returns costs with which a simulation gives the times of a timeline.
 
     Each time is the median of all steps. Bytes are not known: values have as many as they would
-    have at 1 GB/s, and the link of each pair of ranks has the rate that gives their times. Memory
-    is not known either.
+    have at 1 GB/s, and the link of each pair of ranks has the rate that gives their times. If
+    transfers take longer beside others of their ranks, NICs limit them. Memory is not known.
     """
-    timeline = lookup.timeline
-    sizes, links = _network(lookup)
+    sizes, network = network_of(lookup)
     stages = tuple(_stages(lookup, sizes))
     collectives = {
         name: CollectiveCosts(
-            num_bytes=round(seconds.get("reduction", 0.0) * _NOMINAL_RATE),
+            num_bytes=round(seconds.get("reduction", 0.0) * NOMINAL_RATE),
             seconds=seconds.get("reduction", 0.0),
             sync_seconds=seconds.get("parameter sync", 0.0),
         )
         for name, seconds in _collective_seconds(lookup).items()
     }
-    meets = all(
-        span.begin >= lookup.step(span.step)[0] - lookup.tolerance
-        for span in timeline.spans
-        if span.kind in COMPUTE and span.step < len(timeline.step_ends)
-    )
-    return Costs(stages, Network(links=links), collectives, _host(lookup), ranks_meet=meets)
+    return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
 
 
 # What stages hand on.
@@ -95,12 +83,12 @@ def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator
     consumers = defaultdict[tuple[str, int], set[int]](set)
     returned = set[tuple[str, int]]()
     readers = _readers(own)
-    for span in lookup.timeline.spans:
+    for span in lookup.spans:
         sent = span.step == step and span.kind in ("transfer", "wait for receive")
-        if sent and span.label.startswith(_GRADIENT):
-            returned.add(_value(span.label.removeprefix(_GRADIENT)))
+        if sent and span.label.startswith(GRADIENT):
+            returned.add(value_of(span.label))
         elif sent:
-            value = _value(span.label)
+            value = value_of(span.label)
             target = span.peer if span.kind == "transfer" else span.rank
             # The first stage of the receiving rank that comes after the producer reads it.
             later = (s for s in readers.get((target, span.microbatch), ()) if s > value[1] >= 0)
@@ -118,13 +106,6 @@ def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator
     for (name, producer), stages in sorted(consumers.items(), key=lambda item: item[0][::-1]):
         is_differentiable = (name, producer) in returned or (name, producer) not in crossing
         yield Link(name, producer, tuple(sorted(stages)), is_differentiable)
-
-
-def _value(label: str) -> tuple[str, int]:
-    """Returns the name and the producer of ``x of 0F3``."""
-    name, _, action = label.rpartition(" of ")
-    stage = action.partition("F")[0]
-    return name, int(stage) if stage.isdecimal() else -1
 
 
 def _readers(own: Sequence[Sequence[Span]]) -> dict[tuple[int, int], list[int]]:
@@ -151,7 +132,7 @@ def _collectives(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> It
         stages = {s for rank, begin in begun.items() for s in _final(own[rank], begin)}
         readers = {
             stage
-            for span in lookup.timeline.spans
+            for span in lookup.spans
             if span.kind == "parameter sync" and span.which == which
             for stage, rank in enumerate(lookup.timeline.stage_to_rank)
             if rank == span.rank and rank in ranks
@@ -180,7 +161,7 @@ def _final(computes: Sequence[Span], begin: float) -> set[int]:
 def _stages(lookup: Lookup, sizes: Mapping[tuple[str, int], int]) -> Iterator[StageCosts]:
     seconds = defaultdict[tuple[int, str], list[float]](list)
     steps = defaultdict[int, dict[int, float]](dict)
-    for span in lookup.timeline.spans:
+    for span in lookup.spans:
         if span.kind in COMPUTE:
             seconds[span.stage, span.kind].append(span.seconds)
         elif span.kind == "optimizer":
@@ -203,31 +184,6 @@ def _stages(lookup: Lookup, sizes: Mapping[tuple[str, int], int]) -> Iterator[St
 
 def _median(seconds: Collection[float]) -> float:
     return median(seconds) if seconds else 0.0
-
-
-def _network(lookup: Lookup) -> tuple[dict[tuple[str, int], int], tuple[LinkCosts, ...]]:
-    """Returns the bytes of each value, and the link of each pair of ranks."""
-    seconds = defaultdict[tuple[tuple[str, int], int, int], list[float]](list)
-    longest = defaultdict[tuple[tuple[str, int], int, int], list[float]](list)
-    for span in lookup.timeline.spans:
-        if span.kind == "transfer":
-            key = _value(span.label.removeprefix(_GRADIENT)), span.rank, span.peer
-            kept = seconds if lookup.has_end(span) else longest
-            kept[key].append(lookup.transfer_seconds(span))
-    # Where no receiver ever waited, all that is known is that no transfer took longer.
-    medians = {key: min(own) for key, own in longest.items()}
-    medians |= {key: median(own) for key, own in seconds.items()}
-    sizes: dict[tuple[str, int], int] = {}
-    for (value, _, _), time in medians.items():
-        sizes.setdefault(value, max(1, round(time * _NOMINAL_RATE)))
-    links = []
-    for source, target in dict.fromkeys((source, target) for _, source, target in medians):
-        own = [(value, t) for (value, *edge), t in medians.items() if edge == [source, target]]
-        total = sum(time for _, time in own)
-        if total > 0:
-            rate = sum(sizes[value] for value, _ in own) / total
-            links.append(LinkCosts(source, target, bytes_per_second=rate))
-    return sizes, tuple(links)
 
 
 def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
@@ -259,3 +215,15 @@ def _host(lookup: Lookup) -> HostCosts:
 
 def _host_seconds(pieces: Iterable[Piece]) -> float:
     return sum(p.seconds for p in pieces if p.span is None or p.span.kind == "host")
+
+
+def _ranks_meet(lookup: Lookup) -> bool:
+    """Returns whether no rank goes on behind its last backward before all have ended theirs."""
+    ended, went_on = defaultdict[int, float](float), dict[int, float]()
+    for span in lookup.spans:
+        if span.kind in COMPUTE:
+            ended[span.step] = max(ended[span.step], span.end)
+        if span.kind in COMPUTE or span.kind == "optimizer":
+            step = span.step if span.kind == "optimizer" else span.step - 1
+            went_on[step] = min(went_on.get(step, span.begin), span.begin)
+    return all(went_on[step] >= ended[step] - lookup.tolerance for step in went_on)

@@ -15,7 +15,6 @@ from pipegrad.picture.words import sentences, titles
 from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span
 from tests.support.picture.timelines import SMALL, SPANS, simulated
 
-
 WRONG: dict[str, Any] = {"num_ranks": 2.0}
 
 
