@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from pipegrad.simulation.timeline import Timeline
 
-_Other = ParamSpec("_Other")
 _FORMATS = {
     "html": "a page for the browser: zoom, filters, the reason of each wait",
     "svg": "a figure; needs pipegrad[picture]",
@@ -55,7 +54,7 @@ class Drawing:
             click.echo(f"wrote {path}", err=True)
 
 
-def draws(command: Callable[Concatenate[Drawing, _Other], None]) -> Callable[..., None]:
+def draws(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options, and a `Drawing` as its first argument.
 
     For example::
@@ -68,10 +67,10 @@ def draws(command: Callable[Concatenate[Drawing, _Other], None]) -> Callable[...
     """
 
     @functools.wraps(command)
-    def drawing(*arguments: _Other.args, **options: _Other.kwargs) -> None:
+    def drawing(**options: object) -> None:
         found = {name: options.pop(name) for name in _FORMATS}
         paths = {name: path for name, path in found.items() if isinstance(path, Path)}
-        command(Drawing(paths), *arguments, **options)
+        command(Drawing(paths), **options)
 
     for name, text in reversed(_FORMATS.items()):
         path = click.Path(dir_okay=False, writable=True, path_type=Path)
