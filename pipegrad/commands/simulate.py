@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from click.core import ParameterSource
 
+from pipegrad.commands.drawing import Drawing, draws
 from pipegrad.errors import PipegradError
 
 # What these need takes time to import, as numbers of torch do: it is imported when a command runs.
@@ -72,9 +73,10 @@ def _amount(
     "--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in a row."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--html", type=Path, metavar="FILE", help="Write a page that shows the steps.")
 @click.option("--save", type=Path, metavar="FILE", help="Save the timeline, as JSON.")
+@draws
 def simulate(
+    drawing: Drawing,
     *,
     schedule: str,
     ranks: int,
@@ -83,7 +85,6 @@ def simulate(
     costs_file: Path | None,
     steps: int,
     as_json: bool,
-    html: Path | None,
     save: Path | None,
     weight_ms: float | None,
     **amounts: float,
@@ -111,10 +112,7 @@ def simulate(
         explanation = explain(simulation.timeline, program=program, costs=costs)
         if save:
             simulation.timeline.save(save)
-        if html:
-            from pipegrad.picture import write_html
-
-            write_html([simulation.timeline], html)
+        drawing.write([simulation.timeline])
     except (PipegradError, OSError) as error:
         raise click.UsageError(str(error)) from error
     if as_json:

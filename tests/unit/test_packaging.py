@@ -59,7 +59,9 @@ def may_import() -> dict[str, set[str]]:
     table["simulation"] = {*table["schedules"], "simulation"}
     for part in ORDER[ORDER.index("pipeline") :]:
         table[part] |= table["simulation"]
-    everything = {*ORDER, *table["simulation"]}
+    table["picture"] = {"picture", "simulation", "errors"}
+    table["commands"] |= table["picture"]
+    everything = {*ORDER, *table["simulation"], *table["picture"]}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
     # Tests of other people's handlers use all that is public.
     everything |= {"testing"}
@@ -339,6 +341,8 @@ def test_the_wheel_holds_the_two_typed_packages(wheels: list[Path]) -> None:
     folders = {name.split("/")[0] for name in names}
     assert folders == {"pipegrad", "pipegrad_handlers", wheel.name.split("-py3")[0] + ".dist-info"}
     assert {"pipegrad/py.typed", "pipegrad_handlers/py.typed"} <= set(names)
+    page = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "picture/page").iterdir()}
+    assert page <= set(names)
 
 
 @pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -98,18 +96,12 @@ def test_costs_of_a_file(tmp_path: Path) -> None:
     assert "peak memory: 1,0" in run("1f1b", *SIZE, "--costs", str(path)).output
 
 
-def test_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-
-    def write_html(timelines: Sequence[Timeline], path: Path) -> None:
-        written.append((timelines[0].name, path))
-
-    picture = ModuleType("pipegrad.picture")
-    monkeypatch.setattr(picture, "write_html", write_html, raising=False)
-    monkeypatch.setitem(sys.modules, "pipegrad.picture", picture)
-    path = tmp_path / "page.html"
-    assert run("1f1b", *SIZE, "--html", str(path)).exit_code == 0
-    assert written == [("1f1b", path)]
+def test_a_page_and_a_trace(tmp_path: Path) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    result = run("1f1b", *SIZE, "--html", str(page), "--perfetto", str(trace))
+    assert result.exit_code == 0
+    assert "1f1b (predicted): " in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,309 @@
+"""write_figure: timelines as SVG, PNG or PDF, at the width of a README. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipegrad.errors import ScheduleError
+from pipegrad.picture.drawable import check
+from pipegrad.picture.lanes import lanes
+from pipegrad.picture.palette import PALETTE, Paint
+from pipegrad.picture.words import sentences, titles
+from pipegrad.simulation.timeline import COMPUTE, KINDS, Span, SpanKind, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".svg", ".png", ".pdf")
+# Inches. A README shows 8.3 inches, so text of 7 points is as large as its small print.
+_WIDTH, _LEFT, _RIGHT = 8.3, 0.95, 0.12
+_HEIGHTS = {"rank": 0.25, "beside": 0.13, "memory": 0.16}
+_GAP, _PAIR_GAP, _HEADING = 0.13, 0.04, 0.22
+_TALLEST = 14.0
+_FONT, _SMALL_FONT, _SMALLEST_FONT = 7.5, 6.5, 4.5  # points
+_LETTER = 0.64  # width of a letter, of its size
+_THIN = 1.5  # points
+_MANY_SPANS = 5000  # as vectors they would make a file of megabytes
+_LINE, _SOFT, _BAND, _MEMORY, _LEVEL = "#d9dee4", "#5b6470", "#f6f7f9", "#cbd2d9", "#7c8894"
+_STYLE = {
+    "font.family": "sans-serif",
+    # matplotlib brings the first, so that a figure is the same on every machine.
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"],
+    "hatch.linewidth": 0.5,
+    "text.parse_math": False,  # a name may have a $
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "pipegrad",  # the same picture is the same file
+}
+
+
+class Row(NamedTuple):
+    """A strip of the figure: a lane of spans, or the memory of a rank."""
+
+    timeline: Timeline
+    rank: int
+    what: str  # a key of _HEIGHTS
+    top: float  # in inches from the top of the first row
+    height: float
+    spans: list[int]
+
+
+def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str = "") -> None:
+    """Writes a figure of one timeline, or of two in comparison.
+
+    Args:
+        timelines: One or two. A prediction and the run that it predicts are drawn rank by rank,
+            others one above the other. Both have the same scale of time.
+        path: The file to write; its name ends in .svg, .png or .pdf.
+        title: Written above it.
+
+    Raises:
+        ScheduleError: If a timeline cannot be drawn, or the file's name ends in something else.
+        ImportError: If matplotlib is missing.
+    """
+    check(timelines)
+    path = Path(path)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ScheduleError(
+            f"a figure is written as {', '.join(_SUFFIXES)}, found {path.name!r}: change the name"
+        )
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context(_STYLE):
+        figure = _drawn(timelines, title)
+        figure.savefig(path, dpi=200, metadata=_undated(path))
+
+
+def _matplotlib() -> Any:  # noqa: ANN401 - a module that may be missing
+    try:
+        import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError(
+            f"a figure needs the library matplotlib: pip install 'pipegrad[picture]' ({error})"
+        ) from error
+    return import_module("matplotlib")
+
+
+def _undated(path: Path) -> dict[str, None]:
+    """Returns what leaves the date out of a file."""
+    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower(), {})
+
+
+def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    rows = list(_rows(timelines))
+    bottom = rows[-1].top + rows[-1].height
+    shrink = min(1.0, _TALLEST / bottom)
+    said = sentences(timelines)[0]
+    head, foot = 0.17 * len(said) + (0.37 if title else 0.15), 0.75
+    height = bottom * shrink + head + foot
+    figure = Figure(figsize=(_WIDTH, height), facecolor="white")
+    box = (_LEFT / _WIDTH, foot / height, 1 - (_LEFT + _RIGHT) / _WIDTH, bottom * shrink / height)
+    axes = figure.add_axes(box)
+    seconds = max(max(t.seconds, *(s.end for s in t.spans)) for t in timelines) or 1.0
+    axes.set_xlim(0, seconds * 1.005)
+    axes.set_ylim(bottom, 0)
+    _frame(axes, seconds)
+    points_per_second = 72 * (_WIDTH - _LEFT - _RIGHT) / (seconds * 1.005)
+    many = sum(len(t.spans) for t in timelines) > _MANY_SPANS
+    for row in rows:
+        _draw_row(axes, row, timelines, points_per_second, rasterized=many)
+        _write_texts(axes, row, points_per_second, shrink)
+    _name_ranks(axes, rows, timelines, shrink)
+    _step_ends(axes, rows)
+    top = 1 - 0.12 / height
+    if title:
+        figure.text(0.01, top, title, fontsize=10, fontweight="bold", va="top")
+        top -= 0.22 / height
+    figure.text(0.01, top, "\n".join(said), fontsize=_FONT, color=_SOFT, va="top")
+    _legend(figure, timelines)
+    return figure
+
+
+def _rows(timelines: Sequence[Timeline]) -> Iterator[Row]:
+    """Yields all rows, from the top to the bottom."""
+    top = 0.0
+    groups = _groups(timelines)
+    by_rank = [_rows_by_rank(timeline) for timeline in timelines]
+    for number, (timeline, rank) in enumerate(groups):
+        new_timeline = number == 0 or groups[number - 1][0] is not timeline
+        if not _is_pair(timelines) and len(timelines) > 1 and new_timeline:
+            top += _HEADING
+        at = [timeline is each for each in timelines].index(True)
+        for what, spans in by_rank[at][rank]:
+            yield Row(timeline, rank, what, top, _HEIGHTS[what], spans)
+            top += _HEIGHTS[what] + 0.015
+        is_first_of_pair = number + 1 < len(groups) and groups[number + 1][1] == rank
+        top += _PAIR_GAP if _is_pair(timelines) and is_first_of_pair else _GAP
+
+
+def _is_pair(timelines: Sequence[Timeline]) -> bool:
+    """True if one is the prediction of the other."""
+    return len({t.source for t in timelines}) > 1 and len({t.num_ranks for t in timelines}) == 1
+
+
+def _groups(timelines: Sequence[Timeline]) -> list[tuple[Timeline, int]]:
+    groups = [(timeline, rank) for timeline in timelines for rank in range(timeline.num_ranks)]
+    return sorted(groups, key=lambda group: group[1]) if _is_pair(timelines) else groups
+
+
+def _rows_by_rank(timeline: Timeline) -> list[list[tuple[str, list[int]]]]:
+    """Returns for each rank its rows: what is in them, and their spans."""
+    found: list[list[tuple[str, list[int]]]] = [[] for _ in range(timeline.num_ranks)]
+    for lane in lanes(timeline):
+        found[lane.rank].append(("beside" if lane.is_beside else "rank", lane.spans))
+    for rows in found if timeline.memory else ():
+        rows.append(("memory", []))
+    return found
+
+
+def _frame(axes: Axes, seconds: float) -> None:
+    scale, unit = (1e3, "ms") if seconds < 1 else (1, "s")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value * scale:g}")
+    axes.set_xlabel(unit, fontsize=_SMALL_FONT, color=_SOFT, labelpad=1)
+    axes.tick_params(axis="x", labelsize=_SMALL_FONT, length=3, color=_LINE, labelcolor=_SOFT)
+    axes.set_yticks([])
+    axes.grid(axis="x", color=_LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _draw_row(
+    axes: Axes,
+    row: Row,
+    timelines: Sequence[Timeline],
+    points_per_second: float,
+    *,
+    rasterized: bool,
+) -> None:
+    axes.axhspan(row.top, row.top + row.height, color=_BAND, linewidth=0, zorder=0.4)
+    if row.what == "memory":
+        _draw_memory(axes, row, timelines)
+    boxes: defaultdict[tuple[SpanKind, bool], list[tuple[float, float]]] = defaultdict(list)
+    for number in row.spans:
+        span = row.timeline.spans[number]
+        is_thin = span.seconds * points_per_second < _THIN
+        boxes[span.kind, is_thin].append((span.begin, span.seconds))
+    for (kind, is_thin), ranges in boxes.items():
+        style = _style(PALETTE[kind], is_thin=is_thin)
+        place = (row.top, row.height)
+        axes.broken_barh(ranges, place, rasterized=rasterized, zorder=2, **style)
+
+
+def _style(paint: Paint, *, is_thin: bool = False) -> dict[str, Any]:
+    """Returns how boxes of a kind look; thin ones have no room for lines."""
+    if not paint.is_hatched:
+        return {"facecolor": paint.fill, "edgecolor": "white", "linewidth": 0 if is_thin else 0.4}
+    lines, between = _paler(paint.fill, 0.6), _paler(paint.fill, 0.12)
+    if is_thin:
+        return {"facecolor": _paler(paint.fill, 0.3), "linewidth": 0}
+    hatch = "\\" if paint.is_mirrored else "/"
+    return {"facecolor": between, "edgecolor": lines, "hatch": hatch * 5, "linewidth": 0}
+
+
+def _paler(colour: str, share: float) -> str:
+    """Returns a colour on white. With alpha instead, SVG files lose the lines of a hatch."""
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
+
+
+def _draw_memory(axes: Axes, row: Row, timelines: Sequence[Timeline]) -> None:
+    most = max((p.num_bytes for t in timelines for row in t.memory for p in row), default=0)
+    points = [*row.timeline.memory[row.rank]]
+    if not points or not most:
+        return
+    seconds = [*(p.seconds for p in points), max(row.timeline.seconds, points[-1].seconds)]
+    held = [*(p.num_bytes for p in points), points[-1].num_bytes]
+    level = [row.top + row.height * (1 - num_bytes / most) for num_bytes in held]
+    floor = row.top + row.height
+    axes.fill_between(seconds, level, floor, step="post", color=_MEMORY, linewidth=0, zorder=2)
+    axes.step(seconds, level, where="post", color=_LEVEL, linewidth=0.6, zorder=2)
+
+
+def _write_texts(axes: Axes, row: Row, points_per_second: float, shrink: float) -> None:
+    """Writes into each box what it is, as large as it fits."""
+    largest = _FONT if row.what == "rank" else _SMALL_FONT
+    several = _has_several(row.timeline)
+    for number in row.spans:
+        span = row.timeline.spans[number]
+        width, height = span.seconds * points_per_second - 1.5, row.height * shrink * 72 - 2
+        for text in _texts(span, several=several) if width > 1 else ():
+            lines = text.split("\n")
+            widest = max(len(line) for line in lines) or 1
+            size = min(largest, width / (_LETTER * widest), height / len(lines))
+            if size < _SMALLEST_FONT:
+                continue
+            axes.text(
+                (span.begin + span.end) / 2, row.top + row.height / 2, text, fontsize=size,
+                color=PALETTE[span.kind].text, ha="center", va="center_baseline", zorder=3,
+                linespacing=1.0,
+            )  # fmt: skip
+            break
+
+
+def _has_several(timeline: Timeline) -> bool:
+    return len(timeline.stage_to_rank) > timeline.num_ranks
+
+
+def _texts(span: Span, *, several: bool) -> Sequence[str]:
+    """Returns what may stand in a box, the longest first."""
+    if span.kind in COMPUTE:
+        kind = f"{span.stage}{span.kind}" if several else span.kind
+        microbatch = span.microbatch
+        return f"{kind}{microbatch}", f"{kind}\n{microbatch}", f"{span.kind}\n{microbatch}"
+    return () if PALETTE[span.kind].is_hatched or span.kind == "transfer" else (span.label,)
+
+
+def _name_ranks(
+    axes: Axes, rows: Sequence[Row], timelines: Sequence[Timeline], shrink: float
+) -> None:
+    size = max(min(_FONT + 0.5, _HEIGHTS["rank"] * shrink * 72 * 0.8), 2.0)
+    left = -_LEFT / (_WIDTH - _LEFT - _RIGHT) + 0.012
+    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    for (_, rank), strips in groupby(rows, key=lambda row: (id(row.timeline), row.rank)):
+        own = list(strips)
+        first, last, timeline = own[0], own[-1], own[0].timeline
+        stages = [str(s) for s, owner in enumerate(timeline.stage_to_rank) if owner == rank]
+        second = timeline.source if _is_pair(timelines) else f"stage {', '.join(stages)}"
+        middle = first.top + first.height / 2
+        axes.text(left, middle, f"rank {rank}", fontsize=size, fontweight="bold", **place)
+        if shrink == 1 and last is not first:
+            axes.text(left, middle + 0.15, second, fontsize=_SMALL_FONT, color=_SOFT, **place)
+        if rank == 0 and len(timelines) > 1 and not _is_pair(timelines):
+            heading = titles(timelines)[[t is timeline for t in timelines].index(True)]
+            axes.text(left, first.top - 0.1, heading, fontsize=_FONT + 0.5, **place)
+
+
+def _step_ends(axes: Axes, rows: Sequence[Row]) -> None:
+    for _, strips in groupby(rows, key=lambda row: (id(row.timeline), row.rank)):
+        own = list(strips)
+        ends = own[0].timeline.step_ends
+        if len(ends) > 1:
+            floor = own[-1].top + own[-1].height
+            axes.vlines(ends, own[0].top - 0.02, floor + 0.02, "#1b1f24", linewidth=0.7, zorder=4)
+
+
+def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    present = {span.kind for timeline in timelines for span in timeline.spans}
+    patches = [
+        Patch(label=_legend_text(kind), **_style(PALETTE[kind]))
+        for kind in KINDS
+        if kind in present
+    ]
+    figure.legend(
+        handles=patches, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=6, frameon=False,
+        fontsize=_SMALL_FONT, handlelength=1.4, handleheight=0.9, columnspacing=1.2,
+        handletextpad=0.5, borderaxespad=0.4,
+    )  # fmt: skip
+
+
+def _legend_text(kind: SpanKind) -> str:
+    return f"{kind} {PALETTE[kind].name}" if kind in COMPUTE else PALETTE[kind].name

@@ -1,0 +1,80 @@
+"""write_perfetto: the events that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipegrad.picture import write_perfetto
+from pipegrad.simulation.timeline import Timeline
+from tests.support.picture.timelines import SMALL, SPANS, simulated
+
+
+def events(tmp_path: Path, *timelines: Timeline) -> list[dict[str, Any]]:
+    write_perfetto(timelines, tmp_path / "trace.json")
+    found: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    return found
+
+
+def test_a_rank_is_a_process_with_a_thread_for_each_lane(tmp_path: Path) -> None:
+    names = {
+        (event["pid"], event["tid"], event["name"]): event["args"]["name"]
+        for event in events(tmp_path, SMALL, replace(SMALL, source="measured"))
+        if event["ph"] == "M" and "name" in event["args"]
+    }
+    assert names[0, 0, "process_name"] == "by hand (predicted), rank 0"
+    assert names[3, 0, "process_name"] == "by hand (measured), rank 1"
+    assert [names[1, thread, "thread_name"] for thread in range(3)] == [
+        "rank",
+        "beside 1",
+        "beside 2",
+    ]
+
+
+def test_every_span_is_an_event_in_microseconds(tmp_path: Path) -> None:
+    found = [event for event in events(tmp_path, SMALL) if event["ph"] == "X"]
+    assert len(found) == len(SPANS)
+    backward = next(event for event in found if event["name"] == "1B0")
+    assert backward["ts"] == pytest.approx(7000)
+    assert backward["dur"] == pytest.approx(4000)
+    assert (backward["pid"], backward["tid"], backward["cat"]) == (1, 0, "B")
+    assert backward["args"] == {"step": 0, "stage": 1, "microbatch": 0}
+
+
+def test_events_of_a_thread_do_not_overlap(tmp_path: Path) -> None:
+    ends: dict[tuple[int, int], float] = {}
+    for event in events(tmp_path, simulated("zbv", steps=2)):
+        if event["ph"] == "X":
+            thread = event["pid"], event["tid"]
+            assert event["ts"] >= ends.get(thread, 0.0) - 0.01
+            ends[thread] = event["ts"] + event["dur"]
+
+
+def test_each_transfer_has_an_arrow_to_its_receiver(tmp_path: Path) -> None:
+    found = events(tmp_path, SMALL)
+    begins = {event["id"]: event for event in found if event["ph"] == "s"}
+    ends = {event["id"]: event for event in found if event["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert [(begins[n]["pid"], ends[n]["pid"]) for n in begins] == [(0, 1), (1, 0)]
+    assert [ends[n]["ts"] for n in begins] == pytest.approx([4000, 12000])
+
+
+def test_arrows_of_two_timelines_do_not_mix(tmp_path: Path) -> None:
+    found = events(tmp_path, SMALL, replace(SMALL, source="measured"))
+    begins = {event["id"]: event["pid"] for event in found if event["ph"] == "s"}
+    ends = {event["id"]: event["pid"] for event in found if event["ph"] == "f"}
+    assert sorted((begins[n], ends[n]) for n in begins) == [(0, 1), (1, 0), (2, 3), (3, 2)]
+
+
+def test_memory_is_a_counter(tmp_path: Path) -> None:
+    found = [event for event in events(tmp_path, SMALL) if event["ph"] == "C"]
+    assert [(e["pid"], e["args"]["bytes"]) for e in found] == [
+        (0, 100),
+        (0, 300),
+        (0, 100),
+        (1, 200),
+    ]
