@@ -58,28 +58,29 @@ class Recording:
     in a measured timeline is the longest that it can have been.
     """
 
-    def __init__(self, scheduler: Scheduler, steps: int) -> None:
+    def __init__(self, scheduler: Scheduler, steps: object) -> None:
         topology = scheduler.topology
         self._scheduler = scheduler
         self._ranks = topology.ranks_along(topology.pipeline)
         self._rank = topology.coordinate(topology.pipeline)
         self._tape = tape = scheduler.sync.tape
 
-        def check() -> None:
+        def checked() -> int:
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
                 raise ScheduleError(f"steps is {steps!r}, expected a number of steps, at least 1")
             if tape.recorder is not None:
                 raise ScheduleError("this Scheduler is being recorded: end that recording first")
             scheduler.sync.refuse_closed()
+            return steps
 
-        agree("recording", check, ranks=self._ranks)
+        steps_kept = min(agree("recording", checked, ranks=self._ranks))
         self._before = self._read_clocks()
         plan = scheduler.sync.plan
         buckets = {bucket.index: bucket for bucket in plan.buckets}
         self._recorder = tape.recorder = StepRecorder(
             self._rank,
             stamps_of(scheduler.sync.device),
-            steps=steps,
+            steps=steps_kept,
             names={(x.bucket, x.step): buckets[x.bucket].name_of(x.step) for x in plan.launches},
         )
 
