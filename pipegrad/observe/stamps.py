@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from pipegrad.comm import sync_points
 
 
 class Stamps(Protocol):
@@ -69,11 +72,10 @@ class DeviceStamps:
     @classmethod
     def on(cls, device: torch.device) -> DeviceStamps:
         """Returns those of a device."""
-        # These events order nothing, so they are no sync points.
         return cls(
-            lambda: torch.Event(device, enable_timing=True),
-            lambda event: event.record(torch.accelerator.current_stream(device)),
-            lambda: torch.accelerator.synchronize(device),
+            partial(sync_points.timing_event, device),
+            partial(sync_points.record_time, device=device),
+            partial(sync_points.finish_device, device),
         )
 
     def now(self) -> Any:  # noqa: ANN401 - an event
