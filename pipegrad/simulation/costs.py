@@ -54,7 +54,8 @@ class StageCosts:
         parameter_bytes: Parameters.
         gradient_bytes: Gradients, with the buckets that they lie in.
         optimizer_bytes: State of the optimizer, and master copies.
-        activation_bytes: What a microbatch holds from its F until its B, or until its I.
+        activation_bytes: What a microbatch holds from its F until its B, or until its I: saved
+            tensors and outputs, without the values that it received.
         factor_bytes: The part of `activation_bytes` that W needs; it is held until W.
         outputs: For each value that the stage makes, its bytes in one microbatch. The gradient that
             comes back has as many.
@@ -159,8 +160,10 @@ class Network:
 
     def link(self, source: int, target: int) -> LinkCosts:
         """Returns the costs from one rank to another."""
-        default = LinkCosts(source, target, self.latency_seconds)
-        return self._links.get((source, target), default)
+        links = self._links
+        if (source, target) not in links:
+            links[source, target] = LinkCosts(source, target, self.latency_seconds)
+        return links[source, target]
 
     def host(self, rank: int) -> int:
         """Returns the number of a rank's host."""
