@@ -133,7 +133,8 @@ class Network:
     one rank to another go one after the other, in the order in which they are sent.
 
     Attributes:
-        nic_bytes_per_second: Rate of every NIC, each way. Infinite: messages take `latency_seconds`
+        nic_bytes_per_second: Rate of every NIC, each way, while both ways are busy: what it keeps
+            up, not what one message after a pause takes. Infinite: messages take `latency_seconds`
             and what their link takes.
         latency_seconds: Time of an empty message, if its link says nothing else.
         hosts: For each pipeline rank the number of its host; empty if each rank has its own.

@@ -57,12 +57,13 @@ def may_import() -> dict[str, set[str]]:
     table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
     # Schedules are plain data, and plug-ins. Who runs them knows them.
     table["schedules"] = {"schedules", "errors", "plugins"}
-    table["simulation"] = {"simulation", "schedules", "errors"}
+    table["simulation"] = {"simulation", *table["schedules"]}
+    table["picture"] = {"picture", *table["simulation"]}
     for part in ORDER[ORDER.index("pipeline") :]:
         table[part] |= {"schedules"}
     for part in ORDER[ORDER.index("observe") :]:
-        table[part] |= {"simulation"}
-    everything = {*ORDER, "schedules", "simulation"}
+        table[part] |= {"simulation", "picture"}
+    everything = {*ORDER, "schedules", "simulation", "picture"}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
     # Tests of other people's handlers use all that is public.
     everything |= {"testing"}
