@@ -3,8 +3,9 @@
 python benchmarks/recording/recording.py [--steps 300] [--ranks 2]
 
 The smallest case is four numbers a stage, where a step is host work alone. The other one is a small
-transformer. A ratio is of the medians of all steps; the spread is that of ten parts of the run. The
-time of the processor, of all threads of rank 0, changes less with what else runs on a machine.
+transformer. A ratio is of the first quartiles, which depend less on what else runs on a machine than
+medians do; the spread is that of ten parts of the run. The second clock is that of the processor,
+for all threads of rank 0.
 """
 
 import argparse
@@ -84,9 +85,14 @@ def measured(case: str, steps: int) -> list[Pair]:
 
 
 def ratio(pairs: list[Pair], clock: int) -> float:
-    """Returns the median with recording by the median without."""
-    off, on = (statistics.median(pair[i][clock] for pair in pairs) for i in range(2))
+    """Returns the first quartile with recording by that without."""
+    off, on = (quartile([pair[i][clock] for pair in pairs]) for i in range(2))
     return on / off
+
+
+def quartile(seconds: list[float]) -> float:
+    """Returns the first quartile."""
+    return float(statistics.quantiles(seconds, n=4)[0])
 
 
 def main() -> None:
@@ -101,7 +107,7 @@ def main() -> None:
         size = len(pairs) // PARTS
         for clock, name in enumerate(("a step", "of the processor")):
             parts = [ratio(pairs[i * size : (i + 1) * size], clock) for i in range(PARTS)]
-            off = statistics.median(pair[0][clock] for pair in pairs)
+            off = quartile([pair[0][clock] for pair in pairs])
             print(
                 f"{case}: {off * 1e3:.2f} ms {name} without, {ratio(pairs, clock):.4f} times that "
                 f"with recording; parts of the run: {min(parts):.3f} to {max(parts):.3f}"
