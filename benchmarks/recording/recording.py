@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     for case in CASES:
-        steps = arguments.steps if case == "smallest" else max(PARTS, arguments.steps // 10)
+        steps = arguments.steps if case == "smallest" else max(2 * PARTS, arguments.steps // 10)
         pairs = run_ranks(measured, arguments.ranks, case, steps)[0]
         size = len(pairs) // PARTS
         for clock, name in enumerate(("a step", "of the processor")):

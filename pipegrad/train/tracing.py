@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
 from pipegrad.comm.agreement import agree, same
+from pipegrad.errors import ConfigError
 from pipegrad.observe.recording import record
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
@@ -24,12 +28,13 @@ class Tracing:
 
     Raises:
         AgreementError: If the variable differs between ranks.
+        ConfigError: If its folder cannot be made; on all ranks.
     """
 
     def __init__(self, config: Config, scheduler: Scheduler) -> None:
         value = os.environ.get(VARIABLE, "")
-        same(VARIABLE, dict(enumerate(agree(VARIABLE, lambda: value))))
         self._folder = None if value in ("", "0", "1") else Path(value)
+        same(VARIABLE, dict(enumerate(agree(VARIABLE, partial(_checked, value, self._folder)))))
         self._open = ExitStack()
         is_wanted = config.train.trace or value not in ("", "0")
         self._recording = self._open.enter_context(record(scheduler)) if is_wanted else None
@@ -44,7 +49,18 @@ class Tracing:
 
     def save(self, timeline: Timeline, folder: Path) -> Path:
         """Writes a timeline into a folder, or into that of the variable; returns the file."""
-        folder = self._folder or folder
-        folder.mkdir(parents=True, exist_ok=True)
-        timeline.save(folder / FILE)
-        return folder / FILE
+        path = (self._folder or folder) / FILE
+        timeline.save(path)
+        return path
+
+
+def _checked(value: str, folder: Path | None) -> str:
+    """Returns the variable. Rank 0 makes its folder, before a run of hours and not after it."""
+    if folder is not None and dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{VARIABLE} is {value!r}, a folder that cannot be made: {error}"
+            ) from error
+    return value

@@ -58,7 +58,7 @@ def examined() -> Any:
 def other_variables() -> str:
     """PIPEGRAD_TRACE is not the same on all ranks."""
     config: Any = SimpleNamespace(train=SimpleNamespace(trace=False))
-    value = "" if rank() == 1 else "here"
+    value = "" if rank() == 1 else "1"
     with (
         mock.patch.dict(os.environ, {"PIPEGRAD_TRACE": value}),
         pytest.raises(AgreementError) as caught,

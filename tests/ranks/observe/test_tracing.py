@@ -64,3 +64,13 @@ def test_the_environment_records_a_job_that_does_not_say_so(
     monkeypatch.setenv("PIPEGRAD_TRACE", value)
     assert path in train().output
     assert len(Timeline.load(folder / path).step_ends) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEGRAD_TRACE", str(folder / "small.toml" / "traces"))
+    result = CliRunner().invoke(main, ["train", "small.toml"])
+    assert result.exit_code == 1
+    assert "a folder that cannot be made" in result.output
+    assert not (folder / "runs").exists()
