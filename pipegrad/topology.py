@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -18,6 +19,8 @@ from pipegrad.comm.agreement import keep_timeout
 from pipegrad.errors import TopologyError
 
 _Mesh = tuple[str, tuple[tuple[str, int], ...]]  # device type, names and sizes
+# Tables of a topology that do not depend on its rank.
+_TABLES = ("_coordinates", "_rank_at", "_stages_at", "_selections", "_axes_texts")
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[_Mesh, DeviceMesh]] = WeakKeyDictionary()
 
 
@@ -191,9 +194,10 @@ class Topology:
         """
         if rank not in self._coordinates:
             raise TopologyError(f"rank {rank} is not in the mesh of ranks {self.ranks}")
-        view = dataclasses.replace(self, rank=rank)
+        view = copy.copy(self)
         # These tables are the same for every rank. Plans make many views, so they are shared.
-        vars(view).update(_coordinates=self._coordinates, _rank_at=self._rank_at)
+        tables = {name: getattr(self, name) for name in _TABLES}
+        vars(view).update(tables, rank=rank)
         return view
 
     @property
@@ -204,8 +208,7 @@ class Topology:
     @property
     def local_stages(self) -> tuple[int, ...]:
         """Stages that this rank holds, ascending."""
-        coordinate = self.coordinate(self.pipeline)
-        return tuple(s for s, rank in enumerate(self.stage_to_rank) if rank == coordinate)
+        return self._stages_at[self.coordinate(self.pipeline)]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -246,9 +249,16 @@ class Topology:
         pipelines = {self.at(rank).ranks_along(self.pipeline) for rank in self.ranks}
         return tuple(sorted(pipelines))
 
+    @property
+    def one_replica(self) -> tuple[int, ...]:
+        """The global ranks of the first pipeline, by pipeline coordinate."""
+        ranks = self.at(self.ranks[0]).ranks_along(self.pipeline)
+        return tuple(sorted(ranks, key=lambda rank: self.at(rank).coordinate(self.pipeline)))
+
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Returns the global ranks of this pipeline that hold `stages`, each once, ascending."""
-        return self._select({self.pipeline: {self.stage_to_rank[s] for s in stages}})
+        coordinates = sorted({self.stage_to_rank[stage] for stage in stages})
+        return self._select({self.pipeline: tuple(coordinates)})
 
     def crosses(self, stages: Iterable[int]) -> bool:
         """True if stages are on more than one rank of a pipeline."""
@@ -260,6 +270,12 @@ class Topology:
         The text is the same for all these ranks and for every parallel copy of the group. So it
         names a reduction without naming ranks. Ranks that do not form a box are listed one by one.
         """
+        ranks = tuple(ranks)
+        if ranks not in self._axes_texts:
+            self._axes_texts[ranks] = self._axes_text(ranks)
+        return self._axes_texts[ranks]
+
+    def _axes_text(self, ranks: tuple[int, ...]) -> str:
         coordinates = [self._coordinates[rank] for rank in ranks]
         # Ranks form a box if they are all combinations of their coordinates.
         spans = [sorted(set(column)) for column in zip(*coordinates, strict=True)]
@@ -280,22 +296,41 @@ class Topology:
     def _rank_at(self) -> dict[tuple[int, ...], int]:
         return {coordinates: rank for rank, coordinates in self._coordinates.items()}
 
+    @cached_property
+    def _stages_at(self) -> tuple[tuple[int, ...], ...]:
+        """For each pipeline coordinate its stages."""
+        stages: list[list[int]] = [[] for _ in range(self.size(self.pipeline))]
+        for stage, coordinate in enumerate(self.stage_to_rank):
+            stages[coordinate].append(stage)
+        return tuple(map(tuple, stages))
+
+    # Ranks of one group ask for it one by one, and a group may have thousands.
+
+    @cached_property
+    def _selections(self) -> dict[tuple[Sequence[int], ...], tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _axes_texts(self) -> dict[tuple[int, ...], str]:
+        return {}
+
     def _axis(self, name: str) -> int:
         names = [axis for axis, _ in self.axes]
         if name not in names:
             raise TopologyError(f"the mesh has no dimension {name!r}, only {names}")
         return names.index(name)
 
-    def _select(self, selected: Mapping[str, Iterable[int]]) -> tuple[int, ...]:
+    def _select(self, selected: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
         """Returns the ranks at the selected coordinates; other axes keep this rank's own."""
         own = self._coordinates[self.rank]
-        spans = [
+        spans = tuple(
             selected.get(name, (own_index,))
             for (name, _), own_index in zip(self.axes, own, strict=True)
-        ]
-        return tuple(
-            sorted(self._rank_at[coordinates] for coordinates in itertools.product(*spans))
         )
+        if spans not in self._selections:
+            coordinates = itertools.product(*spans)
+            self._selections[spans] = tuple(sorted(map(self._rank_at.__getitem__, coordinates)))
+        return self._selections[spans]
 
 
 def _names(axis: str | Sequence[str]) -> tuple[str, ...]:

@@ -87,12 +87,15 @@ class Manifest:
 
     def records(self, topology: Topology) -> tuple[ParameterRecord, ...]:
         """Returns the parameters of ``topology.rank``, one record each, by stage and position."""
-        by_key: dict[str, ParameterRecord] = {}
-        for stage in topology.local_stages:
-            for entry in self.stages[stage]:
-                record = self._records[stage, entry.name]
-                by_key.setdefault(record.key, record)
-        return tuple(by_key.values())
+        stages = topology.local_stages
+        if stages not in self._records_of:
+            by_key: dict[str, ParameterRecord] = {}
+            for stage in stages:
+                for entry in self.stages[stage]:
+                    record = self._records[stage, entry.name]
+                    by_key.setdefault(record.key, record)
+            self._records_of[stages] = tuple(by_key.values())
+        return self._records_of[stages]
 
     @property
     def parameters(self) -> tuple[ParameterRecord, ...]:
@@ -118,6 +121,10 @@ class Manifest:
         """Whether the part on `rank` counts in a norm; equal parts of a DTensor count once."""
         shard, layout = self.shard(rank, key), self.entries(key)[0].layout
         return shard is None or layout is None or shard.is_counted(layout)
+
+    @cached_property
+    def _records_of(self) -> dict[tuple[int, ...], tuple[ParameterRecord, ...]]:
+        return {}  # local stages -> records; the ranks of all replicas share them
 
     @cached_property
     def reduced_by_ddp(self) -> frozenset[int]:

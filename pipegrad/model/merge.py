@@ -49,10 +49,13 @@ def make_manifest(
             f"those of stages {sorted(modules)}: give all of them"
         )
     ties = declared(tied)
-    manifests = []
-    for rank in sorted(topology.ranks):
-        local = {stage: modules[stage] for stage in topology.at(rank).local_stages}
-        manifests.append(describe_rank(local, accessor or GradAttribute(), {}, ties))
+    # The same rank of every pipeline holds the same modules: they are described once.
+    described: dict[tuple[int, ...], RankManifest] = {}
+    for rank in topology.one_replica:
+        stages = topology.at(rank).local_stages
+        local = {stage: modules[stage] for stage in stages}
+        described[stages] = describe_rank(local, accessor or GradAttribute(), {}, ties)
+    manifests = [described[topology.at(rank).local_stages] for rank in sorted(topology.ranks)]
     return merge(manifests, topology, ties)
 
 
@@ -76,10 +79,13 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
     for name in names:
         same(name, {r: dict(m.settings).get(name, "nothing") for r, m in by_rank.items()})
     same("the device type", {r: m.device_type for r, m in by_rank.items() if m.device_type})
+    holders_of: dict[int, list[int]] = {stage: [] for stage in range(topology.num_stages)}
+    for rank in by_rank:
+        for stage in topology.at(rank).local_stages:
+            holders_of[stage].append(rank)
     stages: list[tuple[ParameterEntry, ...]] = []
     wrappers: list[tuple[int, str]] = []
-    for stage in range(topology.num_stages):
-        holders = [r for r in by_rank if stage in topology.at(r).local_stages]
+    for stage, holders in holders_of.items():
         entries = {r: dict(by_rank[r].stages).get(stage, ()) for r in holders}
         same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in entries.items()})
         wrapped = {r: dict(by_rank[r].wrappers).get(stage, "") for r in holders}

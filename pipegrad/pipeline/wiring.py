@@ -7,7 +7,7 @@ on every rank alike.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.loss.terms import MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check_replicas import refuse_loss_parameters
+from pipegrad.plan.plan import Plan
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.program.program import Collective, Link
 from pipegrad.topology import Topology
@@ -324,10 +325,14 @@ def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
 def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
     """Returns the reductions of this rank's pipeline, as the Program sees them."""
     topology = sync.topology
-    pipeline = topology.ranks_along(topology.pipeline)
+    plans = sync.plans(topology.ranks_along(topology.pipeline))
+    return collectives_in(plans.values(), topology)
+
+
+def collectives_in(plans: Collection[Plan], topology: Topology) -> tuple[Collective, ...]:
+    """Returns the reductions of the ranks of one pipeline, as the Program sees them."""
     collectives: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
     readers = defaultdict[tuple[int, int, tuple[int, ...]], set[int]](set)
-    plans = sync.plans(pipeline).values()
     for plan in plans:
         routes = {bucket.index: bucket.route for bucket in plan.buckets}
         for publish in plan.publishes:

@@ -24,6 +24,7 @@ from pipegrad.topology import Topology
 
 # OWNER comes first: behind it only the owner takes part. SHARD comes before REPLICATE: then each
 # rank replicates only its shard, which is less to send.
+_EXCHANGES = get_args(Exchange)
 _ORDER = (Placement.OWNER, Placement.SHARD, Placement.REPLICATE)
 
 
@@ -42,11 +43,13 @@ def make_routes(
     # anything is sent.
     for name, handler in handlers:
         _check_options(name, handler, manifest, topology)
+    known = frozenset(topology.ranks)
     reductions = {
-        rank: _named_reductions(manifest, topology.at(rank), handlers)
+        rank: _named_reductions(manifest, topology.at(rank), handlers, known)
         for rank in sorted(topology.ranks)
     }
-    routes = {r: _routes(manifest, topology.at(r), reductions[r]) for r in reductions}
+    steps: _Steps = {}
+    routes = {r: _routes(manifest, topology.at(r), reductions[r], steps) for r in reductions}
     check_routes(manifest, topology, routes, allow_unsynced)
     return routes, _divisors(manifest, topology, reductions)
 
@@ -54,17 +57,30 @@ def make_routes(
 NamedReductions = Sequence[tuple[str, Reduction]]
 """Reductions of one rank, each with the name of its handler."""
 
+_Steps = dict[tuple[object, ...], ReductionStep]
+"""Every step once. Thousands of ranks share it, and comparing an object with itself is fast."""
+
 
 def _named_reductions(
-    manifest: Manifest, topology: Topology, handlers: Sequence[tuple[str, GradientHandler]]
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    known: frozenset[int],
 ) -> NamedReductions:
-    """Returns the reductions of all handlers on one rank."""
+    """Returns the reductions of all handlers on one rank, of the `known` ranks."""
     records = manifest.records(topology)
-    held = set(records)
+    held = {record.key: record for record in records}
     named = []
     for name, handler in handlers:
-        for reduction in _reductions_of(name, handler, records, topology):
-            _check_reduction(name, reduction, held, topology)
+        reductions = _reductions_of(name, handler, records, topology)
+        # The parameters of a rank share a few groups, and a group may have thousands of ranks.
+        checked = set[int]()
+        for reduction in reductions:
+            _check_record(name, reduction, held, topology)
+            if id(reduction.ranks) not in checked:
+                _check_ranks(name, reduction, topology.rank, known)
+                checked.add(id(reduction.ranks))
+            _check_numbers(name, reduction)
             if handler.hook is not None:
                 _check_hooked(name, reduction)
             named.append((name, reduction))
@@ -72,19 +88,34 @@ def _named_reductions(
 
 
 def _routes(
-    manifest: Manifest, topology: Topology, reductions: NamedReductions
+    manifest: Manifest, topology: Topology, reductions: NamedReductions, made: _Steps
 ) -> dict[str, Route]:
     """Returns key -> route on one rank, without reductions over this rank alone."""
     steps: dict[str, list[ReductionStep]] = {r.key: [] for r in manifest.records(topology)}
+    own: dict[tuple[object, ...], ReductionStep] = {}
     for name, reduction in reductions:
-        ranks = tuple(sorted(reduction.ranks))
-        if len(ranks) > 1:
-            axes = topology.axes_of(ranks)
-            step = ReductionStep(
-                axes, ranks, reduction.op, reduction.placement, name, reduction.exchange
-            )
-            steps[reduction.record.key].append(step)
-    return {key: _ordered(key, route, topology) for key, route in steps.items() if route}
+        if len(reduction.ranks) > 1:
+            kind = (name, reduction.op, reduction.placement, reduction.exchange)
+            known = (*kind, id(reduction.ranks))
+            if known not in own:
+                own[known] = _step(name, reduction, topology, made)
+            steps[reduction.record.key].append(own[known])
+    routes: dict[tuple[int, ...], Route] = {}
+    for key, route in steps.items():
+        of_steps = tuple(map(id, route))
+        if of_steps not in routes:
+            routes[of_steps] = _ordered(key, route, topology)
+    return {key: routes[tuple(map(id, route))] for key, route in steps.items() if route}
+
+
+def _step(name: str, reduction: Reduction, topology: Topology, made: _Steps) -> ReductionStep:
+    """Returns the step of a reduction, the same object on all its ranks."""
+    ranks = tuple(sorted(reduction.ranks))
+    kind = (name, reduction.op, reduction.placement, reduction.exchange, ranks)
+    if kind not in made:
+        axes, placement = topology.axes_of(ranks), reduction.placement
+        made[kind] = ReductionStep(axes, ranks, reduction.op, placement, name, reduction.exchange)
+    return made[kind]
 
 
 def _divisors(
@@ -143,36 +174,54 @@ def _reductions_of(
     return reductions
 
 
-def _check_reduction(
-    name: str, reduction: Reduction, held: set[ParameterRecord], topology: Topology
+def _subject(name: str, reduction: Reduction) -> str:
+    key, ranks = reduction.record.key, list(reduction.ranks)
+    return f"handler {name!r} reduces {key!r} over ranks {ranks}"
+
+
+def _check_record(
+    name: str, reduction: Reduction, held: Mapping[str, ParameterRecord], topology: Topology
 ) -> None:
-    record, ranks = reduction.record, reduction.ranks
-    subject = f"handler {name!r} reduces {record.key!r} over ranks {list(ranks)}"
-    if record not in held:
-        raise PlanError(f"{subject} on rank {topology.rank}, which does not hold it")
-    if topology.rank not in ranks or len(set(ranks)) < len(ranks):
-        raise PlanError(f"{subject}: expected each rank once, and rank {topology.rank} among them")
-    if not set(ranks) <= set(topology.ranks):
-        raise PlanError(f"{subject}, but the topology has only ranks {list(topology.ranks)}")
-    if reduction.op not in ("sum", "mean"):
-        raise PlanError(f"{subject} by {reduction.op!r}: expected 'sum' or 'mean'")
-    divisor = reduction.divisor
-    if not 0 < divisor < math.inf:
-        raise PlanError(f"{subject} with divisor {divisor!r}: expected a positive number")
-    _check_exchange(subject, reduction)
-
-
-def _check_exchange(subject: str, reduction: Reduction) -> None:
-    if reduction.exchange not in get_args(Exchange):
+    record = reduction.record
+    if held.get(record.key) != record:
         raise PlanError(
-            f"{subject}, exchange {reduction.exchange!r}: expected one of {get_args(Exchange)}"
+            f"{_subject(name, reduction)} on rank {topology.rank}, which does not hold it"
+        )
+
+
+def _check_ranks(name: str, reduction: Reduction, rank: int, known: frozenset[int]) -> None:
+    ranks = set(reduction.ranks)
+    if rank not in ranks or len(ranks) < len(reduction.ranks):
+        raise PlanError(
+            f"{_subject(name, reduction)}: expected each rank once, and rank {rank} among them"
+        )
+    if not ranks <= known:
+        raise PlanError(
+            f"{_subject(name, reduction)}, but the topology has only ranks {sorted(known)}"
+        )
+
+
+def _check_numbers(name: str, reduction: Reduction) -> None:
+    if reduction.op not in ("sum", "mean"):
+        raise PlanError(
+            f"{_subject(name, reduction)} by {reduction.op!r}: expected 'sum' or 'mean'"
+        )
+    if not 0 < reduction.divisor < math.inf:
+        raise PlanError(
+            f"{_subject(name, reduction)} with divisor {reduction.divisor!r}: expected a positive "
+            f"number"
+        )
+    if reduction.exchange not in _EXCHANGES:
+        raise PlanError(
+            f"{_subject(name, reduction)}, exchange {reduction.exchange!r}: expected one of "
+            f"{_EXCHANGES}"
         )
     is_pair = reduction.exchange in PAIR_EXCHANGES and len(reduction.ranks) > 1
     if is_pair and (len(reduction.ranks) != 2 or reduction.placement is not Placement.REPLICATE):
         raise PlanError(
-            f"{subject}, placement {reduction.placement.value!r}, exchange {reduction.exchange!r}: "
-            f"that is for the gradients of two ranks, placed by 'replicate'; give others the "
-            f"exchange 'all-reduce'"
+            f"{_subject(name, reduction)}, placement {reduction.placement.value!r}, exchange "
+            f"{reduction.exchange!r}: that is for the gradients of two ranks, placed by "
+            f"'replicate'; give others the exchange 'all-reduce'"
         )
 
 

@@ -59,7 +59,7 @@ def _check_regions(routes: Routes) -> None:
     for rank, by_key in routes.items():
         for key, route in by_key.items():
             for number, step in enumerate(route[: steps_taken(route, rank)]):
-                for member in step.ranks:
+                for member in step.ranks if rank == step.owner else step.ranks[:1]:
                     if _part(routes[member][key], number, member) != _part(route, number, rank):
                         raise PlanError(
                             f"{key!r}: before {step} over ranks {list(step.ranks)}, rank {rank} "
@@ -83,6 +83,8 @@ def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> Non
     for rank, by_key in routes.items():
         for record in manifest.records(topology.at(rank)):
             route, expected = by_key.get(record.key, ()), agreed.get(record.key, ())
+            if route is expected:
+                continue
             if signature(route) != signature(expected):
                 raise PlanError(
                     f"{record.key!r} takes the route {[str(h) for h in route]} on rank {rank}, but "
@@ -116,6 +118,8 @@ def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> N
 def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> None:
     """A reduction of a DTensor must join equal parts, and no two ranks of the DTensor's mesh."""
     # The ranks of the mesh already reduce among themselves.
+    if not manifest.shards:
+        return
     for rank, by_key in routes.items():
         for key, route in by_key.items():
             shard = manifest.shard(rank, key)

@@ -219,10 +219,11 @@ def _plan_shared(
     # Every rank computes this from the same manifest, and gets the same result. So bucket numbers
     # and communicators need no further message; `digest` is compared as a check.
     routes, divisors = make_routes(manifest, topology, handlers, options.allow_unsynced)
+    shared = shared_routes(routes)
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
-    agreed = [(records[key], route) for key, route in shared_routes(routes).items()]
+    agreed = [(records[key], route) for key, route in shared.items()]
     gradients = [
         Kind(
             record,
@@ -237,13 +238,16 @@ def _plan_shared(
     buckets = tuple(make_buckets(manifest, gradients, options.bucket_bytes))
     kinds = [Kind(*pair, alone) for pair in agreed]
     packs = tuple(make_buckets(manifest, kinds, options.bucket_bytes))
+    # `make_routes` has checked that the mesh and a parameter's route on one rank decide its routes
+    # on all ranks.
+    decided = (topology.axes, topology.ranks, shared, buckets, packs, divisors)
     return _Shared(
         routes=routes,
         divisors=divisors,
         buckets=buckets,
         packs=packs,
         groups=_groups(routes, buckets, options.comm_streams),
-        digest=hashlib.sha256(repr((routes, buckets, packs, divisors)).encode()).hexdigest(),
+        digest=hashlib.sha256(repr(decided).encode()).hexdigest(),
     )
 
 
@@ -324,19 +328,19 @@ def _groups(
     comm_stream_of = {
         slot.key: bucket.index % comm_streams for bucket in buckets for slot in bucket.slots
     }
-    exchanged = {
-        (step.ranks, second_communicator(comm_stream_of[key]))
+    # Steps are told apart by identity: a group may have thousands of ranks, and each of them has
+    # the step in its routes, so comparing ranks would take long.
+    used = {
+        (id(step), comm_stream_of.get(key)): step
         for by_key in routes.values()
         for key, route in by_key.items()
         for step in route
-        if key in comm_stream_of and step.is_pair
     }
-    # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first step.
-    specs = exchanged | {
-        (step.ranks, comm_stream)
-        for by_key in routes.values()
-        for key, route in by_key.items()
-        for step in route
-        for comm_stream in {0, comm_stream_of.get(key, 0)}
-    }
+    specs = set[tuple[tuple[int, ...], int]]()
+    for (_, comm_stream), step in used.items():
+        # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first
+        # step.
+        specs |= {(step.ranks, 0), (step.ranks, comm_stream or 0)}
+        if comm_stream is not None and step.is_pair:
+            specs.add((step.ranks, second_communicator(comm_stream)))
     return tuple(sorted(specs))

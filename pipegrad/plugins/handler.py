@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from inspect import Parameter, Signature
 from typing import Any, Literal, Protocol, Self
 
@@ -127,7 +128,7 @@ class ReductionStep:
         """The highest rank: where a reduce chain begins and a broadcast chain ends."""
         return self.ranks[-1]
 
-    @property
+    @cached_property
     def signature(self) -> tuple[str, ...]:
         """All its properties except the ranks: the same in each group."""
         return (self.axes, self.op, self.placement.value, self.handler, self.exchange)

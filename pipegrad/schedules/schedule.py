@@ -107,21 +107,22 @@ class Schedule:
         self.check_complete()
         ticks: dict[Action, int] = {}
         heads, free = [0] * self.num_ranks, [0] * self.num_ranks
-        progressed = True
-        # Each pass lets every rank go on until the inputs of its next action are missing. If a
-        # pass moves no rank, the ranks that are left wait for each other.
-        while progressed:
-            progressed = False
-            for rank, actions in enumerate(self.actions):
-                while heads[rank] < len(actions):
-                    action = actions[heads[rank]]
-                    needed = list(self._needs(action))
-                    if any(need not in ticks for need in needed):
-                        break
-                    ticks[action] = max(free[rank], *(ticks[need] + 1 for need in needed), 0)
-                    free[rank] = ticks[action] + 1
-                    heads[rank] += 1
-                    progressed = True
+        ready = list(range(self.num_ranks))
+        sleepers: dict[Action, list[int]] = {}
+        # A rank goes on until an input of its next action is missing, and again when that input is
+        # there. Ranks that are left in the end wait for each other.
+        while ready:
+            rank = ready.pop()
+            for action in self.actions[rank][heads[rank] :]:
+                needed = list(self._needs(action))
+                missing = next((need for need in needed if need not in ticks), None)
+                if missing is not None:
+                    sleepers.setdefault(missing, []).append(rank)
+                    break
+                ticks[action] = max(free[rank], *(ticks[need] + 1 for need in needed), 0)
+                free[rank] = ticks[action] + 1
+                heads[rank] += 1
+                ready += sleepers.pop(action, ())
         stuck = {
             r: actions[heads[r]]
             for r, actions in enumerate(self.actions)
@@ -176,8 +177,8 @@ class Schedule:
         # can correct several of them at once.
         counts = Counter(action for actions in self.actions for action in actions)
         wrong = {action: f"{action} {n} times" for action, n in counts.items() if n > 1}
+        rank_of = dict(enumerate(self.stage_to_rank))
         for rank, actions in enumerate(self.actions):
-            rank_of = dict(enumerate(self.stage_to_rank))
             wrong |= {a: f"{a} on rank {rank}" for a in actions if rank_of.get(a.stage) != rank}
         for stage in range(len(self.stage_to_rank)):
             for microbatch in range(self.num_microbatches):
@@ -230,8 +231,11 @@ class Schedule:
 
     @cached_property
     def _consumers(self) -> tuple[tuple[int, ...], ...]:
-        stages = range(len(self.stage_to_rank))
-        return tuple(tuple(c for c in stages if s in self._sources[c]) for s in stages)
+        consumers: list[list[int]] = [[] for _ in self.stage_to_rank]
+        for stage, sources in enumerate(self._sources):
+            for source in dict.fromkeys(sources):
+                consumers[source].append(stage)
+        return tuple(map(tuple, consumers))
 
     @cached_property
     def _present(self) -> frozenset[Action]:

@@ -38,6 +38,7 @@ from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
 
+_MOST_CELLS = 1_000_000  # a schedule is made whole, in memory
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 
 
@@ -101,10 +102,13 @@ class Job:
 
     def topology(self, rank: int = 0) -> Topology:
         """Returns the topology of a rank as plain data."""
+        return self._topology.at(rank)
+
+    @cached_property
+    def _topology(self) -> Topology:
         axes = (("pp", self.pipeline), ("dp", self.data), *self.config.parallel.dimensions.items())
         return Topology.build(
             axes=axes,
-            rank=rank,
             stage_to_rank=self.schedule.stage_to_rank,
             data=tuple(self.config.parallel.data_dimensions),
         )
@@ -292,10 +296,17 @@ class Job:
         return registry.resolve_all(specs)
 
     def _schedule(self) -> Schedule:
+        microbatches = self.config.parallel.microbatches
+        if microbatches * self.pipeline > _MOST_CELLS:
+            self.config.refuse(
+                "parallel.microbatches",
+                f"{microbatches} microbatches on {self.pipeline} pipeline ranks: expected at most "
+                f"{_MOST_CELLS:,} of both multiplied",
+            )
         return generate(
             self.generator,
             num_ranks=self.pipeline,
-            num_microbatches=self.config.parallel.microbatches,
+            num_microbatches=microbatches,
         )
 
     @cached_property

@@ -54,6 +54,23 @@ def make_optimizer(
     return optimizer
 
 
+def state_numel(config: Config) -> int:
+    """Returns how many elements the optimizer keeps for each element of a large parameter.
+
+    It is measured by one step of a small matrix.
+    """
+    probe = nn.Parameter(torch.ones(8, 8))
+    probe.grad = torch.ones_like(probe)
+    optimizer = make_optimizer(config, lambda kind, **options: kind([probe], **options))
+    try:
+        optimizer.step()
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        config.refuse("optimizer", f"its first step fails: {error!r}", cause=error)
+    values = optimizer.state[probe].values()
+    # What is smaller, such as a counter, does not grow with the parameter.
+    return sum(torch.is_tensor(v) and v.numel() == probe.numel() for v in values)
+
+
 def group_of(config: Config, _: str, parameter: nn.Parameter) -> dict[str, Any]:
     """Returns the options of a parameter's group: no weight decay for norms and biases, if set."""
     decays = config.optimizer.decay_norms_and_biases or parameter.ndim > 1

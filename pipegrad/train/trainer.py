@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from rich.console import RenderableType
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pipegrad.comm.agreement import agree, same
@@ -45,7 +46,8 @@ from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.run_folder import free_space, make_run_folder
 from pipegrad.train.stages import build_stages
-from pipegrad.train.summary import make_summary
+from pipegrad.train.summary.summary import make_summary
+from pipegrad.train.summary.text import rendered
 from pipegrad.train.tracing import Tracing
 
 _RUN_KEYS = (
@@ -214,6 +216,10 @@ class Trainer:
 
         return Path(agree("the output folder", make)[0])
 
+    def printed_summary(self) -> Iterable[RenderableType]:
+        """Returns the summary as parts that rich prints; nothing on other ranks than 0."""
+        return rendered(self.summary, self.job.schedule) if self.summary else ()
+
     def close(self) -> None:
         """Ends the comm streams and destroys their process groups; every rank must call it."""
         self._scheduler.close()
@@ -284,8 +290,7 @@ class Trainer:
 
     def _summarize(self) -> None:
         """Makes the summary, and frees what other ranks hold of a model that was made whole."""
-        # Only rank 0 needs all plans, and a plan of many ranks takes time. The plans of one replica
-        # have the same errors, so other ranks make only those.
+        # Only rank 0 prints it. The plans alone have the same errors, so other ranks make those.
         assert self._cut is not None
         self.summary: dict[str, Any] = {}
         topology, manifest = self.sync.topology, self.sync.manifest
@@ -293,8 +298,7 @@ class Trainer:
             summary = make_summary(self.job, self._cut, manifest)
             self.summary = {"device": self._device.type, **summary}
         else:
-            replica = [r for r in topology.ranks if not topology.at(r).coordinate(topology.data)]
-            self.job.plans(manifest, ranks=replica)
+            self.job.plans(manifest, ranks=topology.one_replica)
         if not self.job.config.model.is_transformers:
             self._cut = None
 

@@ -57,13 +57,11 @@ def may_import() -> dict[str, set[str]]:
     table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
     # Schedules are plain data, and plug-ins. Who runs them knows them.
     table["schedules"] = {"schedules", "errors", "plugins"}
-    table["simulation"] = {"simulation", *table["schedules"]}
-    table["picture"] = {"picture", *table["simulation"]}
+    table["simulation"] = {*table["schedules"], "simulation"}
+    table["picture"] = {*table["simulation"], "picture"}
     for part in ORDER[ORDER.index("pipeline") :]:
-        table[part] |= {"schedules"}
-    for part in ORDER[ORDER.index("observe") :]:
-        table[part] |= {"simulation", "picture"}
-    everything = {*ORDER, "schedules", "simulation", "picture"}
+        table[part] |= table["picture"]
+    everything = {*ORDER, *table["picture"]}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
     # Tests of other people's handlers use all that is public.
     everything |= {"testing"}

@@ -19,7 +19,8 @@ from pipegrad.testing import run_ranks
 from pipegrad.train.config import Config, load
 from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
-from pipegrad.train.summary import make_summary, rendered
+from pipegrad.train.summary.summary import make_summary
+from pipegrad.train.summary.text import rendered
 from pipegrad.train.trainer import Trainer
 from tests.support.rounding import rounding
 
@@ -358,10 +359,9 @@ def test_what_is_printed_names_dimensions_and_divisors(path: Path) -> None:
     cut = job.cut(job.model("meta"))
     told = make_summary(job, cut, job.manifest(cut))
     assert told["dimensions"] == {"ep": 2}
-    lines = [line for line in rendered(told) if isinstance(line, str)]
+    lines = [line for line in rendered(told, job.schedule) if isinstance(line, str)]
     assert lines[0].startswith("8 ranks: pipeline 2 x data 2 x ep 2, 4 microbatches by 1f1b")
-    divided = "divided by 2 before they leave: 2 parameters, 0.0.weight .. 0.0.bias"
-    assert lines.count(divided) == 4  # on the ranks of the first stage
+    assert "divided by 2 before they leave: 2 parameters, such as 0.0.weight" in lines
     assert {way["route"]: way["parameters"] for way in told["routes"]} == {
         "replicate-mean(dp)": 2,
         "replicate-mean(dp+ep)": 2,

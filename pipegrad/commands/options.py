@@ -1,0 +1,75 @@
+"""What commands share: a configuration with changes, errors of use, and printing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipegrad.errors import PipegradError
+
+# torch takes seconds to import: a command imports what it needs when it runs.
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_CHANGES = (
+    click.argument("config", type=Path),
+    click.option(
+        "--handler",
+        "handlers",
+        multiple=True,
+        metavar="NAME",
+        help="A gradient handler, by name or as module:attr. All of them replace the file's list.",
+    ),
+    click.option(
+        "--schedule", metavar="NAME", help="A schedule, by name or as module:attr; for the file's."
+    ),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Changes a key, as in --set train.steps=10. TOML; repeat for several.",
+    ),
+)
+
+
+def configured(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command a function that loads its configuration, from the file and the options."""
+
+    @functools.wraps(command)
+    def with_changes(
+        config: Path,
+        handlers: Sequence[str],
+        schedule: str | None,
+        settings: Sequence[str],
+        **other_options: object,
+    ) -> None:
+        from pipegrad.train.config import load
+
+        command(
+            partial(load, config, settings, handlers=handlers, schedule=schedule), **other_options
+        )
+
+    return functools.reduce(lambda decorated, add: add(decorated), reversed(_CHANGES), with_changes)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns errors before and outside of a run into one line; a run prints its own errors."""
+    try:
+        yield
+    except PipegradError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Prints parts; a part that is text is not wrapped."""
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))

@@ -1,0 +1,79 @@
+"""`pipegrad plan`: prints what the ranks of a configuration will do, without starting any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipegrad.commands.options import AS_JSON, configured, print_parts, usage_errors
+
+if TYPE_CHECKING:
+    from pipegrad.model.manifest import Manifest
+    from pipegrad.partition.cut_model import Cut
+    from pipegrad.train.config import Config
+    from pipegrad.train.job import Job
+
+_MOST_RANKS = 2**20  # a topology lists its ranks
+
+
+@click.command()
+@configured
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, _MOST_RANKS),
+    help="How many; by default as CONFIG says.",
+)
+@click.option("--rank", type=click.IntRange(min=0), help="Print all that this rank does.")
+@click.option(
+    "--costs",
+    "costs_file",
+    type=click.Path(path_type=Path),
+    help="A file of costs: times and memory are then simulated with them.",
+)
+@AS_JSON
+def plan(
+    loaded: Callable[[], Config],
+    ranks: int | None,
+    rank: int | None,
+    costs_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.train.summary.summary import make_summary, rank_as_text, summarize_rank
+    from pipegrad.train.summary.text import rendered
+    from pipegrad.train.tables import make_console
+
+    with usage_errors():
+        costs = Costs.load(costs_file) if costs_file else None
+        job, cut, manifest = _prepared(loaded(), ranks)
+        if rank is not None and as_json:
+            click.echo(json.dumps(summarize_rank(job, manifest, rank), indent=2))
+        elif rank is not None:
+            click.echo(rank_as_text(job, manifest, rank))
+        elif as_json:
+            click.echo(json.dumps(make_summary(job, cut, manifest, costs), indent=2))
+        else:
+            summary = make_summary(job, cut, manifest, costs)
+            print_parts(make_console(), rendered(summary, job.schedule))
+
+
+def _prepared(config: Config, ranks: int | None) -> tuple[Job, Cut, Manifest]:
+    from pipegrad.train.job import Job
+
+    job = Job(config, ranks)
+
+    def on(device: str) -> tuple[Job, Cut, Manifest]:
+        cut = job.cut(job.model(device))
+        return job, cut, job.manifest(cut)
+
+    try:
+        return on("meta")
+    # Without memory first: a plan of a large model fits anywhere. A factory that reads its own
+    # tensors fails on "meta", and needs real ones.
+    except Exception:  # noqa: BLE001 - any error of the factory
+        return on("cpu")

@@ -1,0 +1,49 @@
+"""`pipegrad schedule`: prints what each rank computes, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from pipegrad.errors import PipegradError
+
+
+@click.command()
+@click.argument("name")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Ranks of the pipeline.")
+@click.option("--microbatches", type=click.IntRange(min=1), required=True, help="Of a step.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option of the schedule, as in --set stages_per_rank=3. TOML; repeat for several.",
+)
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["text", "torch-csv"]),
+    default="text",
+    show_default=True,
+    help="torch-csv is what torch's _PipelineScheduleRuntime loads.",
+)
+def schedule(
+    name: str, ranks: int, microbatches: int, settings: Sequence[str], file_format: str
+) -> None:
+    """Print what each rank computes, in order, by the schedule NAME.
+
+    NAME is a name that `pipegrad schedules` lists, or module:attr.
+    """
+    from pipegrad.schedules import generate, registry
+    from pipegrad.schedules.torch_csv import for_torch
+    from pipegrad.train.config import parsed_setting
+
+    try:
+        options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        generator = registry.resolve({**options, "name": name})
+        made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
+        text = for_torch(made) if file_format == "torch-csv" else f"{made}\n"
+    except PipegradError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(text, nl=False)

@@ -1,0 +1,1 @@
+"""What the ranks of a job will do, as data and as text."""

@@ -1,0 +1,317 @@
+"""Summary: stages, ties, routes and the plans of one replica, as plain data that fits into JSON.
+
+A summary has the ranks of one replica alone. `make_routes` has checked that other replicas do the
+same, so their sums are multiples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pipegrad.errors import PlanError
+from pipegrad.model.manifest import Manifest
+from pipegrad.partition.cut_model import Cut
+from pipegrad.pipeline.wiring import collectives_in
+from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.plan import Plan
+from pipegrad.plugins.handler import Placement
+from pipegrad.plugins.registry import ResolvedPlugin
+from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
+from pipegrad.schedules.program.program import Item, Op
+from pipegrad.simulation.costs import Costs, StageCosts
+from pipegrad.simulation.simulator import simulate
+from pipegrad.topology import Topology
+from pipegrad.train.job import Job
+from pipegrad.train.optimizer import state_numel
+from pipegrad.train.summary.spans import spans
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_UNIT_COSTS = StageCosts(forward_seconds=1, backward_seconds=2, weight_seconds=1)
+
+
+def make_summary(
+    job: Job, cut: Cut, manifest: Manifest, costs: Costs | None = None
+) -> dict[str, Any]:
+    """Returns the summary of a job, as plain data that fits into JSON.
+
+    Args:
+        job: The job.
+        cut: The stages of all ranks.
+        manifest: The model that its ranks agreed on, or will agree on.
+        costs: Of computing and sending; without them, times are in units.
+
+    Raises:
+        PlanError: As `Job.plans` does.
+        ScheduleError: If the costs are not those of the job's stages.
+    """
+    topology = job.topology()
+    plans = job.plans(manifest, ranks=topology.one_replica)
+    program = _program(job, plans)
+    proof, times = verify(program), _times(program, costs)
+    stages = [_stage(job, cut, manifest, stage) for stage in sorted(cut.modules)]
+    buckets = {bucket.index: bucket for plan in plans.values() for bucket in plan.buckets}
+    return {
+        "ranks": job.num_ranks,
+        "pipeline": job.pipeline,
+        "data": job.data,
+        "dimensions": job.config.parallel.dimensions,
+        "replicas": job.num_ranks // job.pipeline,
+        "microbatches": job.schedule.num_microbatches,
+        "schedule": _identity(job.generator) | times,
+        "handlers": [_identity(resolved) for resolved in job.handlers.values()],
+        "stages": stages,
+        "ties": list(_ties(job, manifest)),
+        "routes": list(_routes(job, manifest, plans)),
+        "links": list(_links(program, costs)),
+        "pipeline_ranks": list(_pipeline_ranks(job, stages, plans, proof, times["bubble"])),
+        "collectives": sum(n for n, _ in _launched(buckets.values(), topology)),
+        "reduced_bytes": sum(nbytes for _, nbytes in _launched(buckets.values(), topology)),
+    }
+
+
+def summarize_rank(job: Job, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Returns what one rank does, as plain data: its plan, and the items of its Program.
+
+    Each stage hands one value to the next; a job learns the rest in its first step.
+
+    Raises:
+        PlanError: As `Job.plans` does, or if there is no such rank.
+    """
+    if rank not in job.topology().ranks:
+        raise PlanError(f"--rank {rank}: the job has ranks 0 to {job.num_ranks - 1}")
+    view = job.topology(rank)
+    plans = job.plans(manifest, ranks=view.ranks_along(view.pipeline))
+    program, own = _program(job, plans), view.coordinate(view.pipeline)
+    items = [_item(program, item) for item in program.decoded(own)]
+    return plan_data(plans[rank]) | {"pipeline_rank": own, "program": items}
+
+
+def rank_as_text(job: Job, manifest: Manifest, rank: int) -> str:
+    """Returns the same as text.
+
+    Raises:
+        PlanError: As `summarize_rank` does.
+    """
+    if rank not in job.topology().ranks:
+        raise PlanError(f"--rank {rank}: the job has ranks 0 to {job.num_ranks - 1}")
+    view = job.topology(rank)
+    plans = job.plans(manifest, ranks=view.ranks_along(view.pipeline))
+    own = view.coordinate(view.pipeline)
+    return f"{plans[rank]}\n\npipeline {_program(job, plans).listing(own)}"
+
+
+def _program(job: Job, plans: Mapping[int, Plan]) -> Program:
+    return lower(job.schedule, collectives=collectives_in(plans.values(), job.topology()))
+
+
+def _item(program: Program, item: Item) -> dict[str, Any]:
+    data: dict[str, Any] = {"op": str(item.op), "microbatch": item.microbatch}
+    if item.op is Op.COMPUTE:
+        return data | {"stage": program.action(item).stage, "kind": program.action(item).kind}
+    if item.op in (Op.SEND, Op.RELEASE, Op.POST_RECEIVE, Op.WAIT_RECEIVE):
+        channel = program.channels[item.which]
+        link = program.links[channel.link]
+        ends = {"source": channel.source, "target": channel.target}
+        return data | {"value": link.name, "producer": link.producer, "of": channel.kind} | ends
+    names = {Op.JOIN: "link", Op.LAUNCH: "collective", Op.PUBLISH: "collective"}
+    return data | {names.get(item.op, "stage"): item.which}
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """Returns a plan as plain data: buckets, launches and publishes."""
+    return {
+        "rank": plan.rank,
+        "buckets": [
+            {
+                "bucket": bucket.index,
+                "ready": bucket.ready,
+                "holders": list(bucket.holders),
+                "dtype": str(bucket.dtype).removeprefix("torch."),
+                "wire_dtype": str(bucket.wire_dtype).removeprefix("torch."),
+                "elements": bucket.payload_numel,
+                "parameters": [slot.key for slot in bucket.slots],
+                "route": [
+                    {
+                        "reduction": str(step),
+                        "handler": step.handler,
+                        "placement": step.placement.value,
+                        "op": step.op,
+                        "axes": step.axes,
+                        "ranks": spans(step.ranks),
+                    }
+                    for step in bucket.route
+                ],
+            }
+            for bucket in plan.buckets
+        ],
+        "launches": [vars(launch) for launch in plan.launches],
+        "publishes": [vars(p) | {"readers": list(p.readers)} for p in plan.publishes],
+        "divisors": dict(plan.divisors),
+    }
+
+
+def _identity(resolved: ResolvedPlugin[Any]) -> dict[str, Any]:
+    return {
+        "name": resolved.name,
+        "value": resolved.value,
+        "distribution": resolved.distribution,
+        "version": resolved.version,
+        "options": dict(resolved.options),
+    }
+
+
+def _times(program: Program, costs: Costs | None) -> dict[str, Any]:
+    """Returns how long a step takes, and how much of it a pipeline rank is idle."""
+    schedule = program.schedule
+    units = Costs(stages=(_UNIT_COSTS,) * len(schedule.stage_to_rank))
+    result = simulate(program, costs or units, records=False)
+    step = result.step_seconds[0]
+    busy = _busy(schedule, costs or units)
+    return {
+        "stage_to_rank": list(schedule.stage_to_rank),
+        "time_unit": "seconds" if costs else "units",
+        "step_time": step,
+        "bubble": [1 - own / step if step else 0.0 for own in busy],
+        "peak_bytes": list(result.peak_bytes) if costs else None,
+    }
+
+
+def _busy(schedule: Schedule, costs: Costs) -> list[float]:
+    seconds = [{kind: stage.seconds(kind) for kind in _KINDS} for stage in costs.stages]
+    return [sum(seconds[a.stage][a.kind] for a in actions) for actions in schedule.actions]
+
+
+def _stage(job: Job, cut: Cut, manifest: Manifest, stage: int) -> dict[str, Any]:
+    entries = manifest.stages[stage]
+    parameters = list(cut.modules[stage].parameters())
+    view = job.topology(job.topology().one_replica[job.schedule.stage_to_rank[stage]])
+    return {
+        "stage": stage,
+        "ranks": spans(_replicas(view)),
+        "layers": cut.layers_of(stage),
+        "parameters": len(entries),
+        "elements": sum(p.numel() for p in parameters),
+        "bytes": sum(p.numel() * p.dtype.itemsize for p in parameters),
+        "trained": sum(p.numel() for p in parameters if p.requires_grad),
+    }
+
+
+def _replicas(view: Topology) -> tuple[int, ...]:
+    """Returns the ranks of all replicas at the pipeline coordinate of a rank."""
+    return view.ranks_along(tuple(name for name, _ in view.axes if name != view.pipeline))
+
+
+def _ties(job: Job, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    for tie in manifest.ties:
+        stage, name = tie[0]
+        entry = next(e for e in manifest.stages[stage] if e.name == name)
+        yield {
+            "key": f"{stage}.{name}",
+            "shape": list(entry.shape),
+            "places": [list(location) for location in tie],
+            "ranks": list(job.topology().ranks_of([stage for stage, _ in tie])),
+        }
+
+
+def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
+    """Yields for each route how many parameters take it."""
+    # Several ranks have a plan for the same parameter. It counts once, at its lowest rank.
+    route_of: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for rank, plan in plans.items():
+        routes = dict(plan.routes)
+        for record in manifest.records(job.topology(rank)):
+            reduction_steps = " then ".join(map(str, routes.get(record.key, ())))
+            route = reduction_steps or "stays where it is"
+            route_of.setdefault(record.key, route if record.requires_grad else "frozen")
+            sizes[record.key] = record.numel
+    keys_of: dict[str, list[str]] = {}
+    for key, route in route_of.items():
+        keys_of.setdefault(route, []).append(key)
+    # Routes keep the order in which parameters take them first, so the table is stable.
+    for route, keys in keys_of.items():
+        elements = sum(sizes[key] for key in keys)
+        yield {"route": route, "parameters": len(keys), "elements": elements}
+
+
+def _links(program: Program, costs: Costs | None) -> Iterator[dict[str, Any]]:
+    """Yields for each direction between two pipeline ranks what a step sends."""
+    channels: dict[tuple[int, int], list[int | None]] = {}
+    for channel in program.channels:
+        link = program.links[channel.link]
+        num_bytes = costs.stages[link.producer].outputs.get(link.name) if costs else None
+        channels.setdefault((channel.source, channel.target), []).append(num_bytes)
+    microbatches = program.schedule.num_microbatches
+    for (source, target), sizes in sorted(channels.items()):
+        known = [size for size in sizes if size is not None]
+        yield {
+            "source": source,
+            "target": target,
+            "messages": microbatches * len(sizes),
+            "bytes": microbatches * sum(known) if len(known) == len(sizes) else None,
+        }
+
+
+def _pipeline_ranks(
+    job: Job,
+    stages: list[dict[str, Any]],
+    plans: Mapping[int, Plan],
+    proof: Proof,
+    bubble: Sequence[float],
+) -> Iterator[dict[str, Any]]:
+    per_element = state_numel(job.config)
+    for number, (rank, plan) in enumerate(plans.items()):
+        view = job.topology(rank)
+        own = [stages[stage] for stage in view.local_stages]
+        nbytes, elements = (sum(s[name] for s in own) for name in ("bytes", "elements"))
+        width = nbytes / elements if elements else 0
+        master = job.gradient_options["master_dtype"]
+        state = plan.main_numel * per_element * (master.itemsize if master else width)
+        yield {
+            "pipeline_rank": number,
+            "ranks": spans(_replicas(view)),
+            "stages": list(view.local_stages),
+            "parameters": sum(stage["parameters"] for stage in own),
+            "elements": elements,
+            "stepped_elements": plan.main_numel,
+            "parameter_bytes": nbytes,
+            "gradient_bytes": _gradient_bytes(plan, own),
+            "optimizer_bytes": round(state + (plan.main_numel * master.itemsize if master else 0)),
+            "live_activations": proof.live_activations[number],
+            "live_graphs": proof.live_graphs[number],
+            "receive_buffers": proof.receive_buffers[number],
+            "bubble": bubble[number],
+            "collectives": len(plan.launches),
+            "reduced_bytes": plan.reduced_bytes,
+            "published_bytes": plan.published_bytes,
+            "comm_streams": list(_comm_streams(plan)),
+            "plan": plan_data(plan),
+        }
+
+
+def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:
+    """Returns the bytes of the gradients: the buckets, and what is in none of them."""
+    in_buckets = sum(slot.numel for bucket in plan.buckets for slot in bucket.slots)
+    rest = plan.trained_numel - in_buckets
+    width = max((s["bytes"] // s["elements"] for s in stages if s["elements"]), default=0)
+    return sum(b.numel * b.dtype.itemsize for b in plan.buckets) + max(rest, 0) * width
+
+
+def _comm_streams(plan: Plan) -> Iterator[dict[str, int]]:
+    buckets = {bucket.index: bucket for bucket in plan.buckets}
+    for number in sorted({launch.comm_stream for launch in plan.launches}):
+        own = [launch for launch in plan.launches if launch.comm_stream == number]
+        nbytes = sum(buckets[launch.bucket].nbytes(launch.step) for launch in own)
+        yield {"comm_stream": number, "collectives": len(own), "bytes": nbytes}
+
+
+def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[int, int]]:
+    """Yields for each reduction of a bucket how many ranks launch it, and their bytes."""
+    replicas = len(topology.ranks) // topology.size(topology.pipeline)
+    for bucket in buckets:
+        ranks = replicas * len({topology.stage_to_rank[stage] for stage in bucket.holders})
+        for number, step in enumerate(bucket.route):
+            yield ranks, ranks * bucket.nbytes(number)
+            # The groups of a step have equal sizes, and after OWNER one rank of each goes on.
+            ranks //= len(step.ranks) if step.placement is Placement.OWNER else 1

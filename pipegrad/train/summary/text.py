@@ -1,0 +1,177 @@
+"""The text of a summary: one replica, in about a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+
+from pipegrad.schedules import Schedule
+from pipegrad.train.summary.spans import in_words
+from pipegrad.train.tables import table
+
+_MIB = 2**20
+_ROWS, _WIDTH = 16, 96  # of the grid, and of long tables
+LEGEND = (
+    "F forward, B backward, I and W the two parts of a split backward: 2F0 is stage 2, forward, "
+    "microbatch 0. A column is one action; an empty cell is idle."
+)
+
+
+def rendered(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[RenderableType]:
+    """Yields a summary as parts that rich prints."""
+    yield (
+        f"{summary['ranks']} ranks: pipeline {summary['pipeline']} x data {summary['data']}"
+        f"{''.join(f' x {name} {size}' for name, size in summary['dimensions'].items())}, "
+        f"{summary['microbatches']} microbatches by {_source(summary['schedule'])}"
+    )
+    yield "handlers: " + (", ".join(map(_source, summary["handlers"])) or "none")
+    yield ""
+    yield f"One replica of {summary['replicas']}. {LEGEND}"
+    yield from _grid(schedule)
+    yield ""
+    yield from _stages(summary)
+    yield from _ranks(summary)
+    yield from _links(summary["links"])
+    for tie in summary["ties"]:
+        locations = " and ".join(f"{name!r} on stage {stage}" for stage, name in tie["places"])
+        yield (
+            f"one parameter {tuple(tie['shape'])}: {locations}, over ranks {tie['ranks']} and alike"
+        )
+    yield table(
+        ["reduction", "parameters", "elements"],
+        ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in summary["routes"]),
+    )
+    yield from _divisors(summary["pipeline_ranks"])
+    yield (
+        f"all ranks: {summary['collectives']} collectives, "
+        f"{summary['reduced_bytes'] / _MIB:.2f} MiB a step, each rank's part counted; "
+        f"--rank R prints what one rank does"
+    )
+
+
+def _grid(schedule: Schedule) -> list[str]:
+    """Returns the grid, with its middle left out if it is wider than a terminal."""
+    ticks, num_ranks = schedule.ticks, schedule.num_ranks
+    length = 1 + max(ticks.values())
+    cell = max(len(str(action)) for action in ticks) + 1
+    columns = _WIDTH // cell
+    shown = list(range(length))
+    if length > columns:
+        shown = [*range(columns // 2), *range(length - columns // 2, length)]
+    rows = _kept(num_ranks)
+    at = {(schedule.stage_to_rank[a.stage], tick): str(a) for a, tick in ticks.items()}
+    width = len(str(num_ranks - 1))
+    lines = []
+    for rank in rows:
+        cells = [at.get((rank, tick), "").ljust(cell) for tick in shown]
+        if length > columns:
+            cells.insert(columns // 2, "... ")
+        lines.append(f"rank {rank:<{width}}  {''.join(cells)}".rstrip())
+    if len(rows) < num_ranks:
+        lines.insert(_ROWS // 2, f"... {num_ranks - len(rows)} ranks ...")
+    return lines
+
+
+def _kept(count: int) -> list[int]:
+    """Returns which rows of many are shown: the first and the last ones."""
+    if count <= _ROWS:
+        return list(range(count))
+    return [*range(_ROWS // 2), *range(count - _ROWS // 2, count)]
+
+
+def _rows(entries: Sequence[Any], row: Any) -> list[list[object]]:  # noqa: ANN401
+    rows = [row(entries[index]) for index in _kept(len(entries))]
+    if len(rows) < len(entries):
+        rows.insert(
+            _ROWS // 2, [f"... {len(entries) - len(rows)} more"] + [""] * (len(rows[0]) - 1)
+        )
+    return rows
+
+
+def _stages(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield table(
+        ["stage", "ranks", "layers", "parameters", "elements", "MiB"],
+        _rows(
+            summary["stages"],
+            lambda stage: [
+                stage["stage"],
+                in_words(stage["ranks"]),
+                _ends(stage["layers"]),
+                stage["parameters"],
+                f"{stage['elements']:,}",
+                f"{stage['bytes'] / _MIB:.2f}",
+            ],
+        ),
+    )
+
+
+def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield table(
+        [
+            "rank", "stages", "parameter MiB", "gradient", "optimizer", "live", "buffers",
+            "bubble", "collectives", "reduced", "synced",
+        ],
+        _rows(
+            summary["pipeline_ranks"],
+            lambda rank: [
+                rank["pipeline_rank"],
+                ", ".join(map(str, rank["stages"])),
+                *(_mib(rank[f"{name}_bytes"]) for name in ("parameter", "gradient", "optimizer")),
+                rank["live_activations"],
+                rank["receive_buffers"],
+                f"{rank['bubble']:.1%}",
+                rank["collectives"],
+                _mib(rank["reduced_bytes"]),
+                _mib(rank["published_bytes"]),
+            ],
+        ),
+    )  # fmt: skip
+    schedule = summary["schedule"]
+    unit = schedule["time_unit"]
+    basis = (
+        "the costs given" if unit == "seconds" else "F 1, B 2, I 1, W 1, and nothing for sending"
+    )
+    yield (
+        f"live: microbatches whose activations a rank holds at most. buffers: for values that it "
+        f"receives. bubble: idle share of a step of {schedule['step_time']:g} {unit}, with "
+        f"{basis}. optimizer: an estimate from one step on a small matrix."
+    )
+    if schedule["peak_bytes"]:
+        yield f"peak memory by simulation: {_mib(max(schedule['peak_bytes']))} MiB on a rank"
+
+
+def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    if not links:
+        return
+    most = max(link["messages"] for link in links)
+    sizes = [link["bytes"] for link in links if link["bytes"] is not None]
+    if len(sizes) < len(links):
+        nbytes = "bytes unknown until profiled"
+    else:
+        nbytes = f"at most {_mib(max(sizes))} MiB"
+    yield f"{len(links)} links: at most {most} messages a step and direction, {nbytes}"
+
+
+def _divisors(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    keys_of: dict[float, list[str]] = {}
+    for rank in ranks:
+        for key, divisor in rank["plan"]["divisors"].items():
+            keys_of.setdefault(divisor, []).append(key)
+    for divisor, keys in sorted(keys_of.items()):
+        yield f"divided by {divisor:g} before they leave: {len(keys)} parameters, such as {keys[0]}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:.2f}"
+
+
+def _source(identity: Mapping[str, Any]) -> str:
+    where = f"{identity['distribution']} {identity['version']}".strip() or identity["value"]
+    options = "".join(f", {name} = {value}" for name, value in identity["options"].items())
+    return f"{identity['name']} ({where}{options})"
+
+
+def _ends(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

@@ -1,0 +1,62 @@
+"""What `pipegrad plan` prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipegrad.cli import main
+
+TIED_GPT = str(Path(__file__).parents[3] / "examples" / "tied_gpt.toml")
+
+
+def printed(*arguments: str) -> str:
+    found = CliRunner().invoke(main, ["plan", TIED_GPT, *arguments])
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_many_ranks_and_microbatches_fit_two_screens() -> None:
+    text = printed("--ranks", "1024", "--set", "parallel.pipeline=4", "--set",
+                   "data.batch_size=16384", "--set", "parallel.microbatches=64")  # fmt: skip
+    assert len(text.splitlines()) < 60
+    assert " ... " in next(line for line in text.splitlines() if line.startswith("rank 0"))
+    assert "256-511" in text
+    assert "One replica of 256. F forward, B backward" in text
+
+
+def test_a_rank_has_its_plan_and_its_program() -> None:
+    text = printed("--ranks", "4", "--rank", "3")
+    assert text.startswith("rank 3: ")
+    assert "compute        3F0" in text
+    told = json.loads(printed("--ranks", "4", "--rank", "3", "--json"))
+    assert [launch["bucket"] for launch in told["launches"]] == [0]
+
+
+def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
+    stage = {"forward_seconds": 1.0, "backward_seconds": 2.0}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"stages": [stage] * 2}))
+    assert "of 15 seconds" in printed("--ranks", "2", "--costs", str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "4", "--rank", "4"], "--rank 4: the job has ranks 0 to 3"),
+        (["--ranks", str(10**9)], "1<=x<=1048576"),
+        (["--set", "parallel.microbatches=100000000", "--set", "data.batch_size=100000000"],
+         "expected at most 1,000,000"),
+        (["--costs", "nowhere.json"], "nowhere.json holds no costs"),
+        (["--costs", TIED_GPT], "tied_gpt.toml holds no costs"),
+        (["--set", "optimizer.name=SparseAdam"], "optimizer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused_in_words(arguments: list[str], message: str) -> None:
+    found = CliRunner().invoke(main, ["plan", TIED_GPT, *arguments])
+    assert found.exit_code != 0
+    assert message in found.output
+    assert isinstance(found.exception, SystemExit), found.exception

@@ -1,0 +1,141 @@
+"""A summary of one replica says of all ranks what the plans of all ranks say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipegrad.simulation.costs import Costs, StageCosts
+from pipegrad.train.config import load
+from pipegrad.train.job import Job
+from pipegrad.train.summary.spans import in_words, spans
+from pipegrad.train.summary.summary import make_summary, summarize_rank
+
+TIED_GPT = Path(__file__).parents[3] / "examples" / "tied_gpt.toml"
+SHARED = "{name='pipeline-shared', placement='owner'}"
+
+
+def job(num_ranks: int, *settings: str) -> Job:
+    small = ("model.width=8", "model.layers=2", "data.batch_size=96")
+    return Job(load(TIED_GPT, [*small, *settings]), num_ranks)
+
+
+CASES = {
+    "alone": (1, ()),
+    "a tie and replicas": (6, ("parallel.pipeline=3",)),
+    "owners": (6, ("parallel.pipeline=3", f"gradient_handlers=[{SHARED}, 'data-parallel']")),
+    "shards": (8, ("parallel.pipeline=4", "gradient_handlers=['pipeline-shared', 'sharded']")),
+    "owners of shards": (8, ("parallel.pipeline=4", f"gradient_handlers=[{SHARED}, 'sharded']")),
+    "shards, averaged": (
+        16,
+        (
+            "parallel.pipeline=4",
+            "parallel.dimensions={outer=2}",
+            "parallel.data_dimensions=['dp', 'outer']",
+            (
+                "gradient_handlers=['pipeline-shared', {name='sharded', axis='dp'}, "
+                "{name='data-parallel', axis='outer'}]"
+            ),
+        ),
+    ),
+    "experts": (
+        8,
+        (
+            "parallel.pipeline=2",
+            "parallel.dimensions={ep=2}",
+            "parallel.data_dimensions=['dp', 'ep']",
+            (
+                "gradient_handlers=['pipeline-shared', {name='expert-parallel', "
+                "experts=['*.bias'], placement='shard'}]"
+            ),
+        ),
+    ),
+    "two stages a rank": (4, ("parallel.pipeline=2", "parallel.schedule='zbv'")),
+    "several buckets": (8, ("parallel.pipeline=4", "gradients.bucket_bytes=1000")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sums_are_those_of_the_plans_of_all_ranks(name: str) -> None:
+    made = job(CASES[name][0], *CASES[name][1])
+    cut = made.cut(made.model("meta"))
+    manifest = made.manifest(cut)
+    summary = make_summary(made, cut, manifest)
+    plans = made.plans(manifest)
+    assert len(plans) == made.num_ranks
+    assert summary["collectives"] == sum(len(plan.launches) for plan in plans.values())
+    assert summary["reduced_bytes"] == sum(plan.reduced_bytes for plan in plans.values())
+    of_rank = {
+        rank: row
+        for row in summary["pipeline_ranks"]
+        for first, last, step in row["ranks"]
+        for rank in range(first, last + 1, step)
+    }
+    assert sorted(of_rank) == list(plans)
+    for rank, plan in plans.items():
+        assert of_rank[rank]["stages"] == list(made.topology(rank).local_stages)
+        assert [bucket["parameters"] for bucket in of_rank[rank]["plan"]["buckets"]] == [
+            [slot.key for slot in bucket.slots] for bucket in plan.buckets
+        ]
+    assert json.loads(json.dumps(summary)) == json.loads(json.dumps(summary, allow_nan=False))
+
+
+def test_the_bubble_of_1f1b_is_the_known_one() -> None:
+    made = job(4, "parallel.pipeline=4", "parallel.microbatches=6")
+    cut = made.cut(made.model("meta"))
+    summary = make_summary(made, cut, made.manifest(cut))
+    assert summary["schedule"]["step_time"] == (6 + 3) * 3
+    assert [r["bubble"] for r in summary["pipeline_ranks"]] == pytest.approx([3 / 9] * 4)
+    assert [r["live_activations"] for r in summary["pipeline_ranks"]] == [4, 3, 2, 1]
+    assert {(link["messages"], link["bytes"]) for link in summary["links"]} == {(6, None)}
+
+
+def test_costs_give_seconds_memory_and_bytes() -> None:
+    made = job(2, "parallel.pipeline=2")
+    cut = made.cut(made.model("meta"))
+    stage = StageCosts(1.0, 2.0, activation_bytes=100, outputs={"x": 7})
+    summary = make_summary(made, cut, made.manifest(cut), Costs((stage, stage)))
+    assert (summary["schedule"]["time_unit"], summary["schedule"]["step_time"]) == ("seconds", 15.0)
+    assert [link["bytes"] for link in summary["links"]] == [4 * 7, 4 * 7]
+    # Rank 0 holds two microbatches, rank 1 one, and each what it has received.
+    assert min(summary["schedule"]["peak_bytes"]) >= 100
+
+
+def test_state_of_the_optimizer_is_that_of_its_kind() -> None:
+    sizes = {}
+    for name, options in {"AdamW": (), "SGD": ("optimizer.weight_decay=0.0",)}.items():
+        made = job(1, f"optimizer.name='{name}'", *options)
+        cut = made.cut(made.model("meta"))
+        [row] = make_summary(made, cut, made.manifest(cut))["pipeline_ranks"]
+        sizes[name] = row["optimizer_bytes"] / row["parameter_bytes"]
+    assert sizes == {"AdamW": 2.0, "SGD": 0.0}
+
+
+def test_a_rank_is_told_in_full() -> None:
+    made = job(4, "parallel.pipeline=2")
+    manifest = made.manifest(made.cut(made.model("meta")))
+    told = summarize_rank(made, manifest, 3)
+    assert (told["rank"], told["pipeline_rank"]) == (3, 1)
+    computed = [(i["stage"], i["kind"], i["microbatch"]) for i in told["program"] if "kind" in i]
+    assert computed == [tuple(action) for action in made.schedule.actions[1]]
+    assert {i["op"] for i in told["program"]} >= {"send", "wait-receive", "launch"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], ""),
+        ([7], "7"),
+        (range(16), "0-15"),
+        (range(0, 4096, 16), "0-4080:16"),
+        ([0, 3840], "0, 3840"),
+        ([0, 1, 8, 9], "0-1, 8-9"),
+        ([3, 4], "3-4"),
+    ],
+)
+def test_spans(ranks: list[int], text: str) -> None:
+    assert in_words(spans(ranks)) == text
+    expanded = [r for first, last, step in spans(ranks) for r in range(first, last + 1, step)]
+    assert expanded == list(ranks)
