@@ -83,6 +83,7 @@ def _run(trainer: Trainer, report: Report) -> None:
                 report.step(metrics)
             if config.train.saves_after(step):
                 trainer.save(folder / f"checkpoint-{step}", step)
+    timeline = trainer.tracing.timeline()
     # The report is written first, even if copies differ. All ranks raise the same DriftError.
     drift = None
     try:
@@ -91,6 +92,8 @@ def _run(trainer: Trainer, report: Report) -> None:
         drift = error
     if is_first_rank:
         report.close(folder, trainer.summary["device"], "DIFFER" if drift else "bit-identical")
+        if timeline is not None:
+            report.explain(timeline, trainer.tracing.save(timeline, folder))
     if drift:
         raise drift
     if config.model.is_transformers:

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 from torch.profiler import record_function
 
+from pipegrad.comm.tape import Recorder
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
@@ -151,10 +152,14 @@ class Executor:
         else:
             self._sharded.begin()
         calls = self._ranged_calls if is_profiled() else self._calls
+        recorder = None if self._forward_only else self._sync.tape.recorder
         try:
-            for method, which, microbatch in calls:
-                method(which, microbatch)
-                self._position += 1
+            if recorder is not None:
+                self._run_recorded(calls, recorder)
+            else:
+                for method, which, microbatch in calls:
+                    method(which, microbatch)
+                    self._position += 1
         except BaseException as error:
             self._add_location(error)
             raise
@@ -162,6 +167,17 @@ class Executor:
         outputs = self._compute.outputs
         self._forget()
         return outputs
+
+    def _run_recorded(self, calls: Sequence[_Call], recorder: Recorder) -> None:
+        """Runs all items, and keeps the times between those that matter."""
+        now = recorder.now
+        kept, keep = recorder.items()
+        keep(now())
+        for (method, which, microbatch), is_kept in zip(calls, kept, strict=True):
+            method(which, microbatch)
+            self._position += 1
+            if is_kept:
+                keep(now())
 
     def finish_transfers(self) -> None:
         """Makes the transfers that are left of a failed step, without values.

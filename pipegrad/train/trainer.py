@@ -48,6 +48,7 @@ from pipegrad.train.run_folder import free_space, make_run_folder
 from pipegrad.train.stages import build_stages
 from pipegrad.train.summary.summary import make_summary
 from pipegrad.train.summary.text import rendered
+from pipegrad.train.tracing import Tracing
 
 _RUN_KEYS = (
     "train.seed",
@@ -70,6 +71,7 @@ class Trainer:
 
     Attributes:
         job: The configuration applied to all ranks.
+        tracing: Records steps, if that is wanted.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
         summary: Summary of the job, as plain data; empty on other ranks than 0.
@@ -109,6 +111,7 @@ class Trainer:
         if config.train.resume is not None:
             self._resume(config)
         self._begin = time.perf_counter()
+        self.tracing = Tracing(config, self._scheduler)
 
     def step(self, number: int) -> StepMetrics:
         """Trains on the batch of a step; returns its metrics, the same on every rank.

@@ -42,6 +42,7 @@ ORDER = [
     "interop",
     "pipeline",
     "partition",
+    "observe",
     "train",
     "commands",
     "cli",
@@ -57,11 +58,10 @@ def may_import() -> dict[str, set[str]]:
     # Schedules are plain data, and plug-ins. Who runs them knows them.
     table["schedules"] = {"schedules", "errors", "plugins"}
     table["simulation"] = {*table["schedules"], "simulation"}
+    table["picture"] = {*table["simulation"], "picture"}
     for part in ORDER[ORDER.index("pipeline") :]:
-        table[part] |= table["simulation"]
-    table["picture"] = {"picture", "simulation", "errors"}
-    table["commands"] |= table["picture"]
-    everything = {*ORDER, *table["simulation"], *table["picture"]}
+        table[part] |= table["picture"]
+    everything = {*ORDER, *table["picture"]}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
     # Tests of other people's handlers use all that is public.
     everything |= {"testing"}

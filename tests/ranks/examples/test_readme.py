@@ -95,6 +95,19 @@ os.chdir(runs[0])
 fp16_stage = topology.coordinate("pp")
 fp16_stage = pipegrad.Stage([nn.Linear(4, 4), nn.Linear(4, 4)][fp16_stage], fp16_stage)
 """,
+    "Where a step goes": """
+import tempfile
+
+before = os.getcwd()
+os.chdir(tempfile.mkdtemp())
+torch.manual_seed(topology.coordinate("pp"))
+stage = pipegrad.Stage(nn.Linear(4, 4), topology.coordinate("pp"))
+scheduler = pipegrad.Scheduler(
+    [stage], topology, schedule="1f1b", num_microbatches=4, loss_fn=nn.MSELoss()
+)
+optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
+x, y = torch.randn(32, 4), torch.randn(32, 4)
+""",
     "What the optimizer steps": """
 topology = pipegrad.Topology.create(pipeline=2)
 stage, module = topology.coordinate("pp"), nn.Linear(4, 4, bias=False).to(torch.bfloat16)
@@ -147,6 +160,7 @@ assert torch.allclose(model[index].weight.grad, uncut[index].weight.grad, rtol=1
     "Many small sums: `Bucketer`": "assert [float(s[0]) for s in sums] == [4.0, 4.0]",
     "Save and load": "assert bool((module.weight == 1).all()) and os.listdir(folder)",
     "Your own schedule": "assert same_schedule.actions == schedule.actions",
+    "Where a step goes": "assert len(timeline.step_ends) == 3; os.chdir(before)",
     "Further dimensions": "assert topology.size('ep') == 2",
 }
 

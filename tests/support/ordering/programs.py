@@ -24,10 +24,15 @@ from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
+from pipegrad.observe import links
+from pipegrad.observe.clocks import read_clock
+from pipegrad.observe.links import measure_links
 from pipegrad.pipeline.measure import measure_hops
 from pipegrad.pipeline.transfers import edges
+from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
+from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.support.ordering.producers import CPU, Producers
@@ -533,6 +538,24 @@ def measured(checker: OrderChecker) -> Any:
     (seconds,) = measure_hops(Topology.create(pipeline=2), num_bytes=64, repeats=2)
     torch.zeros(64)  # in the memory of a message, perhaps
     return seconds > 0
+
+
+@program(True)
+def examined(checker: OrderChecker) -> Any:
+    """Clocks and links, as the doctor looks at them."""
+    del checker
+    topology = Topology.create(pipeline=2)
+    both = Edges([Channel(0, "F", 0, 1), Channel(0, "B", 1, 0)], topology, CPU)
+    me = topology.coordinate("pp")
+    with mock.patch.multiple(links, _FIRST_BYTES=64, _MOST_BYTES=64, _REPEATS=2):
+        reading = read_clock(both, me, 2)
+        torch.zeros(1, dtype=torch.float64)  # in the memory of a message, perhaps
+        found = measure_links(
+            both, rank=me, ranks=topology.ranks, pairs=[(0, 1), (1, 0)], device=CPU
+        )
+        torch.zeros(64)
+    both.close()
+    return reading.seconds > 0 and all(each.costs.latency_seconds > 0 for each in found)
 
 
 class Scale(nn.Module):
