@@ -8,10 +8,12 @@ GitHub shows too. What Sphinx alone needs is added here: the side bar is the lis
 from __future__ import annotations
 
 import re
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from sphinx.domains.python import PythonDomain
+
 import pipegrad
+from pipegrad import errors, schedules
 
 if TYPE_CHECKING:
     from docutils.nodes import Element, reference
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from sphinx.environment import BuildEnvironment
 
 project = "pipegrad"
-author = "the authors of pipegrad"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -32,10 +33,20 @@ extensions = [
 root_doc = "docs/index"
 include_patterns = ["docs/**", "benchmarks/*/README.md", "examples/*/README.md", "C*.md"]
 exclude_patterns = ["docs/_build"]
+default_role = "py:obj"  # `Scheduler` in a docstring is a link if there is such a name
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:obj", ".*"),  # arguments and attributes stand in backticks too
+    # Other packages: the build needs no network, so it has none of their inventories.
+    ("py:.*", r"(torch|nn|dist|pydantic|click|collections|contextlib|pathlib|numpy|rich)\..*"),
+    ("py:.*", r"(array|optional|Array|T|ResultT)"),
+    # Parts of pipegrad that are not public, in the types of public functions.
+    ("py:class", r"pipegrad\.(\w+\.)+\w+"),
+    ("py:class", r"(Binding|Channel|Collective|Entry|HookSpec|Item|Layer|Loss|Message|Outputs|Part|StageSource)"),
+    ("py:class", r"(HandlerSpec|ScheduleSpec|Tied)"),
+]
 
 myst_heading_anchors = 4  # those of GitHub
-myst_links_external_new_tab = True
-
 
 html_theme = "furo"
 html_title = "pipegrad"
@@ -43,29 +54,28 @@ html_static_path = ["_static"]
 html_css_files = ["pipegrad.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
-autodoc_use_type_comments = False
-napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Sync", "notes_style"), ("Source", "notes_style")]
-nitpicky = True
-# Names of other packages: the build needs no network, so it has none of their inventories.
-nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|dist|pydantic|click|collections|pathlib|numpy|transformers|rich)\..*"),
-]
 
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-_LISTED = re.compile(r"^\| \[[^\]]+\]\((?P<page>[^)#]+)\)", re.MULTILINE)
+_LISTED = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
-_PUBLIC = {f"pipegrad.{home}.{name}": f"pipegrad.{name}" for name, home in pipegrad._HOME_OF.items()}
+_PUBLIC = {name: f"pipegrad.{name}" for name in pipegrad._HOME_OF}
+_PUBLIC |= {f"pipegrad.{home}.{name}": f"pipegrad.{name}" for name, home in pipegrad._HOME_OF.items()}
+for _module in (errors, schedules):
+    for _name, _value in vars(_module).items():
+        if getattr(_value, "__module__", "").startswith("pipegrad."):
+            _public = f"{_module.__name__}.{_name}"
+            _PUBLIC |= {_name: _public, f"{_value.__module__}.{_name}": _public}
 
 
 def with_side_bar(index: str) -> str:
@@ -73,10 +83,9 @@ def with_side_bar(index: str) -> str:
     titles = _HEADING.split(index)[1:]
     parts = [index]
     for title, text in zip(titles[::2], titles[1::2], strict=True):
-        pages = [found["page"].rpartition(".")[0] for found in _LISTED.finditer(text)]
+        pages = [f"{found['title']} <{found['page']}>" for found in _LISTED.finditer(text)]
         if pages:
-            parts.append(f"```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages))
-            parts.append("```")
+            parts += [f"```{{toctree}}\n:hidden:\n:caption: {title}\n", *pages, "```"]
     return "\n".join(parts)
 
 
@@ -87,21 +96,32 @@ def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = with_side_bar(source[0])
 
 
+def without_types(
+    app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
+    """Keeps napoleon from reading "A mean: over ranks" of a property as a type and a text."""
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # an empty comment
+
+
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
 ) -> reference | None:
-    """Finds a public class by the module in which it is written."""
+    """Finds a public name by itself, or by the module in which it is written."""
     public = _PUBLIC.get(node["reftarget"]) if node["refdomain"] == "py" else None
-    if public is None:
+    if public is None or public == node["reftarget"]:
         return None
     domain = env.domains.python_domain
-    return domain.resolve_xref(
-        env, node["refdoc"], app.builder, node["reftype"], public, node, text
-    )
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, text)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connects what is above."""
+    for directive in PythonDomain.directives.values():
+        for field in getattr(directive, "doc_field_types", ()):
+            if field.name == "variable":
+                field.label = "Attributes"  # as docstrings call them
     app.connect("source-read", prepare)
+    app.connect("autodoc-process-docstring", without_types, priority=100)  # before napoleon
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}
