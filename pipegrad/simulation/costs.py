@@ -54,7 +54,8 @@ class StageCosts:
         parameter_bytes: Parameters.
         gradient_bytes: Gradients, with the buckets that they lie in.
         optimizer_bytes: State of the optimizer, and master copies.
-        activation_bytes: What a microbatch holds from its F until its B, or until its I.
+        activation_bytes: What a microbatch holds from its F until its B, or until its I: saved
+            tensors and outputs, without the values that it received.
         factor_bytes: The part of `activation_bytes` that W needs; it is held until W.
         outputs: For each value that the stage makes, its bytes in one microbatch. The gradient that
             comes back has as many.
@@ -135,6 +136,8 @@ class Network:
         nic_bytes_per_second: Rate of every NIC, each way. Infinite: messages take `latency_seconds`
             and what their link takes.
         latency_seconds: Time of an empty message, if its link says nothing else.
+        duplex_bytes_per_second: Rate of every NIC for both ways together, if that is less than
+            twice the rate of one: answers of one way take some of the other.
         hosts: For each pipeline rank the number of its host; empty if each rank has its own.
         links: Pairs of ranks that differ from the rest.
     """
@@ -143,15 +146,15 @@ class Network:
 
     nic_bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
+    duplex_bytes_per_second: float = math.inf
     hosts: tuple[int, ...] = ()
     links: tuple[LinkCosts, ...] = ()
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if self.nic_bytes_per_second <= 0:
-            raise ScheduleError(
-                f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0"
-            )
+        for name in ("nic_bytes_per_second", "duplex_bytes_per_second"):
+            if getattr(self, name) <= 0:
+                raise ScheduleError(f"{name} is {getattr(self, name)}, expected a number above 0")
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], LinkCosts]:
@@ -159,8 +162,10 @@ class Network:
 
     def link(self, source: int, target: int) -> LinkCosts:
         """Returns the costs from one rank to another."""
-        default = LinkCosts(source, target, self.latency_seconds)
-        return self._links.get((source, target), default)
+        links = self._links
+        if (source, target) not in links:
+            links[source, target] = LinkCosts(source, target, self.latency_seconds)
+        return links[source, target]
 
     def host(self, rank: int) -> int:
         """Returns the number of a rank's host."""
@@ -171,7 +176,7 @@ class Network:
         link = self.link(source, target)
         rate = link.bytes_per_second
         if self.host(source) != self.host(target):
-            rate = min(rate, self.nic_bytes_per_second)
+            rate = min(rate, self.nic_bytes_per_second, self.duplex_bytes_per_second)
         return link.latency_seconds + num_bytes / rate
 
 
