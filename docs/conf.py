@@ -42,8 +42,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(array|optional|Array|T|ResultT)"),
     # Parts of pipegrad that are not public, in the types of public functions.
     ("py:class", r"pipegrad\.(\w+\.)+\w+"),
-    ("py:class", r"(Binding|Channel|Collective|Entry|HookSpec|Item|Layer|Loss|Message|Outputs|Part|StageSource)"),
-    ("py:class", r"(HandlerSpec|ScheduleSpec|Tied)"),
+    ("py:class", r"(Binding|Channel|Collective|Entry|Item|Layer|Loss|Message|Outputs|Part|Tied)"),
+    ("py:class", r"(Handler|Hook|Schedule)Spec|StageSource"),
 ]
 
 myst_heading_anchors = 4  # those of GitHub
@@ -60,17 +60,17 @@ copybutton_only_copy_prompt_lines = True
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "description"
-autodoc_class_signature = "mixed"
+autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = [("Sync", "notes_style"), ("Source", "notes_style")]
 
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 _LISTED = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
+_SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _PUBLIC = {name: f"pipegrad.{name}" for name in pipegrad._HOME_OF}
-_PUBLIC |= {f"pipegrad.{home}.{name}": f"pipegrad.{name}" for name, home in pipegrad._HOME_OF.items()}
+_PUBLIC |= {f"pipegrad.{home}.{name}": _PUBLIC[name] for name, home in pipegrad._HOME_OF.items()}
 for _module in (errors, schedules):
     for _name, _value in vars(_module).items():
         if getattr(_value, "__module__", "").startswith("pipegrad."):
@@ -96,12 +96,23 @@ def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = with_side_bar(source[0])
 
 
-def without_types(
+def tidy(
     app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
 ) -> None:
-    """Keeps napoleon from reading "A mean: over ranks" of a property as a type and a text."""
+    """Writes a docstring so that napoleon reads it as it is meant."""
+    # The first sentence of a property may have a colon: it would be read as a type and a text.
     if what in ("attribute", "data", "property"):
         lines[:0] = ["..", ""]  # an empty comment
+    # A paragraph between sections would cut the list of arguments in two.
+    sections = [number for number, line in enumerate(lines) if _SECTION.fullmatch(line)]
+    notes = ("Sync: ", "Source: ")
+    begins = [number for number, line in enumerate(lines) if line.startswith(notes)]
+    for begin in [begin for begin in begins if sections and begin > sections[0]]:
+        end = next((n for n in range(begin, len(lines)) if not lines[n]), len(lines))
+        paragraph = [*lines[begin:end], ""]
+        del lines[begin : end + 1]
+        lines[sections[0] : sections[0]] = paragraph
+        sections[0] += len(paragraph)
 
 
 def resolve(
@@ -122,6 +133,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
             if field.name == "variable":
                 field.label = "Attributes"  # as docstrings call them
     app.connect("source-read", prepare)
-    app.connect("autodoc-process-docstring", without_types, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", tidy, priority=100)  # before napoleon
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}

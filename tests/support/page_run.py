@@ -34,8 +34,8 @@ def run_page(blocks: Sequence[Block], folder: str) -> int:
     printed, ran = "", 0
     # A script makes and destroys its process group. Here it runs in one that other blocks share.
     with (
-        mock.patch.object(dist, "init_process_group", lambda *_, **__: None),
-        mock.patch.object(dist, "destroy_process_group", lambda *_, **__: None),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
     ):
         for block in blocks:
             if not block.runs:
@@ -53,7 +53,7 @@ def run_script(script: str) -> str:
     """Runs a script in a world that is there already; returns what it prints."""
     out = io.StringIO()
     with (
-        mock.patch.object(dist, "init_process_group", lambda *_, **__: None),
+        mock.patch.object(dist, "init_process_group"),
         contextlib.redirect_stdout(out),
     ):
         exec(compile(script, "script", "exec"), {"__name__": "__main__"})

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 _DOCS = (path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)
 _FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_DOCS]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in _FILES}
-LANGUAGES = ("python", "toml", "console", "yaml", "bash", "text")
+LANGUAGES = ("python", "toml", "console", "json", "yaml", "bash", "text")
 
 _PART = re.compile(
     r"^<!-- (?P<marker>\w+)(?:: (?P<argument>.+?))?(?:\n(?P<hidden>.*?)\n)? ?-->$"

@@ -33,7 +33,8 @@ def test_every_comment_is_a_marker() -> None:
     """A marker that is misspelt would be ignored."""
     for page, text in PAGES.items():
         code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-        known = re.findall(r"^<!-- (?:(?:file|skip|ranks): .+ -->|output -->|run$)", code, re.M)
+        marker = r"^<!-- (?:(?:file|skip|ranks): .+ -->|output -->|run$)"
+        known = re.findall(marker, code, re.MULTILINE)
         assert code.count("<!--") == len(known), page
 
 
