@@ -62,6 +62,7 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
@@ -115,6 +116,13 @@ def tidy(
         sections[0] += len(paragraph)
 
 
+def is_bare_field(
+    app: Sphinx, what: str, name: str, value: object, skip: bool, options: object
+) -> bool | None:
+    """Leaves out fields of named tuples: their class lists them."""
+    return True if type(value).__name__ == "_tuplegetter" else None
+
+
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element
 ) -> reference | None:
@@ -134,5 +142,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
                 field.label = "Attributes"  # as docstrings call them
     app.connect("source-read", prepare)
     app.connect("autodoc-process-docstring", tidy, priority=100)  # before napoleon
+    app.connect("autodoc-skip-member", is_bare_field)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}
