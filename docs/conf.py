@@ -51,6 +51,7 @@ myst_heading_anchors = 4  # those of GitHub
 html_theme = "furo"
 html_title = "pipegrad"
 html_static_path = ["_static"]
+html_extra_path = ["_root"]  # leads from the root of the site to the home page
 html_css_files = ["pipegrad.css"]
 html_copy_source = False
 html_show_sphinx = False
