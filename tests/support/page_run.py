@@ -70,7 +70,9 @@ def _run(block: Block, space: dict[str, Any], printed: str) -> str:
     if block.language == "toml":
         return _check_configuration(block.code)
     if block.language == "console":
-        return "".join(_command(command) for command in commands(block))
+        found = list(commands(block))
+        assert found, "a console block has commands behind $"
+        return "".join(_command(command) for command in found)
     code = compile("\n" * (block.line - 1) + block.code, block.page, "exec")
     return _on_all_ranks(lambda: exec(code, space))
 
