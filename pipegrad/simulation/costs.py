@@ -133,11 +133,10 @@ class Network:
     one rank to another go one after the other, in the order in which they are sent.
 
     Attributes:
-        nic_bytes_per_second: Rate of every NIC, each way. Infinite: messages take `latency_seconds`
+        nic_bytes_per_second: Rate of every NIC, each way, while both ways are busy: what it keeps
+            up, not what one message after a pause takes. Infinite: messages take `latency_seconds`
             and what their link takes.
         latency_seconds: Time of an empty message, if its link says nothing else.
-        duplex_bytes_per_second: Rate of every NIC for both ways together, if that is less than
-            twice the rate of one: answers of one way take some of the other.
         hosts: For each pipeline rank the number of its host; empty if each rank has its own.
         links: Pairs of ranks that differ from the rest.
     """
@@ -146,15 +145,15 @@ class Network:
 
     nic_bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
-    duplex_bytes_per_second: float = math.inf
     hosts: tuple[int, ...] = ()
     links: tuple[LinkCosts, ...] = ()
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        for name in ("nic_bytes_per_second", "duplex_bytes_per_second"):
-            if getattr(self, name) <= 0:
-                raise ScheduleError(f"{name} is {getattr(self, name)}, expected a number above 0")
+        if self.nic_bytes_per_second <= 0:
+            raise ScheduleError(
+                f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0"
+            )
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], LinkCosts]:
@@ -176,7 +175,7 @@ class Network:
         link = self.link(source, target)
         rate = link.bytes_per_second
         if self.host(source) != self.host(target):
-            rate = min(rate, self.nic_bytes_per_second, self.duplex_bytes_per_second)
+            rate = min(rate, self.nic_bytes_per_second)
         return link.latency_seconds + num_bytes / rate
 
 

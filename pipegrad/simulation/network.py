@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from pipegrad.simulation.costs import Network
 from pipegrad.simulation.events import Events
 
-_LEAVES, _ENTERS, _BOTH = range(3)
-Nic = tuple[int, int]  # one of the three above, and a host
+Nic = tuple[int, int]  # 0 for what leaves and 1 for what enters, and a host
 # Rates are computed for the NICs that a begin or an end can touch. A chain of messages may join
 # all NICs of a large cluster, and then rates further away are left as they are.
 _MOST_NICS = 32
@@ -60,8 +59,6 @@ class FairNetwork:
     def __init__(self, network: Network, events: Events) -> None:
         self._network = network
         self._events = events
-        nic, both = network.nic_bytes_per_second, network.duplex_bytes_per_second
-        self._rates = (nic, nic, both)
         self._users: dict[Nic, list[Flow]] = {}
 
     def begin(
@@ -71,11 +68,8 @@ class FairNetwork:
         network = self._network
         link, hosts = network.link(source, target), (network.host(source), network.host(target))
         crosses = source == target or hosts[0] != hosts[1]
-        nics: tuple[Nic, ...] = ()
-        if crosses and self._rates[_LEAVES] < math.inf:
-            nics += (_LEAVES, hosts[0]), (_ENTERS, hosts[1])
-        if crosses and self._rates[_BOTH] < math.inf:
-            nics += tuple((_BOTH, host) for host in dict.fromkeys(hosts))
+        limited = crosses and network.nic_bytes_per_second < math.inf
+        nics = ((0, hosts[0]), (1, hosts[1])) if limited else ()
         flow = Flow(num_bytes, link.bytes_per_second, nics, now, then)
         for nic in nics:
             self._users.setdefault(nic, []).append(flow)
@@ -99,7 +93,7 @@ class FairNetwork:
         flows = dict.fromkeys(flow for nic in nics for flow in self._users[nic])
         # A flow that also uses a NIC outside keeps its rate: others there count on it. A flow that
         # has just begun is never among them, because both of its NICs have changed.
-        free = {nic: self._rates[nic[0]] for nic in nics}
+        free = dict.fromkeys(nics, self._network.nic_bytes_per_second)
         open_flows = dict[Flow, None]()
         for flow in flows:
             if all(nic in nics for nic in flow.nics):

@@ -12,7 +12,7 @@ from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network
 
 COSTS = Costs(
     (StageCosts(0.01, 0.02, outputs={"x": 2**20}), StageCosts(0.01, 0.02)),
-    Network(125e6, 1e-4, 200e6, (0, 1), (LinkCosts(0, 1, 1e-3),)),
+    Network(125e6, 1e-4, (0, 1), (LinkCosts(0, 1, 1e-3),)),
     {"bucket 0": CollectiveCosts(100, 2, "send", 50)},
 )
 

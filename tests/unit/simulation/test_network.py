@@ -94,17 +94,6 @@ def test_every_byte_leaves_in_time(
             assert max(ended[i] for i in own) >= first + total / RATE - 1e-9
 
 
-def test_both_ways_of_a_nic_may_share_a_rate() -> None:
-    """Each way has 12 bytes per second, and both together 18: two messages that meet have 9."""
-    events, ended = Events(), list[float]()
-    network = FairNetwork(Network(RATE, duplex_bytes_per_second=18.0), events)
-    for source, target in ((0, 1), (1, 0)):
-        events.at(0.0, lambda now, a, b: network.begin(now, a, b, 18, ended.append), source, target)
-    events.at(5.0, lambda now: network.begin(now, 0, 1, 12.0, ended.append))
-    events.run()
-    assert ended == [2.0, 2.0, 6.0]
-
-
 def test_a_long_chain_is_computed_piece_by_piece() -> None:
     """100 hosts in a row send to their neighbours: no rate is above what a NIC has."""
     events, ended = Events(), list[float]()
