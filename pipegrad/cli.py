@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipegrad.commands.doctor import doctor
+from pipegrad.commands.simulate import simulate
+from pipegrad.commands.trace import trace
 from pipegrad.errors import DriftError, PipegradError, ReduceError, in_words
 from pipegrad.plugins.registry import HANDLERS, REPORTERS, Plugin, Registry
 
@@ -147,6 +150,7 @@ def _run(trainer: Trainer, report: Report) -> None:
                 report.step(metrics)
             if config.train.saves_after(step):
                 trainer.save(folder / f"checkpoint-{step}", step)
+    timeline = trainer.tracing.timeline()
     # The report is written first, even if copies differ. All ranks raise the same DriftError.
     drift = None
     try:
@@ -155,6 +159,8 @@ def _run(trainer: Trainer, report: Report) -> None:
         drift = error
     if is_first_rank:
         report.close(folder, trainer.summary["device"], "DIFFER" if drift else "bit-identical")
+        if timeline is not None:
+            report.explain(timeline, trainer.tracing.save(timeline, folder))
     if drift:
         raise drift
     if config.model.is_transformers:
@@ -273,3 +279,8 @@ def _list(plugins: Iterable[Plugin], as_json: bool) -> None:
 def _print(console: Console, parts: Iterable[RenderableType]) -> None:
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+main.add_command(simulate)
+main.add_command(trace)
+main.add_command(doctor)

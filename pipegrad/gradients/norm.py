@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrad.comm.tape import Tape
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import is_counted
@@ -25,6 +26,7 @@ def global_norm(
     group: dist.ProcessGroup | None,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    tape: Tape | None = None,
 ) -> torch.Tensor:
     """Returns the norm over the `gradients` of all ranks, a scalar of `dtype`.
 
@@ -34,13 +36,15 @@ def global_norm(
         group: Of all ranks; None if there is one rank.
         device: Of the result.
         dtype: Of the result; the same on all ranks.
+        tape: Where the wait for other ranks is noted.
 
     Sync: on the current stream; one scalar all-reduce over `group`.
     """
     term = local_term(gradients, norm_type, device=device, dtype=dtype)
     if group is not None:
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        dist.all_reduce(term, op=op, group=group)
+        with (tape or Tape()).noting("wait for ranks", "the norm of the gradients"):
+            dist.all_reduce(term, op=op, group=group)
     return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
 
 
@@ -142,6 +146,7 @@ class GlobalNorm:
         plan: Of this rank.
         topology: Over all ranks.
         master_dtype: dtype of main parameters, if it is not that of each parameter.
+        tape: Where the wait for other ranks is noted.
     """
 
     def __init__(
@@ -151,7 +156,9 @@ class GlobalNorm:
         topology: Topology,
         *,
         master_dtype: torch.dtype | None,
+        tape: Tape,
     ) -> None:
+        self._tape = tape
         # A gradient may be equal on several ranks by its route, or by the layout of a DTensor. It
         # counts on the rank that is first in both.
         rank, routes = topology.rank, dict(plan.routes)
@@ -184,7 +191,9 @@ class GlobalNorm:
             device: Of the result.
         """
         counted = self._counting(gradients)
-        return global_norm(counted, norm_type, group=group, device=device, dtype=self._dtype)
+        return global_norm(
+            counted, norm_type, group=group, device=device, dtype=self._dtype, tape=self._tape
+        )
 
     def term(
         self,

@@ -116,7 +116,8 @@ def set_up(
         keeps_state=any(keeps_state(plugin) for plugin in agreed.plugins.values()),
         keeps_equal=all(plugin.keeps_equal for plugin in agreed.plugins.values()),
     )
-    norm = GlobalNorm(agreed.manifest, plan, topology, master_dtype=agreed.options.master_dtype)
+    master_dtype = agreed.options.master_dtype
+    norm = GlobalNorm(agreed.manifest, plan, topology, master_dtype=master_dtype, tape=reducer.tape)
     return Parts(
         groups,
         reducer,

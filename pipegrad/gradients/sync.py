@@ -26,6 +26,7 @@ from torch import nn
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
+from pipegrad.comm.tape import Tape
 from pipegrad.errors import StepError
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import clip_
@@ -603,6 +604,11 @@ class GradientSync:
         """The device of this rank's gradients."""
         return self._agreed.device
 
+    @property
+    def tape(self) -> Tape:
+        """Where this rank notes what it does, while somebody records."""
+        return self._parts.reducer.tape
+
     def statistics(self) -> Statistics:
         """Returns numbers of the last finished step."""
         return self._step.statistics
@@ -648,7 +654,8 @@ class GradientSync:
         Sync: on the current stream; one all-reduce. Every rank must call it, outside of a step.
         """
         self.refuse_closed()
-        return self._parts.groups.gather(row)
+        with self.tape.noting("wait for ranks", "numbers of all ranks"):
+            return self._parts.groups.gather(row)
 
     def refuse_closed(self) -> None:
         """Raises StepError after `close`."""

@@ -286,7 +286,8 @@ class ParameterSync:
             f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {step} "
             f"over ranks {list(step.ranks)}"
         )
-        with self._reducer.reporting(description):
+        tape, key = self._reducer.tape, (publish.bucket, publish.step)
+        with self._reducer.reporting(description), tape.noting("parameter sync", key):
             region = buffer.bucket.region(rank, publish.step)
             group = self._groups.of(step.ranks, publish.comm_stream)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 from torch.profiler import record_function
 
+from pipegrad.comm.tape import Call
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
@@ -18,8 +19,6 @@ from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.schedules.program.program import Op, Program
-
-_Call = tuple[Method, int, int]  # and its arguments: what the item means, and a microbatch
 
 
 class Executor:
@@ -57,9 +56,9 @@ class Executor:
         self._sharded = sharded
         # Three lists of equal length: the calls of a step, the same calls inside of ranges for a
         # profiler, and the calls that finish a failed step.
-        self._calls: list[_Call] = []
-        self._ranged_calls: list[_Call] = []
-        self._drain_calls: list[_Call] = []
+        self._calls: list[Call] = []
+        self._ranged_calls: list[Call] = []
+        self._drain_calls: list[Call] = []
         self._labels: dict[Method, str] = {}  # for messages and traces
         self._compile(program, weights)
         self._position = 0  # of the next call
@@ -146,11 +145,13 @@ class Executor:
         self._forget()
         self._values.begin(inputs, targets)
         self._compute.begin(targets, terms, keeps_outputs=keeps_outputs)
+        calls: Sequence[Call] = self._ranged_calls if is_profiled() else self._calls
         if self._forward_only:
             self._sharded.begin_evaluation()
         else:
             self._sharded.begin()
-        calls = self._ranged_calls if is_profiled() else self._calls
+            if (recorder := self._sync.tape.recorder) is not None:
+                calls = recorder.recorded(calls)
         try:
             for method, which, microbatch in calls:
                 method(which, microbatch)

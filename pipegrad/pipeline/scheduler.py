@@ -205,6 +205,7 @@ class Scheduler:
                 device,
                 is_weighted=pipeline.is_weighted,
                 auxiliary=pipeline.wiring.losses,
+                tape=self.sync.tape,
             ),
             pool=BufferPool(device),
             notice=FailureNotice(f"step {name}"),
@@ -326,6 +327,11 @@ class Scheduler:
         one is made.
         """
         return self._context.pool.num_made
+
+    @property
+    def context(self) -> StepContext:
+        """What all steps share on this rank; for `pipegrad.observe`."""
+        return self._context
 
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""

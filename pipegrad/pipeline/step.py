@@ -202,6 +202,8 @@ class StepKind:
         context, executor = self._context, self._executor
         training, is_weighted = not self.program.forward_only, context.losses.is_weighted
         executor.rewind()
+        if training and (recorder := context.sync.tape.recorder) is not None:
+            recorder.begin_step(context.notice.step, self.program)
         if is_weighted and training:
             context.losses.begin(
                 continues=context.sync.is_in_step, reduces=not context.sync.is_accumulating

@@ -342,14 +342,11 @@ def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
             ranks = sorted(
                 {topology.at(r).coordinate(topology.pipeline) for r in reduction_step.ranks}
             )
-            name = (
-                f"bucket {bucket.index}: {reduction_step} over ranks {list(reduction_step.ranks)}"
-            )
             stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in ranks)
             # Sorted by these keys, collectives are in the order in which every rank launches them.
             collectives[launch.ready, launch.step, launch.bucket, reduction_step.ranks] = (
                 Collective(
-                    name,
+                    bucket.name_of(launch.step),
                     tuple(ranks),
                     stages,
                     launch.comm_stream,

@@ -98,6 +98,11 @@ class Bucket:
             return self.slots
         return tuple(_piece(slot, region) for slot in self.slots)
 
+    def name_of(self, step: int) -> str:
+        """Returns the name of a reduction of its route, for people."""
+        reduction = self.route[step]
+        return f"bucket {self.index}: {reduction} over ranks {list(reduction.ranks)}"
+
     def nbytes(self, step: int) -> int:
         """Returns the bytes on the wire of a reduction: payload and flags."""
         size = self.payload_numel // num_shards(self.route[:step])

@@ -16,6 +16,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
+from pipegrad.comm.tape import Tape
 from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
 from pipegrad.plan.plan import Launch, Plan, second_communicator
@@ -48,6 +49,7 @@ class Reducer:
 
     Attributes:
         comm_streams: They run the collectives.
+        tape: Where collectives are noted.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Reducer:
         self._rank = plan.rank
         self._device = device
         self.notice = notice
+        self.tape = Tape()
         self._lock = threading.Lock()
         self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
         # For each sum that another rank will send, memory is made now, and `expect` posts the
@@ -217,6 +220,7 @@ class Reducer:
         if launch.bucket in self._ending:
             comm_stream.put_off(partial(self._reduce, launch))
             return
+        began = self.tape.now()
         buffer, flat = self.buffers[launch.bucket], self._flat[launch]
         step = buffer.bucket.route[launch.step]
         description = (
@@ -230,14 +234,14 @@ class Reducer:
                 work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
-        end = partial(self._end, launch, work, description)
+        end = partial(self._end, launch, work, description, began)
         if isinstance(work, LateWork) and (work.in_threads or not comm_stream.is_threaded):
             self._ending.add(launch.bucket)
             comm_stream.put_off(end)
         else:
             end()
 
-    def _end(self, launch: Launch, work: Work, description: str) -> None:
+    def _end(self, launch: Launch, work: Work, description: str, began: object) -> None:
         """Waits for a collective. On a comm stream."""
         buffer = self.buffers[launch.bucket]
         step = buffer.bucket.route[launch.step]
@@ -249,6 +253,7 @@ class Reducer:
             rest = buffer.cut(self._rank, launch.step + 1)
             if step.op == "mean" and not flat.is_mean:
                 rest.div_(len(step.ranks))
+        self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     @contextmanager
     def reporting(self, description: str) -> Iterator[None]:
@@ -278,13 +283,14 @@ class Reducer:
         Raises:
             ReduceError: If a collective failed on this rank, or another rank posted a failure.
         """
-        start = time.perf_counter()
+        start, began = time.perf_counter(), self.tape.now()
         self._wait_for_comm_streams()
         late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:
             comm_stream.submit(comm_stream.run_late, ())
         if late:
             self._wait_for_comm_streams()
+        self.tape.note("wait for reduction", "", began)
         return time.perf_counter() - start
 
     def _wait_for_comm_streams(self) -> None:

@@ -44,8 +44,7 @@ def device_of_rank(config: Config) -> torch.device:
     cards = torch.accelerator.device_count() if accelerator is not None else 0
     device = config.train.device
     if device == "auto":
-        has_own = accelerator is not None and accelerator.type == "cuda" and cards >= num_local
-        device = "cuda" if has_own else "cpu"
+        device = automatic_kind()
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
@@ -62,6 +61,14 @@ def device_of_rank(config: Config) -> torch.device:
     return torch.device(kind, int(location))
 
 
+def automatic_kind() -> str:
+    """Returns "cuda" if each rank of this machine has a CUDA card, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_own = accelerator is not None and accelerator.type == "cuda"
+    return "cuda" if has_own and torch.accelerator.device_count() >= num_local else "cpu"
+
+
 def choose_algorithms(*, deterministic: bool) -> None:
     """Lets torch use all algorithms of this process, or only those that give equal bits each time.
 
@@ -74,11 +81,15 @@ def choose_algorithms(*, deterministic: bool) -> None:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
+def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     """Makes the default process group, of torchrun's ranks or of this process alone.
 
     An existing process group is left unchanged. A rank of torchrun ends its process here; see
     [Note: how a rank ends].
+
+    Args:
+        timeout_seconds: How long ranks wait for each other, to join and in collectives; by default
+            ten minutes to join, and in collectives as long as torch waits.
 
     Raises:
         ConfigError: If variables of the environment are missing or wrong, or ranks do not join.
@@ -92,7 +103,7 @@ def process_group() -> Iterator[None]:
         yield
         dist.destroy_process_group()
         return
-    _join()
+    _join(timeout_seconds)
     # From here on every way out ends in `os._exit`. The exit code must be right all the same, as
     # torchrun decides by it whether the job has failed.
     rank, code = dist.get_rank(), 0
@@ -141,7 +152,7 @@ def _check_environment(variables: Mapping[str, str]) -> None:
         raise ConfigError(f"{complaint}. {_START}")
 
 
-def _join() -> None:
+def _join(timeout_seconds: float | None) -> None:
     """Makes the default process group of the ranks that the environment describes.
 
     Raises:
@@ -159,12 +170,15 @@ def _join() -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of each machine prints it
         waiting.start()
     try:
-        joining = rendezvous("env://", timeout=timedelta(seconds=_JOIN_SECONDS))
+        joining = rendezvous("env://", timeout=timedelta(seconds=timeout_seconds or _JOIN_SECONDS))
         store, of_rank, of_size = next(joining)
         # The timeout to join must not become the timeout of every later use of the store.
         store.set_timeout(timedelta(minutes=30))  # as torch does
         dist.init_process_group(
-            store=PrefixStore("default_pg", store), rank=of_rank, world_size=of_size
+            store=PrefixStore("default_pg", store),
+            rank=of_rank,
+            world_size=of_size,
+            timeout=None if timeout_seconds is None else timedelta(seconds=timeout_seconds),
         )
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]

@@ -348,6 +348,11 @@ class Train(Table):
         default=None,
         description="folder of a checkpoint to go on from, of any cut of the same model",
     )
+    trace: bool = Field(
+        default=False,
+        description="record the last steps, write them into the run's folder as timeline.json, and "
+        "print where a step went",
+    )
     log_every: int = Field(
         default=10, ge=1, description="steps between lines where there is no terminal"
     )

@@ -46,6 +46,7 @@ from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.run_folder import free_space, make_run_folder
 from pipegrad.train.stages import build_stages
 from pipegrad.train.summary import make_summary
+from pipegrad.train.tracing import Tracing
 
 _RUN_KEYS = (
     "train.seed",
@@ -68,6 +69,7 @@ class Trainer:
 
     Attributes:
         job: The configuration applied to all ranks.
+        tracing: Records steps, if that is wanted.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
         summary: Summary of the job, as plain data; empty on other ranks than 0.
@@ -107,6 +109,7 @@ class Trainer:
         if config.train.resume is not None:
             self._resume(config)
         self._begin = time.perf_counter()
+        self.tracing = Tracing(config, self._scheduler)
 
     def step(self, number: int) -> StepMetrics:
         """Trains on the batch of a step; returns its metrics, the same on every rank.

@@ -42,7 +42,9 @@ ORDER = [
     "interop",
     "pipeline",
     "partition",
+    "observe",
     "train",
+    "commands",
     "cli",
     "__main__",
 ]
@@ -55,9 +57,12 @@ def may_import() -> dict[str, set[str]]:
     table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
     # Schedules are plain data, and plug-ins. Who runs them knows them.
     table["schedules"] = {"schedules", "errors", "plugins"}
+    table["simulation"] = {"simulation", "schedules", "errors"}
     for part in ORDER[ORDER.index("pipeline") :]:
         table[part] |= {"schedules"}
-    everything = {*ORDER, "schedules"}
+    for part in ORDER[ORDER.index("observe") :]:
+        table[part] |= {"simulation"}
+    everything = {*ORDER, "schedules", "simulation"}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
     # Tests of other people's handlers use all that is public.
     everything |= {"testing"}

@@ -9,6 +9,7 @@ rows, such as position_ids, goes whole to every microbatch, as it would be broad
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +91,12 @@ class Batches:
         self.rows: int | None = None
         self.report: dict[str, str] = {}
         self.outer = OuterGraphs()
+
+    def apart(self) -> Batches:
+        """Returns one with the same rules, which leaves no trace in this one."""
+        other = copy.copy(self)
+        other._repeated, other.outer = Repeated(), OuterGraphs()
+        return other
 
     def cut(
         self, batch: Batch, number: int, *, needs_target: bool

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
+from pipegrad.comm.tape import Tape
 from pipegrad.pipeline.loss.result import Message, Outputs, StepResult
 from pipegrad.pipeline.loss.terms import LossTerms
 from pipegrad.topology import Topology
@@ -62,7 +63,9 @@ class Losses:
         *,
         is_weighted: bool = False,
         auxiliary: Sequence[str] = (),
+        tape: Tape,
     ) -> None:
+        self._tape = tape
         ranks = sorted(topology.ranks)
         # Each pipeline has a last stage, and the loss is the mean of theirs. Pipelines that are
         # replicas have different data; others have the same data and the same loss.
@@ -214,12 +217,12 @@ class Losses:
         for place, tensor in tensors.items():
             message[place] = tensor  # the host waits for nothing
         if self._group is None:
-            return Message(message, None)
+            return Message(message, None, self._tape)
         work = dist.all_reduce(message, group=self._group, async_op=True)
         # A result may be thrown away unread. Its work must live until it has ended.
         _have_ended(self._leaving)
         self._leaving.append(work)
-        return Message(message, work)
+        return Message(message, work, self._tape)
 
 
 def _have_ended(leaving: deque[dist.Work]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegrad.comm.tape import Tape
 from pipegrad.errors import StepError
 
 Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
@@ -22,11 +23,13 @@ class Message:
     Args:
         numbers: ``(number,)``, float64. They are the sums when the work has ended.
         work: The all-reduce; None if there is one rank.
+        tape: Where the wait for it is noted.
     """
 
-    def __init__(self, numbers: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, numbers: Tensor, work: dist.Work | None, tape: Tape) -> None:
         self._numbers = numbers
         self._work = work
+        self._tape = tape
         self._read: list[float] | None = None
 
     @property
@@ -41,7 +44,8 @@ class Message:
         Sync: waits for them, the first time: the current stream, on CPU the host.
         """
         if self._work is not None:
-            self._work.wait()
+            with self._tape.noting("wait for ranks", "the loss of all ranks"):
+                self._work.wait()
             self._work = None
         return self._numbers
 

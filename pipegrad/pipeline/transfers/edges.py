@@ -27,12 +27,14 @@ class Edges:
 
     Attributes:
         is_tagged: Whether messages have tags, and one may be shorter than the memory that takes it.
+        is_cut: Whether this rank has closed its connections.
     """
 
     def __init__(
         self, channels: Sequence[Channel], topology: Topology, device: torch.device
     ) -> None:
         self.is_tagged = has_tags(device)
+        self.is_cut = False
         self._groups: list[dist.ProcessGroup] = []
         self._out: dict[int, tuple[dist.ProcessGroup, int]] = {}
         self._in: dict[int, tuple[dist.ProcessGroup, int]] = {}
@@ -81,6 +83,7 @@ class Edges:
 
     def cut(self) -> None:
         """Closes this rank's connections on gloo, so that ranks that wait for it fail at once."""
+        self.is_cut = True
         for group in dict.fromkeys(group for group, _ in self._hosts.values()):
             cut(group)
 

@@ -15,7 +15,10 @@ import torch
 from rich.console import Console
 
 from pipegrad.errors import in_words
+from pipegrad.simulation.explanation import explain
+from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
+from pipegrad.train.explained import rendered
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.tables import table
@@ -105,3 +108,14 @@ class Report:
             f"manifest.json{', model' if self._config.model.is_transformers else ''}",
         }
         self._console.print(table(["run", ""], table_rows.items()))
+
+    def explain(self, timeline: Timeline, path: Path) -> None:
+        """Prints where a step went, of a run that was recorded.
+
+        Args:
+            timeline: What was recorded.
+            path: The file that has it.
+        """
+        for part in rendered(explain(timeline)):
+            self._console.print(part, soft_wrap=isinstance(part, str))
+        self._console.print(f"the last steps are in {path}: pipegrad trace {path}", soft_wrap=True)

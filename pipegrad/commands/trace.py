@@ -1,0 +1,71 @@
+"""`pipegrad trace`: where a step of a recorded run went, why, and what would help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipegrad.errors import PipegradError, ScheduleError
+
+if TYPE_CHECKING:
+    from pipegrad.simulation.timeline import Timeline
+
+_FILE = "timeline.json"
+
+
+@click.command()
+@click.argument("run", type=Path, metavar="RUN")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Of the recorded ones; by default the median one."
+)
+@click.option("--html", type=Path, metavar="FILE", help="Write a page that shows the steps.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def trace(run: Path, step: int | None, html: Path | None, *, as_json: bool) -> None:
+    """Print where a recorded step went: what each rank did, and what decided when it ended.
+
+    RUN is the folder of a run with train.trace = true, or a timeline in JSON.
+    """
+    from pipegrad.simulation.explanation import explain
+
+    try:
+        timeline = _loaded(run)
+        explanation = explain(timeline, step=step)
+        if html:
+            from pipegrad.picture import write_html
+
+            write_html([timeline], html)
+    except (PipegradError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(explanation.to_json(), indent=2))
+        return
+    from pipegrad.train.explained import rendered
+    from pipegrad.train.tables import make_console
+
+    console = make_console()
+    for part in (_head(timeline), *rendered(explanation)):
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _loaded(run: Path) -> Timeline:
+    from pipegrad.simulation.timeline import Timeline
+
+    path = run / _FILE if run.is_dir() else run
+    if run.is_dir() and not path.exists():
+        raise ScheduleError(
+            f"{run} has no {_FILE}: record the run with --set train.trace=true, or with "
+            f"PIPEGRAD_TRACE=1 in the environment of its ranks"
+        )
+    return Timeline.load(path)
+
+
+def _head(timeline: Timeline) -> str:
+    stages = len(timeline.stage_to_rank)
+    return (
+        f"{timeline.name}: {timeline.num_ranks} ranks, {stages} stages, "
+        f"{timeline.num_microbatches} microbatches, {timeline.source}, "
+        f"{len(timeline.step_ends)} steps"
+    )

@@ -1,0 +1,317 @@
+"""examine: looks at ranks and links before a run, and says what is odd.
+
+Everything is bounded in time. The ranks meet over the store of the process group, so a rank that
+does not answer is named.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipegrad.comm.agreement import agree
+from pipegrad.comm.collectives import backend_of
+from pipegrad.observe.clocks import Reading, read_clock
+from pipegrad.observe.links import Measured, Pair, host_name, measure_links, network_of
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.schedules.program.program import Channel
+from pipegrad.simulation.costs import Costs, Network, StageCosts
+from pipegrad.topology import Topology
+
+_ALL_PAIRS_RANKS = 8  # more ranks have too many pairs: then neighbours alone are measured
+_LATE_SECONDS = 1.0
+_SLOW = 2.0  # so many times slower than the median is odd
+_ASYMMETRIC = 1.5
+_HALF_DUPLEX = 0.7
+_CLOCK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank says of itself.
+
+    Attributes:
+        rank: The global rank.
+        host: Name of its host.
+        home: What names its machine and network: ranks with the same one share NICs.
+        device: Where it would compute, in words.
+        backend: What sends tensors of that device.
+        versions: By name: pipegrad, torch, Python, and NCCL where it is used.
+        cores: Processors that it may use.
+        threads: What OMP_NUM_THREADS says; None if it is unset.
+        compute_threads: Threads that torch computes with.
+        asked_seconds: When it came to the first meeting, by the clock of its host.
+    """
+
+    rank: int
+    host: str
+    home: str
+    device: str
+    backend: str
+    versions: dict[str, str]
+    cores: int
+    threads: str | None
+    compute_threads: int
+    asked_seconds: float
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        ranks: Of each rank.
+        late_seconds: For each rank how much later than the first one it answered.
+        clocks: For each rank how far its clock is from that of the first rank.
+        links: Of each link that was measured.
+        network: What explains the links, for `Costs`.
+        odd: What a person should look at, in words; empty if all is well.
+    """
+
+    ranks: tuple[RankFacts, ...]
+    late_seconds: tuple[float, ...]
+    clocks: tuple[Reading, ...]
+    links: tuple[Measured, ...]
+    network: Network
+    odd: tuple[str, ...]
+
+    @property
+    def costs(self) -> Costs:
+        """The network as `Costs`, with a stage for each rank that takes no time."""
+        return Costs(tuple(StageCosts() for _ in self.ranks), self.network)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "ranks": [
+                {**asdict(facts), "late_seconds": late, "clock_offset_seconds": clock.offset}
+                for facts, late, clock in zip(
+                    self.ranks, self.late_seconds, self.clocks, strict=True
+                )
+            ],
+            "links": [
+                {
+                    "source": link.costs.source,
+                    "target": link.costs.target,
+                    "latency_seconds": link.costs.latency_seconds,
+                    # JSON has no infinity.
+                    "bytes_per_second": min(link.costs.bytes_per_second, sys.float_info.max),
+                    "both_ways": link.both_ways,
+                    "busy": link.busy,
+                }
+                for link in self.links
+            ],
+            "network": self.costs.to_json().get("network", {}),
+            "odd": list(self.odd),
+        }
+
+
+def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examination:
+    """Returns what there is between the ranks of the default process group, and what is odd.
+
+    All ranks call it together; a process alone may, too.
+
+    Args:
+        device: Of this rank.
+        timeout_seconds: How long to wait for the slowest rank, each time ranks meet.
+
+    Raises:
+        AgreementError: If a rank does not answer. It is named.
+    """
+    met = partial(agree, timeout_seconds=timeout_seconds)
+    ranks = tuple(met("pipegrad doctor", partial(_facts, device)))
+    size = len(ranks)
+    pairs = _pairs(size)
+    readings: Sequence[Reading] = [Reading(0.0)]
+    links: tuple[Measured, ...] = ()
+    if pairs:
+        topology = Topology.create(pipeline=size, device_type=device.type)
+        channels = [Channel(0, "F" if a < b else "B", a, b) for a, b in pairs]
+        edges = Edges(channels, topology, device)
+        rank = dist.get_rank()
+        readings = met("clocks", partial(read_clock, edges, rank, size))
+        links = measure_links(
+            edges,
+            rank=rank,
+            ranks=range(size),
+            pairs=pairs,
+            device=device,
+            timeout_seconds=timeout_seconds,
+        )
+        edges.close()
+    late = lateness(ranks, readings)
+    return Examination(
+        ranks,
+        late,
+        tuple(readings),
+        links,
+        network_of(links, [facts.home for facts in ranks]),
+        tuple(oddities(ranks, late, readings, links)),
+    )
+
+
+def _pairs(size: int) -> list[Pair]:
+    """Returns the links to measure: all of few ranks, of many those to both neighbours."""
+    if size <= _ALL_PAIRS_RANKS:
+        return list(permutations(range(size), 2))
+    return [(a, b) for a in range(size) for b in (a - 1, a + 1) if 0 <= b < size]
+
+
+def _facts(device: torch.device) -> RankFacts:
+    began = time.perf_counter()
+    versions = {
+        "pipegrad": metadata.version("pipegrad"),
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return RankFacts(
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        host=platform.node(),
+        home=host_name(),
+        device=f"{device} ({name})",
+        backend=backend_of(None, device) if dist.is_initialized() else "none",
+        versions=versions,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        threads=os.environ.get("OMP_NUM_THREADS"),
+        compute_threads=torch.get_num_threads(),
+        asked_seconds=began,
+    )
+
+
+def lateness(ranks: Sequence[RankFacts], readings: Sequence[Reading]) -> tuple[float, ...]:
+    """Returns how much later than the first one each rank came, by one clock."""
+    came = [
+        facts.asked_seconds + reading.offset for facts, reading in zip(ranks, readings, strict=True)
+    ]
+    return tuple(seconds - min(came) for seconds in came)
+
+
+# What is odd.
+
+
+def oddities(
+    ranks: Sequence[RankFacts],
+    late_seconds: Sequence[float],
+    clocks: Sequence[Reading],
+    links: Sequence[Measured],
+) -> Iterator[str]:
+    """Yields what a person should look at, in words."""
+    yield from _other_versions(ranks)
+    yield from _hosts(ranks)
+    for facts, seconds in zip(ranks, late_seconds, strict=True):
+        if seconds > _LATE_SECONDS:
+            yield (
+                f"rank {facts.rank} on {facts.host} answered {seconds:.1f} s after the first rank: "
+                f"it starts slowly, or its host is busy"
+            )
+    for facts, clock in zip(ranks, clocks, strict=True):
+        if clock.error > _CLOCK_SECONDS:
+            yield f"rank {facts.rank}: its clock is known to {clock.error:.1f} s only"
+    home = {facts.rank: facts.home for facts in ranks}
+    is_local = [home[link.costs.source] == home[link.costs.target] for link in links]
+    # Messages of a host to itself cost processor time on gloo, so they say nothing of a link.
+    of_hosts = [link for link, local in zip(links, is_local, strict=True) if not local]
+    of_cards = [link for link, local in zip(links, is_local, strict=True) if local]
+    for alike in (of_hosts, of_cards if all(f.backend != "gloo" for f in ranks) else []):
+        yield from _slow_links(alike)
+        yield from _directions(alike)
+
+
+def _other_versions(ranks: Sequence[RankFacts]) -> Iterator[str]:
+    what: dict[str, Callable[[RankFacts], str]] = {
+        name: partial(_version, name) for facts in ranks for name in facts.versions
+    }
+    what["backend"] = lambda facts: facts.backend
+    what["kind of device"] = lambda facts: facts.device.partition(" ")[2]
+    for name, value in what.items():
+        by_value = defaultdict[str, list[int]](list)
+        for facts in ranks:
+            by_value[value(facts)].append(facts.rank)
+        if len(by_value) > 1:
+            most, *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
+            for other, who in others:
+                yield f"{name} is {other!r} on ranks {who}, and {most[0]!r} on the others"
+
+
+def _version(name: str, facts: RankFacts) -> str:
+    return facts.versions.get(name, "missing")
+
+
+def _hosts(ranks: Sequence[RankFacts]) -> Iterator[str]:
+    by_home = defaultdict[str, list[RankFacts]](list)
+    for facts in ranks:
+        by_home[facts.home].append(facts)
+    homes = Counter(own[0].host for own in by_home.values())
+    for host, number in homes.items():
+        if number > 1:
+            yield (
+                f"{number} machines or networks have the host name {host!r}: if they are different "
+                f"machines, give each a name of its own, or messages name the wrong one"
+            )
+    for own in by_home.values():
+        who, first = [facts.rank for facts in own], own[0]
+        threads = sum(facts.compute_threads for facts in own)
+        if all(facts.device.startswith("cpu") for facts in own) and first.cores < len(own):
+            yield f"{first.host}: {len(own)} ranks, {who}, compute on {first.cores} cores"
+        elif len(own) > 1 and any(f.threads is None for f in own) and threads > first.cores:
+            yield (
+                f"{first.host}: OMP_NUM_THREADS is unset, and ranks {who} compute with {threads} "
+                f"threads on {first.cores} cores: set it to {max(1, first.cores // len(own))}"
+            )
+
+
+def _slow_links(links: Sequence[Measured]) -> Iterator[str]:
+    if len(links) < 3:
+        return
+    rate = statistics.median(link.costs.bytes_per_second for link in links)
+    latency = statistics.median(link.costs.latency_seconds for link in links)
+    for link in links:
+        source, target, own_latency, own_rate = (
+            link.costs.source,
+            link.costs.target,
+            link.costs.latency_seconds,
+            link.costs.bytes_per_second,
+        )
+        if own_rate * _SLOW < rate:
+            yield (
+                f"rank {source} to rank {target}: {own_rate / 1e6:.0f} MB/s, and the median of all "
+                f"links is {rate / 1e6:.0f} MB/s"
+            )
+        if own_latency > _SLOW * latency + 1e-3:
+            yield (
+                f"rank {source} to rank {target}: {own_latency * 1e3:.1f} ms for an empty message, "
+                f"and the median of all links is {latency * 1e3:.1f} ms"
+            )
+
+
+def _directions(links: Sequence[Measured]) -> Iterator[str]:
+    rates = {(x.costs.source, x.costs.target): x.costs.bytes_per_second for x in links}
+    for link in links:
+        pair = link.costs.source, link.costs.target
+        there, back = rates[pair], rates.get((pair[1], pair[0]), rates[pair])
+        if back > _ASYMMETRIC * there:
+            yield (
+                f"rank {pair[0]} to rank {pair[1]}: {there / 1e6:.0f} MB/s, and back "
+                f"{back / 1e6:.0f} MB/s"
+            )
+        if link.both_ways < _HALF_DUPLEX and pair[0] < pair[1]:
+            yield (
+                f"ranks {pair[0]} and {pair[1]}: messages in both directions at once reach "
+                f"{link.both_ways:.0%} of their rate alone: the link is not full duplex"
+            )

@@ -1,0 +1,258 @@
+"""Links: what messages between the ranks of a pipeline take, measured by messages.
+
+Every link is measured while nothing else is sent, one after the other. The sender sends messages
+of growing size, and the receiver answers each of them with an empty one. Then all links to the next
+rank carry a message at once, which shows a NIC that they share.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.agreement import AGREE_SECONDS, agree
+from pipegrad.observe.clocks import machine_name
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.simulation.costs import LinkCosts, Network
+
+ARRIVED = sync_points.WaitWork("links.arrived", "the next message is measured by itself")
+
+_REPEATS = 7
+_FIRST_BYTES, _GROWTH, _MOST_BYTES = 2**16, 8, 2**26
+_LONG_SECONDS = 0.03  # a message that takes so long shows the rate
+_SHARED = 0.7  # links that together reach less than this part of their rates share a NIC
+
+Pair = tuple[int, int]  # the rank that sends, and the rank that receives
+
+
+class Measured(NamedTuple):
+    """What a link did.
+
+    Attributes:
+        costs: Alone.
+        busy: Its rate while every link to a next rank was in use, by its rate alone; 1 if unknown.
+        both_ways: Its rate while the other direction was in use, by its rate alone; 1 if unknown.
+    """
+
+    costs: LinkCosts
+    busy: float = 1.0
+    both_ways: float = 1.0
+
+
+class Wires:
+    """Sends and receives bare messages over the communicators of a pipeline.
+
+    Args:
+        edges: The communicators.
+        rank: The pipeline rank.
+        device: Where messages are.
+    """
+
+    def __init__(self, edges: Edges, rank: int, device: torch.device) -> None:
+        self._edges = edges
+        self.rank = rank
+        self._device = device
+
+    def exchange(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> float:
+        """Sends and receives messages at once, by peer and bytes; returns seconds."""
+        out = {peer: self._message(size) for peer, size in sends.items()}
+        into = {peer: self._message(size) for peer, size in receives.items()}
+        sync_points.finish_device(self._device)
+        began = time.perf_counter()
+        works = [
+            sync_points.in_use.receive(self._edges.of(p)[0], m, self._edges.of(p)[1], 1)
+            for p, m in into.items()
+        ]
+        works += [
+            sync_points.in_use.send(self._edges.to(p)[0], m, self._edges.to(p)[1], 1)
+            for p, m in out.items()
+        ]
+        for work in works:
+            ARRIVED(work)
+        sync_points.finish_device(self._device)
+        return time.perf_counter() - began
+
+    def tell(self, peer: int, number: int) -> None:
+        """Sends a number from host to host."""
+        group, there = self._edges.host(peer)
+        ARRIVED(sync_points.in_use.send(group, torch.tensor([number]), there, 3))
+
+    def hear(self, peer: int) -> int:
+        """Returns the number that a rank sends from host to host."""
+        group, there = self._edges.host(peer)
+        message = torch.zeros(1, dtype=torch.int64)
+        ARRIVED(sync_points.in_use.receive(group, message, there, 3))
+        return int(message)
+
+    def _message(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+def measure_links(
+    edges: Edges,
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    pairs: Sequence[Pair],
+    device: torch.device,
+    timeout_seconds: float = AGREE_SECONDS,
+) -> tuple[Measured, ...]:
+    """Returns what messages take on each of these links; the same on all ranks.
+
+    All ranks of the pipeline call it, between steps.
+
+    Args:
+        edges: The communicators of the pipeline.
+        rank: The pipeline rank.
+        ranks: The global ranks of the pipeline.
+        pairs: The links, each with a communicator.
+        device: Where messages are.
+        timeout_seconds: How long to wait for the slowest rank, for each link.
+
+    Raises:
+        AgreementError: If a rank does not take part.
+    """
+    wires = Wires(edges, rank, device)
+    met = partial(agree, ranks=ranks, timeout_seconds=timeout_seconds)
+    alone = dict[Pair, LinkCosts]()
+    for pair in pairs:
+        replies = met(f"the link {pair[0]} to {pair[1]}", partial(_alone, wires, pair))
+        alone[pair] = LinkCosts(*pair, *next(reply for reply in replies if reply is not None))
+    both_ways = dict[Pair, float]()
+    for pair in pairs:
+        if pair[0] < pair[1] and pair[::-1] in alone:
+            both_ways |= _at_once(wires, met, (pair, pair[::-1]), alone, "both directions")
+    nexts = [pair for pair in pairs if pair[1] == pair[0] + 1]
+    busy = _at_once(wires, met, nexts, alone, "all links") if len(nexts) > 1 else {}
+    return tuple(
+        Measured(alone[pair], busy.get(pair, 1.0), both_ways.get(pair, 1.0)) for pair in pairs
+    )
+
+
+def _alone(wires: Wires, pair: Pair) -> tuple[float, float] | None:
+    """Returns latency and rate of a link; None on all ranks but the one that sends."""
+    source, target = pair
+    if wires.rank == target:
+        while size := wires.hear(source):
+            for _ in range(_REPEATS + 1):
+                wires.exchange({}, {source: size})
+                wires.tell(source, 0)
+        return None
+    if wires.rank != source:
+        return None
+    # The fastest empty message shows the link; a slower one, a host that was busy.
+    trip = min(_trips(wires, target, 1))
+    size, seconds = _FIRST_BYTES, 0.0
+    while True:
+        seconds = statistics.median(_trips(wires, target, size))
+        if seconds > _LONG_SECONDS or size >= _MOST_BYTES:
+            break
+        size *= _GROWTH
+    wires.tell(target, 0)
+    return fitted(trip, size, seconds)
+
+
+def fitted(empty_seconds: float, num_bytes: int, seconds: float) -> tuple[float, float]:
+    """Returns latency and rate, of the round trips of an empty and of a large message.
+
+    The way back is an empty message, so the latency is half of the empty round trip.
+    """
+    extra = seconds - empty_seconds
+    return empty_seconds / 2, num_bytes / extra if extra > 0 else math.inf
+
+
+def _trips(wires: Wires, peer: int, num_bytes: int) -> list[float]:
+    """Returns the times of some messages, each with its answer."""
+    wires.tell(peer, num_bytes)
+    times = []
+    for _ in range(_REPEATS + 1):  # the first one connects
+        began = time.perf_counter()
+        wires.exchange({peer: num_bytes}, {})
+        wires.hear(peer)
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+def _at_once(
+    wires: Wires,
+    met: partial[list[dict[Pair, float]]],
+    pairs: Sequence[Pair],
+    alone: Mapping[Pair, LinkCosts],
+    what: str,
+) -> dict[Pair, float]:
+    """Returns the rate of links that are used at once, by their rates alone."""
+    # All carry one size: then they are busy together for as long as the fastest of them is.
+    sizes = [
+        int(_LONG_SECONDS * alone[p].bytes_per_second)
+        for p in pairs
+        if alone[p].bytes_per_second < math.inf
+    ]
+    size = min(max(min(sizes, default=_MOST_BYTES), _FIRST_BYTES), _MOST_BYTES)
+
+    def together() -> dict[Pair, float]:
+        sends = {target: size for source, target in pairs if source == wires.rank}
+        receives = {source: size for source, target in pairs if target == wires.rank}
+        if not (sends or receives):
+            return {}
+        seconds = statistics.median(wires.exchange(sends, receives) for _ in range(_REPEATS))
+        return {pair: seconds for pair in pairs if pair[1] == wires.rank}
+
+    met(f"{what}, ready", dict)
+    replies = met(f"{what} at once", together)
+    found = {pair: seconds for reply in replies for pair, seconds in reply.items()}
+    return {
+        pair: min(
+            1.0, (alone[pair].latency_seconds + size / alone[pair].bytes_per_second) / seconds
+        )
+        for pair, seconds in found.items()
+    }
+
+
+def host_name() -> str:
+    """Returns what names the network that this rank sends by: its machine, and where it is a guest.
+
+    Ranks of one machine may be in namespaces of their own, with NICs of their own.
+    """
+    try:
+        network = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - a link that leads to no path
+    except OSError:
+        network = ""
+    return f"{socket.gethostname()} {machine_name()} {network}"
+
+
+def network_of(measured: Sequence[Measured], hosts: Sequence[str]) -> Network:
+    """Returns the network that explains what links did.
+
+    If the links that leave one host are slower together than alone, they share its NIC.
+
+    Args:
+        measured: Of each link.
+        hosts: For each pipeline rank what `host_name` returns there.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
+    by_rank = tuple(numbers[name] for name in hosts)
+    leaving = defaultdict[int, list[Measured]](list)
+    for link in measured:
+        source, target = by_rank[link.costs.source], by_rank[link.costs.target]
+        if source != target and link.busy < 1.0:
+            leaving[source].append(link)
+    shared = [
+        sum(link.busy * link.costs.bytes_per_second for link in links)
+        for links in leaving.values()
+        if len(links) > 1 and max(link.busy for link in links) < _SHARED
+    ]
+    return Network(
+        nic_bytes_per_second=max(shared, default=math.inf),
+        hosts=by_rank,
+        links=tuple(link.costs for link in measured),
+    )

@@ -1,0 +1,221 @@
+"""measure_costs: what the stages and links of a `Scheduler` really take, for `simulate`.
+
+costs = pipegrad.measure_costs(scheduler, x, target=y)
+print(simulate(scheduler.program, costs).step_seconds)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.errors import ScheduleError, StepError
+from pipegrad.model.wrappers import fsdp_modules
+from pipegrad.observe.links import host_name, measure_links, network_of
+from pipegrad.observe.stage_profile import Loss, StageAlone
+from pipegrad.observe.step_costs import (
+    collective_costs,
+    gradient_bytes,
+    host_costs,
+    optimizer_costs,
+)
+from pipegrad.optimizer.named_optimizer import Optimizer
+from pipegrad.pipeline.batch.microbatch import Batch
+from pipegrad.pipeline.batch.trees import flattened
+from pipegrad.pipeline.loss.terms import loss_parts
+from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad.pipeline.transfers.specs import Spec
+from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
+from pipegrad.simulation.timeline import Timeline
+
+
+def measure_costs(
+    scheduler: Scheduler,
+    *inputs: object,
+    target: object = None,
+    microbatches: Sequence[object] | None = None,
+    num_microbatches: int | None = None,
+    optimizer: Optimizer | None = None,
+    timeline: Timeline | None = None,
+    links: bool = True,
+    repeats: int = 5,
+    **named: object,
+) -> Costs:
+    """Returns what computing, sending, reducing and stepping take on the ranks of `scheduler`.
+
+    All ranks call it together, between steps, with a batch as for `Scheduler.step`. Its first
+    microbatch is measured. Stages run one after the other, each alone; a stage that takes what
+    other stages make gets random numbers of the right shapes. Nothing changes: parameters,
+    gradients, buffers, random numbers and the Scheduler are as before. While a stage is measured
+    it holds its gradients a second time.
+
+    Args:
+        scheduler: Whose stages.
+        *inputs: As in `Scheduler.step`.
+        target: As there.
+        microbatches: As there.
+        num_microbatches: As there.
+        optimizer: Of `scheduler.optimizer`; without it, its step takes no time and holds nothing.
+        timeline: Of a recording of these ranks, from which the times of the host are read; without
+            it, the host takes no time on top of computing.
+        links: Whether to measure the links; without it, messages take no time.
+        repeats: Of each pass; the median counts.
+        **named: As in `Scheduler.step`.
+
+    Raises:
+        PipegradError: On all ranks, if the batch does not fit, if stages are of FSDP2, or if a step
+            is not finished.
+        Exception: What a stage raises; on other ranks an AgreementError with its words.
+    """
+    context, topology = scheduler.context, scheduler.topology
+    batch = Batch(inputs, named, target, None, microbatches, num_microbatches, False)
+    ranks = sorted(topology.ranks)
+    seconds = slow_seconds(scheduler.sync.device, AGREE_SECONDS)
+    met = partial(agree, ranks=ranks, timeout_seconds=seconds)
+    profile = _Profile(scheduler, batch, optimizer, repeats)
+    met("measuring costs", profile.begin)
+    stages = list[StageCosts]()
+    for stage in range(topology.num_stages):
+        replies = met(f"measuring stage {stage}", partial(profile.stage, stage))
+        replicas = [reply for reply in replies if reply is not None]
+        profile.specs |= replicas[0].specs
+        # All replicas of a step wait for the slowest one.
+        stages.append(
+            max((r.costs for r in replicas), key=lambda c: c.forward_seconds + c.backward_seconds)
+        )
+    network = Network()
+    if links and (pairs := sorted({(c.source, c.target) for c in scheduler.program.channels})):
+        pipeline = topology.ranks_along(topology.pipeline)
+        measured = measure_links(
+            context.edges,
+            rank=topology.coordinate(topology.pipeline),
+            ranks=pipeline,
+            pairs=pairs,
+            device=scheduler.sync.device,
+            timeout_seconds=seconds,
+        )
+        network = network_of(measured, agree("hosts", host_name, ranks=pipeline))
+    return Costs(
+        tuple(stages),
+        network,
+        collective_costs(scheduler.sync),
+        HostCosts() if timeline is None else host_costs(timeline),
+    )
+
+
+class _Reply(NamedTuple):
+    """What a rank found out about one of its stages: its costs, and what its outputs look like."""
+
+    costs: StageCosts
+    specs: dict[int, Spec]
+
+
+class _Profile:
+    """Measures the stages of one rank.
+
+    Attributes:
+        specs: What values look like that the stages so far make, by link.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, batch: Batch, optimizer: Optimizer | None, repeats: int
+    ) -> None:
+        self._scheduler = scheduler
+        self._context = scheduler.context
+        self._batch = batch
+        self._optimizer = optimizer
+        self._repeats = repeats
+        self._device = scheduler.sync.device
+        self.specs: dict[int, Spec] = {}
+
+    def begin(self) -> None:
+        """Takes the first microbatch.
+
+        Raises:
+            PipegradError: If it does not fit, or nothing can be measured now.
+        """
+        sync, context = self._scheduler.sync, self._context
+        sync.refuse_closed()
+        if sync.is_in_step:
+            raise StepError("measure_costs() inside of a step: call it between steps")
+        if self._repeats < 1:
+            raise ScheduleError(f"repeats is {self._repeats!r}, expected a number, at least 1")
+        modules = {index: stage.module for index, stage in context.stages.items()}
+        if any(fsdp_modules(modules).values()):
+            raise ScheduleError(
+                "stages of FSDP2 gather parameters and reduce gradients in each pass, so they "
+                "cannot run alone: record real steps with pipegrad.record()"
+            )
+        ready = self._batch.microbatches
+        number = self._batch.num_microbatches or self._scheduler.schedule.num_microbatches
+        number = number if ready is None else len(ready)
+        with torch.no_grad():  # nothing is cut off a graph of the caller's
+            parts, targets = context.batches.apart().cut(self._batch, number, needs_target=True)
+        self._external = {name: _detached(column[0]) for name, column in parts.items()}
+        self._target = None if targets is None else _detached(targets[0])
+
+    def stage(self, stage: int) -> _Reply | None:
+        """Measures a stage; None if it is on another rank."""
+        context = self._context
+        if stage not in context.stages:
+            return None
+        taken = context.wiring.taken[stage]
+        links = {
+            link: _random(self.specs[link], self._device) for link in taken if isinstance(link, int)
+        }
+        inputs = [links[x] if isinstance(x, int) else self._external[x] for x in taken]
+        alone = StageAlone(
+            context.stages[stage],
+            inputs,
+            list(links.values()),
+            loss=self._loss if stage == len(context.wiring.taken) - 1 else None,
+            splits=any(a.kind == "W" for row in self._scheduler.schedule.actions for a in row),
+            device=self._device,
+        )
+        made = dict(zip(context.wiring.made[stage], alone.outputs(), strict=False))
+        passes, held = alone.passes(self._repeats), alone.held()
+        steps = optimizer_costs(self._scheduler.sync, self._optimizer, stage, self._repeats)
+        costs = StageCosts(
+            forward_seconds=passes.forward,
+            backward_seconds=passes.backward,
+            weight_seconds=passes.weights,
+            optimizer_seconds=steps.seconds,
+            parameter_bytes=sum(p.nbytes for p in context.stages[stage].module.parameters()),
+            gradient_bytes=gradient_bytes(self._scheduler.sync, stage),
+            optimizer_bytes=steps.num_bytes,
+            activation_bytes=held.activations,
+            factor_bytes=held.factors,
+            outputs={self._scheduler.program.links[i].name: x.nbytes for i, x in made.items()},
+        )
+        return _Reply(costs, {link: Spec.of(value) for link, value in made.items()})
+
+    @property
+    def _loss(self) -> Loss:
+        function, is_weighted = self._context.loss_fn, self._context.losses.is_weighted
+
+        def loss(outputs: tuple[Tensor, ...]) -> Tensor:
+            assert function is not None
+            return loss_parts(function(*outputs, self._target), is_weighted=is_weighted)[0]
+
+        return loss
+
+
+def _random(spec: Spec, device: torch.device) -> Tensor:
+    """Returns a value that looks as `spec` says."""
+    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    # Numbers of its own: those of the caller stay as they are.
+    generator = torch.Generator(device).manual_seed(0)
+    real = torch.float32 if spec.dtype.is_floating_point else spec.dtype
+    value = torch.randn(spec.shape, dtype=real, device=device, generator=generator)
+    return value.to(spec.dtype).requires_grad_(spec.differentiable)
+
+
+def _detached(value: object) -> object:
+    leaves, rebuilt = flattened(value)
+    return rebuilt([leaf.detach() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves])

@@ -1,0 +1,315 @@
+"""Recorder: what one rank does in its last training steps, in a ring of fixed size."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pipegrad.comm.tape import Call, Key, Noted
+from pipegrad.errors import ScheduleError
+from pipegrad.observe.stamps import Stamps
+from pipegrad.schedules.program.program import Item, Op, Program
+from pipegrad.simulation.timeline import Span, SpanKind
+
+# An item that does not wait takes this long on a busy host. A shorter wait is host time.
+_LEAST_WAIT_SECONDS = 20e-6
+_MOST_NOTES = 10_000  # of a step; a loop may step another optimizer without end
+_WAITS: dict[Op, SpanKind] = {
+    Op.WAIT_RECEIVE: "wait for receive",
+    Op.RELEASE: "wait for send",
+    Op.FIRST_USE: "wait for parameters",
+}
+_RECORDED = (Op.COMPUTE, Op.SEND, *_WAITS)
+_LEFT_OUT = (Op.LAUNCH, Op.PUBLISH)  # the executor makes no call of them
+
+
+@dataclass
+class _Step:
+    """What was recorded of a step.
+
+    Attributes:
+        number: Counts the Scheduler's steps of all kinds, alike on all ranks.
+        program: What it runs.
+        began: A stamp.
+        stamps: Two for each recorded item: begin and end. None for what was never reached.
+        notes: Kind, key, begin and end of what parts of the rank have noted.
+    """
+
+    number: int
+    program: Program
+    began: Any
+    stamps: list[Any] = field(default_factory=list)
+    notes: deque[tuple[SpanKind, Key, Any, Any]] = field(
+        default_factory=lambda: deque(maxlen=_MOST_NOTES)
+    )
+
+
+class Message(NamedTuple):
+    """One end of a transfer: when it was sent, or when it was known to be there."""
+
+    step: int
+    channel: int
+    microbatch: int
+    seconds: float
+    stage: int
+    label: str
+
+
+class Own(NamedTuple):
+    """What one rank has recorded, in seconds of its own clock.
+
+    Attributes:
+        rank: The pipeline rank.
+        steps: Number and begin of each step.
+        end: When the last step has ended.
+        spans: What it did, and what ran beside it. Their `step` is a number of `steps`.
+        sent: When it began to send.
+        arrived: When it knew that a transfer was there.
+    """
+
+    rank: int
+    steps: tuple[tuple[int, float], ...]
+    end: float
+    spans: tuple[Span, ...]
+    sent: tuple[Message, ...]
+    arrived: tuple[Message, ...]
+
+
+class StepRecorder:
+    """Records the training steps of one rank; the `Recorder` of a `Tape`.
+
+    A step costs two stamps for each compute and for each wait, one for each send, and a few for
+    the rest. Nothing waits for a device.
+
+    Args:
+        rank: The pipeline rank.
+        stamps: Takes points in time.
+        steps: How many of the last steps are kept.
+        names: The name of a reduction, by bucket and step of its route.
+    """
+
+    def __init__(
+        self, rank: int, stamps: Stamps, *, steps: int, names: dict[tuple[int, int], str]
+    ) -> None:
+        self._rank = rank
+        self._stamps = stamps
+        self._names = names
+        self._steps: deque[_Step] = deque(maxlen=steps)
+        self._present: list[Any] = []  # stamps of the present step
+        # The recorded calls of an executor, by the id of its own, which are held, too.
+        self._recorded: dict[int, tuple[Sequence[Call], list[Call]]] = {}
+        self._ended: Any = None
+        self._stepping = list[Any]()  # when optimizers began that have not ended
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin_optimizer),
+            register_optimizer_step_post_hook(self._end_optimizer),
+        ]
+
+    # What a Tape calls.
+
+    def now(self) -> object:
+        return self._stamps.now()
+
+    def note(self, kind: Noted | SpanKind, key: Key, began: object) -> None:
+        if self._steps:
+            self._steps[-1].notes.append((kind, key, began, self._stamps.now()))
+
+    def begin_step(self, number: int, program: object) -> None:
+        assert isinstance(program, Program)
+        if len(self._steps) == self._steps.maxlen:
+            oldest = self._steps[0]
+            self._stamps.recycle(oldest.stamps)
+            self._stamps.recycle(stamp for _, _, *both in oldest.notes for stamp in both)
+        self._stepping.clear()
+        self._steps.append(_Step(number, program, self._stamps.now()))
+
+    def recorded(self, calls: Sequence[Call]) -> Sequence[Call]:
+        step = self._steps[-1]
+        if id(calls) not in self._recorded:
+            self._recorded[id(calls)] = calls, self._recording(calls, step.program)
+        own = self._recorded[id(calls)][1]
+        self._present = step.stamps = [None] * (2 * len(own))
+        return own
+
+    def _recording(self, calls: Sequence[Call], program: Program) -> list[Call]:
+        """Returns calls that take stamps."""
+        recording = list[Call]()
+        for position, (call, item) in enumerate(
+            zip(calls, items_of(program, self._rank), strict=True)
+        ):
+            method, which, microbatch = call
+            if item.op in _RECORDED:
+                method = self._stamped(method, 2 * position)
+            recording.append((method, which, microbatch))
+        return recording
+
+    def _stamped(
+        self, method: Callable[[int, int], object], place: int
+    ) -> Callable[[int, int], object]:
+        now = self._stamps.now
+
+        def stamped(which: int, microbatch: int) -> None:
+            present = self._present
+            present[place] = now()
+            method(which, microbatch)
+            present[place + 1] = now()
+
+        return stamped
+
+    # Optimizers.
+
+    def _begin_optimizer(self, *_: object) -> None:
+        self._stepping.append(self._stamps.now())
+
+    def _end_optimizer(self, *_: object) -> None:
+        if self._stepping:  # it may have begun before the recording
+            began = self._stepping.pop()
+            if not self._stepping:  # one optimizer may step others
+                self.note("optimizer", "", began)
+
+    # Afterwards.
+
+    def stop(self) -> None:
+        """Ends the last step, and takes no further notes of optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._ended is None:
+            self._ended = self._stamps.now()
+
+    def read(self) -> Own:
+        """Returns what was recorded so far; call it between steps.
+
+        Sync: waits for the device.
+
+        Raises:
+            ScheduleError: If no training step was recorded.
+        """
+        ended = self._stamps.now() if self._ended is None else self._ended
+        self._stamps.settle()
+        if not self._steps:
+            raise ScheduleError(
+                "no training step was recorded: call scheduler.step() inside of record()"
+            )
+        begins = [self._seconds(step.began) for step in self._steps]
+        spans, sent, arrived = list[Span](), list[Message](), list[Message]()
+        for step in self._steps:
+            self._read_items(step, spans, sent, arrived)
+        for step in self._steps:
+            spans += self._read_notes(step, begins)
+        numbers = [step.number for step in self._steps]
+        return Own(
+            self._rank,
+            tuple(zip(numbers, begins, strict=True)),
+            self._seconds(ended),
+            tuple(spans),
+            tuple(sent),
+            tuple(arrived),
+        )
+
+    def _seconds(self, stamp: object) -> float:
+        (seconds,) = self._stamps.seconds([stamp])
+        assert seconds is not None
+        return seconds
+
+    def _read_items(
+        self, step: _Step, spans: list[Span], sent: list[Message], arrived: list[Message]
+    ) -> None:
+        """Reads the items of a step; those that were never reached have no stamps."""
+        if not step.stamps:
+            return
+        seconds = self._stamps.seconds(step.stamps)
+        begins, ends = seconds[::2], seconds[1::2]
+        items = items_of(step.program, self._rank)
+        for item, begin, end in zip(items, begins, ends, strict=True):
+            if begin is None or end is None:
+                continue
+            if item.op is Op.SEND:
+                sent.append(_message(step, item, begin))
+                continue
+            if item.op is Op.WAIT_RECEIVE:
+                arrived.append(_message(step, item, end))
+            if item.op is Op.COMPUTE or end - begin >= _LEAST_WAIT_SECONDS:
+                spans.append(self._span(step, item, begin, end))
+
+    def _span(self, step: _Step, item: Item, begin: float, end: float) -> Span:
+        program, rank, number = step.program, self._rank, step.number
+        if item.op is Op.COMPUTE:
+            stage, kind, microbatch = program.action(item)
+            return Span(rank, kind, begin, end, number, stage, microbatch)
+        if item.op is Op.FIRST_USE:
+            which = _only([i for i, c in enumerate(program.collectives) if item.which in c.readers])
+            label = f"parameters of stage {item.which}"
+            return Span(rank, _WAITS[item.op], begin, end, number, item.which, -1, -1, which, label)
+        link, _, source, target = program.channels[item.which]
+        return Span(
+            rank,
+            _WAITS[item.op],
+            begin,
+            end,
+            number,
+            program.links[link].producer,
+            item.microbatch,
+            source if rank == target else target,
+            item.which,
+            program.transfer(item.which, item.microbatch),
+        )
+
+    def _read_notes(self, step: _Step, begins: Sequence[float]) -> list[Span]:
+        """Returns what parts of the rank have noted in a step, and what began before it."""
+        spans = list[Span]()
+        number_of = {c.name: i for i, c in enumerate(step.program.collectives)}
+        for kind, key, *both in step.notes:
+            begin, end = self._stamps.seconds(both)
+            assert begin is not None
+            assert end is not None
+            label = key if isinstance(key, str) else self._names[key]
+            # A parameter sync may begin in one step and end in the next one.
+            at = max(bisect_right(begins, begin) - 1, 0)
+            spans.append(
+                Span(
+                    self._rank,
+                    kind,
+                    max(begin, begins[0]),
+                    end,
+                    self._steps[at].number,
+                    which=number_of.get(label, -1),
+                    label=label,
+                )
+            )
+        return [_with_reason(span, spans) for span in spans]
+
+
+def items_of(program: Program, rank: int) -> Iterator[Item]:
+    """Yields the items of a rank that its executor calls."""
+    return (item for item in program.decoded(rank) if item.op not in _LEFT_OUT)
+
+
+def _message(step: _Step, item: Item, seconds: float) -> Message:
+    _, channel, microbatch = item
+    link = step.program.channels[channel].link
+    label = step.program.transfer(channel, microbatch)
+    producer = step.program.links[link].producer
+    return Message(step.number, channel, microbatch, seconds, producer, label)
+
+
+def _with_reason(span: Span, noted: Sequence[Span]) -> Span:
+    """Returns a wait for reductions with the one that ended last in it; others as they are."""
+    ended = [s for s in noted if s.kind == "reduction" and span.begin < s.end <= span.end]
+    if span.kind != "wait for reduction" or not ended:
+        return span
+    last = max(ended, key=attrgetter("end"))
+    return span._replace(which=last.which, label=last.label)
+
+
+def _only(found: Sequence[int]) -> int:
+    return found[0] if len(found) == 1 else -1

@@ -1,0 +1,245 @@
+"""record: the timeline of the training steps that a `Scheduler` really makes.
+
+with pipegrad.record(scheduler) as recording:
+    for x, y in data:
+        scheduler.step(x, target=y)
+        optimizer.step()
+recording.timeline().save(Path("timeline.json"))
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from operator import attrgetter
+
+from pipegrad.comm.agreement import agree
+from pipegrad.errors import ScheduleError
+from pipegrad.observe.clocks import Clock, Reading, clocks_of, read_clock
+from pipegrad.observe.recorder import Own, StepRecorder
+from pipegrad.observe.stamps import stamps_of
+from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad.schedules.program.program import Program
+from pipegrad.simulation.timeline import ON_RANK, Span, Timeline
+
+
+@contextmanager
+def record(scheduler: Scheduler, *, steps: int = 3) -> Iterator[Recording]:
+    """Records the training steps that `scheduler` makes inside, and what is between them.
+
+    All ranks enter together. It costs less than one percent of a step, and without it recording
+    costs nothing. One recording of a Scheduler runs at a time. A step that fails is recorded as far
+    as it went.
+
+    Args:
+        scheduler: Whose steps.
+        steps: How many of the last steps are kept.
+
+    Raises:
+        ScheduleError: On all ranks, if `steps` is no number above 0, or if it is being recorded.
+        AgreementError: If a rank does not enter.
+    """
+    recording = Recording(scheduler, steps)
+    try:
+        yield recording
+    finally:
+        recording.stop()
+
+
+class Recording:
+    """What this rank records of the steps of a `Scheduler`. `record` makes it.
+
+    A message is seen from both of its ends. It begins when its sender's program sends it. It has
+    arrived, for a timeline, when its receiver has waited for it. The receiver does not know when
+    it came: if it waited for no time, the message may have been there long before. So a transfer
+    in a measured timeline is the longest that it can have been.
+    """
+
+    def __init__(self, scheduler: Scheduler, steps: object) -> None:
+        topology = scheduler.topology
+        self._scheduler = scheduler
+        self._ranks = topology.ranks_along(topology.pipeline)
+        self._rank = topology.coordinate(topology.pipeline)
+        self._tape = tape = scheduler.sync.tape
+
+        def checked() -> int:
+            if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+                raise ScheduleError(f"steps is {steps!r}, expected a number of steps, at least 1")
+            if tape.recorder is not None:
+                raise ScheduleError("this Scheduler is being recorded: end that recording first")
+            scheduler.sync.refuse_closed()
+            return steps
+
+        steps_kept = min(agree("recording", checked, ranks=self._ranks))
+        self._before = self._read_clocks()
+        plan = scheduler.sync.plan
+        buckets = {bucket.index: bucket for bucket in plan.buckets}
+        self._recorder = tape.recorder = StepRecorder(
+            self._rank,
+            stamps_of(scheduler.sync.device),
+            steps=steps_kept,
+            names={(x.bucket, x.step): buckets[x.bucket].name_of(x.step) for x in plan.launches},
+        )
+
+    def stop(self) -> None:
+        """Ends the recording on this rank; the end of `record` calls it."""
+        self._recorder.stop()
+        if self._tape.recorder is self._recorder:
+            self._tape.recorder = None
+
+    def timeline(self) -> Timeline:
+        """Returns what all ranks of this rank's pipeline did, by one clock.
+
+        All ranks of the pipeline call it, between steps; inside of `record` or after it.
+
+        Sync: waits for the device.
+
+        Raises:
+            ScheduleError: If no step was recorded on all ranks.
+            AgreementError: If a rank does not call it.
+        """
+        own = agree("the recorded steps", self._recorder.read, ranks=self._ranks)
+        after = self._read_clocks()
+        return assembled(own, clocks_of(self._before, after), self._scheduler.program)
+
+    def own_timeline(self) -> Timeline:
+        """Returns what this rank did, by its own clock; without any message.
+
+        For a rank whose peers have failed.
+
+        Raises:
+            ScheduleError: If no step was recorded.
+        """
+        own = self._recorder.read()
+        clock = Clock(Reading(0.0), Reading(own.end))
+        return assembled([own], [clock], self._scheduler.program)
+
+    def _read_clocks(self) -> list[Reading]:
+        """Returns the readings of all ranks; those from before if a rank cannot send any more."""
+        edges = self._scheduler.context.edges
+        if any(agree("clocks", lambda: edges.is_cut, ranks=self._ranks)):
+            return self._before
+        read = partial(read_clock, edges, self._rank, len(self._ranks))
+        # Each rank posts its own reading after the last ping, so no rank is asked too late.
+        return agree("clocks", read, ranks=self._ranks)
+
+
+def assembled(owns: Sequence[Own], clocks: Sequence[Clock], program: Program) -> Timeline:
+    """Returns one timeline of what ranks have recorded.
+
+    Args:
+        owns: Of each rank.
+        clocks: The clock of each of these ranks.
+        program: Of a step.
+
+    Raises:
+        ScheduleError: If there is no step that all of them have recorded.
+    """
+    numbers = sorted(set.intersection(*({number for number, _ in own.steps} for own in owns)))
+    if not numbers:
+        raise ScheduleError("there is no step that all ranks have recorded: record more steps")
+    count = {number: step for step, number in enumerate(numbers)}
+    begins = [
+        [clock.aligned(seconds) for number, seconds in own.steps if number in count]
+        for own, clock in zip(owns, clocks, strict=True)
+    ]
+    ends = [clock.aligned(own.end) for own, clock in zip(owns, clocks, strict=True)]
+    # A step of a rank ends where its next one begins.
+    zero = min(times[0] for times in begins)
+    step_ends = [max(times) - zero for times in zip(*(b[1:] for b in begins), strict=True)]
+    step_ends.append(max(ends) - zero)
+    spans = list[Span]()
+    for own, clock, times, end in zip(owns, clocks, begins, ends, strict=True):
+        marks = [time - zero for time in times]
+        moved = [
+            span._replace(
+                begin=clock.aligned(span.begin) - zero,
+                end=clock.aligned(span.end) - zero,
+                step=count[span.step],
+            )
+            for span in own.spans
+            if span.step in count
+        ]
+        spans += [span for span in moved if span.kind not in ON_RANK]
+        filled = _filled(own.rank, [s for s in moved if s.kind in ON_RANK], marks, end - zero)
+        spans += _padded(filled, marks, step_ends)
+    spans += _transfers(owns, clocks, count, zero)
+    schedule = program.schedule
+    return Timeline(
+        schedule.name,
+        "measured",
+        schedule.num_ranks,
+        tuple(schedule.stage_to_rank),
+        schedule.num_microbatches,
+        tuple(sorted(spans, key=attrgetter("begin", "end", "rank"))),
+        tuple(step_ends),
+        notes={"clock_error_seconds": max(clock.after.error for clock in clocks)},
+    )
+
+
+def _filled(rank: int, spans: Iterable[Span], begins: Sequence[float], end: float) -> list[Span]:
+    """Returns what a rank did without gaps or overlaps; what is nothing else is "host"."""
+    filled, now = list[Span](), begins[0]
+    for span in sorted(spans, key=attrgetter("begin", "end")):
+        begin = max(span.begin, now)
+        if begin > now:
+            filled += _hosts(rank, now, begin, begins)
+        if span.end > begin or span.end == span.begin:
+            filled.append(span._replace(begin=begin, end=max(span.end, begin)))
+        now = max(now, span.end)
+    return filled + _hosts(rank, now, end, begins)
+
+
+def _hosts(rank: int, begin: float, end: float, begins: Sequence[float]) -> list[Span]:
+    """Returns host time, cut where steps begin."""
+    cuts = [begin, *(b for b in begins if begin < b < end), end]
+    return [
+        Span(rank, "host", a, b, bisect_right(begins, a) - 1) for a, b in pairwise(cuts) if b > a
+    ]
+
+
+def _padded(spans: list[Span], begins: Sequence[float], step_ends: Sequence[float]) -> list[Span]:
+    """Returns the spans of a rank, from the begin of the timeline to its end."""
+    rank = spans[0].rank
+    if begins[0] > 0:
+        spans.insert(0, Span(rank, "host", 0.0, begins[0]))
+    last = spans[-1].end
+    if step_ends[-1] > last:
+        step = len(step_ends) - 1
+        spans.append(Span(rank, "wait for ranks", last, step_ends[-1], step, label="the last rank"))
+    return spans
+
+
+def _transfers(
+    owns: Sequence[Own],
+    clocks: Sequence[Clock],
+    count: dict[int, int],
+    zero: float,
+) -> Iterator[Span]:
+    """Yields a transfer for each message whose two ends were recorded; see `Recording`."""
+    sent = {
+        message[:3]: (own.rank, clock.aligned(message.seconds) - zero)
+        for own, clock in zip(owns, clocks, strict=True)
+        for message in own.sent
+    }
+    for own, clock in zip(owns, clocks, strict=True):
+        for message in own.arrived:
+            if message.step not in count or message[:3] not in sent:
+                continue
+            source, begin = sent[message[:3]]
+            end = max(clock.aligned(message.seconds) - zero, begin)  # clocks have an error
+            yield Span(
+                source,
+                "transfer",
+                begin,
+                end,
+                count[message.step],
+                message.stage,
+                message.microbatch,
+                own.rank,
+                message.channel,
+                message.label,
+            )

@@ -1,0 +1,66 @@
+"""A job that records its last steps: the file, the table at the end, and `pipegrad trace`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipegrad.cli import main
+from pipegrad.simulation.timeline import Timeline
+from tests.support.train.jobs import with_job
+
+STEPS = 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(with_job(tmp_path))
+    monkeypatch.delenv("PIPEGRAD_TRACE", raising=False)
+    return tmp_path
+
+
+def train(*settings: str) -> Result:
+    options = [option for setting in settings for option in ("--set", setting)]
+    steps = ("--set", f"train.steps={STEPS}")
+    result = CliRunner().invoke(main, ["train", "small.toml", *steps, *options])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_a_job_writes_the_timeline_of_its_last_steps_and_prints_where_they_went(
+    folder: Path,
+) -> None:
+    output = train("train.trace=true").output
+    timeline = Timeline.load(folder / "runs/run/timeline.json")
+    assert timeline.source == "measured"
+    assert len(timeline.step_ends) == 3
+    for number in range(3):
+        step = timeline.of_step(number)
+        assert sum(s.seconds for s in step.on_rank(0)) == pytest.approx(step.seconds, rel=0.01)
+        assert sum(s.kind == "optimizer" for s in step.spans) == 1
+    assert "critical path: " in output
+    assert "pipegrad trace runs/run/timeline.json" in output
+    assert "measured, 3 steps" in CliRunner().invoke(main, ["trace", "runs/run"]).output
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_without_it_nothing_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("PIPEGRAD_TRACE", value)
+    assert "critical path: " not in train().output
+    assert not list(folder.rglob("timeline.json"))
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [("1", "runs/run/timeline.json"), ("traces/today", "traces/today/timeline.json")],
+)
+def test_the_environment_records_a_job_that_does_not_say_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str, path: str
+) -> None:
+    monkeypatch.setenv("PIPEGRAD_TRACE", value)
+    assert path in train().output
+    assert len(Timeline.load(folder / path).step_ends) == 3

@@ -1,0 +1,113 @@
+"""One timeline of what ranks have recorded: no gaps, no overlaps, one clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipegrad import schedules
+from pipegrad.errors import ScheduleError
+from pipegrad.observe.clocks import Clock, Reading
+from pipegrad.observe.recorder import Message, Own
+from pipegrad.observe.recording import assembled
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Link, Program
+from pipegrad.simulation.timeline import Span, Timeline
+
+
+def program() -> Program:
+    schedule = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
+    return lower(schedule, links=[Link("x", 0, (1,))])
+
+
+def clock(offset: float = 0.0) -> Clock:
+    return Clock(Reading(0.0, offset), Reading(1.0, offset))
+
+
+def own(rank: int, steps: Any, end: float, *spans: Span, sent: Any = (), arrived: Any = ()) -> Own:
+    return Own(rank, tuple(steps), end, tuple(spans), tuple(sent), tuple(arrived))
+
+
+def made(*owns: Own, clocks: list[Clock] | None = None) -> Timeline:
+    return assembled(owns, clocks or [clock() for _ in owns], program())
+
+
+def kinds(timeline: Timeline, rank: int) -> list[tuple[str, float, float, int]]:
+    return [(s.kind, s.begin, s.end, s.step) for s in timeline.on_rank(rank)]
+
+
+def test_what_is_nothing_else_is_host_time_and_a_rank_that_has_ended_waits() -> None:
+    first = own(0, [(0, 10.0)], 16.0, Span(0, "F", 11.0, 13.0, 0, 0, 0))
+    second = own(1, [(0, 12.0)], 14.0, Span(1, "B", 12.0, 13.0, 0, 1, 0))
+    timeline = made(first, second)
+    assert kinds(timeline, 0) == [("host", 0, 1, 0), ("F", 1, 3, 0), ("host", 3, 6, 0)]
+    assert kinds(timeline, 1) == [
+        ("host", 0, 2, 0),
+        ("B", 2, 3, 0),
+        ("host", 3, 4, 0),
+        ("wait for ranks", 4, 6, 0),
+    ]
+    assert timeline.step_ends == (6.0,)
+    assert timeline.source == "measured"
+
+
+def test_a_step_ends_where_the_last_rank_begins_the_next_and_host_time_is_cut_there() -> None:
+    timeline = made(own(0, [(4, 1.0), (6, 3.0)], 5.0), own(1, [(4, 1.0), (6, 3.5)], 5.0))
+    assert timeline.step_ends == (2.5, 4.0)
+    assert kinds(timeline, 0) == [("host", 0, 2, 0), ("host", 2, 4, 1)]
+
+
+def test_spans_that_overlap_are_cut_so_that_a_rank_does_one_thing_at_a_time() -> None:
+    outer = Span(0, "optimizer", 1.0, 4.0, 0)
+    inner = Span(0, "wait for ranks", 2.0, 3.0, 0)
+    late = Span(0, "F", 3.5, 5.0, 0, 0, 0)
+    timeline = made(own(0, [(0, 1.0)], 5.0, outer, inner, late))
+    assert kinds(timeline, 0) == [("optimizer", 0, 3, 0), ("F", 3, 4, 0)]
+
+
+def test_what_runs_beside_a_rank_is_left_as_it_is() -> None:
+    beside = Span(0, "reduction", 2.0, 4.0, 0, which=0, label="bucket 0")
+    timeline = made(own(0, [(0, 1.0)], 5.0, Span(0, "F", 1.0, 5.0, 0, 0, 0), beside))
+    assert [(s.kind, s.begin, s.end) for s in timeline.beside(0)] == [("reduction", 1.0, 3.0)]
+    assert kinds(timeline, 0) == [("F", 0, 4, 0)]
+
+
+def test_clocks_are_aligned_before_anything_is_compared() -> None:
+    first = own(0, [(0, 10.0)], 12.0, Span(0, "F", 10.0, 11.0, 0, 0, 0))
+    second = own(1, [(0, 110.5)], 112.0, Span(1, "F", 111.0, 112.0, 0, 1, 0))
+    timeline = made(first, second, clocks=[clock(), clock(-100.0)])
+    assert kinds(timeline, 1) == [("host", 0, 0.5, 0), ("host", 0.5, 1, 0), ("F", 1, 2, 0)]
+
+
+def test_a_transfer_is_from_its_send_until_its_receiver_had_waited() -> None:
+    message = Message(0, 0, 1, 0.0, 0, "x of 0F1")
+    first = own(0, [(0, 1.0)], 5.0, sent=[message._replace(seconds=2.0)])
+    second = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=4.0)])
+    (transfer,) = made(first, second).beside(0)
+    assert transfer == Span(0, "transfer", 1.0, 3.0, 0, 0, 1, 1, 0, "x of 0F1")
+
+
+def test_a_transfer_of_which_one_end_is_missing_is_left_out() -> None:
+    sent = Message(0, 0, 1, 2.0, 0, "x of 0F1")
+    assert made(own(0, [(0, 1.0)], 5.0, sent=[sent]), own(1, [(0, 1.0)], 5.0)).beside(0) == []
+
+
+def test_a_transfer_never_ends_before_it_begins_whatever_the_clocks_say() -> None:
+    message = Message(0, 0, 0, 3.0, 0, "x of 0F0")
+    arrived = message._replace(seconds=2.9)
+    both = own(0, [(0, 1.0)], 5.0, sent=[message]), own(1, [(0, 1.0)], 5.0, arrived=[arrived])
+    (transfer,) = made(*both).beside(0)
+    assert transfer.begin == transfer.end == 2.0
+
+
+def test_only_steps_that_all_ranks_have_recorded_are_kept() -> None:
+    old = Span(0, "F", 1.0, 2.0, 3, 0, 0)
+    timeline = made(own(0, [(3, 1.0), (4, 5.0)], 8.0, old), own(1, [(4, 5.0)], 8.0))
+    assert timeline.step_ends == (3.0,)
+    assert {span.kind for span in timeline.spans} == {"host"}
+
+
+def test_no_common_step_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="no step that all ranks"):
+        made(own(0, [(1, 0.0)], 1.0), own(1, [(2, 0.0)], 1.0))
