@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,14 +27,14 @@ _MIB = 2**20
 _MOST_STEPS = 10  # that are printed
 
 
-def _finite(_context: click.Context, _option: click.Parameter, value: float) -> float:
-    if not math.isfinite(value):
+def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is not a finite number")
     return value
 
 
 def _amount(
-    option: str, default: float, text: str, *, above_zero: bool = False
+    option: str, default: float | None, text: str, *, above_zero: bool = False
 ) -> Callable[[Command], Command]:
     kind = click.FloatRange(min=0, min_open=above_zero)
     return click.option(
@@ -58,7 +58,7 @@ def _amount(
 )
 @_amount("--forward-ms", 10, "Forward of a microbatch, on all stages of a rank together.")
 @_amount("--backward-ms", 20, "Backward of a microbatch, likewise.")
-@_amount("--weight-ms", 10, "The part of it that a split backward computes in W.")
+@_amount("--weight-ms", None, "The part of it that a split backward computes in W; half of it.")
 @_amount("--mib", 1, "What a stage sends to the next one, of each microbatch.")
 @_amount("--gbit", 1, "Rate of each rank's NIC, in Gbit/s, each way.", above_zero=True)
 @_amount("--latency-us", 50, "Time of an empty message.")
@@ -79,6 +79,7 @@ def simulate(
     as_json: bool,
     html: Path | None,
     save: Path | None,
+    weight_ms: float | None,
     **amounts: float,
 ) -> None:
     """Print what a step of SCHEDULE takes, where it goes, and what would make it shorter.
@@ -89,11 +90,15 @@ def simulate(
     from pipegrad.simulation.costs import Costs
     from pipegrad.simulation.explanation import explain
     from pipegrad.simulation.simulator import simulate as simulated
+    from pipegrad.train.config import parsed_setting
+
+    def costs_of(made: Schedule) -> Costs:
+        return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
 
     _refuse_both(costs_file)
     try:
-        made = _schedule(schedule, ranks, microbatches, settings)
-        costs = Costs.load(costs_file) if costs_file else _uniform(made, **amounts)
+        options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
         program = lower(made, links=_links(made, costs))
         simulation = simulated(program, costs, num_steps=steps)
         assert simulation.timeline is not None
@@ -128,21 +133,30 @@ def _refuse_both(costs_file: Path | None) -> None:
         )
 
 
-def _schedule(name: str, ranks: int, microbatches: int, settings: Sequence[str]) -> Schedule:
-    from pipegrad.schedules import generate, registry
-    from pipegrad.train.config import parsed_setting
+def _made(
+    options: Mapping[str, object],
+    ranks: int,
+    microbatches: int,
+    costs_of: Callable[[Schedule], Costs],
+) -> tuple[Schedule, Costs]:
+    """Returns the schedule and its costs; hop-aware-1f1b takes its hops from them."""
+    from pipegrad.schedules import generate, lower, registry
+    from pipegrad.simulation.what_ifs import hop_aware_options
 
-    options = {".".join(key): value for key, value in map(parsed_setting, settings)}
-    generator = registry.resolve({**options, "name": name})
-    return generate(generator, num_ranks=ranks, num_microbatches=microbatches)
+    if options["name"] == "hop-aware-1f1b" and "hop_seconds" not in options:
+        plain, costs = _made({"name": "1f1b"}, ranks, microbatches, costs_of)
+        hops = hop_aware_options(lower(plain, links=_links(plain, costs)), costs)
+        options = {**hops, **options}
+    made = generate(registry.resolve(options), num_ranks=ranks, num_microbatches=microbatches)
+    return made, costs_of(made)
 
 
 def _uniform(
     schedule: Schedule,
+    weight_ms: float | None,
     *,
     forward_ms: float,
     backward_ms: float,
-    weight_ms: float,
     mib: float,
     gbit: float,
     latency_us: float,
@@ -150,6 +164,7 @@ def _uniform(
     """Returns costs of ranks that are all alike."""
     from pipegrad.simulation.costs import Costs, Network, StageCosts
 
+    weight_ms = backward_ms / 2 if weight_ms is None else weight_ms
     # Schedules with several stages on a rank can then be compared with others.
     stages_per_rank = len(schedule.stage_to_rank) / schedule.num_ranks
     stage = StageCosts(

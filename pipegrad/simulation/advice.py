@@ -14,8 +14,8 @@ from pipegrad.simulation.what_ifs import what_ifs
 from pipegrad.simulation.words import in_percent, in_time
 
 _LEAST_GAIN = 0.005
-_MOST_ITEMS = 400_000  # of all simulations together: some seconds
-_FEWEST_TRIED = 1
+# Items of all simulations together, which then take some seconds.
+_MOST_ITEMS = 250_000
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def advise(
         return ()
     path = critical_path(Lookup(present.timeline), num_steps - 1)
     knows_memory = any(stage.held_bytes or stage.activation_bytes for stage in costs.stages)
-    most = max(_FEWEST_TRIED, _MOST_ITEMS // (num_steps * max(1, program.num_items)))
+    most = most_tried(program) // num_steps
     found = []
-    for _, what_if in zip(range(most), what_ifs(program, costs, path), strict=False):
+    for _, what_if in zip(range(max(1, most)), what_ifs(program, costs, path), strict=False):
         simulated = simulate(what_if.program, what_if.costs, num_steps=num_steps, records=False)
         gain = 1 - simulated.step_seconds[-1] / base
         if gain >= _LEAST_GAIN:
@@ -80,3 +80,8 @@ def advise(
             peak = max(simulated.peak_bytes) if knows_memory else 0
             found.append(Advice(what_if.change, expected, gain, what_if.is_bound, peak))
     return tuple(sorted(found, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
+
+
+def most_tried(program: Program) -> int:
+    """Returns how many changes are simulated at most: many of a small program, few of a large."""
+    return max(1, _MOST_ITEMS // max(1, program.num_items))

@@ -83,7 +83,7 @@ class RankBreakdown:
     def bubble(self) -> float:
         """The share of the step in which the rank computes nothing."""
         computes = sum(self.parts[kind] for kind in COMPUTE)
-        return 1 - computes / self.step_seconds if self.step_seconds > 0 else 0.0
+        return max(0.0, 1 - computes / self.step_seconds) if self.step_seconds > 0 else 0.0
 
     @property
     def exposed_seconds(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import Program
-from pipegrad.simulation.advice import Advice, advise
+from pipegrad.simulation.advice import Advice, advise, most_tried
 from pipegrad.simulation.breakdown import Breakdown, break_down, typical_step
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.critical_path import CriticalPath, critical_path
@@ -18,6 +18,7 @@ from pipegrad.simulation.reasons import longest_waits
 from pipegrad.simulation.timeline import Timeline
 
 _MOST_WAITS = 5
+_ALL_TRIED = 50  # there are never more changes than so many in two steps
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,11 @@ def explain(
     breakdown = break_down(lookup, step)
     advice, notes = list[Advice](), list[str]()
     try:
-        advice.extend(
-            advise(
-                program or program_of(lookup, step),
-                costs or costs_of(lookup),
-                step_seconds=breakdown.seconds,
-            )
-        )
+        program = program or program_of(lookup, step)
+        costs = costs or costs_of(lookup)
+        advice.extend(advise(program, costs, step_seconds=breakdown.seconds))
+        if most_tried(program) < _ALL_TRIED:
+            notes.append("the schedule is large: not all changes were simulated")
     except ScheduleError as error:  # the step was recorded in part
         notes.append(f"no advice: {str(error).partition(chr(10))[0]}")
     waits = longest_waits(lookup, step, _MOST_WAITS)

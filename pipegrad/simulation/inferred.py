@@ -30,8 +30,8 @@ def program_of(lookup: Lookup, step: int) -> Program:
     """
     timeline = lookup.timeline
     own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-    for span in sorted(timeline.spans, key=attrgetter("begin", "end")):
-        if span.kind in COMPUTE and span.step == step and 0 <= span.rank < timeline.num_ranks:
+    for span in sorted(lookup.spans, key=attrgetter("begin", "end")):
+        if span.kind in COMPUTE and span.step == step:
             own[span.rank].append(span)
     links = tuple(_links(lookup, step, own))
     feeds = [
@@ -75,7 +75,7 @@ def costs_of(lookup: Lookup) -> Costs:
     }
     meets = all(
         span.begin >= lookup.step(span.step)[0] - lookup.tolerance
-        for span in timeline.spans
+        for span in lookup.spans
         if span.kind in COMPUTE and span.step < len(timeline.step_ends)
     )
     return Costs(stages, network, collectives, _host(lookup), ranks_meet=meets)
@@ -89,7 +89,7 @@ def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator
     consumers = defaultdict[tuple[str, int], set[int]](set)
     returned = set[tuple[str, int]]()
     readers = _readers(own)
-    for span in lookup.timeline.spans:
+    for span in lookup.spans:
         sent = span.step == step and span.kind in ("transfer", "wait for receive")
         if sent and span.label.startswith(GRADIENT):
             returned.add(value_of(span.label))
@@ -138,7 +138,7 @@ def _collectives(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> It
         stages = {s for rank, begin in begun.items() for s in _final(own[rank], begin)}
         readers = {
             stage
-            for span in lookup.timeline.spans
+            for span in lookup.spans
             if span.kind == "parameter sync" and span.which == which
             for stage, rank in enumerate(lookup.timeline.stage_to_rank)
             if rank == span.rank and rank in ranks
@@ -167,7 +167,7 @@ def _final(computes: Sequence[Span], begin: float) -> set[int]:
 def _stages(lookup: Lookup, sizes: Mapping[tuple[str, int], int]) -> Iterator[StageCosts]:
     seconds = defaultdict[tuple[int, str], list[float]](list)
     steps = defaultdict[int, dict[int, float]](dict)
-    for span in lookup.timeline.spans:
+    for span in lookup.spans:
         if span.kind in COMPUTE:
             seconds[span.stage, span.kind].append(span.seconds)
         elif span.kind == "optimizer":

@@ -60,7 +60,7 @@ def _links(seconds: dict[_Way, float], sizes: dict[Value, int]) -> Iterator[Link
 
 def _seconds(lookup: Lookup) -> tuple[dict[_Way, float], dict[_Way, float]]:
     """Returns the times of transfers that were alone on their NICs, and of those beside others."""
-    transfers = [span for span in lookup.timeline.spans if span.kind == "transfer"]
+    transfers = [span for span in lookup.spans if span.kind == "transfer"]
     crowded = _crowded(transfers)
     known: tuple[dict[_Way, list[float]], ...] = (defaultdict(list), defaultdict(list))
     longest = defaultdict[_Way, list[float]](list)
@@ -69,9 +69,14 @@ def _seconds(lookup: Lookup) -> tuple[dict[_Way, float], dict[_Way, float]]:
         kept = known[span in crowded] if lookup.has_end(span) else longest
         kept[way].append(lookup.transfer_seconds(span))
     alone, beside = ({way: median(own) for way, own in each.items()} for each in known)
-    # Where no receiver ever waited, all that is known is that no transfer took longer.
-    rest = {way: min(own) for way, own in longest.items() if way not in {*alone, *beside}}
-    return {**rest, **alone}, beside
+    # Where no receiver ever waited, all that is known is that no transfer took longer, and what
+    # takes the same bytes the other way.
+    shortest = {way: min(own) for way, own in longest.items() if way not in {*alone, *beside}}
+    for way, time in shortest.items():
+        value, source, target = way
+        back = value, target, source
+        alone[way] = min(time, alone.get(back, beside.get(back, time)))
+    return alone, beside
 
 
 def _crowded(transfers: Iterable[Span]) -> set[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,8 @@ from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, Timeline
 # Clocks of ranks are aligned to about this, so "at the same time" means this much in a measured
 # timeline. A predicted one has rounding errors alone.
 _MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
+# A host that does not have to wait may be so long about it.
+_LEAST_WAIT_SECONDS = 2.5e-4
 _MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
 
 
@@ -41,9 +44,11 @@ class Lookup:
 
     Attributes:
         timeline: The timeline.
+        spans: The others, in the order of their ends.
         is_predicted: True if it was simulated. A simulated transfer begins when the one before it
             has left. A measured one begins when it is handed to the backend, and may then wait.
         tolerance: Two times that differ by less, in seconds, are one time.
+        least_wait_seconds: A wait that took longer was a wait; another may be time of the host.
         overlap_seconds: For each rank how long two of its own spans claim the same time. The one
             that began first has it. This is 0 but for errors of measuring.
     """
@@ -52,6 +57,7 @@ class Lookup:
         self.timeline = timeline
         self.is_predicted = timeline.source == "predicted"
         self.tolerance = _PREDICTED_TOLERANCE if self.is_predicted else _MEASURED_TOLERANCE
+        self.least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
         self.overlap_seconds = [0.0] * timeline.num_ranks
         self._transfers: dict[tuple[int, int, int, int, int], Span] = {}
         self._by_label: dict[tuple[int, int, str, int], Span] = {}
@@ -61,9 +67,11 @@ class Lookup:
         self._beside = defaultdict[tuple[str, int], dict[str, list[Span]]](dict)
         self._beside_rank = defaultdict[tuple[str, int], list[Span]](list)
         own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-        for span in sorted(timeline.spans, key=attrgetter("end", "begin")):
-            if 0 <= span.rank < timeline.num_ranks and span.end >= span.begin:
-                self._enter(span, own[span.rank])
+        possible = (s for s in timeline.spans if 0 <= s.rank < timeline.num_ranks)
+        possible = (s for s in possible if -math.inf < s.begin <= s.end < math.inf)
+        self.spans = sorted(possible, key=attrgetter("end", "begin"))
+        for span in self.spans:
+            self._enter(span, own[span.rank])
         self._edge_ends = {edge: [s.end for s in spans] for edge, spans in self._edges.items()}
         self.pieces = [self._without_overlap(rank, spans) for rank, spans in enumerate(own)]
         self._piece_ends = [[piece.end for piece in pieces] for pieces in self.pieces]
@@ -74,7 +82,7 @@ class Lookup:
             own.append(span)
             if span.kind in COMPUTE:
                 self._makers[span.rank, span.microbatch, span.step].append(span)
-            elif span.kind == "wait for receive":
+            elif span.kind == "wait for receive" and span.seconds > self.least_wait_seconds:
                 self._awaited.add((span.peer, span.rank, span.label, span.step))
         elif span.kind == "transfer":
             ends = span.rank, span.peer
@@ -95,8 +103,9 @@ class Lookup:
             if span.end > now:
                 pieces.append(Piece(now, span.end, span))
                 now = span.end
-        if self.timeline.seconds > now:
-            pieces.append(Piece(now, self.timeline.seconds, None))
+        last = max(self.timeline.step_ends, default=0.0)
+        if last > now:
+            pieces.append(Piece(now, last, None))
         return pieces
 
     # Times.

@@ -88,10 +88,20 @@ def _collective(lookup: Lookup, wait: Span) -> str:
         return name
     last = max(spans, key=attrgetter("begin"))
     own = [s for s in spans if s.rank == wait.rank] or spans
-    took = f": it takes {in_time(own[-1].end - last.begin)}"
-    if last.begin <= wait.begin:
-        return f"{name}{took} and began {in_time(wait.begin - last.begin)} before"
-    return f"{name}{took}, and rank {last.rank} begins it last"
+    took = f"{name}: it takes {in_time(own[-1].end - last.begin)} and begins"
+    begun = f"{in_time(wait.begin - last.begin)} before" if last.begin < wait.begin else "then"
+    if len(spans) > 1:
+        begun = f"{begun}, last on rank {last.rank}"
+    return f"{took} {begun}{_during(lookup, last)}"
+
+
+def _during(lookup: Lookup, collective: Span) -> str:
+    """Returns what a rank computed when it began a reduction."""
+    piece = lookup.before(collective.rank, collective.begin)
+    if piece is None or piece.span is None or piece.span.kind not in COMPUTE:
+        return ""
+    is_over = piece.end <= collective.begin + lookup.tolerance
+    return f", {'after' if is_over else 'in'} {piece.span.action}"
 
 
 def _ranks(lookup: Lookup, wait: Span) -> str:

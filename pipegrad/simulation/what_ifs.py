@@ -13,7 +13,7 @@ from pipegrad.schedules.builtin.one_f_one_b import in_turns
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
-from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
+from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.critical_path import CriticalPath, PathKind, Segment
 from pipegrad.simulation.words import in_percent
 
@@ -45,6 +45,7 @@ def what_ifs(program: Program, costs: Costs, path: CriticalPath) -> Iterator[Wha
     yield from _evened(program, costs)
     yield from _other_schedules(program, costs)
     yield from _longer_warm_ups(program, costs)
+    yield from _smaller_buckets(program, costs)
     yield from _faster_hops(program, costs, path)
     yield from _faster_ranks(program, costs, path)
 
@@ -128,6 +129,35 @@ def _faster_hops(program: Program, costs: Costs, path: CriticalPath) -> Iterator
         yield WhatIf(change, program, replace(costs, stages=tuple(stages)))
 
 
+def _smaller_buckets(program: Program, costs: Costs) -> Iterator[WhatIf]:
+    """Yields each reduction in two halves; the first one leaves earlier."""
+    known = [c for c in program.collectives if c.name in costs.collectives]
+    if known:
+        halves = [(c, half) for c in program.collectives for half in ("first", "second")]
+        collectives = {
+            f"{c.name}, {half} half": _halved(costs.collectives[c.name])
+            for c, half in halves
+            if c in known
+        }
+        program = lower(
+            program.schedule,
+            links=program.links,
+            collectives=[c._replace(name=f"{c.name}, {half} half") for c, half in halves],
+        )
+        change = "buckets of half the size, if parameters are small enough"
+        yield WhatIf(change, program, replace(costs, collectives=collectives))
+
+
+def _halved(costs: CollectiveCosts) -> CollectiveCosts:
+    return replace(
+        costs,
+        num_bytes=costs.num_bytes // 2,
+        seconds=costs.seconds / 2,
+        sync_bytes=costs.sync_bytes // 2,
+        sync_seconds=costs.sync_seconds / 2,
+    )
+
+
 def _producers(program: Program, ranks: set[int]) -> set[int]:
     channels = (c for c in program.channels if {c.source, c.target} == ranks)
     return {program.links[channel.link].producer for channel in channels}
@@ -145,6 +175,7 @@ def _longest(path: CriticalPath, kind: PathKind) -> list[Segment]:
 
 def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
     now = program.schedule
+    tried = {now.actions}  # some names stand for one schedule
     splits = all(stage.weight_seconds > 0 for stage in costs.stages)
     for plugin in registry:
         schedule = _generated(plugin, program, costs)
@@ -154,7 +185,8 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
         known = splits or all(
             action.kind in ("F", "B") for own in schedule.actions for action in own
         )
-        if known and schedule.actions != now.actions:
+        if known and schedule.actions not in tried:
+            tried.add(schedule.actions)
             change = f"schedule {schedule.name}{_activations(schedule, now)}"
             yield WhatIf(change, _lowered(program, schedule), costs)
 
@@ -162,7 +194,7 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
 def _generated(plugin: Plugin, program: Program, costs: Costs) -> Schedule | None:
     options: dict[str, object] = {"name": plugin.name}
     if plugin.name == "hop-aware-1f1b":
-        options |= _hop_aware(program, costs)
+        options |= hop_aware_options(program, costs)
     try:
         return generate(
             registry.resolve(options),
@@ -173,8 +205,8 @@ def _generated(plugin: Plugin, program: Program, costs: Costs) -> Schedule | Non
         return None
 
 
-def _hop_aware(program: Program, costs: Costs) -> dict[str, object]:
-    """Returns the options of hop-aware-1f1b."""
+def hop_aware_options(program: Program, costs: Costs) -> dict[str, object]:
+    """Returns the options of hop-aware-1f1b for what a Program costs."""
     slowest = max(_compute_seconds(program, costs))
     hops = range(program.schedule.num_ranks - 1)
     return {

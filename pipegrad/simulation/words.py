@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def in_time(seconds: float) -> str:
-    """Returns a time with three digits: ``1.23 s``, ``12.3 ms`` or ``85 us``."""
+    """Returns a time with three digits: ``1.23 s``, ``12.3 ms`` or ``85.0 us``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{_three_digits(seconds / size)} {unit}"
@@ -26,6 +26,8 @@ def in_list(names: Sequence[str]) -> str:
 
 
 def _three_digits(number: float) -> str:
+    if abs(number) >= 1e6:
+        return f"{number:.2e}"
     if abs(number) >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"

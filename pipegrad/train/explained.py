@@ -11,6 +11,10 @@ from pipegrad.simulation.explanation import Explanation
 from pipegrad.simulation.words import in_percent, in_time
 from pipegrad.train.tables import table
 
+_LEGEND = (
+    "receive, send, reduction, parameters and ranks are waits; bubble: all but compute; "
+    "exposed: waits while something is on its way"
+)
 # A terminal shows this many ranks, peers and reductions. JSON has all ranks.
 _MOST_RANKS, _MOST_PEERS, _MOST_REDUCTIONS = 32, 3, 16
 
@@ -36,6 +40,7 @@ def rendered(explanation: Explanation) -> Iterator[RenderableType]:
 def _tables(breakdown: Breakdown) -> Iterator[RenderableType]:
     shown = _shown(breakdown)
     yield table(breakdown.columns(), breakdown.rows(shown))
+    yield _LEGEND
     if len(shown) < len(breakdown.ranks):
         yield f"the {len(shown)} ranks of {len(breakdown.ranks)} with the largest bubbles"
     waits = [[rank, *_waits(breakdown.ranks[rank])] for rank in shown]

@@ -86,7 +86,8 @@ def tied_step() -> Timeline:
 
 def timelines(panels: Sequence[tuple[str, Timeline]], *, scale: float) -> str:
     """Returns timelines below each other, in one scale: pixels for each unit of time."""
-    kinds = {colour_of(span) for _, timeline in panels for span in timeline.spans}
+    spans = [span for _, timeline in panels for span in timeline.spans if span.seconds > 0]
+    kinds = {colour_of(span) for span in spans}
     parts, top = list(legend([kind for kind in WORDS if kind in kinds])), 40.0
     for title, timeline in panels:
         if title:

@@ -16,7 +16,7 @@ from pipegrad.simulation.explanation import explain
 from pipegrad.simulation.inferred import costs_of, program_of
 from pipegrad.simulation.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
-from pipegrad.simulation.timeline import Timeline
+from pipegrad.simulation.timeline import Span, Timeline
 
 
 def program_and_costs(
@@ -94,6 +94,42 @@ def test_exposed_reductions() -> None:
     # A measured step may be longer than the simulated one; the gain is a share of it.
     measured = by_change(advise(program, costs, step_seconds=10.0), "reductions")
     assert measured.step_seconds == pytest.approx(10 * (1 - bound.gain))
+
+
+def test_smaller_buckets_leave_earlier() -> None:
+    """The first half of a bucket is reduced inside of the last backward, which takes 20 ms."""
+    program, costs = program_and_costs()
+    program = lower(program.schedule, collectives=[Collective("bucket 0", (0,), (0,), 0)])
+    costs = replace(
+        costs, collectives={"bucket 0": CollectiveCosts(num_bytes=2, seconds=0.04, sync_bytes=2)}
+    )
+    smaller = by_change(advise(program, costs), "buckets of half the size")
+    assert smaller.step_seconds == pytest.approx(11 * 0.03 + 0.03)
+    assert simulate(program, costs).step_seconds[0] == pytest.approx(11 * 0.03 + 0.04)
+
+
+def as_measured(timeline: Timeline) -> Timeline:
+    """Returns what a recording of the run has: an arrival is seen only where a rank waits."""
+    lookup = Lookup(timeline)
+    awaited = {
+        (s.rank, s.which, s.microbatch) for s in timeline.spans if s.kind == "wait for receive"
+    }
+    spans = list[Span]()
+    for span in timeline.spans:
+        maker = lookup.maker(span) if span.kind == "transfer" else None
+        if maker is not None:
+            late = 0.0 if (span.peer, span.which, span.microbatch) in awaited else 0.05
+            span = span._replace(begin=maker.end, end=span.end + late)  # noqa: PLW2901
+        spans.append(span)
+    return replace(timeline, source="measured", spans=tuple(spans))
+
+
+def test_costs_of_a_recording() -> None:
+    program, costs = program_and_costs(factors=(1, 1, 1.5, 1), megabytes=1)
+    lookup = Lookup(as_measured(recorded(program, costs)))
+    assert any(not lookup.has_end(s) for s in lookup.timeline.spans if s.kind == "transfer")
+    again = simulate(program_of(lookup, 0), costs_of(lookup)).step_seconds[0]
+    assert again == pytest.approx(lookup.timeline.step_ends[0], rel=0.01)
 
 
 def test_a_split_backward_needs_the_time_of_its_weights() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from pipegrad.schedules.program.program import Collective
 from pipegrad.simulation.breakdown import break_down
 from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
 from pipegrad.simulation.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.explanation import explain
 from pipegrad.simulation.lookup import Lookup
 from pipegrad.simulation.reasons import longest_waits, reason
 from pipegrad.simulation.simulator import simulate
@@ -87,7 +89,7 @@ def test_reasons_of_waits() -> None:
             "rank 1 waits 14.0 s for x of 0F0 from rank 0, which computes 0F0 until 4.00 s before "
             "the end, and then sends it"
         ),
-        "rank 0 waits 2.00 s for bucket 0: it takes 10.0 s and began 8.00 s before",
+        "rank 0 waits 2.00 s for bucket 0: it takes 10.0 s and begins 8.00 s before, in 0B0",
     ]
 
 
@@ -129,8 +131,10 @@ def test_a_reduction_begins_with_its_last_rank() -> None:
         "reduction tied 7-9",
         "optimizer 9-11",
     ]
-    expected = "rank 0 waits 7.00 s for tied: it takes 2.00 s, and rank 1 begins it last"
-    assert reason(lookup, spans[4]) == expected
+    assert [reason(lookup, wait) for wait in spans[4:6]] == [
+        "rank 0 waits 7.00 s for tied: it takes 2.00 s and begins then, last on rank 1, after 1B0",
+        "rank 1 waits 2.00 s for tied: it takes 2.00 s and begins then, last on rank 1, after 1B0",
+    ]
     # It ran for 2 seconds, in which no rank computed.
     (reduction,) = break_down(lookup, 0).reductions
     assert (reduction.seconds, reduction.hidden, reduction.exposed_seconds) == (2, 0, 7)
@@ -262,6 +266,8 @@ def test_a_broken_timeline_has_a_path(seed: int) -> None:
             moved = moved._replace(peer=chance.choice([-1, 7]), which=99, label="", step=5)
         if chance.random() < 0.02:
             moved = moved._replace(rank=9, end=moved.begin - 1)
+        if chance.random() < 0.02:
+            moved = moved._replace(begin=chance.choice([-math.inf, math.nan]), end=math.inf)
         spans += [moved] * (chance.random() > 0.1)
     broken = replace(simulation.timeline, spans=tuple(spans), source="measured")
     lookup = Lookup(broken)
@@ -271,6 +277,7 @@ def test_a_broken_timeline_has_a_path(seed: int) -> None:
         check_whole(critical_path(lookup, step), begin, end)
         for own in break_down(lookup, step).ranks:
             assert sum(own.parts.values()) == pytest.approx(end - begin)
+    assert explain(broken, step=1).path == critical_path(lookup, 1)
     for span in broken.spans:
         if span.kind in WAITS:
             assert reason(lookup, span).startswith(f"rank {span.rank} waits")
