@@ -94,4 +94,4 @@ def file_of(page: str, name: str) -> str:
 
 def prose(page: str) -> str:
     """Returns a page without its blocks of code and comments."""
-    return _PART.sub("", page)
+    return _PART.sub("", PAGES[page])
