@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-Call = tuple[Callable[[int, int], object], int, int]  # a function and its arguments
 # What a part notes. The words are those of a timeline.
 Noted = Literal["wait for reduction", "wait for ranks", "reduction", "parameter sync"]
 Key = tuple[int, int] | str  # a bucket and a step of its route, or what is waited for
@@ -24,8 +22,13 @@ class Recorder(Protocol):
     def begin_step(self, number: int, program: object) -> None:
         """Takes the begin of a training step, and the Program that it runs."""
 
-    def recorded(self, calls: Sequence[Call]) -> Sequence[Call]:
-        """Returns the calls of a Program's items, which record themselves."""
+    def items(self) -> tuple[Sequence[bool], Callable[[object], object]]:
+        """Returns what the step's items need.
+
+        Returns:
+            For each item whether the time of its end is kept; and a function that keeps a time.
+            It is first given the time of the begin.
+        """
 
 
 class Tape:
@@ -46,10 +49,3 @@ class Tape:
         """Notes what began at a result of `now` and has ended; nothing if that is None."""
         if began is not None and (recorder := self.recorder) is not None:
             recorder.note(kind, key, began)
-
-    @contextmanager
-    def noting(self, kind: Noted, key: Key) -> Iterator[None]:
-        """Notes what is done inside, unless it raises."""
-        began = self.now()
-        yield
-        self.note(kind, key, began)

@@ -43,8 +43,10 @@ def global_norm(
     term = local_term(gradients, norm_type, device=device, dtype=dtype)
     if group is not None:
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        with (tape or Tape()).noting("wait for ranks", "the norm of the gradients"):
-            dist.all_reduce(term, op=op, group=group)
+        began = None if tape is None else tape.now()
+        dist.all_reduce(term, op=op, group=group)
+        if tape is not None:
+            tape.note("wait for ranks", "the norm of the gradients", began)
     return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
 
 

@@ -654,8 +654,10 @@ class GradientSync:
         Sync: on the current stream; one all-reduce. Every rank must call it, outside of a step.
         """
         self.refuse_closed()
-        with self.tape.noting("wait for ranks", "numbers of all ranks"):
-            return self._parts.groups.gather(row)
+        began = self.tape.now()
+        rows = self._parts.groups.gather(row)
+        self.tape.note("wait for ranks", "numbers of all ranks", began)
+        return rows
 
     def refuse_closed(self) -> None:
         """Raises StepError after `close`."""

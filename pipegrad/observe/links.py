@@ -28,7 +28,7 @@ from pipegrad.simulation.costs import LinkCosts, Network
 ARRIVED = sync_points.WaitWork("links.arrived", "the next message is measured by itself")
 
 _REPEATS = 7
-_FIRST_BYTES, _GROWTH, _MOST_BYTES = 2**16, 8, 2**26
+_FIRST_BYTES, _GROWTH, _MOST_BYTES = 2**16, 8, 2**25
 _LONG_SECONDS = 0.03  # a message that takes so long shows the rate
 _SHARED = 0.7  # links that together reach less than this part of their rates share a NIC
 

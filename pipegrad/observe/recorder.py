@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from pipegrad.comm.tape import Call, Key, Noted
+from pipegrad.comm.tape import Key, Noted
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.stamps import Stamps
 from pipegrad.schedules.program.program import Item, Op, Program
@@ -40,7 +41,7 @@ class _Step:
         number: Counts the Scheduler's steps of all kinds, alike on all ranks.
         program: What it runs.
         began: A stamp.
-        stamps: Two for each recorded item: begin and end. None for what was never reached.
+        stamps: The begin of its items, and the ends of those that `_Kept` says; as far as it went.
         notes: Kind, key, begin and end of what parts of the rank have noted.
     """
 
@@ -51,6 +52,35 @@ class _Step:
     notes: deque[tuple[SpanKind, Key, Any, Any]] = field(
         default_factory=lambda: deque(maxlen=_MOST_NOTES)
     )
+
+
+class _Kept(NamedTuple):
+    """Which times of a Program's items are kept on a rank.
+
+    Attributes:
+        program: The Program.
+        flags: For each item whether the time of its end is kept.
+        items: The items that are recorded, and where the stamp of their end is; that of their begin
+            is right before it.
+    """
+
+    program: Program
+    flags: list[bool]
+    items: list[tuple[Item, int]]
+
+    @classmethod
+    def of(cls, program: Program, rank: int) -> _Kept:
+        """Returns those of a rank: the time is kept where something recorded begins or ends."""
+        called = list(items_of(program, rank))
+        is_recorded = [item.op in _RECORDED for item in called]
+        flags = [a or b for a, b in zip(is_recorded, [*is_recorded[1:], False], strict=True)]
+        places = accumulate(map(int, flags))
+        items = [
+            (item, place)
+            for item, place, recorded in zip(called, places, is_recorded, strict=True)
+            if recorded
+        ]
+        return cls(program, flags, items)
 
 
 class Message(NamedTuple):
@@ -87,8 +117,8 @@ class Own(NamedTuple):
 class StepRecorder:
     """Records the training steps of one rank; the `Recorder` of a `Tape`.
 
-    A step costs two stamps for each compute and for each wait, one for each send, and a few for
-    the rest. Nothing waits for a device.
+    A step costs a stamp where a compute, a wait or a send begins or ends, and a few for the rest.
+    Nothing waits for a device.
 
     Args:
         rank: The pipeline rank.
@@ -104,9 +134,7 @@ class StepRecorder:
         self._stamps = stamps
         self._names = names
         self._steps: deque[_Step] = deque(maxlen=steps)
-        self._present: list[Any] = []  # stamps of the present step
-        # The recorded calls of an executor, by the id of its own, which are held, too.
-        self._recorded: dict[int, tuple[Sequence[Call], list[Call]]] = {}
+        self._kept: dict[int, _Kept] = {}  # by the id of a Program, which it holds
         self._ended: Any = None
         self._stepping = list[Any]()  # when optimizers began that have not ended
         self._hooks = [
@@ -132,38 +160,14 @@ class StepRecorder:
         self._stepping.clear()
         self._steps.append(_Step(number, program, self._stamps.now()))
 
-    def recorded(self, calls: Sequence[Call]) -> Sequence[Call]:
+    def items(self) -> tuple[Sequence[bool], Callable[[object], object]]:
         step = self._steps[-1]
-        if id(calls) not in self._recorded:
-            self._recorded[id(calls)] = calls, self._recording(calls, step.program)
-        own = self._recorded[id(calls)][1]
-        self._present = step.stamps = [None] * (2 * len(own))
-        return own
+        return self._kept_of(step.program).flags, step.stamps.append
 
-    def _recording(self, calls: Sequence[Call], program: Program) -> list[Call]:
-        """Returns calls that take stamps."""
-        recording = list[Call]()
-        for position, (call, item) in enumerate(
-            zip(calls, items_of(program, self._rank), strict=True)
-        ):
-            method, which, microbatch = call
-            if item.op in _RECORDED:
-                method = self._stamped(method, 2 * position)
-            recording.append((method, which, microbatch))
-        return recording
-
-    def _stamped(
-        self, method: Callable[[int, int], object], place: int
-    ) -> Callable[[int, int], object]:
-        now = self._stamps.now
-
-        def stamped(which: int, microbatch: int) -> None:
-            present = self._present
-            present[place] = now()
-            method(which, microbatch)
-            present[place + 1] = now()
-
-        return stamped
+    def _kept_of(self, program: Program) -> _Kept:
+        if id(program) not in self._kept:
+            self._kept[id(program)] = _Kept.of(program, self._rank)
+        return self._kept[id(program)]
 
     # Optimizers.
 
@@ -217,22 +221,17 @@ class StepRecorder:
         )
 
     def _seconds(self, stamp: object) -> float:
-        (seconds,) = self._stamps.seconds([stamp])
-        assert seconds is not None
-        return seconds
+        return self._stamps.seconds([stamp])[0]
 
     def _read_items(
         self, step: _Step, spans: list[Span], sent: list[Message], arrived: list[Message]
     ) -> None:
-        """Reads the items of a step; those that were never reached have no stamps."""
-        if not step.stamps:
-            return
+        """Reads the items of a step that it has reached."""
         seconds = self._stamps.seconds(step.stamps)
-        begins, ends = seconds[::2], seconds[1::2]
-        items = items_of(step.program, self._rank)
-        for item, begin, end in zip(items, begins, ends, strict=True):
-            if begin is None or end is None:
-                continue
+        for item, place in self._kept_of(step.program).items:
+            if place >= len(seconds):
+                return
+            begin, end = seconds[place - 1], seconds[place]
             if item.op is Op.SEND:
                 sent.append(_message(step, item, begin))
                 continue
@@ -270,8 +269,6 @@ class StepRecorder:
         number_of = {c.name: i for i, c in enumerate(step.program.collectives)}
         for kind, key, *both in step.notes:
             begin, end = self._stamps.seconds(both)
-            assert begin is not None
-            assert end is not None
             label = key if isinstance(key, str) else self._names[key]
             # A parameter sync may begin in one step and end in the next one.
             at = max(bisect_right(begins, begin) - 1, 0)

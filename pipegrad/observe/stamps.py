@@ -25,8 +25,8 @@ class Stamps(Protocol):
     def settle(self) -> None:
         """Waits until all points in time have passed; call it outside of steps."""
 
-    def seconds(self, stamps: Sequence[Any]) -> list[float | None]:
-        """Returns the host's `time.perf_counter` at these points, None for None, after `settle`."""
+    def seconds(self, stamps: Sequence[Any]) -> list[float]:
+        """Returns the host's `time.perf_counter` at these points; call `settle` before."""
 
     def recycle(self, stamps: Iterable[Any]) -> None:
         """Takes back stamps that nobody will read."""
@@ -41,10 +41,10 @@ class HostStamps:
     def settle(self) -> None:
         """Does nothing: the host has passed them all."""
 
-    def seconds(self, stamps: Sequence[float | None]) -> list[float | None]:
+    def seconds(self, stamps: Sequence[float]) -> list[float]:
         return list(stamps)
 
-    def recycle(self, stamps: Iterable[float | None]) -> None:
+    def recycle(self, stamps: Iterable[float]) -> None:
         """Does nothing: numbers are free."""
 
 
@@ -94,19 +94,17 @@ class DeviceStamps:
         self._synchronize()
         self._last = event, time.perf_counter()
 
-    def seconds(self, stamps: Sequence[Any]) -> list[float | None]:
+    def seconds(self, stamps: Sequence[Any]) -> list[float]:
         assert self._last is not None
         last, at = self._last
         # An elapsed time is a float32 of milliseconds. So a stamp is read relative to one of its
         # own step, and only that one relative to the end.
-        first = next((stamp for stamp in stamps if stamp is not None), None)
-        if first is None:
-            return [None] * len(stamps)
+        first = stamps[0] if stamps else last
         base = at - first.elapsed_time(last) / 1e3
-        return [None if s is None else base + first.elapsed_time(s) / 1e3 for s in stamps]
+        return [base + first.elapsed_time(stamp) / 1e3 for stamp in stamps]
 
     def recycle(self, stamps: Iterable[Any]) -> None:
-        self._free += [stamp for stamp in stamps if stamp is not None]
+        self._free += stamps
 
 
 def stamps_of(device: torch.device) -> Stamps:

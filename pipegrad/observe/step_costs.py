@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from pipegrad.comm import sync_points
+from pipegrad.errors import ScheduleError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.optimizer.main_params import MainParameter
 from pipegrad.optimizer.named_optimizer import Optimizer
@@ -83,14 +84,23 @@ def optimizer_costs(
 
     The copy has the groups of `optimizer`, not its state, and steps clones with gradients of zero.
     A class that cannot be made of its groups alone is not measured; then its own state counts.
+
+    Raises:
+        ScheduleError: If the optimizer has no parameter of the stage.
     """
     own = [main for main in sync.main_parameters() if main.record.stage == stage]
     masters = sum(main.tensor.nbytes for main in own if main.copied)
     if optimizer is None or not own:
         return OptimizerCosts(0.0, masters)
+    groups = _copied_groups(optimizer, own)
+    if not groups:
+        raise ScheduleError(
+            f"the optimizer has none of the parameters that stage {stage} steps: give the one of "
+            f"scheduler.optimizer(), or leave it out"
+        )
     kind: Callable[[object], Optimizer] = type(optimizer)
     try:
-        twin = kind(_copied_groups(optimizer, own))
+        twin = kind(groups)
     except TypeError:
         state = [optimizer.state.get(main.tensor, {}) for main in own]
         return OptimizerCosts(0.0, masters + _state_bytes(state))

@@ -286,9 +286,11 @@ class ParameterSync:
             f"parameters of bucket {buffer.bucket.index} ({buffer.bucket.names}) back along {step} "
             f"over ranks {list(step.ranks)}"
         )
-        tape, key = self._reducer.tape, (publish.bucket, publish.step)
-        with self._reducer.reporting(description), tape.noting("parameter sync", key):
+        tape = self._reducer.tape
+        began = tape.now()
+        with self._reducer.reporting(description):
             region = buffer.bucket.region(rank, publish.step)
             group = self._groups.of(step.ranks, publish.comm_stream)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):
                 sync_parameters(buffer.flat[region.start : region.stop], step.placement, group)
+        tape.note("parameter sync", (publish.bucket, publish.step), began)

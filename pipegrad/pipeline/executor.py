@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipegrad.comm.tape import Call
+from pipegrad.comm.tape import Recorder
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
@@ -19,6 +19,8 @@ from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.schedules.program.program import Op, Program
+
+_Call = tuple[Method, int, int]  # and its arguments: what the item means, and a microbatch
 
 
 class Executor:
@@ -56,9 +58,9 @@ class Executor:
         self._sharded = sharded
         # Three lists of equal length: the calls of a step, the same calls inside of ranges for a
         # profiler, and the calls that finish a failed step.
-        self._calls: list[Call] = []
-        self._ranged_calls: list[Call] = []
-        self._drain_calls: list[Call] = []
+        self._calls: list[_Call] = []
+        self._ranged_calls: list[_Call] = []
+        self._drain_calls: list[_Call] = []
         self._labels: dict[Method, str] = {}  # for messages and traces
         self._compile(program, weights)
         self._position = 0  # of the next call
@@ -145,17 +147,19 @@ class Executor:
         self._forget()
         self._values.begin(inputs, targets)
         self._compute.begin(targets, terms, keeps_outputs=keeps_outputs)
-        calls: Sequence[Call] = self._ranged_calls if is_profiled() else self._calls
         if self._forward_only:
             self._sharded.begin_evaluation()
         else:
             self._sharded.begin()
-            if (recorder := self._sync.tape.recorder) is not None:
-                calls = recorder.recorded(calls)
+        calls = self._ranged_calls if is_profiled() else self._calls
+        recorder = None if self._forward_only else self._sync.tape.recorder
         try:
-            for method, which, microbatch in calls:
-                method(which, microbatch)
-                self._position += 1
+            if recorder is not None:
+                self._run_recorded(calls, recorder)
+            else:
+                for method, which, microbatch in calls:
+                    method(which, microbatch)
+                    self._position += 1
         except BaseException as error:
             self._add_location(error)
             raise
@@ -163,6 +167,17 @@ class Executor:
         outputs = self._compute.outputs
         self._forget()
         return outputs
+
+    def _run_recorded(self, calls: Sequence[_Call], recorder: Recorder) -> None:
+        """Runs all items, and keeps the times between those that matter."""
+        now = recorder.now
+        kept, keep = recorder.items()
+        keep(now())
+        for (method, which, microbatch), is_kept in zip(calls, kept, strict=True):
+            method(which, microbatch)
+            self._position += 1
+            if is_kept:
+                keep(now())
 
     def finish_transfers(self) -> None:
         """Makes the transfers that are left of a failed step, without values.

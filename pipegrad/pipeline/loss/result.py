@@ -44,8 +44,9 @@ class Message:
         Sync: waits for them, the first time: the current stream, on CPU the host.
         """
         if self._work is not None:
-            with self._tape.noting("wait for ranks", "the loss of all ranks"):
-                self._work.wait()
+            began = self._tape.now()
+            self._work.wait()
+            self._tape.note("wait for ranks", "the loss of all ranks", began)
             self._work = None
         return self._numbers
 

@@ -122,10 +122,9 @@ def refusals() -> list[str]:
     x, y = batch()
     scheduler, broken = made("1f1b"), made("1f1b", Broken)
     messages = list[str]()
-    for which, given in ((scheduler, {}), (scheduler, {"repeats": 0}), (broken, {})):
-        target = y if given or which is broken else None
+    for which, target, repeats in ((scheduler, None, 1), (scheduler, y, 0), (broken, y, 1)):
         with pytest.raises(PipegradError) as caught:
-            pipegrad.measure_costs(which, x, target=target, **given)
+            pipegrad.measure_costs(which, x, target=target, repeats=repeats)
         messages.append(str(caught.value))
     costs = pipegrad.measure_costs(scheduler, x, target=y, links=False, repeats=1)
     assert costs.network.links == ()

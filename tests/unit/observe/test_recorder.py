@@ -1,0 +1,226 @@
+"""StepRecorder: a ring of steps, on a host and on a device that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from pipegrad.errors import ScheduleError
+from pipegrad.observe.recorder import Own, StepRecorder, items_of
+from pipegrad.observe.stamps import DeviceStamps, Stamps
+from pipegrad.schedules import Link, Program, build, lower
+from pipegrad.schedules.program.program import Collective, Op
+from pipegrad.simulation.timeline import COMPUTE, Span
+
+NAME = "bucket 0: replicate-sum(pp) over ranks [0, 1]"
+COLLECTIVE = Collective(NAME, (0, 1), (0, 1), 0, (0,))
+
+
+def program() -> Program:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+    return lower(schedule, links=[Link("x", 0, (1,))], collectives=[COLLECTIVE])
+
+
+class Ticks:
+    """A host's clock that goes on by one second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.seconds_now = 0.0
+
+    def now(self) -> float:
+        self.seconds_now += 1.0
+        return self.seconds_now
+
+    def settle(self) -> None:
+        pass
+
+    def seconds(self, stamps: Any) -> Any:
+        return list(stamps)
+
+    def recycle(self, stamps: Any) -> None:
+        pass
+
+
+@dataclass
+class Card:
+    """A device that reaches its events when somebody waits for it, and counts them."""
+
+    clock: float = 0.0
+    waits: int = 0
+    made: int = 0
+    queue: list[Any] = field(default_factory=list)
+
+    def make(self) -> Event:
+        self.made += 1
+        return Event()
+
+    def record(self, event: Event) -> None:
+        event.seconds = None
+        self.queue.append(event)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        for event in self.queue:
+            self.clock += 1.0
+            event.seconds = self.clock
+        self.queue.clear()
+
+
+class Event:
+    seconds: float | None = None
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.seconds is not None
+        assert other.seconds is not None
+        return (other.seconds - self.seconds) * 1e3
+
+
+def made(stamps: Stamps, steps: int = 2) -> StepRecorder:
+    return StepRecorder(0, stamps, steps=steps, names={(0, 0): NAME})
+
+
+def run(recorder: StepRecorder, number: int, stop_at: int | None = None) -> list[Any]:
+    """Runs the items of rank 0, or the first of them; returns what was called."""
+    made_program, called = program(), list[Any]()
+
+    def call(which: int, microbatch: int) -> None:
+        called.append((which, microbatch))
+
+    items = list(items_of(made_program, 0))
+    recorder.begin_step(number, made_program)
+    kept, keep = recorder.items()
+    assert len(kept) == len(items)
+    keep(recorder.now())
+    for item, is_kept in list(zip(items, kept, strict=True))[:stop_at]:
+        call(item.which, item.microbatch)
+        if is_kept:
+            keep(recorder.now())
+    began = recorder.now()
+    recorder.note("reduction", (0, 0), began)
+    return called
+
+
+@pytest.fixture
+def ended() -> Iterator[list[StepRecorder]]:
+    recorders: list[StepRecorder] = []
+    yield recorders
+    for recorder in recorders:
+        recorder.stop()
+
+
+def computes(own: Own) -> list[Span]:
+    return [span for span in own.spans if span.kind in COMPUTE]
+
+
+def test_every_item_is_called_once_in_order_and_every_action_is_recorded(ended: Any) -> None:
+    ended.append(recorder := made(Ticks()))
+    called = run(recorder, 7)
+    items = list(items_of(program(), 0))
+    assert called == [(item.which, item.microbatch) for item in items]
+    own = recorder.read()
+    actions = [str(program().action(item)) for item in items if item.op is Op.COMPUTE]
+    assert [span.action for span in computes(own)] == actions
+    assert {span.step for span in own.spans} == {7}
+    # The clock goes on by one second for each stamp, and nothing is stamped inside of an action.
+    assert all(span.seconds == 1.0 for span in computes(own))
+    assert [(m.channel, m.microbatch, m.label) for m in own.sent] == [
+        (0, 0, "x of 0F0"),
+        (0, 1, "x of 0F1"),
+    ]
+    assert [(m.microbatch, m.label) for m in own.arrived] == [
+        (0, "gradient of x of 0F0"),
+        (1, "gradient of x of 0F1"),
+    ]
+
+
+def test_a_reduction_has_its_collective_and_a_wait_the_reduction_that_ended_last_in_it(
+    ended: Any,
+) -> None:
+    ended.append(recorder := made(Ticks()))
+    run(recorder, 0)
+    began = recorder.now()
+    reduction = recorder.now()
+    recorder.note("reduction", (0, 0), reduction)
+    recorder.note("wait for reduction", "", began)
+    recorder.note("wait for reduction", "", recorder.now())
+    kinds = [s for s in recorder.read().spans if "reduction" in s.kind]
+    assert [(s.kind, s.which, s.label) for s in kinds] == [
+        ("reduction", 0, NAME),
+        ("reduction", 0, NAME),
+        ("wait for reduction", 0, NAME),
+        ("wait for reduction", -1, ""),
+    ]
+
+
+def test_a_ring_keeps_the_last_steps(ended: Any) -> None:
+    ended.append(recorder := made(Ticks(), steps=2))
+    for number in range(5):
+        run(recorder, number)
+    own = recorder.read()
+    assert [number for number, _ in own.steps] == [3, 4]
+    assert {span.step for span in own.spans} == {3, 4}
+
+
+def test_a_step_that_failed_has_what_it_reached(ended: Any) -> None:
+    ended.append(recorder := made(Ticks()))
+    run(recorder, 0, stop_at=4)
+    run(recorder, 1)
+    own = recorder.read()
+    assert 0 < len([s for s in computes(own) if s.step == 0]) < len(computes(own)) / 2
+
+
+def test_what_began_before_the_first_kept_step_is_cut_there(ended: Any) -> None:
+    ended.append(recorder := made(Ticks(), steps=1))
+    run(recorder, 0)
+    began = recorder.now()
+    run(recorder, 1)
+    recorder.note("parameter sync", (0, 0), began)
+    own = recorder.read()
+    (sync,) = [s for s in own.spans if s.kind == "parameter sync"]
+    assert sync.begin == own.steps[0][1]
+    assert sync.step == 1
+
+
+def test_only_the_outermost_optimizer_counts_and_none_after_the_end(ended: Any) -> None:
+    ended.append(recorder := made(Ticks()))
+    run(recorder, 0)
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    inner, outer = (torch.optim.SGD([weight]) for _ in range(2))
+    handle = outer.register_step_pre_hook(lambda *_: inner.step())
+    outer.step()
+    handle.remove()
+    recorder.stop()
+    inner.step()
+    assert [s.kind for s in recorder.read().spans].count("optimizer") == 1
+
+
+def test_nothing_to_read_is_refused(ended: Any) -> None:
+    ended.append(recorder := made(Ticks()))
+    recorder.note("wait for ranks", "before any step", recorder.now())
+    with pytest.raises(ScheduleError, match="no training step was recorded"):
+        recorder.read()
+
+
+def test_a_device_is_never_waited_for_in_a_step_and_its_events_are_used_again(
+    ended: Any,
+) -> None:
+    card = Card()
+    ended.append(recorder := made(DeviceStamps(card.make, card.record, card.synchronize)))
+    counts = []
+    for number in range(6):
+        run(recorder, number)
+        counts.append(card.made)
+    assert card.waits == 0
+    assert counts[2] - counts[1] < (counts[1] - counts[0])  # the ring is full
+    assert counts[-1] - counts[-2] <= 1  # the begin of a step alone is new
+    own = recorder.read()
+    assert card.waits == 2
+    assert len(computes(own)) == 2 * 4
+    assert all(span.seconds == pytest.approx(1.0) for span in computes(own))
+    begins = [span.begin for span in computes(own)]
+    assert begins == sorted(begins)
