@@ -81,15 +81,15 @@ class Run:
         for stage in self.topology.local_stages:
             own = SleepingStage(seconds_of(setting, schedule, stage))
             modules[stage] = Tied(own) if is_tied and stage in ends else own
-        exchange = "owner" if setting.kind == "tied: owner" else "all-reduce"
-        handler = {"name": "pipeline-shared", "exchange": exchange}
+        placement = "owner" if setting.kind == "tied: owner" else "replicate"
+        handler = {"name": "pipeline-shared", "placement": placement}
         self.scheduler = pipegrad.Scheduler(
             [pipegrad.Stage(module, index) for index, module in modules.items()],
             self.topology,
             schedule=schedule,
             num_microbatches=MICROBATCHES,
             loss_fn=loss,
-            tied=[[f"{stage}.table" for stage in ends]] if is_tied else (),
+            tied=[dict.fromkeys(ends, "table")] if is_tied else (),
             handlers=[handler] if is_tied else ["noop"],
         )
         self.optimizer = self.scheduler.optimizer(torch.optim.SGD, lr=1e-3)

@@ -62,7 +62,6 @@ def costs_of(lookup: Lookup) -> Costs:
     have at 1 GB/s, and the link of each pair of ranks has the rate that gives their times. If
     transfers take longer beside others of their ranks, NICs limit them. Memory is not known.
     """
-    timeline = lookup.timeline
     sizes, network = network_of(lookup)
     stages = tuple(_stages(lookup, sizes))
     collectives = {
@@ -73,12 +72,7 @@ def costs_of(lookup: Lookup) -> Costs:
         )
         for name, seconds in _collective_seconds(lookup).items()
     }
-    meets = all(
-        span.begin >= lookup.step(span.step)[0] - lookup.tolerance
-        for span in lookup.spans
-        if span.kind in COMPUTE and span.step < len(timeline.step_ends)
-    )
-    return Costs(stages, network, collectives, _host(lookup), ranks_meet=meets)
+    return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
 
 
 # What stages hand on.
@@ -221,3 +215,15 @@ def _host(lookup: Lookup) -> HostCosts:
 
 def _host_seconds(pieces: Iterable[Piece]) -> float:
     return sum(p.seconds for p in pieces if p.span is None or p.span.kind == "host")
+
+
+def _ranks_meet(lookup: Lookup) -> bool:
+    """Returns whether no rank goes on behind its last backward before all have ended theirs."""
+    ended, went_on = defaultdict[int, float](float), dict[int, float]()
+    for span in lookup.spans:
+        if span.kind in COMPUTE:
+            ended[span.step] = max(ended[span.step], span.end)
+        if span.kind in COMPUTE or span.kind == "optimizer":
+            step = span.step if span.kind == "optimizer" else span.step - 1
+            went_on[step] = min(went_on.get(step, span.begin), span.begin)
+    return all(went_on[step] >= ended[step] - lookup.tolerance for step in went_on)

@@ -14,6 +14,7 @@ from pipegrad.simulation.advice import Advice, advise
 from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.explanation import explain
 from pipegrad.simulation.inferred import costs_of, program_of
+from pipegrad.simulation.inferred_network import network_of
 from pipegrad.simulation.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Span, Timeline
@@ -132,10 +133,67 @@ def test_costs_of_a_recording() -> None:
     assert again == pytest.approx(lookup.timeline.step_ends[0], rel=0.01)
 
 
+def test_the_way_back_tells_the_time_of_a_way_on_which_nobody_waits() -> None:
+    spans = (
+        Span(0, "transfer", 0, 9, 0, 0, 0, 1, 0, "x of 0F0"),
+        Span(1, "transfer", 20, 22, 0, 0, 0, 0, 1, "gradient of x of 0F0"),
+        Span(0, "wait for receive", 20, 22, 0, 0, 0, 1, 1, "gradient of x of 0F0"),
+    )
+    sizes, network = network_of(Lookup(Timeline("", "measured", 2, (0, 1), 1, spans, (22.0,))))
+    assert network.seconds(0, 1, sizes["x", 0]) == pytest.approx(2)
+    assert network.seconds(1, 0, sizes["x", 0]) == pytest.approx(2)
+
+
+def test_several_stages_on_a_rank() -> None:
+    """Each bucket has the stage that was final when it left; stages share a rank's optimizer."""
+    schedule = build("interleaved-1f1b", num_ranks=2, num_microbatches=4)
+    collectives = [Collective(f"stage {s}", (s % 2,), (s,), s) for s in (3, 2, 1, 0)]
+    times = {c.name: CollectiveCosts(num_bytes=1, seconds=0.1) for c in collectives}
+    costs = Costs((StageCosts(0.01, 0.02, optimizer_seconds=0.004),) * 4, collectives=times)
+    lookup = Lookup(recorded(lower(schedule, collectives=collectives), costs))
+    found = program_of(lookup, 0).collectives
+    assert {c.name: c.stages[:1] for c in found if c.stages[0] > 1} == {
+        "stage 3": (3,),
+        "stage 2": (2,),
+    }
+    # They overlap on their ranks, so they cannot have shared a comm stream.
+    assert len({c.comm_stream for c in found}) == 4
+    assert [s.optimizer_seconds for s in costs_of(lookup).stages] == pytest.approx([0.004] * 4)
+
+
+@pytest.mark.parametrize("ranks_meet", [True, False])
+def test_whether_ranks_meet_is_seen(ranks_meet: bool) -> None:
+    program, costs = program_and_costs()
+    stages = (*costs.stages[:3], replace(costs.stages[3], optimizer_seconds=0.3))
+    lookup = Lookup(recorded(program, replace(costs, stages=stages, ranks_meet=ranks_meet)))
+    assert costs_of(lookup).ranks_meet is ranks_meet
+
+
+def test_a_parameter_sync_shows_in_the_next_step() -> None:
+    program, costs = program_and_costs()
+    collectives = [Collective("bucket 0", (0,), (0,), 0, readers=(0,))]
+    program = lower(program.schedule, collectives=collectives)
+    times = {"bucket 0": CollectiveCosts(sync_seconds=0.2, sync_bytes=1)}
+    bound = by_change(advise(program, replace(costs, collectives=times)), "reductions that take no")
+    assert bound.step_seconds == pytest.approx(11 * 0.03)
+    assert bound.gain == pytest.approx(0.2 / (11 * 0.03 + 0.2))
+
+
+def test_a_large_program_has_less_advice() -> None:
+    program = lower(build("1f1b", num_ranks=16, num_microbatches=100))
+    costs = Costs((StageCosts(0.01, 0.02, outputs={"x": 10**6}),) * 16, Network(125e6))
+    timeline = recorded(program, costs, num_steps=1)
+    explanation = explain(timeline, program=program, costs=costs)
+    assert explanation.notes == ["the schedule is large: not all changes were simulated"]
+    assert explanation.advice
+
+
 def test_a_split_backward_needs_the_time_of_its_weights() -> None:
     program, costs = program_and_costs(megabytes=1)
     changes = [each.change for each in advise(program, costs)]
     assert any(change.startswith("schedule zb-h1") for change in changes)
+    # hop-aware-1f1b has the warm-up of eager-1f1b here, and is not tried again.
+    assert not any("hop-aware" in change for change in changes)
     unknown = tuple(replace(stage, weight_seconds=0.0) for stage in costs.stages)
     changes = [each.change for each in advise(program, replace(costs, stages=unknown))]
     assert not any(change.startswith("schedule zb-h1") for change in changes)

@@ -82,7 +82,9 @@ def test_time_that_two_spans_claim_counts_once() -> None:
 
 def test_a_span_belongs_to_the_steps_that_it_is_in() -> None:
     spans = (Span(0, "F", -1, 2), Span(0, "B", 3, 7), Span(0, "F", 7, 20, 1))
-    assert parts(broken_down(*spans, ends=(5.0, 10.0))) == {"F": 2, "B": 2, "other": 1}
+    first = broken_down(*spans, ends=(5.0, 10.0))
+    assert parts(first) == {"F": 2, "B": 2, "other": 1}
+    assert first.ranks[0].overlap_seconds == 0
     assert parts(broken_down(*spans, ends=(5.0, 10.0), step=1)) == {"B": 2, "F": 3}
 
 
@@ -105,6 +107,16 @@ def test_a_wait_without_its_transfer() -> None:
     timeline = Timeline("partial", "measured", 2, (0, 1), 1, spans, (75.0,))
     receives = [own.receives for own in break_down(Lookup(timeline), 0).ranks]
     assert receives == [(ReceiveWait(1, "1B0", 38, 4),), (ReceiveWait(0, "0F0", 14, 4),)]
+
+
+def test_a_wait_that_ends_after_its_transfer() -> None:
+    spans = (
+        Span(0, "F", 0, 2, 0, 0, 0),
+        Span(0, "transfer", 2, 6, 0, 0, 0, 1, 0, "x of 0F0"),
+        Span(1, "wait for receive", 0, 10, 0, 0, 0, 0, 0, "x of 0F0"),
+    )
+    lookup = Lookup(Timeline("slow host", "measured", 2, (0, 1), 1, spans, (10.0,)))
+    assert break_down(lookup, 0).ranks[1].receives == (ReceiveWait(0, "0F0", 10, 4),)
 
 
 def test_the_typical_step_has_the_median_time() -> None:

@@ -114,6 +114,83 @@ def test_a_transfer_waits_for_the_one_before_it_on_its_edge() -> None:
     assert reason(Lookup(measured), spans[6]).endswith("it is on its way, which took 9.00 s")
 
 
+def test_a_value_that_came_long_before_it_was_needed() -> None:
+    """Its transfer ends when it was needed, and no other transfer can have waited for that."""
+    spans = (
+        Span(0, "F", 0, 1, 0, 0, 0),
+        Span(0, "F", 1, 8.4, 0, 0, 1),
+        Span(0, "transfer", 1, 8.5, 0, 0, 0, 1, 0, "x of 0F0"),
+        Span(0, "transfer", 8.4, 11, 0, 0, 1, 1, 0, "x of 0F1"),
+        Span(1, "host", 0, 8.5),
+        Span(1, "F", 8.5, 9.5, 0, 1, 0),
+        Span(1, "wait for receive", 9.5, 11, 0, 0, 1, 0, 0, "x of 0F1"),
+        Span(1, "F", 11, 12, 0, 1, 1),
+    )
+    timeline = Timeline("late", "measured", 2, (0, 1), 2, spans, (12.0,))
+    assert words(critical_path(Lookup(timeline), 0)) == [
+        "compute 0F0 0-1",
+        "compute 0F1 1-8.4",
+        "transfer x of 0F1 8.4-11",
+        "compute 1F1 11-12",
+    ]
+
+
+def test_a_wait_that_its_transfer_does_not_explain() -> None:
+    spans = (
+        Span(0, "F", 0, 1, 0, 0, 0),
+        Span(0, "transfer", 1, 3, 0, 0, 0, 1, 0, "x of 0F0"),
+        Span(1, "host", 0, 5),
+        Span(1, "wait for receive", 5, 6, 0, 0, 0, 0, 0, "x of 0F0"),
+        Span(1, "F", 6, 9, 0, 1, 0),
+    )
+    lookup = Lookup(Timeline("odd", "predicted", 2, (0, 1), 1, spans, (9.0,)))
+    assert words(critical_path(lookup, 0)) == ["host 0-5", "wait x of 0F0 5-6", "compute 1F0 6-9"]
+
+
+def test_two_stages_of_a_rank_made_values_of_one_microbatch() -> None:
+    """The value of stage 0 left after stage 2 had computed, as its edge was busy."""
+    spans = (
+        Span(0, "F", 0, 2, 0, 0, 0),
+        Span(0, "F", 2, 3, 0, 2, 0),
+        Span(0, "transfer", 4, 6, 0, 0, 0, 1, 0, "x of 0F0"),
+        Span(1, "wait for receive", 0, 6, 0, 0, 0, 0, 0, "x of 0F0"),
+        Span(1, "F", 6, 7, 0, 1, 0),
+    )
+    lookup = Lookup(Timeline("two stages", "predicted", 2, (0, 1, 0), 1, spans, (7.0,)))
+    assert lookup.maker(spans[2]) == spans[0]
+    assert words(critical_path(lookup, 0)) == [
+        "compute 0F0 0-2",
+        "transfer x of 0F0 2-6",
+        "compute 1F0 6-7",
+    ]
+
+
+def test_two_ranks_wait_for_a_third() -> None:
+    spans = (
+        Span(0, "F", 0, 1, 0, 0, 0),
+        Span(1, "F", 0, 2, 0, 1, 0),
+        Span(2, "F", 0, 7, 0, 2, 0),
+        *(Span(rank, "wait for ranks", end, 7) for rank, end in ((0, 1), (1, 2))),
+        *(Span(rank, "optimizer", 7, 8 + (rank == 0)) for rank in range(3)),
+    )
+    lookup = Lookup(Timeline("last", "predicted", 3, (0, 1, 2), 1, spans, (9.0,)))
+    assert words(critical_path(lookup, 0)) == ["compute 2F0 0-7", "optimizer 7-9"]
+    assert reason(lookup, spans[3]) == (
+        "rank 0 waits 6.00 s for the other ranks: rank 2 is the last to end"
+    )
+
+
+def test_a_transfer_that_takes_no_time_is_not_named() -> None:
+    spans = (
+        Span(0, "F", 0, 1, 0, 0, 0),
+        Span(0, "transfer", 1, 1, 0, 0, 0, 1, 0, "x of 0F0"),
+        Span(1, "wait for receive", 0, 1, 0, 0, 0, 0, 0, "x of 0F0"),
+    )
+    lookup = Lookup(Timeline("fast", "predicted", 2, (0, 1), 1, spans, (1.0,)))
+    expected = "rank 1 waits 1.00 s for x of 0F0 from rank 0, which computes 0F0 until then"
+    assert reason(lookup, spans[2]) == expected
+
+
 def test_a_reduction_begins_with_its_last_rank() -> None:
     spans = (
         Span(0, "B", 0, 2, 0, 0, 0),
@@ -153,11 +230,14 @@ def test_parameters_of_the_step_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zbv"])
-@pytest.mark.parametrize("seed", range(3))
-def test_what_is_on_the_path_is_what_the_step_depends_on(name: str, seed: int) -> None:
-    """Each cost is made a little larger: the step grows by as often as the path has it."""
+@pytest.mark.parametrize(("seed", "depth"), [(0, 4), (1, 4), (2, 0)])
+def test_what_is_on_the_path_is_what_the_step_depends_on(name: str, seed: int, depth: int) -> None:
+    """Each cost is made a little larger: the step grows by as often as the path has it.
+
+    With depth 0 a receive is posted when it is waited for, and the sender may wait for that.
+    """
     schedule = build(name, num_ranks=4, num_microbatches=6)
-    program, costs = lower(schedule), uneven(schedule.stage_to_rank, seed)
+    program, costs = lower(schedule, depth=depth), uneven(schedule.stage_to_rank, seed)
     simulation = simulate(program, costs)
     assert simulation.timeline is not None
     path = critical_path(Lookup(simulation.timeline), 0)
