@@ -54,11 +54,17 @@ def _amount(
     help="An option of the schedule, as in --set stages_per_rank=3. TOML; repeat for several.",
 )
 @click.option(
-    "--costs", "costs_file", type=Path, metavar="FILE", help="Costs as JSON, for all that follow."
+    "--costs",
+    "costs_file",
+    type=Path,
+    metavar="FILE",
+    help="Costs as JSON, in the place of the amounts below.",
 )
 @_amount("--forward-ms", 10, "Forward of a microbatch, on all stages of a rank together.")
 @_amount("--backward-ms", 20, "Backward of a microbatch, likewise.")
-@_amount("--weight-ms", None, "The part of it that a split backward computes in W; half of it.")
+@_amount(
+    "--weight-ms", None, "The part of it that a split backward computes in W; by default half."
+)
 @_amount("--mib", 1, "What a stage sends to the next one, of each microbatch.")
 @_amount("--gbit", 1, "Rate of each rank's NIC, in Gbit/s, each way.", above_zero=True)
 @_amount("--latency-us", 50, "Time of an empty message.")

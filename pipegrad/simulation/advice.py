@@ -62,8 +62,7 @@ def advise(
     Raises:
         ScheduleError: If the costs are not those of the program's stages.
     """
-    # Parameters that return under the next step's forwards need two steps to be seen.
-    num_steps = 2 if not costs.ranks_meet or any(c.readers for c in program.collectives) else 1
+    num_steps = _num_steps(program, costs)
     present = simulate(program, costs, num_steps=num_steps)
     base = present.step_seconds[-1]
     if present.timeline is None or base <= 0:
@@ -80,6 +79,21 @@ def advise(
             peak = max(simulated.peak_bytes) if knows_memory else 0
             found.append(Advice(what_if.change, expected, gain, what_if.is_bound, peak))
     return tuple(sorted(found, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
+
+
+def steady_seconds(program: Program, costs: Costs) -> float:
+    """Returns the simulated time of a step that follows another.
+
+    Raises:
+        ScheduleError: If the costs are not those of the program's stages.
+    """
+    steps = simulate(program, costs, num_steps=_num_steps(program, costs), records=False)
+    return steps.step_seconds[-1]
+
+
+def _num_steps(program: Program, costs: Costs) -> int:
+    # Parameters that return under the next step's forwards need two steps to be seen.
+    return 2 if not costs.ranks_meet or any(c.readers for c in program.collectives) else 1
 
 
 def most_tried(program: Program) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import Program
-from pipegrad.simulation.advice import Advice, advise, most_tried
+from pipegrad.simulation.advice import Advice, advise, most_tried, steady_seconds
 from pipegrad.simulation.breakdown import Breakdown, break_down, typical_step
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.critical_path import CriticalPath, critical_path
@@ -16,8 +16,10 @@ from pipegrad.simulation.inferred import costs_of, program_of
 from pipegrad.simulation.lookup import Lookup
 from pipegrad.simulation.reasons import longest_waits
 from pipegrad.simulation.timeline import Timeline
+from pipegrad.simulation.words import in_time
 
 _MOST_WAITS = 5
+_ROUGH = 0.1  # what a simulation may be off before advice says so
 _ALL_TRIED = 50  # there are never more changes than so many in two steps
 
 
@@ -80,6 +82,11 @@ def explain(
         program = program or program_of(lookup, step)
         costs = costs or costs_of(lookup)
         advice.extend(advise(program, costs, step_seconds=breakdown.seconds))
+        if advice and timeline.source == "measured":
+            expected = steady_seconds(program, costs)
+            if abs(expected - breakdown.seconds) > _ROUGH * breakdown.seconds:
+                simulated = f"a simulation of this step takes {in_time(expected)}"
+                notes.append(f"{simulated}: expected gains are rough")
         if most_tried(program) < _ALL_TRIED:
             notes.append("the schedule is large: not all changes were simulated")
     except ScheduleError as error:  # the step was recorded in part

@@ -179,6 +179,15 @@ def test_a_parameter_sync_shows_in_the_next_step() -> None:
     assert bound.gain == pytest.approx(0.2 / (11 * 0.03 + 0.2))
 
 
+def test_gains_are_called_rough_where_the_simulation_is_off() -> None:
+    program, costs = program_and_costs(megabytes=1)
+    timeline = as_measured(recorded(program, costs, num_steps=1))
+    assert not explain(timeline).notes
+    slow = replace(timeline, step_ends=(1.2 * timeline.seconds,))
+    (note,) = explain(slow).notes
+    assert note.endswith("expected gains are rough")
+
+
 def test_a_large_program_has_less_advice() -> None:
     program = lower(build("1f1b", num_ranks=16, num_microbatches=100))
     costs = Costs((StageCosts(0.01, 0.02, outputs={"x": 10**6}),) * 16, Network(125e6))
