@@ -1,40 +1,97 @@
-"""The pages of the documentation, and the Python snippets in them."""
+"""The pages of the documentation, and the blocks of code in them.
+
+A comment in front of a block says what is done with it; GitHub and the site do not show comments.
+
+    <!-- ranks: 4 -->       once a page: its blocks run on so many ranks, else on one
+    <!-- file: job.toml --> the block is a file of this name in the folder where the page runs
+    <!-- output -->         the block before printed these lines; a line ... stands for others
+    <!-- skip: reason -->   the block cannot run here
+    <!-- run (code) -->     Python that a reader need not see: what blocks take for granted, checks
+
+Without a comment, blocks of Python share a namespace in the order of the page, the lines of a
+console block behind $ are commands, and TOML is a part of a configuration.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCS}
+_DOCS = (path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)
+_FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_DOCS]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in _FILES}
+LANGUAGES = ("python", "toml", "console", "json", "yaml", "bash", "text")
+
+_PART = re.compile(
+    r"^<!-- (?P<marker>\w+)(?:: (?P<argument>.+?))?(?:\n(?P<hidden>.*?)\n)? ?-->$"
+    r"|^```(?P<language>\w*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-def snippets() -> Iterator[tuple[str, str, str]]:
-    """Yields page, heading and code of every Python snippet."""
-    for name, page in PAGES.items():
-        heading, code = "", list[str]()
-        language = None  # of the block that a line is in
-        for line in page.splitlines():
-            if line.startswith("```"):
-                if language == "python":
-                    yield name, heading, "\n".join(code)
-                language, code = (line[3:] or "text") if language is None else None, []
-            elif language is not None:
-                code.append(line)
-            elif line.startswith("#"):
-                heading = line.lstrip("# ")
+class Block(NamedTuple):
+    """A block of code.
+
+    Attributes:
+        page: Path of its page, from the root of the repository.
+        line: Where its code begins in the page, from 1.
+        language: What stands behind the first fence.
+        code: Its lines.
+        marker: What a comment in front of it says to do: "file", "output", "skip"; "run" of a
+            comment that is the block itself; or "".
+        argument: Name of the file, or reason.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    marker: str
+    argument: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether something is done with it."""
+        return self.marker != "skip" and (self.language != "text" or self.marker == "output")
 
 
-SNIPPETS = list(snippets())
-SCRIPTS = [(page, code) for page, _, code in SNIPPETS if "init_process_group" in code]
+def blocks_of(page: str) -> Iterator[Block]:
+    """Yields the blocks of a page, in order."""
+    text, marker, argument, end = PAGES[page], "", "", 0
+    for found in _PART.finditer(text):
+        if found["hidden"] is not None:
+            line = text.count("\n", 0, found.start("hidden")) + 1
+            yield Block(page, line, "python", found["hidden"] + "\n", found["marker"], "")
+        elif found["marker"]:
+            marker, argument, end = found["marker"], found["argument"] or "", found.end()
+        else:
+            if text[end : found.start()].strip():  # the comment belongs to something else
+                marker, argument = "", ""
+            line = text.count("\n", 0, found.start("code")) + 1
+            yield Block(page, line, found["language"], found["code"], marker, argument)
+            marker, argument = "", ""
 
 
-def write_handler(folder: Path, patch: pytest.MonkeyPatch) -> str:
-    """Writes my_handlers.py as docs/handlers.md has it; returns its test."""
-    handler, test = (code for page, _, code in SNIPPETS if page == "docs/handlers.md")
-    (folder / "my_handlers.py").write_text(handler)
-    patch.syspath_prepend(folder)
-    return test
+def num_ranks(page: str) -> int:
+    """Returns on how many ranks a page runs."""
+    found = re.search(r"^<!-- ranks: (\d+) -->$", PAGES[page], re.MULTILINE)
+    return int(found[1]) if found else 1
+
+
+BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
+# The first block of these pages is a script, whole and with the same losses.
+SCRIPTS = {page: BLOCKS[page][n].code for page, n in (("README.md", 3), ("docs/attach.md", 0))}
+
+
+def file_of(page: str, name: str) -> str:
+    """Returns the file that a page shows under this name."""
+    [code] = [b.code for b in BLOCKS[page] if (b.marker, b.argument) == ("file", name)]
+    return code
+
+
+def prose(page: str) -> str:
+    """Returns a page without its blocks of code and comments."""
+    return _PART.sub("", PAGES[page])

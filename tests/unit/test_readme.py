@@ -4,78 +4,74 @@ from __future__ import annotations
 
 import re
 import runpy
-import shlex
-import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from pipegrad.cli import main
-from tests.support.pages import PAGES, ROOT, SCRIPTS, SNIPPETS, write_handler
+import pipegrad
+from tests.support.pages import BLOCKS, LANGUAGES, PAGES, ROOT, prose
 
-COMMANDS = [
-    line.partition("#")[0]
-    for page in PAGES.values()
-    for line in page.splitlines()
-    if " JOB.toml" in line
-]
-
-
-def test_the_first_snippet_and_the_one_line_are_scripts() -> None:
-    assert [page for page, _ in SCRIPTS] == ["README.md", "docs/attach.md"]
-    assert SNIPPETS[0][2] == SCRIPTS[0][1]
+# How many blocks of a page cannot run here.
+SKIPPED = {
+    "CONTRIBUTING.md": 4,
+    "README.md": 2,
+    "docs/how_to/slurm_and_kubernetes.md": 2,
+    "docs/how_to/write_a_handler.md": 1,
+    "docs/other_trainers.md": 1,
+    "docs/torchtitan.md": 2,
+}
+EVERY = [block for blocks in BLOCKS.values() for block in blocks]
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_every_snippet_compiles(number: int) -> None:
-    page, heading, code = SNIPPETS[number]
-    compile(code, f"{page}, {heading}", "exec")
+def test_every_block_says_its_language() -> None:
+    wrong = [f"{b.page}:{b.line}: {b.language!r}" for b in EVERY if b.language not in LANGUAGES]
+    indented = [page for page, text in PAGES.items() if re.search(r"^ +```", text, re.MULTILINE)]
+    assert wrong + indented == []  # blocks inside of lists would not run
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run_as_written(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Issue 16, point 18. One named a handler that is not installed, one a batch too small."""
-    write_handler(tmp_path, monkeypatch)
-    for example in ("tied_gpt.toml", "tied_gpt.py"):
-        shutil.copy(ROOT / "examples" / example, tmp_path)
-    words = shlex.split(command)
-    options = words[words.index("JOB.toml") + 1 :]
-    alone = "--nproc-per-node" not in words
-    ranks = ["--ranks", "1" if alone else words[words.index("--nproc-per-node") + 1]]
-    ranks = [] if "--ranks" in options else ranks
-    job = str(tmp_path / "tied_gpt.toml")
-    found = CliRunner().invoke(main, ["plan", job, *ranks, *options])
-    assert found.exit_code == 0, found.output
+def test_every_comment_is_a_marker() -> None:
+    """A marker that is misspelt would be ignored."""
+    for page, text in PAGES.items():
+        code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        marker = r"^<!-- (?:(?:file|skip|ranks): .+ -->|output -->|run$)"
+        known = re.findall(marker, code, re.MULTILINE)
+        assert len(re.findall("^<!--", code, re.MULTILINE)) == len(known), page
 
 
-def test_the_commands_are_found() -> None:
-    assert len(COMMANDS) == 4
+def test_few_blocks_are_skipped_and_each_says_why() -> None:
+    skipped = [block for block in EVERY if block.marker == "skip"]
+    assert [f"{block.page}:{block.line}" for block in skipped if not block.argument] == []
+    pages = [block.page for block in skipped]
+    assert {page: pages.count(page) for page in pages} == SKIPPED
 
 
-@pytest.mark.parametrize("name", ["config.md", "timeline.svg"])
-def test_what_is_made_of_code_is_up_to_date(name: str) -> None:
-    pages = runpy.run_path(str(ROOT / "scripts" / "docs"))["pages"]()
-    path = ROOT / "docs" / name
-    assert path.read_text(encoding="utf-8") == pages[path], "run scripts/docs"
+@pytest.mark.parametrize("page", BLOCKS)
+def test_python_compiles_and_toml_is_read(page: str) -> None:
+    for block in BLOCKS[page]:
+        if block.language == "python":
+            compile("\n" * (block.line - 1) + block.code, page, "exec")
+        if block.language == "toml":
+            tomllib.loads(block.code)
 
 
-def prose(page: str) -> str:
-    """Returns a page without its blocks of code."""
-    return re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+def test_what_is_made_of_code_is_up_to_date() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "docs"))["pages"]()
+    assert {ROOT / "docs/config.md", *ROOT.glob("docs/drawings/*.svg")} - made.keys() == set()
+    stale = [path for path, text in made.items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run scripts/docs"
 
 
 def anchors(page: str) -> set[str]:
     """Returns the anchors that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]):
+    for link in re.findall(r"\]\(([^)]+)\)", prose(name)):
         target, _, anchor = link.partition("#")
         path = (ROOT / name).parent / target if target else ROOT / name
         assert path.exists(), link
@@ -84,9 +80,25 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def test_the_index_has_every_page() -> None:
-    pages = {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")}
-    listed = re.findall(r"^\| \[(\S+)\]", PAGES["docs/index.md"], re.MULTILINE)
-    assert set(listed) == pages - {"index.md"}
+    """The side bar of the site is made from it."""
+    listed = re.findall(r"^\| \[[^\]]+\]\((\S+?)\)", PAGES["docs/index.md"], re.MULTILINE)
+    pages = {path.resolve() for path in (ROOT / "docs").rglob("*.[mr][ds]*") if is_page(path)}
+    pages |= {*ROOT.glob("benchmarks/*/README.md"), *ROOT.glob("examples/*/README.md")}
+    pages |= {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}
+    assert [link for link in listed if listed.count(link) > 1] == []
+    assert {(ROOT / "docs" / link).resolve() for link in listed} == pages
+
+
+def is_page(path: Path) -> bool:
+    return path.suffix in (".md", ".rst") and "_build" not in path.parts and path.stem != "index"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = (path.read_text() for path in (ROOT / "docs" / "reference").glob("*.rst"))
+    documented = set(re.findall(r"^\.\. auto\w+:: (\S+)", "\n".join(pages), re.MULTILINE))
+    public = {f"pipegrad.{name}" for name in pipegrad.__all__} - {"pipegrad.schedules"}
+    public |= {f"pipegrad.schedules.{name}" for name in pipegrad.schedules.__all__}
+    assert public - documented == set()
 
 
 def test_internals_name_every_file() -> None:
@@ -104,4 +116,4 @@ def test_internals_name_every_file() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(prose(PAGES["README.md"]).split()) <= 700
+    assert len(prose("README.md").split()) <= 700

@@ -25,7 +25,7 @@ from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.reporters.report import Report
 from pipegrad.train.trainer import Trainer
-from tests.support.pages import SNIPPETS
+from tests.support.pages import file_of
 from tests.support.rounding import rounding
 from tests.support.train import data_functions
 from tests.support.train.factories import tied
@@ -159,10 +159,8 @@ def test_four_ranks_have_the_losses_of_one_process(folder: Path) -> None:
 
 
 def test_what_the_page_shows_trains(folder: Path) -> None:
-    code = {name: code for page, name, code in SNIPPETS if page == "docs/trainer.md"}
-    (folder / "my_data.py").write_text(code["Data"])
-    (folder / "my_loss.py").write_text(code["Loss"])
-    (folder / "my_reporter.py").write_text(code["Reporters"])
+    for name in ("my_data.py", "my_loss.py", "my_reporter.py"):
+        (folder / name).write_text(file_of("docs/trainer.md", name))
     settings = [
         "data.dataset={name='my_data:batches', folder='corpus', rows=8}",
         "train.loss={name='my_loss:smoothed', smoothing=0.2}",

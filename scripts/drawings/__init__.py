@@ -1,0 +1,1 @@
+"""The pictures of the documentation, drawn from data. `scripts/docs` writes them."""

@@ -1,0 +1,142 @@
+"""Timelines, from `pipegrad.simulate`. A forward takes 1, a backward 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import pipegrad
+from drawings.svg import BAR, BOX, COLOURS, Box, drawn, label, svg
+from pipegrad.schedules.program.program import Collective, Program
+from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
+from pipegrad.simulation.timeline import Span, Timeline
+
+NUM_STAGES, NUM_MICROBATCHES = 4, 8
+LEFT, ROW = 62, 34  # pixels
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+    "transfer": "message",
+    "mean": "mean over the replicas",
+    "tie": "tied weight: its gradient to rank 0, the new value back",
+}
+
+
+def pictures() -> dict[str, str]:
+    """Returns the pictures by their path in docs/."""
+    four, two = ("gpipe", "1f1b", "zb-h1", "zbv"), ("1f1b", "eager-1f1b")
+    slow = [(name, step(name, transfer=0.8)) for name in two]
+    return {
+        "timeline.svg": timelines([("", tied_step())], scale=24),
+        "drawings/schedules.svg": timelines([(name, step(name)) for name in four], scale=20),
+        "drawings/slow_network.svg": timelines(slow, scale=18),
+    }
+
+
+def costs(program: Program, transfer: float, **collectives: CollectiveCosts) -> Costs:
+    """Returns costs of a program; a message of one stage takes `transfer`."""
+    stages = len(program.schedule.stage_to_rank)
+    share = NUM_STAGES / stages
+    each = StageCosts(share, 2 * share, share, outputs={"x": round(100 * transfer)})
+    return Costs((each,) * stages, Network(nic_bytes_per_second=100), collectives)
+
+
+def step(name: str, *, transfer: float = 0.0) -> Timeline:
+    """Returns a step of a schedule."""
+    schedule = pipegrad.schedules.build(
+        name, num_ranks=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
+    )
+    program = pipegrad.schedules.lower(schedule)
+    simulated = pipegrad.simulate(program, costs(program, transfer))
+    assert simulated.timeline is not None
+    return simulated.timeline
+
+
+def tied_step() -> Timeline:
+    """Returns a step of 1F1B: a mean for each stage, and a weight of stages 0 and 3.
+
+    The tied weight has the placement OWNER: stage 3 sends its gradient to stage 0, which steps.
+    """
+    last = NUM_STAGES - 1
+    means = [Collective(f"mean {s}", (s,), (s,), 0) for s in reversed(range(NUM_STAGES))]
+    tie = Collective("tie", (0, last), (0, last), 1, (last,))
+    schedule = pipegrad.schedules.build(
+        "1f1b", num_ranks=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
+    )
+    program = pipegrad.schedules.lower(schedule, collectives=[*means, tie])
+    times = {mean.name: CollectiveCosts(seconds=2.5) for mean in means}
+    times["tie"] = CollectiveCosts(kind="send", seconds=3.0, sync_bytes=1, sync_seconds=3.0)
+    simulated = pipegrad.simulate(program, costs(program, 0.15, **times), num_steps=2)
+    assert simulated.timeline is not None
+    timeline = simulated.timeline.of_step(1)  # the value of the step before comes back in it
+    # The owner has posted its receive long before, so the message leaves when stage 3 is final.
+    final = max(s.end for s in timeline.spans if s.rank == last and s.kind == "B")
+    words = {0: "tie receive", last: "tie to rank 0"}
+    spans = [
+        s._replace(begin=final, end=final + s.seconds, label=words[s.rank])
+        if (s.kind, s.label) == ("reduction", "tie")
+        else s
+        for s in timeline.spans
+        if s.kind != "transfer"  # so short that they would be dots
+    ]
+    return replace(timeline, spans=tuple(spans))
+
+
+def timelines(panels: Sequence[tuple[str, Timeline]], *, scale: float) -> str:
+    """Returns timelines below each other, in one scale: pixels for each unit of time."""
+    spans = [span for _, timeline in panels for span in timeline.spans if span.seconds > 0]
+    kinds = {colour_of(span) for span in spans}
+    parts, top = list(legend([kind for kind in WORDS if kind in kinds])), 40.0
+    for title, timeline in panels:
+        if title:
+            text = f"{title}: {timeline.seconds:g}" if timeline.seconds else title
+            parts.append(label(8, top + 6, text, 'font-weight="bold"'))
+            top += 16
+        for rank in range(timeline.num_ranks):
+            parts.append(label(8, top + 18, f"rank {rank}"))
+            boxes = list(rows(timeline, rank, top, scale))
+            parts += map(drawn, boxes)
+            top = max([top + ROW, *(box.top + box.height + 8 for box in boxes)])
+        top += 14
+    width = LEFT + max(timeline.seconds for _, timeline in panels) * scale + 12
+    return svg(max(width, 620), top, parts)
+
+
+def colour_of(span: Span) -> str:
+    """Returns the name of the colour of a span; "" if it is not drawn."""
+    if span.kind in ("reduction", "parameter sync"):
+        return span.label.split()[0]
+    return span.kind if span.kind in COLOURS else ""
+
+
+def rows(timeline: Timeline, rank: int, top: float, scale: float) -> Iterator[Box]:
+    """Yields the boxes of a rank: what it computes, and below what runs beside it."""
+    ends: list[float] = []  # of the thin lines
+    for span in [*timeline.on_rank(rank), *timeline.beside(rank)]:
+        colour, left = colour_of(span), LEFT + span.begin * scale
+        if not colour or span.seconds == 0:
+            continue
+        if colour in "FBIW":
+            text = f"{span.kind}{span.microbatch}"
+            yield Box(left, top, span.seconds * scale, BOX, COLOURS[colour], text)
+            continue
+        free = [number for number, end in enumerate(ends) if end <= span.begin + 1e-9]
+        line = free[0] if free else len(ends)
+        ends[line:] = [span.end, *ends[line + 1 :]]
+        word, _, rest = span.label.partition(" ")
+        texts = {"transfer": "", "parameter sync": "value"}
+        text = texts.get(span.kind, rest if word == "tie" else word)
+        height = 4 if colour == "transfer" else BAR
+        below = top + BOX + 2 + line * (height + 2)
+        yield Box(left, below, span.seconds * scale, height, COLOURS[colour], text)
+
+
+def legend(kinds: Iterable[str]) -> Iterator[str]:
+    """Yields what the colours mean."""
+    x = float(LEFT)
+    for kind in kinds:
+        yield drawn(Box(x, 12, 14, BAR, COLOURS[kind], ""))
+        yield label(x + 19, 22, WORDS[kind])
+        x += 42 + 6 * len(WORDS[kind])

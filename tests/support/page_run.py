@@ -1,0 +1,178 @@
+"""Runs the blocks of a page, on the ranks of a world that is there already."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from pipegrad.cli import main
+from pipegrad.train.config import Config
+from tests.support.pages import ROOT, Block
+
+# Jobs of this repository, and the reader's own, which is a copy of one: some steps show enough.
+_LONG_JOBS = ("examples/", "JOB.toml")
+_STEPS = ["--set", "train.steps=2"]
+
+
+def run_page(blocks: Sequence[Block], folder: str) -> int:
+    """Runs the blocks in order; returns how many ran."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    printed, ran = "", 0
+    # A script makes and destroys its process group. Here it runs in one that other blocks share.
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        for block in blocks:
+            if not block.runs:
+                continue
+            try:
+                space["printed"] = printed = _run(block, space, printed)
+            except BaseException as error:
+                error.add_note(f"In {block.page}, the block of line {block.line}.")
+                raise
+            ran += 1
+    return ran
+
+
+def run_script(script: str) -> str:
+    """Runs a script in a world that is there already; returns what it prints."""
+    out = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        contextlib.redirect_stdout(out),
+    ):
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def _run(block: Block, space: dict[str, Any], printed: str) -> str:
+    """Does what the block says; returns what all ranks print."""
+    if block.marker == "output":
+        _compare(block, printed)
+        return printed
+    if block.marker == "file":
+        return _on_first_rank(lambda: _write(block))
+    if block.language == "toml":
+        return _check_configuration(block.code)
+    if block.language == "console":
+        found = list(commands(block))
+        assert found, "a console block has commands behind $"
+        return "".join(_command(command) for command in found)
+    code = compile("\n" * (block.line - 1) + block.code, block.page, "exec")
+    return _on_all_ranks(lambda: exec(code, space))
+
+
+def _on_all_ranks(call: Callable[[], object]) -> str:
+    """Returns what the call prints on all ranks."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        call()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, out.getvalue())
+    return "".join(everywhere)
+
+
+def _on_first_rank(call: Callable[[], object]) -> str:
+    return _on_all_ranks(call if dist.get_rank() == 0 else lambda: None)
+
+
+def _write(block: Block) -> None:
+    path = Path(block.argument)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.code)
+
+
+def _compare(block: Block, printed: str) -> None:
+    """Raises unless each line was printed."""
+    lines = {line.rstrip() for line in printed.splitlines()}
+    missing = [line for line in block.code.splitlines() if line.rstrip() not in lines | {"...", ""}]
+    assert not missing, f"not printed: {missing}; printed was:\n{printed}"
+
+
+def _check_configuration(text: str) -> str:
+    """Raises unless a part of a configuration has keys and values that there are."""
+    try:
+        Config.model_validate(tomllib.loads(text))
+    except ValidationError as error:
+        wrong = [each for each in error.errors() if each["type"] != "missing"]
+        assert not wrong, wrong
+    return ""
+
+
+def commands(block: Block) -> Iterator[str]:
+    """Yields the commands of a console block, without prompts."""
+    for line in block.code.replace("\\\n", " ").splitlines():
+        if line.startswith("$ "):
+            yield line.removeprefix("$ ")
+
+
+def _command(command: str) -> str:
+    """Runs a command as torchrun, python and the shell would; returns what it prints."""
+    words = shlex.split(command, comments=True)
+    while "=" in words[0]:  # a variable
+        words = words[1:]
+    target = words.pop() if ">" in words else None
+    program, *words = [word for word in words if word != ">"]
+    if program == "torchrun":
+        return _on_all_ranks(lambda: _torchrun(words))
+    known = {"pipegrad": _pipegrad, "python": _python, "pip": _pip}
+    assert program in known, f"{program}: this harness runs {', '.join(known)} and torchrun"
+    printed = _on_first_rank(lambda: known[program](words))
+    if target and dist.get_rank() == 0:
+        Path(target).write_text(printed)
+    return printed
+
+
+def _torchrun(words: list[str]) -> None:
+    """Runs what torchrun would start, on the ranks that there are."""
+    words = [word for word in words if word != "--standalone"]
+    option, number, *words = words
+    size = str(dist.get_world_size())
+    assert (option, number) == ("--nproc-per-node", size), f"this page runs on {size} ranks"
+    if words[0] != "-m":
+        return _python(words)
+    if words[1] == "pipegrad":
+        return _pipegrad(words[2:])
+    raise AssertionError(f"no program {words[1]}")
+
+
+def _pipegrad(words: list[str]) -> None:
+    if words[0] == "train" and words[1].startswith(_LONG_JOBS):
+        words = [*words, *_STEPS]
+    code = main(words, standalone_mode=False)
+    assert not code, code
+
+
+def _python(words: list[str]) -> None:
+    if words[0] == "-m":
+        assert words[1] == "pipegrad", words
+        return _pipegrad(words[2:])
+    script = str(Path(words[0]).resolve())
+    with (
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return None
+
+
+def _pip(words: list[str]) -> None:
+    """Installs nothing; raises unless the extras that are named exist."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {extra for word in words for extra in word.partition("[")[2].rstrip("]").split(",")}
+    assert named - {""} <= extras["optional-dependencies"].keys(), words
