@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 from pipegrad.cli import main
@@ -15,10 +17,12 @@ STEPS = 5
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(with_job(tmp_path))
     monkeypatch.delenv("PIPEGRAD_TRACE", raising=False)
-    return tmp_path
+    yield tmp_path
+    if dist.is_initialized():  # a job that was refused ends with its process
+        dist.destroy_process_group()
 
 
 def train(*settings: str) -> Result:

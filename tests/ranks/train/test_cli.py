@@ -258,6 +258,15 @@ def test_options_there_are() -> None:
     assert found == {
         "train": sorted(["--dry-run", *changes]),
         "plan": sorted(["--costs", "--json", "--rank", "--ranks", *changes]),
+        "trace": ["--html", "--json", "--step", "run"],
+        "doctor": ["--device", "--json", "--save", "--timeout"],
+        "simulate": sorted(
+            [
+                *("--backward-ms", "--costs", "--forward-ms", "--gbit", "--html", "--json"),
+                *("--latency-us", "--mib", "--microbatches", "--ranks", "--save", "--set"),
+                *("--steps", "--weight-ms", "schedule"),
+            ]
+        ),
         "handlers": ["--json"],
         "schedules": ["--json"],
         "schedule": ["--format", "--microbatches", "--ranks", "--set", "name"],
