@@ -21,12 +21,12 @@ from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.loss.terms import MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check_replicas import refuse_loss_parameters
-from pipegrad.schedules import Schedule, generate, registry
+from pipegrad.schedules import Schedule, ScheduleGenerator, generate, registry
 from pipegrad.schedules.program.program import Collective, Link
 from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
-ScheduleSpec = Schedule | str | Mapping[str, Any]
+ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
@@ -216,6 +216,16 @@ def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | 
         raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
     generator = registry.resolve(spec)
     return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def refuse_moved(schedule: Schedule, own: Schedule) -> None:
+    """Refuses a schedule of a later step that has stages on other ranks."""
+    if schedule.stage_to_rank != own.stage_to_rank:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has the stages of {schedule.num_microbatches} "
+            f"microbatches on ranks {schedule.stage_to_rank}, and those of "
+            f"{own.num_microbatches} on ranks {own.stage_to_rank}: a step cannot move them"
+        )
 
 
 def made_stages(
