@@ -1,12 +1,36 @@
-"""simulate: runs a Program against costs, event by event."""
+"""simulate: runs a Program against costs, event by event. What is simulated is what is executed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipegrad.schedules.program.program import Program
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.program.program import (
+    KIND_BITS,
+    KIND_MASK,
+    KINDS,
+    MICROBATCH_BITS,
+    MICROBATCH_MASK,
+    OP_BITS,
+    OP_MASK,
+    Op,
+    Program,
+)
+from pipegrad.simulation.collectives import Collectives
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.timeline import Timeline
+from pipegrad.simulation.events import Event, Events
+from pipegrad.simulation.memory import Memory
+from pipegrad.simulation.messages import Messages
+from pipegrad.simulation.network import FairNetwork
+from pipegrad.simulation.recording import Recording
+from pipegrad.simulation.timeline import Span, Timeline
+
+# Plain integers: comparing with members of an enum takes far longer.
+_POST, _SEND, _COMPUTE = int(Op.POST_RECEIVE), int(Op.SEND), int(Op.COMPUTE)
+_RECEIVE, _RELEASE, _FIRST_USE = int(Op.WAIT_RECEIVE), int(Op.RELEASE), int(Op.FIRST_USE)
+_PUBLISH = int(Op.PUBLISH)
+_TRANSFERS, _WAITS = (_POST, _SEND), (_RECEIVE, _RELEASE, _FIRST_USE, _PUBLISH)
 
 
 @dataclass(frozen=True)
@@ -29,15 +53,286 @@ def simulate(
 ) -> Simulation:
     """Returns what steps of `program` take, if computing and sending cost what `costs` says.
 
-    The items that are simulated are those that the executor runs.
+    The items that are simulated are those that the executor runs. A message begins when it is sent,
+    its receive is posted, and the message before it has left. A rank waits where its items wait. A
+    bucket leaves inside of the last backward of its stage: after the share of it that the bytes up
+    to this bucket are. Parameters come back during the forwards of the next step.
 
     Args:
-        program: What every rank does.
-        costs: What it takes.
+        program: What every rank does; `verify` has proven it.
+        costs: What that takes.
         num_steps: How many steps follow each other.
-        records: Whether to record a timeline; without, less memory and time is needed.
+        records: Whether to record a timeline. Without it, memory and time are saved.
 
     Raises:
-        ScheduleError: If the costs are not those of the program's stages.
+        ScheduleError: If the costs are not those of the program's stages and ranks, or if the
+            program cannot end.
     """
-    raise NotImplementedError
+    _check(program, costs, num_steps)
+    return _Run(program, costs, num_steps, records=records).result()
+
+
+def _check(program: Program, costs: Costs, num_steps: int) -> None:
+    schedule, hosts = program.schedule, costs.network.hosts
+    if len(costs.stages) != len(schedule.stage_to_rank):
+        raise ScheduleError(
+            f"there are costs of {len(costs.stages)} stages, and schedule {schedule.name!r} has "
+            f"{len(schedule.stage_to_rank)}: give costs for each stage"
+        )
+    if hosts and len(hosts) != schedule.num_ranks:
+        raise ScheduleError(
+            f"network.hosts has {len(hosts)} hosts, and schedule {schedule.name!r} has "
+            f"{schedule.num_ranks} ranks: give the host of each rank, or none"
+        )
+    if num_steps < 1:
+        raise ScheduleError(f"num_steps is {num_steps}, expected at least 1")
+
+
+class _Rank:
+    """Where one rank is.
+
+    Attributes:
+        position: Of its next item.
+        sleeps_since: When it began to wait; below 0 if it does not wait.
+        has_finished: Whether its reductions of the step have ended.
+    """
+
+    __slots__ = ("has_finished", "number", "position", "sleeps_since", "step")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.position = self.step = 0
+        self.sleeps_since = -1.0
+        self.has_finished = False
+
+
+class _Run:
+    """One simulation: time goes on from event to event.
+
+    At an event a rank runs its items, until one takes time or waits for another event.
+    """
+
+    def __init__(self, program: Program, costs: Costs, num_steps: int, *, records: bool) -> None:
+        self._program = program
+        self._costs = costs
+        self._num_steps = num_steps
+        self._ranks = [_Rank(number) for number in range(len(program.items))]
+        self._events = events = Events()
+        self._recording = recording = Recording(program, records=records)
+        network = FairNetwork(costs.network, events)
+        self._messages = Messages(
+            program, costs, events=events, network=network, recording=recording
+        )
+        self._collectives = Collectives(
+            program, costs, events=events, network=network, recording=recording
+        )
+        self._memory = Memory(program, costs, self._messages.num_bytes, records=records)
+        self._seconds = [stage.seconds(kind) for stage in costs.stages for kind in KINDS]
+        self._step_ends = [0.0] * num_steps
+        self._num_ended = [0] * num_steps
+        self._met = list[_Rank]()
+
+    def result(self) -> Simulation:
+        """Runs all steps."""
+        for rank in self._ranks:
+            self._events.at(0.0, self._begin_step, rank)
+        self._events.run()
+        if self._num_ended[-1] < len(self._ranks):
+            raise ScheduleError(
+                f"schedule {self._program.schedule.name!r} cannot end: ranks wait for each other; "
+                f"`verify` shows which"
+            )
+        begins = [0.0, *self._step_ends[:-1]]
+        seconds = (end - begin for begin, end in zip(begins, self._step_ends, strict=True))
+        return Simulation(tuple(seconds), tuple(self._memory.peak), self._timeline())
+
+    def _timeline(self) -> Timeline | None:
+        if self._recording.spans is None:
+            return None
+        schedule = self._program.schedule
+        return Timeline(
+            name=schedule.name,
+            source="predicted",
+            num_ranks=schedule.num_ranks,
+            stage_to_rank=schedule.stage_to_rank,
+            num_microbatches=schedule.num_microbatches,
+            spans=tuple(self._recording.spans),
+            step_ends=tuple(self._step_ends),
+            memory=tuple(map(tuple, self._memory.points)),
+        )
+
+    # A step of a rank.
+
+    def _begin_step(self, now: float, rank: _Rank) -> None:
+        rank.position, rank.has_finished = 0, False
+        self._after(now, rank, self._costs.host.step_seconds)
+
+    def _after(self, now: float, rank: _Rank, host_seconds: float) -> None:
+        """Lets a rank go on after time of its host."""
+        self._recording.note(rank.number, "host", now, now + host_seconds, rank.step)
+        if host_seconds > 0:
+            self._events.at(now + host_seconds, self._go_on, rank)
+        else:
+            self._go_on(now, rank)
+
+    def _go_on(self, now: float, rank: _Rank) -> None:
+        """Runs the items of a rank until one takes time, or waits."""
+        items = self._program.items[rank.number]
+        clock = now  # ahead of now by what the host takes for messages
+        while rank.position < len(items):
+            code = items[rank.position]
+            op, which = code & OP_MASK, code >> OP_BITS
+            if op == _COMPUTE:
+                self._compute(now, clock, rank, which)
+                return
+            if op in _TRANSFERS:
+                clock = self._transfer(clock, rank, op, which)
+            elif op in _WAITS:
+                if clock > now:  # what this rank waits for may happen until then
+                    break
+                if not self._has_happened(now, rank, op, which):
+                    return
+                clock += self._costs.host.message_seconds if op == _RECEIVE else 0.0
+            rank.position += 1
+        self._recording.note(rank.number, "host", now, clock, rank.step)
+        if clock > now:
+            self._events.at(clock, self._go_on, rank)
+        elif rank.has_finished:
+            self._end_step(now, rank)
+        else:
+            self._finish(now, rank)
+
+    def _transfer(self, clock: float, rank: _Rank, op: int, which: int) -> float:
+        """Posts a receive or sends; returns when the host has done so."""
+        channel = which >> MICROBATCH_BITS
+        if op == _POST:
+            self._memory.post(clock, rank.number, channel)
+            self._messages.post(clock, rank.step, which)
+            return clock
+        clock += self._costs.host.message_seconds
+        self._memory.send(clock, rank.number, channel)
+        self._messages.send(clock, rank.step, which)
+        return clock
+
+    def _compute(self, now: float, clock: float, rank: _Rank, which: int) -> None:
+        """Begins an action; the rank goes on when it has ended."""
+        index, microbatch = which >> MICROBATCH_BITS, which & MICROBATCH_MASK
+        stage, kind = index >> KIND_BITS, index & KIND_MASK
+        begin = clock + self._costs.host.action_seconds
+        end = begin + self._seconds[index]
+        number, step = rank.number, rank.step
+        self._recording.note(number, "host", now, begin, step)
+        self._recording.compute(Span(number, KINDS[kind], begin, end, step, stage, microbatch))
+        self._memory.begin(begin, number, stage, kind)
+        for collective, share in self._collectives.launches[number].get(rank.position, ()):
+            leaves = begin + share * (end - begin)
+            self._events.at(leaves, self._collectives.launch, step, collective, number)
+        rank.position += 1
+        self._events.at(end, self._end_compute, rank, stage, kind, microbatch)
+
+    def _end_compute(self, now: float, rank: _Rank, stage: int, kind: int, microbatch: int) -> None:
+        self._memory.end(now, rank.number, stage, kind, step=rank.step, microbatch=microbatch)
+        self._go_on(now, rank)
+
+    # Waits.
+
+    def _has_happened(self, now: float, rank: _Rank, op: int, which: int) -> bool:
+        """Returns whether a rank can pass a wait; if not, the rank sleeps until it can."""
+        if op == _FIRST_USE:
+            job = self._collectives.unsynced(rank.step, which >> MICROBATCH_BITS)
+            return job is None or self._sleep(now, rank, job.event)
+        if op == _PUBLISH:
+            return self._publish(now, rank, which >> MICROBATCH_BITS)
+        key, messages = (rank.step, which), self._messages
+        channel, microbatch = which >> MICROBATCH_BITS, which & MICROBATCH_MASK
+        arrived = messages.arrived if op == _RECEIVE else messages.delivered
+        if key not in arrived:
+            return self._sleep(now, rank, ("receive" if op == _RECEIVE else "send", *key))
+        arrived.remove(key)
+        if op == _RELEASE:
+            self._memory.release(now, rank.number, channel)
+        self._recording.transfer(
+            rank.number,
+            "wait for receive" if op == _RECEIVE else "wait for send",
+            self._slept_since(now, rank),
+            now,
+            rank.step,
+            channel=channel,
+            microbatch=microbatch,
+        )
+        return True
+
+    def _publish(self, now: float, rank: _Rank, number: int) -> bool:
+        """Begins a parameter sync if the optimizer has stepped, else finishes the step first."""
+        if rank.has_finished:
+            self._collectives.publish(now, rank.step, number, rank.number)
+        else:
+            self._finish(now, rank)
+        return rank.has_finished
+
+    def _sleep(self, now: float, rank: _Rank, event: Event) -> bool:
+        """Lets a rank sleep until an event; returns that it cannot go on."""
+        rank.sleeps_since = now
+
+        def wake(then: float) -> None:
+            kind = event[0]
+            if kind in ("sync", "reduction"):
+                self._recording.collective(
+                    rank.number,
+                    "wait for parameters" if kind == "sync" else "wait for reduction",
+                    rank.sleeps_since,
+                    then,
+                    step=rank.step,
+                    number=event[2],
+                )
+                rank.sleeps_since = -1.0
+            self._go_on(then, rank)
+
+        self._events.sleep(event, wake)
+        return False
+
+    @staticmethod
+    def _slept_since(now: float, rank: _Rank) -> float:
+        since, rank.sleeps_since = rank.sleeps_since, -1.0
+        return since if since >= 0 else now
+
+    # The end of a step.
+
+    def _finish(self, now: float, rank: _Rank) -> None:
+        """Waits for the reductions of a rank, and for the other ranks if all meet."""
+        job = self._collectives.unfinished(rank.step, rank.number)
+        if job is not None:
+            self._sleep(now, rank, job.event)
+            return
+        rank.has_finished = True
+        rank.sleeps_since = now
+        if not self._costs.ranks_meet or self._program.forward_only:
+            self._step_parameters(now, rank)
+            return
+        self._met.append(rank)
+        if len(self._met) == len(self._ranks):
+            met, self._met = self._met, []
+            for other in met:
+                self._step_parameters(now, other)
+
+    def _step_parameters(self, now: float, rank: _Rank) -> None:
+        """Runs the optimizer; then the rank publishes, which are its last items."""
+        since = self._slept_since(now, rank)
+        self._recording.note(rank.number, "wait for ranks", since, now, rank.step)
+        seconds = sum(self._costs.stages[stage].optimizer_seconds for stage in self._own(rank))
+        if self._program.forward_only:
+            seconds = 0.0
+        self._recording.note(rank.number, "optimizer", now, now + seconds, rank.step)
+        self._events.at(now + seconds, self._go_on, rank)
+
+    def _own(self, rank: _Rank) -> Iterator[int]:
+        ranks = enumerate(self._program.schedule.stage_to_rank)
+        return (stage for stage, holder in ranks if holder == rank.number)
+
+    def _end_step(self, now: float, rank: _Rank) -> None:
+        step = rank.step
+        self._num_ended[step] += 1
+        self._step_ends[step] = max(self._step_ends[step], now)
+        rank.step += 1
+        if rank.step < self._num_steps:
+            self._begin_step(now, rank)

@@ -126,6 +126,11 @@ class _Lowering:
     def items(self, depth: int, collectives: tuple[Collective, ...]) -> Iterable[array[int]]:
         """Yields the items of each rank."""
         sent = self._by_edge(self._starts)
+        incoming = defaultdict[int, dict[int, list[Transfer]]](dict)
+        targets = defaultdict[int, list[int]](list)
+        for (source, target), messages in sorted(sent.items()):
+            incoming[target][source] = [transfer for transfer, _ in messages]
+            targets[source].append(target)
         waited = {
             (rank, transfer): position
             for rank, needs in enumerate(self._needs)
@@ -133,9 +138,8 @@ class _Lowering:
             for transfer in transfers
         }
         for rank, actions in enumerate(self._schedule.actions):
-            incoming = {s: [t for t, _ in m] for (s, target), m in sent.items() if target == rank}
-            receives = _Receives(incoming, depth)
-            released = self._releases(rank, sent, waited)
+            receives = _Receives(incoming[rank], depth)
+            released = self._releases(rank, targets[rank], sent, waited)
             last = _last(actions, ("B", "W"))
             last_inputs = _last(actions, ("B", "I"))
             launches = Launches(rank, {action.stage for action in actions}, collectives)
@@ -273,6 +277,7 @@ class _Lowering:
     def _releases(
         self,
         rank: int,
+        targets: Sequence[int],
         sent: dict[tuple[int, int], list[tuple[Transfer, int]]],
         waited: dict[tuple[int, Transfer], int],
     ) -> dict[int, list[Transfer]]:
@@ -282,9 +287,8 @@ class _Lowering:
         message, the transfer has arrived. The first such message is used.
         """
         releases = defaultdict[int, list[Transfer]](list)
-        for (source, peer), messages in sorted(sent.items()):
-            if source != rank:
-                continue
+        for peer in targets:
+            messages = sent[rank, peer]
             back = sent.get((peer, rank), [])
             for transfer, _ in messages:
                 arrived = waited.get((peer, transfer), len(self._schedule.actions[peer]))

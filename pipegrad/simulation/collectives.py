@@ -1,0 +1,174 @@
+"""Collectives: reductions and parameter syncs on the comm streams of a simulation."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from functools import partial
+from typing import NamedTuple
+
+from pipegrad.schedules.program.program import Op, Program
+from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.events import Event, Events
+from pipegrad.simulation.network import FairNetwork
+from pipegrad.simulation.recording import Recording
+from pipegrad.simulation.timeline import SpanKind
+
+_BYTES_FACTOR = {"all-reduce": 2, "reduce-scatter": 1}  # of (n-1)/n of the bytes, over a ring
+
+
+class Job(NamedTuple):
+    """A reduction of a step, or the parameter sync that belongs to it."""
+
+    step: int
+    number: int
+    is_sync: bool
+
+    @property
+    def event(self) -> Event:
+        """What ranks wait for."""
+        return "sync" if self.is_sync else "reduction", self.step, self.number
+
+
+class Collectives:
+    """Comm streams: each runs its jobs one by one, and a job needs all its ranks.
+
+    A reduction over the replicas of one pipeline rank leaves and enters that rank's NIC. The other
+    replicas do the same at the same time, so one pipeline stands for all.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        *,
+        events: Events,
+        network: FairNetwork,
+        recording: Recording,
+    ) -> None:
+        self._program = program
+        self._costs = costs
+        self._events = events
+        self._network = network
+        self._recording = recording
+        self._queues = defaultdict[tuple[int, int], deque[Job]](deque)  # by rank and comm stream
+        self._waiting = defaultdict[Job, int](int)  # how many of its ranks have come to it
+        self._flows = dict[Job, int]()  # still on their way
+        self._done = set[Job]()
+        ranks = range(len(program.items))
+        tables = [_launches(program, rank, costs) for rank in ranks]
+        self.launches = tables
+        self._own = [[n for own in table.values() for n, _ in own] for table in tables]
+        self._readers = defaultdict[int, list[int]](list)  # stage -> syncs that write to it
+        for number, collective in enumerate(program.collectives):
+            for stage in collective.readers:
+                self._readers[stage].append(number)
+
+    def launch(self, now: float, step: int, number: int, rank: int) -> None:
+        """The gradients of a rank are complete."""
+        self._come(now, Job(step, number, is_sync=False), rank)
+
+    def publish(self, now: float, step: int, number: int, rank: int) -> None:
+        """A rank has stepped its parameters."""
+        self._come(now, Job(step, number, is_sync=True), rank)
+
+    def unfinished(self, step: int, rank: int) -> Job | None:
+        """Returns a reduction of a rank that has not ended."""
+        jobs = (Job(step, number, is_sync=False) for number in self._own[rank])
+        return next((job for job in jobs if job not in self._done), None)
+
+    def unsynced(self, step: int, stage: int) -> Job | None:
+        """Returns a parameter sync that a stage still waits for, in its first use of a step."""
+        jobs = (Job(step - 1, number, is_sync=True) for number in self._readers.get(stage, ()))
+        return next((job for job in jobs if step > 0 and job not in self._done), None)
+
+    def _come(self, now: float, job: Job, rank: int) -> None:
+        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
+        queue.append(job)
+        if len(queue) == 1:
+            self._reach(now, job)
+
+    def _reach(self, now: float, job: Job) -> None:
+        """The job is the next of a comm stream; with the last of its ranks it begins."""
+        self._waiting[job] += 1
+        if self._waiting[job] == len(self._program.collectives[job.number].ranks):
+            del self._waiting[job]
+            self._begin(now, job)
+
+    def _begin(self, now: float, job: Job) -> None:
+        costs = self._costs.collectives.get(self._program.collectives[job.number].name)
+        if costs is None:
+            self._events.at(now, self._end, job, now)
+            return
+        fixed = costs.sync_seconds if job.is_sync else costs.seconds
+        flows = [] if fixed > 0 else self._flows_of(job)
+        if not flows:
+            self._events.at(now + fixed, self._end, job, now)
+            return
+        self._flows[job] = len(flows)
+        for source, target, num_bytes in flows:
+            then = partial(self._end_flow, job=job, begin=now)
+            self._network.begin(now, source, target, num_bytes, then)
+
+    def _end_flow(self, now: float, job: Job, begin: float) -> None:
+        self._flows[job] -= 1
+        if self._flows[job] == 0:
+            del self._flows[job]
+            self._events.at(now + self._latency(job), self._end, job, begin)
+
+    def _end(self, now: float, job: Job, begin: float) -> None:
+        collective = self._program.collectives[job.number]
+        self._done.add(job)
+        kind: SpanKind = "parameter sync" if job.is_sync else "reduction"
+        for rank in collective.ranks:
+            self._recording.collective(rank, kind, begin, now, step=job.step, number=job.number)
+            queue = self._queues[rank, collective.comm_stream]
+            queue.popleft()
+            if queue:
+                self._reach(now, queue[0])
+        self._events.wake(now, job.event)
+
+    def _flows_of(self, job: Job) -> list[tuple[int, int, float]]:
+        """Returns what is sent: from a rank, to a rank, and how many bytes."""
+        collective = self._program.collectives[job.number]
+        costs, ranks = self._costs.collectives[collective.name], collective.ranks
+        first, last, share = ranks[0], ranks[-1], (costs.num_ranks - 1) / costs.num_ranks
+        if job.is_sync:
+            num_bytes, alone = costs.sync_bytes, share * costs.sync_bytes
+            flows = [(first, other, float(num_bytes)) for other in ranks[1:]]
+        elif costs.kind == "send":
+            alone, flows = 0.0, [(last, first, float(costs.num_bytes))]
+        else:
+            alone = _BYTES_FACTOR[costs.kind] * share * costs.num_bytes
+            flows = [(a, b, alone) for a, b in zip(ranks, (*ranks[1:], first), strict=True)]
+        flows = [(first, first, alone)] if len(ranks) == 1 else flows
+        return [flow for flow in flows if flow[2] > 0]
+
+    def _latency(self, job: Job) -> float:
+        costs = self._costs.collectives[self._program.collectives[job.number].name]
+        hops = 1 if job.is_sync or costs.kind == "send" else costs.num_ranks - 1
+        return self._costs.network.latency_seconds * hops * _BYTES_FACTOR.get(costs.kind, 1)
+
+
+def _launches(program: Program, rank: int, costs: Costs) -> dict[int, list[tuple[int, float]]]:
+    """Returns what leaves inside of an action: by its position the collectives, and when.
+
+    When: the share of the action that has passed. It is that of the bytes up to and with a bucket.
+    """
+    table, position = dict[int, list[int]](), 0
+    for index, item in enumerate(program.decoded(rank)):
+        if item.op is Op.COMPUTE:
+            position = index
+        elif item.op is Op.LAUNCH:
+            table.setdefault(position, []).append(item.which)
+    found = dict[int, list[tuple[int, float]]]()
+    for position, numbers in table.items():
+        sizes = [
+            costs.collectives[name].num_bytes if name in costs.collectives else 0
+            for name in (program.collectives[number].name for number in numbers)
+        ]
+        total = sum(sizes) or 1
+        found[position] = [
+            (number, sum(sizes[: i + 1]) / total if sum(sizes) else 1.0)
+            for i, number in enumerate(numbers)
+        ]
+    return found

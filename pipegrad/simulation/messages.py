@@ -1,0 +1,101 @@
+"""Messages: transfers between the ranks of a simulation."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from functools import partial
+
+from pipegrad.schedules.program.program import MICROBATCH_BITS, MICROBATCH_MASK, Program
+from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.events import Events
+from pipegrad.simulation.network import FairNetwork
+from pipegrad.simulation.recording import Recording
+
+Key = tuple[int, int]  # a step, and a transfer as items encode it
+
+
+class Messages:
+    """A message begins when it is sent, its receive is posted, and its edge is free.
+
+    An edge is an ordered pair of ranks. It is one connection, so its messages go one by one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        *,
+        events: Events,
+        network: FairNetwork,
+        recording: Recording,
+    ) -> None:
+        self._program = program
+        self._costs = costs.network
+        self._events = events
+        self._network = network
+        self._recording = recording
+        self.num_bytes = [
+            costs.stages[program.links[c.link].producer].outputs.get(program.links[c.link].name, 0)
+            for c in program.channels
+        ]
+        self._posted = set[Key]()
+        self._sent = set[Key]()  # and not posted
+        self.arrived = set[Key]()
+        self.delivered = set[Key]()  # arrived, and not yet freed by the sender
+        self._queues = defaultdict[tuple[int, int], deque[Key]](deque)
+
+    def post(self, now: float, step: int, transfer: int) -> None:
+        """The receiver is ready."""
+        key = step, transfer
+        if key in self._sent:
+            self._sent.discard(key)
+            self._enqueue(now, key)
+        else:
+            self._posted.add(key)
+
+    def send(self, now: float, step: int, transfer: int) -> None:
+        """The sender is ready."""
+        key = step, transfer
+        if key in self._posted:
+            self._posted.discard(key)
+            self._enqueue(now, key)
+        else:
+            self._sent.add(key)
+
+    def _enqueue(self, now: float, key: Key) -> None:
+        channel = self._program.channels[key[1] >> MICROBATCH_BITS]
+        queue = self._queues[channel.source, channel.target]
+        queue.append(key)
+        if len(queue) == 1:
+            # Now may lie ahead: hosts take time for messages.
+            self._events.at(now, self._begin, key)
+
+    def _begin(self, now: float, key: Key) -> None:
+        number = key[1] >> MICROBATCH_BITS
+        _, _, source, target = self._program.channels[number]
+        then = partial(self._leave, key=key, begin=now)
+        self._network.begin(now, source, target, self.num_bytes[number], then)
+
+    def _leave(self, now: float, key: Key, begin: float) -> None:
+        """Its last byte has left; it arrives after the latency of its link."""
+        step, transfer = key
+        number, microbatch = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
+        _, _, source, target = self._program.channels[number]
+        queue = self._queues[source, target]
+        queue.popleft()
+        if queue:
+            self._begin(now, queue[0])
+        there = now + self._costs.link(source, target).latency_seconds
+        self._recording.transfer(
+            source, "transfer", begin, there, step, channel=number, microbatch=microbatch
+        )
+        if there > now:
+            self._events.at(there, self._arrive, key)
+        else:
+            self._arrive(now, key)
+
+    def _arrive(self, now: float, key: Key) -> None:
+        self.arrived.add(key)
+        self.delivered.add(key)
+        self._events.wake(now, ("receive", *key))
+        self._events.wake(now, ("send", *key))

@@ -1,0 +1,151 @@
+"""FairNetwork: messages that share NICs. When does each end?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from pipegrad.simulation.costs import Network
+from pipegrad.simulation.events import Events
+
+Nic = tuple[int, int]  # 0 for what leaves and 1 for what enters, and a host
+# Rates are computed for the NICs that a begin or an end can touch. A chain of messages may join
+# all NICs of a large cluster, and then rates further away are left as they are.
+_MOST_NICS = 32
+
+
+class Flow:
+    """Bytes on their way from one rank to another.
+
+    Attributes:
+        left: Bytes that are still to be sent.
+        rate: Bytes per second, at present.
+        since: When `left` was computed.
+        limit: The rate of its link.
+        nics: The NICs that it uses; none within a host.
+        version: Counts changes of the rate. An end that was computed before the last one is void.
+        then: Called with the time at which its last byte has left.
+    """
+
+    __slots__ = ("left", "limit", "nics", "rate", "since", "then", "version")
+
+    def __init__(
+        self,
+        num_bytes: float,
+        limit: float,
+        nics: tuple[Nic, ...],
+        now: float,
+        then: Callable[[float], None],
+    ) -> None:
+        self.left = num_bytes
+        self.limit = limit
+        self.nics = nics
+        self.since = now
+        self.then = then
+        self.rate = 0.0
+        self.version = 0
+
+
+class FairNetwork:
+    """Shares the rate of every NIC among the flows that use it at once, max-min fair.
+
+    Max-min fair: no flow can have more without taking from one that has no more than it.
+
+    Args:
+        network: Rates and hosts.
+        events: The events of the simulation.
+    """
+
+    def __init__(self, network: Network, events: Events) -> None:
+        self._network = network
+        self._events = events
+        self._users: dict[Nic, list[Flow]] = {}
+
+    def begin(
+        self, now: float, source: int, target: int, num_bytes: float, then: Callable[[float], None]
+    ) -> None:
+        """Begins to send; `source` and `target` may be one rank, which stands for its replicas."""
+        network = self._network
+        link, hosts = network.link(source, target), (network.host(source), network.host(target))
+        crosses = source == target or hosts[0] != hosts[1]
+        limited = crosses and network.nic_bytes_per_second < math.inf
+        nics = ((0, hosts[0]), (1, hosts[1])) if limited else ()
+        flow = Flow(num_bytes, link.bytes_per_second, nics, now, then)
+        for nic in nics:
+            self._users.setdefault(nic, []).append(flow)
+        if nics:
+            self._share(now, nics)
+        else:
+            self._events.at(now + num_bytes / flow.limit, self._end, flow, flow.version)
+
+    def _end(self, now: float, flow: Flow, version: int) -> None:
+        if flow.version != version:
+            return  # its rate has changed since
+        for nic in flow.nics:
+            self._users[nic].remove(flow)
+        if flow.nics:
+            self._share(now, flow.nics)
+        flow.then(now)
+
+    def _share(self, now: float, changed: tuple[Nic, ...]) -> None:
+        """Computes the rates of all flows that a change at some NICs can touch."""
+        nics = self._reached(changed)
+        flows = dict.fromkeys(flow for nic in nics for flow in self._users[nic])
+        # A flow that also uses a NIC outside keeps its rate: others there count on it. A flow that
+        # has just begun is never among them, because both of its NICs have changed.
+        free = dict.fromkeys(nics, self._network.nic_bytes_per_second)
+        open_flows = dict[Flow, None]()
+        for flow in flows:
+            if all(nic in nics for nic in flow.nics):
+                open_flows[flow] = None
+            else:
+                for nic in flow.nics:
+                    if nic in nics:
+                        free[nic] -= flow.rate
+        for flow, new_rate in fair_rates(open_flows, free):
+            if new_rate != flow.rate:
+                flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
+                flow.since, flow.rate = now, new_rate
+                flow.version += 1
+                self._events.at(now + flow.left / new_rate, self._end, flow, flow.version)
+
+    def _reached(self, changed: tuple[Nic, ...]) -> dict[Nic, None]:
+        """Returns the NICs that some NICs reach by flows, nearest first, up to a number."""
+        nics = dict.fromkeys(changed)
+        queue = list(changed)
+        for nic in queue:
+            others = [other for flow in self._users[nic] for other in flow.nics]
+            for other in others:
+                if other not in nics and len(nics) < _MOST_NICS:
+                    nics[other] = None
+                    queue.append(other)
+        return nics
+
+
+def fair_rates(flows: Iterable[Flow], free: dict[Nic, float]) -> list[tuple[Flow, float]]:
+    """Returns the max-min fair rate of each flow, for what is free at each NIC.
+
+    The tightest NIC, or link, settles the rates of its flows first. What they leave goes to others.
+    """
+    rates = list[tuple[Flow, float]]()
+    rest = dict.fromkeys(flows)
+    if len(rest) == 1:
+        (flow,) = rest
+        return [(flow, min(flow.limit, *(free[nic] for nic in flow.nics)))]
+    users = dict[Nic, dict[Flow, None]]()
+    for flow in rest:
+        for nic in flow.nics:
+            users.setdefault(nic, {})[flow] = None
+    free = dict(free)
+    while rest:
+        share, nic = min((free[n] / len(own), n) for n, own in users.items() if own)
+        settled = [flow for flow in rest if flow.limit <= share] or list(users[nic])
+        for flow in settled:
+            # Rounding must not leave a flow without any rate: it would never end.
+            rate = max(min(share, flow.limit), 1e-9 * flow.limit if flow.limit < math.inf else 1e-9)
+            rates.append((flow, rate))
+            del rest[flow]
+            for own in flow.nics:
+                free[own] -= rate
+                del users[own][flow]
+    return rates
