@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pipegrad.errors import PipegradError, ScheduleError
@@ -104,7 +104,7 @@ class Choice:
                 yield each.name, "", "", "", "", each.refused
                 continue
             slower = each.step_seconds / self.best.step_seconds - 1
-            why = each.refused or (f"{slower:+.1%}" if abs(slower) >= _EQUAL else "holds as much")
+            why = each.refused or (f"{slower:+.1%}" if slower >= _EQUAL else "as fast, holds more")
             yield (
                 each.name,
                 f"{1e3 * each.step_seconds:.1f} ms",
@@ -336,6 +336,6 @@ def _merged(costs: Costs, num_stages: int) -> Costs:
 
 def merged_stages(stages: Sequence[StageCosts]) -> StageCosts:
     """Returns the costs of neighbouring stages as one: sums, and what the last of them hands on."""
-    fields = (name for name in StageCosts.__dataclass_fields__ if name != "outputs")
-    sums: dict[str, Any] = {name: sum(getattr(s, name) for s in stages) for name in fields}
+    names = (field.name for field in fields(StageCosts) if field.name != "outputs")
+    sums: dict[str, Any] = {name: sum(getattr(s, name) for s in stages) for name in names}
     return StageCosts(**sums, outputs=stages[-1].outputs)
