@@ -81,6 +81,25 @@ class Backend:
         return stream or contextlib.nullcontext()
 
 
+# For who measures time. These order nothing, so they are no sync points.
+
+
+def timing_event(device: torch.device) -> torch.Event:
+    """Returns an event that measures time."""
+    return torch.Event(device, enable_timing=True)
+
+
+def record_time(event: torch.Event, device: torch.device) -> None:
+    """Records a timing event on the current stream."""
+    event.record(torch.accelerator.current_stream(device))
+
+
+def finish_device(device: torch.device) -> None:
+    """Blocks the host until the device has nothing to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 in_use = Backend()  # `using` changes it, so look it up at each use: sync_points.in_use
 sites: dict[str, Site] = {}
 

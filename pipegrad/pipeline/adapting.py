@@ -19,8 +19,6 @@ begins the next one first. Where the device has streams, the host waits for the 
 
 from __future__ import annotations
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from pipegrad.comm.agreement import agree, same
@@ -41,6 +39,7 @@ class Adapting:
     Attributes:
         spec: What schedules are made of now.
         schedule: That of the next step, with the Scheduler's number of microbatches.
+        times: Of the last step that was measured and read; None if there is none.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class Adapting:
         self._timeout_seconds = timeout_seconds
         self._read: Callable[[], Times | None] | None = None
         self._generator: MeasuredGenerator | None = None
+        self.times: Times | None = None
         self.spec, self.schedule = spec, pipeline.schedule
         if not isinstance(spec, Schedule):
             resolved = registry.resolve(spec)
@@ -80,6 +80,7 @@ class Adapting:
         times = read() if read is not None else None
         if times is None or self._generator is None:
             return False
+        self.times = times
         generator = self._generator.planned(times)
         if generator is self._generator:
             return False

@@ -67,9 +67,7 @@ class Executor:
         self._compile(program, weights, times)
         self._position = 0  # of the next call
 
-    def _compile(
-        self, program: Program, weights: WeightGradients, times: StepTimes | None
-    ) -> None:
+    def _compile(self, program: Program, weights: WeightGradients, times: StepTimes | None) -> None:
         """Turns items into calls, so that a step looks nothing up."""
         # None of them is a method of this object. It would hold itself, and the threads of a
         # Scheduler that nobody holds any more would wait for the garbage collector.

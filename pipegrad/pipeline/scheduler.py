@@ -45,8 +45,12 @@ from pipegrad.pipeline.wiring import (
     collectives_of,
 )
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
+from pipegrad.schedules import Schedule
+from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import DEPTH, lower
 from pipegrad.schedules.program.verify import verify
+from pipegrad.simulation.auto import Auto
+from pipegrad.simulation.choose import Choice
 from pipegrad.topology import Topology
 
 # All ranks make their Schedulers in the same order, so this number names one on all of them.
@@ -320,6 +324,24 @@ class Scheduler:
         return dict(self._context.batches.report)
 
     @property
+    def times(self) -> Times | None:
+        """What the step before the last one took, on all ranks; None if it was not measured.
+
+        Steps are measured while the schedule may still change by it, from the second one on.
+        """
+        return self._adapting.times
+
+    @property
+    def choice(self) -> Choice | None:
+        """Why the schedule ``"auto"`` is what it is; None for others, and before it is chosen."""
+        generator = self._adapting.spec
+        if not isinstance(generator, Auto) or generator.wants_times:
+            return None
+        return generator.choice(
+            num_ranks=self.schedule.num_ranks, num_microbatches=self.schedule.num_microbatches
+        )
+
+    @property
     def receive_buffers(self) -> int:
         """How many receive buffers this rank has made so far.
 
@@ -382,8 +404,10 @@ class Scheduler:
         self.schedule, self.program, self.proof = schedule, kind.program, kind.proof
 
     def _known_kind(self, schedule: Schedule, *, forward_only: bool) -> StepKind | None:
-        """Returns a kind of step whose values are known from a kind alike; None if there is none."""
-        learned = [kind for (is_forward, _), kind in self._kinds.items() if is_forward is forward_only]
+        """Returns a kind of step whose values a kind alike has learned; None if none has."""
+        learned = [
+            kind for (is_forward, _), kind in self._kinds.items() if is_forward is forward_only
+        ]
         if not learned:
             return None
         try:

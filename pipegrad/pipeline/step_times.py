@@ -27,6 +27,7 @@ from functools import partial
 
 import torch
 
+from pipegrad.comm import sync_points
 from pipegrad.pipeline.compute import Method
 from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Channel, Item, Op, Program
@@ -98,8 +99,8 @@ class StepTimes:
     def _now(self) -> _Stamp:
         if self._device.type == "cpu":
             return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
+        event = sync_points.timing_event(self._device)
+        sync_points.record_time(event, self._device)
         return event
 
     def numbers(self) -> list[float]:
@@ -109,15 +110,15 @@ class StepTimes:
             row = _FORWARD if kind == "F" else _BACKWARD
             median = statistics.median(_seconds(begin, end) for begin, end in stamps)
             numbers[layout.compute(row, self._rank)] += median
-        stamps = self._transfers
+        marks = self._transfers
         for microbatch in range(layout.num_samples):
             out, back = ("F", True, microbatch), ("B", False, microbatch)
-            if out in stamps and back in stamps:  # t1 and t4
-                seconds = _seconds(stamps[out], stamps[back])
+            if out in marks and back in marks:  # t1 and t4
+                seconds = _seconds(marks[out], marks[back])
                 numbers[layout.hop(microbatch, self._rank)] = seconds
             out, back = ("F", False, microbatch), ("B", True, microbatch)
-            if out in stamps and back in stamps:  # t2 and t3
-                seconds = _seconds(stamps[out], stamps[back])
+            if out in marks and back in marks:  # t2 and t3
+                seconds = _seconds(marks[out], marks[back])
                 numbers[layout.hop(microbatch, self._rank - 1)] = -seconds
         return numbers
 
@@ -155,7 +156,7 @@ class Layout:
     def times(self, numbers: Sequence[float]) -> Times:
         """Returns what the sums of all ranks say, the same on every rank."""
         size, hops = self._num_ranks, self._num_ranks - 1
-        rows = list[tuple[list[float], list[float], list[float]]]()
+        rows = list[tuple[Sequence[float], Sequence[float], Sequence[float]]]()
         for begin in range(0, self.size, self._of_pipeline):
             own = numbers[begin : begin + self._of_pipeline]
             both_ways = own[2 * size :]

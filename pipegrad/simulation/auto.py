@@ -53,10 +53,8 @@ class Auto(MeasuredGenerator):
                 "max_live_activations"
             )
         self._costs = _read(costs)
-        self._limits: dict[str, int | None] = {
-            "memory_limit_bytes": memory_limit_bytes,
-            "max_live_activations": max_live_activations,
-        }
+        self._memory_limit_bytes = memory_limit_bytes
+        self._max_live_activations = max_live_activations
         self._schedules = schedules
         self._choices: dict[tuple[int, int], Choice] = {}
 
@@ -93,17 +91,16 @@ class Auto(MeasuredGenerator):
                 num_microbatches=num_microbatches,
                 costs=self._costs,
                 schedules=self._schedules,
-                **self._limits,
+                memory_limit_bytes=self._memory_limit_bytes,
+                max_live_activations=self._max_live_activations,
             )
         return self._choices[key]
 
     def planned(self, times: Times) -> Auto:
         """Returns what makes the schedules from the next step on."""
         num_ranks = len(times.forward_seconds)
-        limit = self._limits["max_live_activations"] or 2 * num_ranks - 1
-        return Auto(
-            costs=costs_of(times), max_live_activations=limit, schedules=self._schedules
-        )
+        limit = self._max_live_activations or 2 * num_ranks - 1
+        return Auto(costs=costs_of(times), max_live_activations=limit, schedules=self._schedules)
 
 
 def costs_of(times: Times) -> Costs:

@@ -1,9 +1,10 @@
 """choose: which schedule takes least time within a memory limit, and why. Pure.
 
 [Note: candidates] The candidates are all registered schedules, plug-ins too. One that takes
-``stages_per_rank`` is tried with 1, 2, ... of them. hop-aware-1f1b is given the hops and computes of
-the costs, with several thresholds. Then 1f1b is tried with more warm-up, as much at every hop. Each
-candidate is lowered, proven and simulated, in this order, and refused where one of these fails.
+``stages_per_rank`` is tried with 1, 2, ... of them. hop-aware-1f1b is given the hops and computes
+of the costs, with several thresholds. Then 1f1b is tried with more warm-up, as much at every hop.
+Each candidate is lowered, proven and simulated, in this order, and refused where one of these
+fails.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data, without the schedule."""
-        if self.refused and not self.step_seconds:
+        if self.schedule is None:
             return {"name": self.name, "refused": self.refused}
         return {
             "name": self.name,
@@ -96,40 +97,42 @@ class Choice:
         """Returns the candidates as plain data, in order."""
         return [candidate.to_json() for candidate in self.candidates]
 
-    def rows(self) -> Iterator[tuple[str, ...]]:
-        """Yields the cells of the table, its head first."""
-        yield "schedule", "step", "bubble", "peak MiB", "activations", "why not"
-        for each in self.candidates:
-            if not each.step_seconds:
-                yield each.name, "", "", "", "", each.refused
-                continue
-            slower = each.step_seconds / self.best.step_seconds - 1
-            why = each.refused or (f"{slower:+.1%}" if slower >= _EQUAL else "as fast, holds more")
-            yield (
-                each.name,
-                f"{1e3 * each.step_seconds:.1f} ms",
-                f"{each.bubble:.1%}",
-                f"{each.peak_bytes / 2**20:.1f}",
-                f"{sum(each.live_activations)}",
-                "chosen" if each is self.best else why,
-            )
-
     def table(self) -> Table:
         """Returns the table of why, for rich."""
         from rich import box
         from rich.table import Table
 
-        head, *rows = self.rows()
+        head, *rows = rows_of(self.to_json())
         table = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
         for row in rows:
             table.add_row(*row)
         return table
 
     def __str__(self) -> str:
-        rows = list(self.rows())
+        rows = list(rows_of(self.to_json()))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
         return "\n".join(map(str.rstrip, lines))
+
+
+def rows_of(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yields the cells of the table of why, its head first, from what `Choice.to_json` returns."""
+    yield "schedule", "step", "bubble", "peak MiB", "activations", "why"
+    best = candidates[0]
+    for each in candidates:
+        if "step_seconds" not in each:
+            yield each["name"], "", "", "", "", each["refused"]
+            continue
+        slower = each["step_seconds"] / best["step_seconds"] - 1
+        why = f"{slower:+.1%}" if slower >= _EQUAL else "as fast, holds more"
+        yield (
+            each["name"],
+            f"{1e3 * each['step_seconds']:.1f} ms",
+            f"{each['bubble']:.1%}",
+            f"{each['peak_bytes'] / 2**20:.1f}",
+            f"{sum(each['live_activations'])}",
+            "chosen" if each is best else each["refused"] or why,
+        )
 
 
 def choose(
@@ -204,8 +207,7 @@ def _candidates(
 ) -> Iterator[tuple[str, Schedule | str]]:
     """Yields the name of each candidate with its schedule, or with the reason that it has none."""
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    if specs is None:
-        names = [plugin.name for plugin in registry if plugin.name not in _FOLLOWERS]
+    names = [plugin.name for plugin in registry if plugin.name not in _FOLLOWERS]
     for spec in names if specs is None else specs:
         for table in _tables(spec, num_ranks, costs):
             try:
@@ -276,7 +278,7 @@ def _tried(
         return Candidate(name, refused="it splits backwards: weight_seconds of the costs are 0")
     own = _merged(costs, num_stages)
     if links is None or len(costs.stages) != num_stages:
-        links = _chain(own)
+        links = chain_of(own)
     try:
         program = lower(schedule, links=links)
         proof = verify(program)
@@ -314,11 +316,13 @@ def _beyond(
         )
     if limit_live is not None and max(live) * len(live) > limit_live * num_stages:
         held = max(live) * len(live) / num_stages
-        return f"rank {live.index(max(live))} holds {held:g} microbatches, the limit is {limit_live}"
+        return (
+            f"rank {live.index(max(live))} holds {held:g} microbatches, the limit is {limit_live}"
+        )
     return ""
 
 
-def _chain(costs: Costs) -> list[Link]:
+def chain_of(costs: Costs) -> list[Link]:
     """Returns links where each stage takes all outputs of the one before it."""
     return [
         Link(name, stage, (stage + 1,))

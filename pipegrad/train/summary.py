@@ -11,6 +11,7 @@ from pipegrad.model.manifest import Manifest
 from pipegrad.partition.cut_model import Cut
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.registry import ResolvedPlugin
+from pipegrad.simulation.choose import rows_of
 from pipegrad.train.job import Job
 from pipegrad.train.tables import table
 
@@ -29,6 +30,7 @@ def make_summary(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
         PlanError: As `Job.plans` does.
     """
     plans = job.plans(manifest)
+    choice = job.choice
     return {
         "ranks": job.num_ranks,
         "pipeline": job.pipeline,
@@ -36,6 +38,7 @@ def make_summary(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
         "dimensions": job.config.parallel.dimensions,
         "microbatches": job.schedule.num_microbatches,
         "schedule": _identity(job.generator) | {"grid": str(job.schedule).splitlines()},
+        "choice": None if choice is None else choice.to_json(),
         "handlers": [_identity(resolved) for resolved in job.handlers.values()],
         "stages": [_stage(job, cut, manifest, stage) for stage in sorted(cut.modules)],
         "ties": list(_ties(job, manifest)),
@@ -121,6 +124,9 @@ def rendered(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     )
     yield "handlers: " + (", ".join(map(_source, summary["handlers"])) or "none")
     yield ""
+    if summary["choice"]:
+        head, *rows = rows_of(summary["choice"])
+        yield table(head, rows)
     yield from summary["schedule"]["grid"]
     yield ""
     yield table(

@@ -43,9 +43,7 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
     Source: derived in `hop-aware-1f1b`. PipeMorph (NSDI 2026) also changes pipelines as links do.
     """
 
-    def __init__(
-        self, *, max_live_activations: int | None = None, threshold: float = 0.05
-    ) -> None:
+    def __init__(self, *, max_live_activations: int | None = None, threshold: float = 0.05) -> None:
         is_number = isinstance(max_live_activations, int) and max_live_activations is not True
         if max_live_activations is not None and (not is_number or max_live_activations < 1):
             raise ScheduleError(

@@ -35,9 +35,9 @@ class HopAwareOneForwardOneBackward(MeasuredGenerator):
     If a hop does not satisfy this, all ranks wait in every microbatch: for c if only one hop is too
     slow, for up to 2 c if all hops are. Fill and drain always cost 2 c for each hop and step.
 
-    Without `hop_seconds` and `compute_seconds` it begins as 1f1b, and a `Scheduler` measures both in
-    its second step. From the third step on it is what they say. `adaptive-1f1b` measures them in
-    every step.
+    Without `hop_seconds` and `compute_seconds` it begins as 1f1b, and a `Scheduler` measures both
+    in its second step. From the third step on it is what they say. `adaptive-1f1b` measures them
+    in every step.
 
     Args:
         hop_seconds: For each hop s -> s+1 (P-1 hops) the time of one transfer of a microbatch in
