@@ -293,7 +293,7 @@ def _tried(
         name,
         schedule,
         step_seconds=seconds,
-        bubble=1 - computing / (schedule.num_ranks * seconds) if seconds else 0.0,
+        bubble=max(0.0, 1 - computing / (schedule.num_ranks * seconds)) if seconds else 0.0,
         peak_bytes=max(found.peak_bytes),
         live_activations=proof.live_activations,
         refused=_beyond(found.peak_bytes, proof.live_activations, num_stages, limits),

@@ -298,7 +298,7 @@ class Job:
         """Returns the schedule's table; a file of costs is seen from the configuration's folder."""
         spec = self.config.parallel.schedule.spec
         if spec["name"] == "auto" and isinstance(spec.get("costs"), str):
-            spec["costs"] = self.config.path.resolve().parent / spec["costs"]
+            spec["costs"] = str(self.config.path.resolve().parent / spec["costs"])
         return spec
 
     @property

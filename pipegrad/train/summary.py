@@ -38,6 +38,7 @@ def make_summary(job: Job, cut: Cut, manifest: Manifest) -> dict[str, Any]:
         "dimensions": job.config.parallel.dimensions,
         "microbatches": job.schedule.num_microbatches,
         "schedule": _identity(job.generator) | {"grid": str(job.schedule).splitlines()},
+        "is_measured": job.measured_generator is not None,
         "choice": None if choice is None else choice.to_json(),
         "handlers": [_identity(resolved) for resolved in job.handlers.values()],
         "stages": [_stage(job, cut, manifest, stage) for stage in sorted(cut.modules)],
@@ -124,6 +125,8 @@ def rendered(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     )
     yield "handlers: " + (", ".join(map(_source, summary["handlers"])) or "none")
     yield ""
+    if summary["is_measured"]:
+        yield "the schedule to begin with; it may change when steps were measured:"
     if summary["choice"]:
         head, *rows = rows_of(summary["choice"])
         yield table(head, rows)
