@@ -36,6 +36,8 @@ if typing.TYPE_CHECKING:
     from pipegrad.plugins.handler import handlers as handlers
     from pipegrad.reduce.bucketer import Bucketer as Bucketer
     from pipegrad.reduce.ddp_hooks import CommunicationHook as CommunicationHook
+    from pipegrad.simulation.costs import Costs as Costs
+    from pipegrad.simulation.simulator import simulate as simulate
     from pipegrad.topology import Topology as Topology
 
 # Each name is imported when it is first asked for: the command line, and whoever needs one thing,
@@ -59,6 +61,8 @@ _HOMES = {
     ),
     "reduce.bucketer": "Bucketer",
     "reduce.ddp_hooks": "CommunicationHook",
+    "simulation.costs": "Costs",
+    "simulation.simulator": "simulate",
     "topology": "Topology",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -54,7 +54,8 @@ class StageCosts:
         parameter_bytes: Parameters.
         gradient_bytes: Gradients, with the buckets that they lie in.
         optimizer_bytes: State of the optimizer, and master copies.
-        activation_bytes: What a microbatch holds from its F until its B, or until its I.
+        activation_bytes: What a microbatch holds from its F until its B, or until its I: saved
+            tensors and outputs, without the values that it received.
         factor_bytes: The part of `activation_bytes` that W needs; it is held until W.
         outputs: For each value that the stage makes, its bytes in one microbatch. The gradient that
             comes back has as many.
@@ -132,7 +133,8 @@ class Network:
     one rank to another go one after the other, in the order in which they are sent.
 
     Attributes:
-        nic_bytes_per_second: Rate of every NIC, each way. Infinite: messages take `latency_seconds`
+        nic_bytes_per_second: Rate of every NIC, each way, while both ways are busy: what it keeps
+            up, not what one message after a pause takes. Infinite: messages take `latency_seconds`
             and what their link takes.
         latency_seconds: Time of an empty message, if its link says nothing else.
         hosts: For each pipeline rank the number of its host; empty if each rank has its own.
@@ -159,8 +161,10 @@ class Network:
 
     def link(self, source: int, target: int) -> LinkCosts:
         """Returns the costs from one rank to another."""
-        default = LinkCosts(source, target, self.latency_seconds)
-        return self._links.get((source, target), default)
+        links = self._links
+        if (source, target) not in links:
+            links[source, target] = LinkCosts(source, target, self.latency_seconds)
+        return links[source, target]
 
     def host(self, rank: int) -> int:
         """Returns the number of a rank's host."""

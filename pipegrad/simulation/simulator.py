@@ -264,11 +264,11 @@ class _Run:
 
     def _publish(self, now: float, rank: _Rank, number: int) -> bool:
         """Begins a parameter sync if the optimizer has stepped, else finishes the step first."""
-        if rank.has_finished:
-            self._collectives.publish(now, rank.step, number, rank.number)
-        else:
+        if not rank.has_finished:
             self._finish(now, rank)
-        return rank.has_finished
+            return False
+        self._collectives.publish(now, rank.step, number, rank.number)
+        return True
 
     def _sleep(self, now: float, rank: _Rank, event: Event) -> bool:
         """Lets a rank sleep until an event; returns that it cannot go on."""

@@ -1,0 +1,295 @@
+"""simulate against closed forms: what a step takes where that can be computed by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules import Program, build, lower, verify
+from pipegrad.schedules.program.program import Collective, Link, Op
+from pipegrad.simulation.costs import (
+    CollectiveCosts,
+    Costs,
+    HostCosts,
+    LinkCosts,
+    Network,
+    StageCosts,
+)
+from pipegrad.simulation.simulator import simulate
+from pipegrad.simulation.timeline import BESIDE, COMPUTE, ON_RANK, Timeline
+
+IDEAL = Network()
+NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
+
+
+def program(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *collectives: Collective,
+    forward_only: bool = False,
+) -> Program:
+    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return lower(schedule, collectives=collectives, forward_only=forward_only)
+
+
+def unit_costs(made: Program, network: Network = IDEAL, **held: int) -> Costs:
+    """A rank's slice takes 1 for a forward, 1 for I and 1 for W; a value has one byte."""
+    share = made.schedule.num_ranks / len(made.schedule.stage_to_rank)
+    stage = StageCosts(share, 2 * share, share, outputs={"x": 1}, **held)
+    return Costs((stage,) * len(made.schedule.stage_to_rank), network)
+
+
+def seconds(made: Program, costs: Costs) -> float:
+    return simulate(made, costs, records=False).step_seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "with_latency"),
+    [
+        ("gpipe", 117.0, 120.5),
+        ("1f1b", 117.0, 134.0),
+        ("eager-1f1b", 117.0, 120.5),
+        ("interleaved-1f1b", 106.5, 114.0),
+        ("zb-h1", 103.0, 110.0),
+        ("zbv", 99.5, 107.75),
+    ],
+)
+def test_known_makespans_of_eight_ranks(name: str, alone: float, with_latency: float) -> None:
+    """The numbers are those of an independent simulation of the schedules' papers."""
+    made = program(name, 8, 32)
+    assert seconds(made, unit_costs(made)) == alone
+    assert seconds(made, unit_costs(made, Network(latency_seconds=0.25))) == with_latency
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 9])
+def test_1f1b_takes_what_its_formula_says(num_ranks: int, num_microbatches: int) -> None:
+    made = program("1f1b", num_ranks, num_microbatches)
+    found = seconds(made, unit_costs(made))
+    assert found == 3 * (num_microbatches + num_ranks - 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_timeline_holds_each_action_once_and_ranks_do_one_thing_at_a_time(name: str) -> None:
+    made = program(name, 4, 8)
+    costs = unit_costs(made, Network(4.0, 0.1))
+    timeline = simulate(made, costs).timeline
+    assert timeline is not None
+    expected = Counter(str(action) for own in made.schedule.actions for action in own)
+    assert Counter(s.action for s in timeline.spans if s.kind in COMPUTE) == expected
+    for rank in range(4):
+        for before, after in pairwise(timeline.on_rank(rank)):
+            assert before.end <= after.begin + 1e-9
+    sends = [i for items in made.items for i in items if i & 15 == Op.SEND]
+    assert len(sends) == sum(s.kind == "transfer" for s in timeline.spans)
+    assert max(s.end for s in timeline.spans if s.kind in ON_RANK) == timeline.seconds
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_wait_ends_with_what_it_waits_for(name: str) -> None:
+    made = program(name, 4, 8)
+    timeline = simulate(made, unit_costs(made, Network(2.0, 0.05))).timeline
+    assert timeline is not None
+    arrivals = {(s.which, s.microbatch, s.peer): s for s in timeline.spans if s.kind == "transfer"}
+    waits = [s for s in timeline.spans if s.kind == "wait for receive"]
+    assert waits
+    for wait in waits:
+        transfer = arrivals[wait.which, wait.microbatch, wait.rank]
+        assert transfer.rank == wait.peer
+        assert transfer.label == wait.label
+        assert transfer.end == wait.end
+
+
+def test_a_transfer_takes_latency_and_bytes_over_the_slower_of_link_and_nic() -> None:
+    made = program("gpipe", 2, 1)
+    costs = Costs((StageCosts(1, 1, outputs={"x": 100}), StageCosts(1, 1)))
+    slow = (LinkCosts(0, 1, 0.5, 25.0),)
+    for network, there, back in [
+        (Network(50.0), 2.0, 2.0),
+        (Network(50.0, 0.25), 2.25, 2.25),
+        (Network(50.0, links=slow), 4.5, 2.0),
+        (Network(50.0, hosts=(7, 7)), 0.0, 0.0),  # one host: no NIC
+        (Network(50.0, hosts=(7, 7), links=slow), 4.5, 0.0),
+    ]:
+        found = seconds(made, Costs(costs.stages, network))
+        assert found == pytest.approx(4 + there + back, rel=1e-12)
+        assert network.seconds(0, 1, 100) == there
+
+
+def test_messages_at_once_share_a_nic() -> None:
+    """Rank 0 sends 100 bytes to ranks 1 and 2 at once: each gets half of its NIC's rate."""
+    links = (Link("a", 0, (1,)), Link("b", 0, (2,)))
+    made = lower(build("gpipe", num_ranks=3, num_microbatches=1), links=links)
+    stages = (StageCosts(1, 1, outputs={"a": 100, "b": 100}), StageCosts(1, 1), StageCosts(1, 1))
+    timeline = simulate(made, Costs(stages, Network(100.0))).timeline
+    assert timeline is not None
+    there = [s for s in timeline.spans if s.kind == "transfer" and s.rank == 0]
+    assert [(s.begin, s.end) for s in there] == [(1.0, 3.0)] * 2
+    # Both come back at the same time, and share what enters rank 0.
+    back = [s for s in timeline.spans if s.kind == "transfer" and s.peer == 0]
+    assert [(s.begin, s.end) for s in back] == [(5.0, 7.0)] * 2
+    assert timeline.seconds == pytest.approx(8.0)
+
+
+def test_messages_of_one_edge_go_one_after_the_other() -> None:
+    links = (Link("a", 0, (1,)), Link("b", 0, (1,)))
+    made = lower(build("gpipe", num_ranks=2, num_microbatches=1), links=links)
+    stages = (StageCosts(1, 1, outputs={"a": 100, "b": 300}), StageCosts(1, 1))
+    timeline = simulate(made, Costs(stages, Network(100.0))).timeline
+    assert timeline is not None
+    there = [(s.begin, s.end) for s in timeline.spans if s.kind == "transfer" and s.rank == 0]
+    assert there == [(1.0, 2.0), (2.0, 5.0)]
+
+
+def test_a_message_waits_for_its_receive() -> None:
+    """With no receives posted ahead, a message begins when its receiver comes to wait for it."""
+    made = lower(build("1f1b", num_ranks=2, num_microbatches=4), depth=0)
+    early = lower(build("1f1b", num_ranks=2, num_microbatches=4))
+    stages = (StageCosts(1, 2, outputs={"x": 1}), StageCosts(3, 6))
+    costs = Costs(stages, Network(latency_seconds=0.5))
+    assert seconds(made, costs) > seconds(early, costs)
+
+
+def test_hosts_take_their_time() -> None:
+    made = program("1f1b", 2, 4)
+    costs = unit_costs(made)
+    slow = Costs(costs.stages, costs.network, {}, HostCosts(0.1, 0.01, 1.0))
+    result = simulate(made, slow)
+    assert result.timeline is not None
+    host = [s for s in result.timeline.spans if s.kind == "host"]
+    # Each rank: a step, 8 actions, and 4 messages sent and 4 received.
+    assert sum(s.seconds for s in host if s.rank == 0) == pytest.approx(1.0 + 0.8 + 0.08)
+    assert result.step_seconds[0] > seconds(made, costs) + 1.0
+
+
+# Reductions.
+
+
+def reduced(num_ranks: int, *collectives: Collective) -> Program:
+    return program("1f1b", num_ranks, 4, *collectives)
+
+
+def test_a_bucket_leaves_inside_of_the_last_backward() -> None:
+    """Two buckets of 30 and 10 bytes: the first leaves after 3/4 of the last backward."""
+    made = reduced(1, Collective("a", (0,), (0,), 0), Collective("b", (0,), (0,), 0))
+    sizes = {"a": CollectiveCosts(30, 2), "b": CollectiveCosts(10, 2)}
+    costs = Costs((StageCosts(1, 2, optimizer_seconds=0.5),), Network(10.0), sizes)
+    result = simulate(made, costs)
+    assert result.timeline is not None
+    spans = {s.label: s for s in result.timeline.spans if s.kind == "reduction"}
+    # An all-reduce of n bytes over 2 ranks sends n bytes: 3 s and 1 s at 10 bytes per second.
+    assert (spans["a"].begin, spans["a"].end) == (11.5, 14.5)
+    assert (spans["b"].begin, spans["b"].end) == (14.5, 15.5)  # on the same comm stream
+    waits = [s for s in result.timeline.spans if s.kind == "wait for reduction"]
+    assert sum(s.seconds for s in waits) == 3.5
+    assert result.step_seconds == (16.0,)
+
+
+def test_a_reduction_waits_for_all_its_ranks() -> None:
+    made = reduced(2, Collective("tie", (0, 1), (0, 1), 0))
+    costs = Costs(
+        (StageCosts(1, 2), StageCosts(1, 2)), Network(10.0), {"tie": CollectiveCosts(40, 2)}
+    )
+    timeline = simulate(made, costs).timeline
+    assert timeline is not None
+    spans = [s for s in timeline.spans if s.kind == "reduction"]
+    assert {(s.rank, s.begin, s.end) for s in spans} == {(0, 15.0, 19.0), (1, 15.0, 19.0)}
+
+
+def test_parameters_return_under_the_next_forwards() -> None:
+    """Rank 1 needs the tied weight when its first forward begins; rank 0 has stepped it."""
+    made = reduced(2, Collective("tie", (0, 1), (0, 1), 0, readers=(1,)))
+    stages = (StageCosts(1, 2, outputs={"x": 1}), StageCosts(1, 2))
+    tie = {"tie": CollectiveCosts(40, 2, "send", sync_bytes=20)}
+    result = simulate(made, Costs(stages, Network(10.0), tie), num_steps=3)
+    assert result.timeline is not None
+    syncs = [s for s in result.timeline.spans if s.kind == "parameter sync" and s.rank == 0]
+    assert [round(s.seconds, 9) for s in syncs] == [2.2, 2.2, 2.0]  # two values pass meanwhile
+    waits = [s for s in result.timeline.spans if s.kind == "wait for parameters"]
+    assert {s.step for s in waits} == {1, 2}
+    assert {s.rank for s in waits} == {1}
+    # The last step ends without its sync: it would run beside the next one.
+    assert result.step_seconds[0] < result.step_seconds[1]
+
+
+def test_steps_of_ranks_that_do_not_meet_overlap() -> None:
+    """Without a meeting zbv has no bubble: a tail overlaps the next head."""
+    made = program("zbv", 4, 8)
+    costs = unit_costs(made)
+    apart = Costs(costs.stages, ranks_meet=False)
+    assert simulate(made, costs, num_steps=3).step_seconds == (25.5,) * 3
+    assert simulate(made, apart, num_steps=3).step_seconds == (25.5, 24.0, 24.0)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_activations_are_those_that_the_proof_counts(name: str) -> None:
+    made = program(name, 4, 8)
+    stage = StageCosts(1, 2, 1, activation_bytes=1, factor_bytes=1)
+    result = simulate(made, Costs((stage,) * len(made.schedule.stage_to_rank)))
+    assert result.peak_bytes == verify(made).live_activations
+    assert result.timeline is not None
+    for rank, points in enumerate(result.timeline.memory):
+        assert max(p.num_bytes for p in points) == result.peak_bytes[rank]
+        assert points[-1].num_bytes == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_buffers_are_those_that_the_proof_counts(name: str, forward_only: bool) -> None:
+    made = program(name, 4, 8, forward_only=forward_only)
+    stage = StageCosts(1, 2, 1, outputs={"x": 1}, parameter_bytes=1000)
+    result = simulate(made, Costs((stage,) * len(made.schedule.stage_to_rank)))
+    most = verify(made).receive_buffers
+    for rank in range(4):
+        held = 1000 * made.schedule.stage_to_rank.count(rank)
+        # A gradient on its way out is held beside the receive buffers.
+        assert held + most[rank] <= result.peak_bytes[rank] <= held + most[rank] + 8
+        assert result.timeline is not None
+        assert result.timeline.memory[rank][-1].num_bytes == held
+
+
+# Odd input.
+
+
+def test_costs_of_another_pipeline_are_refused() -> None:
+    made = program("1f1b", 2, 4)
+    with pytest.raises(ScheduleError, match=r"costs of 1 stages.*has 2"):
+        simulate(made, Costs((StageCosts(),)))
+    with pytest.raises(ScheduleError, match=r"3 hosts.*2 ranks"):
+        simulate(made, Costs((StageCosts(),) * 2, Network(hosts=(0, 1, 2))))
+    with pytest.raises(ScheduleError, match="num_steps is 0"):
+        simulate(made, Costs((StageCosts(),) * 2), num_steps=0)
+
+
+def test_a_step_that_takes_nothing_takes_nothing() -> None:
+    made = program("zbv", 4, 8)
+    result = simulate(made, Costs((StageCosts(),) * 8), num_steps=3)
+    assert result.step_seconds == (0.0,) * 3
+
+
+def test_recording_changes_no_number() -> None:
+    made = program("zbv", 4, 8)
+    costs = unit_costs(made, Network(3.0, 0.1))
+    assert simulate(made, costs, records=False).step_seconds == simulate(made, costs).step_seconds
+
+
+def test_a_timeline_survives_json_and_is_cut_into_steps() -> None:
+    made = program("1f1b", 3, 4)
+    timeline = simulate(made, unit_costs(made, Network(3.0)), num_steps=2).timeline
+    assert timeline is not None
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    first, second = timeline.of_step(0), timeline.of_step(1)
+    assert first.seconds + second.seconds == pytest.approx(timeline.seconds)
+    for step in (first, second):
+        assert sum(s.kind in COMPUTE for s in step.spans) == 3 * 4 * 2
+        assert all(0 <= s.begin <= s.end <= step.seconds for s in step.spans)
+        assert {s.kind for s in step.spans if s.kind in BESIDE} == {"transfer"}
+    assert math.isclose(first.seconds, second.seconds)
