@@ -104,7 +104,11 @@ class StepTimes:
         return event
 
     def numbers(self) -> list[float]:
-        """Returns what this rank adds to the numbers of all ranks; see `Layout`."""
+        """Returns what this rank adds to the numbers of all ranks; see `Layout`.
+
+        Sync: the host waits for the device.
+        """
+        sync_points.finish_device(self._device)
         layout, numbers = self.layout, [0.0] * self.layout.size
         for (_, kind), stamps in self._computes.items():
             row = _FORWARD if kind == "F" else _BACKWARD
@@ -172,5 +176,4 @@ def _seconds(begin: _Stamp, end: _Stamp) -> float:
         assert isinstance(begin, float)
         assert isinstance(end, float)
         return end - begin
-    end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
