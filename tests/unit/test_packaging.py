@@ -55,9 +55,10 @@ def may_import() -> dict[str, set[str]]:
     table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
     # Schedules are plain data, and plug-ins. Who runs them knows them.
     table["schedules"] = {"schedules", "errors", "plugins"}
+    table["simulation"] = {*table["schedules"], "simulation"}
     for part in ORDER[ORDER.index("pipeline") :]:
-        table[part] |= {"schedules"}
-    everything = {*ORDER, "schedules"}
+        table[part] |= table["simulation"]
+    everything = {*ORDER, *table["simulation"]}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
     # Tests of other people's handlers use all that is public.
     everything |= {"testing"}
