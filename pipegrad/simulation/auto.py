@@ -12,7 +12,7 @@ from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.schedule import Schedule
-from pipegrad.simulation.choose import Choice, Spec, choose
+from pipegrad.simulation.choose import Choice, Spec, check_limit, choose
 from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 
 # Bytes of a value whose size is not known, over a link that takes the measured time for them. Only
@@ -36,7 +36,7 @@ class Auto(MeasuredGenerator):
         schedules: Names, or tables of name and options, instead of all registered ones.
 
     Raises:
-        ScheduleError: If the costs cannot be read, or a limit needs costs and has none.
+        ScheduleError: If the costs cannot be read, or if a limit is no number or needs costs.
     """
 
     def __init__(
@@ -52,6 +52,8 @@ class Auto(MeasuredGenerator):
                 "memory_limit_bytes needs costs, which say what stages hold: give costs, or "
                 "max_live_activations"
             )
+        check_limit("memory_limit_bytes", memory_limit_bytes)
+        check_limit("max_live_activations", max_live_activations)
         self._costs = _read(costs)
         self._memory_limit_bytes = memory_limit_bytes
         self._max_live_activations = max_live_activations
@@ -64,17 +66,25 @@ class Auto(MeasuredGenerator):
         return self._costs is None
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Returns the best schedule; without costs 1f1b.
+        """Returns the best schedule; without costs 1f1b, if any schedule can fit later.
 
         Raises:
             ScheduleError: If no schedule fits, or if the costs are of other stages.
         """
         if self._costs is None:
+            self._try_out(num_ranks, num_microbatches)
             begin = OneForwardOneBackward()
             made = begin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
             return replace(made, name="auto")
         chosen = self.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
         return chosen.schedule
+
+    def _try_out(self, num_ranks: int, num_microbatches: int) -> None:
+        """Refuses limits and schedules of which nothing is left, before any step."""
+        if self._schedules is not None or self._max_live_activations is not None:
+            some = Times((1.0,) * num_ranks, (2.0,) * num_ranks, (0.0,) * (num_ranks - 1))
+            planned = self.planned(some)
+            planned.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     def choice(self, *, num_ranks: int, num_microbatches: int) -> Choice:
         """Returns what was chosen, with the table of why. It needs costs.

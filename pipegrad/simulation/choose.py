@@ -165,7 +165,8 @@ def choose(
             the outputs of the one before it.
 
     Raises:
-        ScheduleError: If no candidate fits, or the costs are of fewer stages than ranks.
+        ScheduleError: If no candidate fits, if a limit is no number above 0, or if the costs are
+            of fewer stages than ranks.
     """
     if num_ranks < 1 or num_microbatches < 1 or len(costs.stages) % num_ranks or not costs.stages:
         raise ScheduleError(
@@ -173,6 +174,8 @@ def choose(
             f"{num_microbatches} microbatches: expected costs of as many stages as ranks, or a "
             f"multiple, and at least one of each"
         )
+    check_limit("memory_limit_bytes", memory_limit_bytes)
+    check_limit("max_live_activations", max_live_activations)
     tried = dict[tuple[object, ...], None]()
     candidates = list[Candidate]()
     for name, made in _candidates(num_ranks, num_microbatches, costs, schedules):
@@ -189,11 +192,23 @@ def choose(
     return Choice(_ordered(candidates))
 
 
+def check_limit(name: str, limit: object) -> None:
+    """Refuses a limit that is no number above 0; None is no limit.
+
+    Raises:
+        ScheduleError: If it is something else.
+    """
+    if limit is None:
+        return
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not limit > 0:
+        raise ScheduleError(f"{name} is {limit!r}, expected a number above 0")
+
+
 def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     fitting = [each for each in candidates if not each.refused]
     refused = sorted((each for each in candidates if each.refused), key=lambda each: each.name)
     if not fitting:
-        reasons = "\n".join(f"  {each.name}: {each.refused}" for each in refused)
+        reasons = "\n".join(f"  {each.name}: {each.refused}" for each in refused) or "  of none"
         raise ScheduleError(f"no schedule fits:\n{reasons}")
     fastest = min(each.step_seconds for each in fitting)
     equal = [each for each in fitting if each.step_seconds <= fastest * (1 + _EQUAL)]

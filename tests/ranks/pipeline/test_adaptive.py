@@ -246,6 +246,19 @@ def test_by_name_alone_hops_are_measured_in_the_second_step(trio: Replies) -> No
 
 
 @on(TRIO)
+def other_limits() -> Any:
+    """Ranks that were given other options, which only later schedules would show."""
+    spec = {"name": "adaptive-1f1b", "max_live_activations": 4 + rank() // 2}
+    return outcome(lambda: Pipeline(spec))
+
+
+def test_options_that_differ_are_refused_before_the_first_step(trio: Replies) -> None:
+    for reply in trio:
+        assert reply["other_limits"].startswith("AgreementError: ranks disagree on the schedule")
+        assert "'max_live_activations': '5'" in reply["other_limits"]
+
+
+@on(TRIO)
 def static() -> Any:
     """A schedule that is given its costs measures nothing."""
     costs = {"hop_seconds": [0.0, 1.5], "compute_seconds": 3.0}

@@ -194,7 +194,10 @@ class Skips(ScheduleGenerator):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["egar", *SIZE], "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto, eager"),
+        (
+            ["egar", *SIZE],
+            "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto",
+        ),
         (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 is not in the range x>=1"),
         (["1f1b", "--ranks", "2"], "Missing option '--microbatches'"),
         (["1f1b", *SIZE, "--format", "csv"], "'csv' is not one of 'text', 'torch-csv'"),

@@ -70,12 +70,20 @@ def test_measured_hops_take_what_was_measured() -> None:
     assert costs.network.seconds(1, 0, sizes) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("options", [{"max_live_activations": 3}, {"schedules": ["zbv"]}])
+def test_what_can_never_fit_is_refused_before_anything_is_measured(options: dict[str, Any]) -> None:
+    with pytest.raises(ScheduleError, match="no schedule fits"):
+        schedules.build("auto", **SIZES, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"memory_limit_bytes": 5}, "memory_limit_bytes needs costs"),
         ({"costs": "nowhere.json"}, "nowhere.json holds no costs"),
         ({"costs": {"stage": []}}, "stage"),
+        ({"max_live_activations": "all"}, "max_live_activations is 'all', expected a number above"),
+        ({"costs": COSTS, "memory_limit_bytes": 0}, "memory_limit_bytes is 0, expected a number"),
     ],
 )
 def test_costs_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
