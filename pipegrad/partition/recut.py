@@ -203,4 +203,10 @@ def _stage_of(layer: int, boundaries: Sequence[int]) -> int:
 
 
 def _listed(names: Sequence[str]) -> str:
+    if all(name.isdigit() for name in names):  # those of an nn.Sequential say nothing alone
+        return f"layer{'s' * (len(names) > 1)} {_joined(names)}"
+    return _joined(names)
+
+
+def _joined(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -48,6 +48,12 @@ def test_several_layers_move_to_several_stages() -> None:
     assert str(two).startswith("move layers.2 and layers.3 to stage 0: ")
 
 
+def test_numbers_of_layers_are_called_so() -> None:
+    numbered = {str(i): LAYER for i in range(6)}
+    assert str(recut(numbered, [2], schedule=schedule())).startswith("move layer 2 to stage 0: ")
+    assert str(recut(numbered, [1], schedule=schedule())).startswith("move layers 1 and 2 to stage")
+
+
 def test_a_cut_that_is_even_stays() -> None:
     found = recut(layers(1, 1, 1, 1), [2], schedule=schedule())
     assert (found.boundaries, found.gain) == ((2,), 0)
