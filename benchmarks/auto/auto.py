@@ -5,14 +5,14 @@ benchmarks/network/cluster.sh benchmarks/auto/auto.py [--rounds 4] [--only 3] [-
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,10 @@ import torch.distributed as dist
 import pipegrad
 from pipegrad.schedules import Schedule
 from pipegrad.simulation.choose import Choice, choose
-from pipegrad.simulation.costs import Costs, Network, StageCosts
+from pipegrad.simulation.costs import Costs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
-from stages import Batch, Seconds, SleepingStage, compute_seconds, hop_seconds, split_seconds
+from stages import Batch, Seconds, SleepingStage, split_seconds
 
 RANKS, MICROBATCHES, KIB_SENT = 4, 16, 512
 HALVES = 2 * RANKS  # costs are of half stages, so that two of them may be on one rank
@@ -65,36 +65,6 @@ def set_rate(mbits: int) -> None:
     dist.barrier()
 
 
-def measured_network() -> Network:
-    """Returns the latency and the rate of NICs, of messages between idle hosts."""
-    small, large = (statistics.mean(hop_seconds(kib)) for kib in (4, KIB_SENT))
-    rate = (KIB_SENT - 4) * 1024 / (large - small)
-    return Network(nic_bytes_per_second=rate, latency_seconds=max(0.0, small - 4096 / rate))
-
-
-def measured_costs(setting: Setting, batch: Batch) -> Costs:
-    """Returns the costs of half stages, and of the network."""
-    known: dict[tuple[float, ...], Any] = {}
-    stages = []
-    for part in range(HALVES):
-        seconds = slept(setting, part, HALVES)
-        key = tuple(seconds.values())
-        if key not in known:
-            known[key] = compute_seconds(seconds, batch)
-        found = known[key]
-        stages.append(
-            StageCosts(
-                forward_seconds=found["F"],
-                backward_seconds=found["B"],
-                weight_seconds=found["W"],
-                activation_bytes=ACTIVATION_BYTES,
-                factor_bytes=ACTIVATION_BYTES // 2,
-                outputs={"x": KIB_SENT * 1024},
-            )
-        )
-    return Costs(tuple(stages), measured_network())
-
-
 class Run:
     """A schedule on this rank."""
 
@@ -120,6 +90,22 @@ class Run:
         for module in self.modules.values():
             module.weight.grad = None
         return seconds
+
+
+def measured_costs(setting: Setting, batch: Batch) -> Costs:
+    """Returns the costs of half stages, of the network and of hosts, as a user measures them."""
+    halves = pipegrad.schedules.build("zbv", num_ranks=RANKS, num_microbatches=MICROBATCHES)
+    run = Run(halves, setting)
+    run.seconds(batch)
+    with pipegrad.record(run.scheduler, steps=2) as recording:
+        for _ in range(2):
+            run.seconds(batch)
+    costs = pipegrad.measure_costs(
+        run.scheduler, batch.x, target=batch.target, timeline=recording.timeline(), repeats=9
+    )
+    run.scheduler.close()
+    declared = {"activation_bytes": ACTIVATION_BYTES, "factor_bytes": ACTIVATION_BYTES // 2}
+    return replace(costs, stages=tuple(replace(stage, **declared) for stage in costs.stages))
 
 
 def measured(choice: Choice, setting: Setting, batch: Batch, rounds: int) -> dict[str, float]:
