@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipegrad.commands.simulate import simulate
 from pipegrad.errors import DriftError, PipegradError, ReduceError, in_words
 from pipegrad.plugins.registry import HANDLERS, REPORTERS, Plugin, Registry
 
@@ -273,3 +274,6 @@ def _list(plugins: Iterable[Plugin], as_json: bool) -> None:
 def _print(console: Console, parts: Iterable[RenderableType]) -> None:
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
+
+
+main.add_command(simulate)

@@ -43,6 +43,7 @@ ORDER = [
     "pipeline",
     "partition",
     "train",
+    "commands",
     "cli",
     "__main__",
 ]

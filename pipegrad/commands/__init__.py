@@ -1,0 +1,1 @@
+"""The commands of `pipegrad`, a file each. Each imports torch only when it runs."""

@@ -1,0 +1,216 @@
+"""`pipegrad simulate`: what a step of a schedule takes, where it goes, and what would help."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from pipegrad.errors import PipegradError
+
+# What these need takes time to import, as numbers of torch do: it is imported when a command runs.
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from pipegrad.schedules import Link, Schedule
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.simulation.explanation import Explanation
+    from pipegrad.simulation.simulator import Simulation
+
+Command = TypeVar("Command", bound=Callable[..., None])
+_MIB = 2**20
+_MOST_STEPS = 10  # that are printed
+
+
+def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number")
+    return value
+
+
+def _amount(
+    option: str, default: float | None, text: str, *, above_zero: bool = False
+) -> Callable[[Command], Command]:
+    kind = click.FloatRange(min=0, min_open=above_zero)
+    return click.option(
+        option, type=kind, default=default, show_default=True, callback=_finite, help=text
+    )
+
+
+@click.command()
+@click.argument("schedule")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Ranks of the pipeline.")
+@click.option("--microbatches", type=click.IntRange(min=1), required=True, help="Of a step.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option of the schedule, as in --set stages_per_rank=3. TOML; repeat for several.",
+)
+@click.option(
+    "--costs", "costs_file", type=Path, metavar="FILE", help="Costs as JSON, for all that follow."
+)
+@_amount("--forward-ms", 10, "Forward of a microbatch, on all stages of a rank together.")
+@_amount("--backward-ms", 20, "Backward of a microbatch, likewise.")
+@_amount("--weight-ms", None, "The part of it that a split backward computes in W; half of it.")
+@_amount("--mib", 1, "What a stage sends to the next one, of each microbatch.")
+@_amount("--gbit", 1, "Rate of each rank's NIC, in Gbit/s, each way.", above_zero=True)
+@_amount("--latency-us", 50, "Time of an empty message.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in a row."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", type=Path, metavar="FILE", help="Write a page that shows the steps.")
+@click.option("--save", type=Path, metavar="FILE", help="Save the timeline, as JSON.")
+def simulate(
+    *,
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    settings: Sequence[str],
+    costs_file: Path | None,
+    steps: int,
+    as_json: bool,
+    html: Path | None,
+    save: Path | None,
+    weight_ms: float | None,
+    **amounts: float,
+) -> None:
+    """Print what a step of SCHEDULE takes, where it goes, and what would make it shorter.
+
+    SCHEDULE is a name that `pipegrad schedules` lists, or module:attr.
+    """
+    from pipegrad.schedules import lower
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.simulation.explanation import explain
+    from pipegrad.simulation.simulator import simulate as simulated
+    from pipegrad.train.config import parsed_setting
+
+    def costs_of(made: Schedule) -> Costs:
+        return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
+
+    _refuse_both(costs_file)
+    try:
+        options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
+        program = lower(made, links=_links(made, costs))
+        simulation = simulated(program, costs, num_steps=steps)
+        assert simulation.timeline is not None
+        explanation = explain(simulation.timeline, program=program, costs=costs)
+        if save:
+            simulation.timeline.save(save)
+        if html:
+            from pipegrad.picture import write_html
+
+            write_html([simulation.timeline], html)
+    except (PipegradError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
+        click.echo(json.dumps({**seconds, **explanation.to_json()}, indent=2))
+    else:
+        _show(made, simulation, costs, explanation)
+
+
+def _refuse_both(costs_file: Path | None) -> None:
+    """Refuses amounts beside a file that has them."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if isinstance(parameter.type, click.FloatRange)
+        and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    ]
+    if costs_file and given:
+        raise click.UsageError(
+            f"{given[0]} and --costs: {costs_file} has all costs; change it there"
+        )
+
+
+def _made(
+    options: Mapping[str, object],
+    ranks: int,
+    microbatches: int,
+    costs_of: Callable[[Schedule], Costs],
+) -> tuple[Schedule, Costs]:
+    """Returns the schedule and its costs; hop-aware-1f1b takes its hops from them."""
+    from pipegrad.schedules import generate, lower, registry
+    from pipegrad.simulation.what_ifs import hop_aware_options
+
+    if options["name"] == "hop-aware-1f1b" and "hop_seconds" not in options:
+        plain, costs = _made({"name": "1f1b"}, ranks, microbatches, costs_of)
+        hops = hop_aware_options(lower(plain, links=_links(plain, costs)), costs)
+        options = {**hops, **options}
+    made = generate(registry.resolve(options), num_ranks=ranks, num_microbatches=microbatches)
+    return made, costs_of(made)
+
+
+def _uniform(
+    schedule: Schedule,
+    weight_ms: float | None,
+    *,
+    forward_ms: float,
+    backward_ms: float,
+    mib: float,
+    gbit: float,
+    latency_us: float,
+) -> Costs:
+    """Returns costs of ranks that are all alike."""
+    from pipegrad.simulation.costs import Costs, Network, StageCosts
+
+    weight_ms = backward_ms / 2 if weight_ms is None else weight_ms
+    # Schedules with several stages on a rank can then be compared with others.
+    stages_per_rank = len(schedule.stage_to_rank) / schedule.num_ranks
+    stage = StageCosts(
+        forward_seconds=forward_ms / 1e3 / stages_per_rank,
+        backward_seconds=backward_ms / 1e3 / stages_per_rank,
+        weight_seconds=weight_ms / 1e3 / stages_per_rank,
+        outputs={"x": round(mib * _MIB)},
+    )
+    network = Network(nic_bytes_per_second=gbit * 1e9 / 8, latency_seconds=latency_us / 1e6)
+    return Costs((stage,) * len(schedule.stage_to_rank), network)
+
+
+def _links(schedule: Schedule, costs: Costs) -> Sequence[Link]:
+    """Returns the links of a chain: each stage hands all its outputs to the next one."""
+    from pipegrad.schedules import Link
+
+    last = min(len(schedule.stage_to_rank), len(costs.stages)) - 1
+    return [
+        Link(name, stage, (stage + 1,))
+        for stage, own in enumerate(costs.stages[:last])
+        for name in own.outputs or ["x"]
+    ]
+
+
+def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
+    from pipegrad.simulation.words import in_time
+    from pipegrad.train.explained import rendered
+    from pipegrad.train.tables import make_console
+
+    numbers = (
+        f"{schedule.num_ranks} ranks, {len(schedule.stage_to_rank)} stages, "
+        f"{schedule.num_microbatches} microbatches"
+    )
+    parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated"]
+    if len(simulation.step_seconds) > 1:
+        steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_STEPS]))
+        more = " ..." if len(simulation.step_seconds) > _MOST_STEPS else ""
+        parts.append(f"steps: {steps}{more}")
+    if any(stage.held_bytes or stage.activation_bytes for stage in costs.stages):
+        peak = max(simulation.peak_bytes)
+        rank = simulation.peak_bytes.index(peak)
+        parts.append(f"peak memory: {peak / _MIB:,.0f} MiB, on rank {rank}")
+    if costs.collectives:
+        parts.append(
+            "the reductions of the costs are left out: a schedule does not say whose they are"
+        )
+    console = make_console()
+    for part in [*parts, *rendered(explained)]:
+        console.print(part, soft_wrap=isinstance(part, str))

@@ -1,0 +1,265 @@
+"""CriticalPath: the chain of computes, transfers and reductions that decides when a step ends.
+
+To make the step shorter, something on this path must become shorter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+from pipegrad.simulation.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.timeline import COMPUTE, WAITS, Span
+from pipegrad.simulation.words import in_time
+
+PathKind = Literal[
+    "compute", "transfer", "reduction", "parameter sync", "optimizer", "host", "wait", "other"
+]
+_WORDS: dict[PathKind, tuple[str, str]] = {
+    "compute": ("compute", "rank {s.rank}"),
+    "transfer": ("transfers", "hop {s.rank}->{s.peer}"),
+    "reduction": ("reductions", "{s.name}"),
+    "parameter sync": ("parameter sync", "{s.name}"),
+    "optimizer": ("optimizer", "rank {s.rank}"),
+    "host": ("host", "rank {s.rank}"),
+    "wait": ("waits that nothing in the timeline explains", "rank {s.rank}"),
+    "other": ("time that no span covers", "rank {s.rank}"),
+}
+_MOST_WORDS = 3
+
+
+class Segment(NamedTuple):
+    """A part of the critical path.
+
+    Attributes:
+        kind: What it is. "wait" is a wait whose cause is not in the timeline, "other" is time that
+            no span covers.
+        begin: In seconds from the begin of the timeline.
+        end: Likewise. The next segment begins here.
+        rank: The rank, of a transfer the one that sends.
+        peer: Of a transfer the rank that receives, or -1.
+        name: The action, the value or the reduction.
+    """
+
+    kind: PathKind
+    begin: float
+    end: float
+    rank: int
+    peer: int = -1
+    name: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+    @property
+    def source(self) -> str:
+        """Where it ran, such as ``rank 2``, ``hop 1->2`` or the name of a reduction."""
+        return _WORDS[self.kind][1].format(s=self)
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The critical path of a step.
+
+    Attributes:
+        step: Its number.
+        segments: In order of time; each begins where the one before it ends. They sum to the step.
+    """
+
+    step: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took."""
+        return sum(segment.seconds for segment in self.segments)
+
+    @property
+    def shares(self) -> dict[PathKind, dict[str, float]]:
+        """Seconds of each kind, by where they were; the longest first."""
+        seconds = defaultdict[PathKind, dict[str, float]](dict)
+        for segment in self.segments:
+            own = seconds[segment.kind]
+            own[segment.source] = own.get(segment.source, 0.0) + segment.seconds
+        by_time = sorted(seconds.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+        return {
+            kind: dict(sorted(own.items(), key=lambda i: (-i[1], i[0]))) for kind, own in by_time
+        }
+
+    def __str__(self) -> str:
+        """In words, such as ``of 64 ms, 42 ms are compute (rank 2 42 ms), 22 ms are host ...``."""
+        parts = [
+            f"{in_time(sum(own.values()))} are {_WORDS[kind][0]} ({_longest(own)})"
+            for kind, own in self.shares.items()
+        ]
+        return f"of {in_time(self.seconds)}, " + ", ".join(parts or ["nothing is known"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        segments = [segment._asdict() for segment in self.segments]
+        own = {"step": self.step, "seconds": self.seconds}
+        return {**own, "shares": self.shares, "segments": segments}
+
+
+def critical_path(lookup: Lookup, step: int) -> CriticalPath:
+    """Returns the critical path of a step, for a simulated or a measured timeline.
+
+    It is followed from the end of the step back to its begin: a rank computed because it had
+    computed what was before it, or waited because of a transfer or a reduction, which began because
+    another rank had computed. Where spans are missing, the path stays on its rank.
+
+    Args:
+        lookup: The timeline.
+        step: Number of the step, from 0.
+    """
+    return CriticalPath(step, tuple(reversed(_Walk(lookup, step).segments)))
+
+
+class _Walk:
+    """Follows a critical path back in time. `rank` and `now` say where it is."""
+
+    def __init__(self, lookup: Lookup, step: int) -> None:
+        self._lookup = lookup
+        self._begin, self.now = lookup.step(step)
+        self.segments = list[Segment]()
+        self.rank = self._last_rank(range(lookup.timeline.num_ranks), self.now)
+        self._run()
+
+    def _run(self) -> None:
+        # Every turn takes time from the path or goes to another rank. A rank that was visited since
+        # the path last took time is not entered twice, so the path ends.
+        visited = set[int]()
+        while self.now > self._begin:
+            since = self.now
+            piece = self._lookup.before(self.rank, self.now)
+            if piece is None:
+                self._take("other", self._begin)
+            elif piece.span is None or piece.span.kind not in WAITS:
+                self._take(_kind(piece), piece.begin, name=_name(piece))
+            elif self.rank in visited or not self._follow(piece, piece.span):
+                self._take("wait", piece.begin, name=piece.span.label)
+            visited = visited | {self.rank} if self.now == since else set()
+
+    def _take(
+        self, kind: PathKind, begin: float, *, rank: int = -1, peer: int = -1, name: str = ""
+    ) -> None:
+        """Adds the segment from `begin` until now to the path, and goes back to its begin."""
+        begin = max(begin, self._begin)
+        if begin < self.now:
+            own = self.rank if rank < 0 else rank
+            self.segments.append(Segment(kind, begin, self.now, own, peer, name))
+            self.now = begin
+
+    def _follow(self, piece: Piece, wait: Span) -> bool:
+        """Goes to what ended a wait; returns whether it is known."""
+        if wait.kind in ("wait for receive", "wait for send"):
+            return self._follow_transfer(piece, wait)
+        if wait.kind == "wait for ranks":
+            others = [r for r in range(self._lookup.timeline.num_ranks) if r != self.rank]
+            if not others:
+                return False
+            self.rank = self._last_rank(others, self.now)
+            return True
+        return self._follow_collective(wait)
+
+    # Transfers.
+
+    def _follow_transfer(self, piece: Piece, wait: Span) -> bool:
+        transfer = self._lookup.transfer_of(wait)
+        if transfer is None:
+            return self._follow_unrecorded(wait)
+        if transfer.end <= piece.begin:  # it had arrived before: something else ended the wait
+            return False
+        self._take("wait", transfer.end, name=wait.label)
+        while True:
+            maker = self._lookup.maker(transfer)
+            earlier = self._waited_for(transfer, maker)
+            if earlier is None:
+                break
+            self._take_transfer(transfer, earlier.end)
+            transfer = earlier
+        self._go_to_begin(transfer, maker)
+        return True
+
+    def _waited_for(self, transfer: Span, maker: Span | None) -> Span | None:
+        """Returns the transfer on the same edge whose end let this one begin."""
+        earlier = self._lookup.transfer_before(transfer)
+        if earlier is None or not transfer.begin - self._lookup.tolerance <= earlier.end < self.now:
+            return None
+        ready = maker is not None and maker.end >= transfer.begin - self._lookup.tolerance
+        return None if ready and self._lookup.is_predicted else earlier
+
+    def _go_to_begin(self, transfer: Span, maker: Span | None) -> None:
+        """Goes to what let a transfer begin: its value was made, or its receive was posted."""
+        tolerance = self._lookup.tolerance
+        late = maker is None or maker.end < transfer.begin - tolerance
+        receiver = self._lookup.before(transfer.peer, transfer.begin)
+        if late and receiver and abs(receiver.end - transfer.begin) <= tolerance:
+            self._take_transfer(transfer, transfer.begin)
+            self.rank = transfer.peer
+        else:
+            self._take_transfer(transfer, maker.end if maker else transfer.begin)
+            self.rank = transfer.rank
+
+    def _follow_unrecorded(self, wait: Span) -> bool:
+        maker = self._lookup.maker(wait, by=self.now)
+        if maker is None or wait.kind == "wait for send":
+            return False
+        name = wait.label or maker.action
+        self._take("transfer", min(maker.end, self.now), rank=maker.rank, peer=wait.rank, name=name)
+        self.rank = maker.rank
+        return True
+
+    def _take_transfer(self, transfer: Span, begin: float) -> None:
+        rank, peer = transfer.rank, transfer.peer
+        self._take("transfer", begin, rank=rank, peer=peer, name=transfer.label)
+
+    # Reductions and parameter syncs.
+
+    def _follow_collective(self, wait: Span) -> bool:
+        spans = self._lookup.beside(wait, by=self.now)
+        begun = [s for s in spans if s.begin < self.now]
+        if not begun:
+            return False
+        last = max(begun, key=attrgetter("begin"))
+        kind: PathKind = "reduction" if wait.kind == "wait for reduction" else "parameter sync"
+        self._take(kind, last.begin, name=name_of(last))
+        self.rank = last.rank
+        return True
+
+    # Ranks.
+
+    def _last_rank(self, ranks: Sequence[int], now: float) -> int:
+        """Returns the rank that was busy last."""
+        return max(ranks, key=lambda rank: (self._busy_until(rank, now), -rank), default=0)
+
+    def _busy_until(self, rank: int, now: float) -> float:
+        piece = self._lookup.before(rank, now)
+        while piece is not None and (piece.span is None or piece.span.kind == "wait for ranks"):
+            if piece.begin <= self._begin:
+                return self._begin
+            piece = self._lookup.before(rank, piece.begin)
+        return min(piece.end, now) if piece is not None else self._begin
+
+
+def _kind(piece: Piece) -> PathKind:
+    if piece.span is None:
+        return "other"
+    if piece.span.kind in COMPUTE:
+        return "compute"
+    return "optimizer" if piece.span.kind == "optimizer" else "host"
+
+
+def _name(piece: Piece) -> str:
+    return "" if piece.span is None or piece.span.kind not in COMPUTE else piece.span.action
+
+
+def _longest(seconds: Mapping[str, float]) -> str:
+    shown = [f"{source} {in_time(own)}" for source, own in list(seconds.items())[:_MOST_WORDS]]
+    more = len(seconds) - len(shown)
+    return ", ".join([*shown, f"{more} more"] if more else shown)

@@ -1,0 +1,229 @@
+"""Inferred: the Program of a timeline, and its Costs. So what-ifs need only a recorded run."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from operator import attrgetter
+from statistics import median
+
+from pipegrad.schedules.program.lower import chain, lower
+from pipegrad.schedules.program.program import Collective, Link, Program
+from pipegrad.schedules.schedule import Action, Schedule
+from pipegrad.simulation.costs import (
+    CollectiveCosts,
+    Costs,
+    HostCosts,
+    StageCosts,
+)
+from pipegrad.simulation.inferred_network import GRADIENT, NOMINAL_RATE, network_of, value_of
+from pipegrad.simulation.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.timeline import COMPUTE, Span
+
+
+def program_of(lookup: Lookup, step: int) -> Program:
+    """Returns the Program that a step of a timeline ran, as far as the timeline shows it.
+
+    Raises:
+        ScheduleError: If computes of the step are missing, so that no pipeline can have run it.
+    """
+    timeline = lookup.timeline
+    own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in sorted(lookup.spans, key=attrgetter("begin", "end")):
+        if span.kind in COMPUTE and span.step == step:
+            own[span.rank].append(span)
+    links = tuple(_links(lookup, step, own))
+    feeds = [
+        tuple(sorted({link.producer for link in links if stage in link.consumers}))
+        for stage in range(len(timeline.stage_to_rank))
+    ]
+    actions = tuple(
+        tuple(
+            Action(s.stage, s.kind, s.microbatch) for s in spans if s.kind in ("F", "B", "I", "W")
+        )
+        for spans in own
+    )
+    schedule = Schedule(
+        timeline.name or "recorded",
+        timeline.num_microbatches,
+        timeline.stage_to_rank,
+        actions,
+        feeds=tuple(feeds),
+    )
+    _ = schedule.ticks  # raises if an action is missing
+    return lower(schedule, links=links, collectives=list(_collectives(lookup, step, own)))
+
+
+def costs_of(lookup: Lookup) -> Costs:
+    """Returns costs with which a simulation gives the times of a timeline.
+
+    Each time is the median of all steps. Bytes are not known: values have as many as they would
+    have at 1 GB/s, and the link of each pair of ranks has the rate that gives their times. If
+    transfers take longer beside others of their ranks, NICs limit them. Memory is not known.
+    """
+    sizes, network = network_of(lookup)
+    stages = tuple(_stages(lookup, sizes))
+    collectives = {
+        name: CollectiveCosts(
+            num_bytes=round(seconds.get("reduction", 0.0) * NOMINAL_RATE),
+            seconds=seconds.get("reduction", 0.0),
+            sync_seconds=seconds.get("parameter sync", 0.0),
+        )
+        for name, seconds in _collective_seconds(lookup).items()
+    }
+    return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
+
+
+# What stages hand on.
+
+
+def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator[Link]:
+    stage_to_rank = lookup.timeline.stage_to_rank
+    consumers = defaultdict[tuple[str, int], set[int]](set)
+    returned = set[tuple[str, int]]()
+    readers = _readers(own)
+    for span in lookup.spans:
+        sent = span.step == step and span.kind in ("transfer", "wait for receive")
+        if sent and span.label.startswith(GRADIENT):
+            returned.add(value_of(span.label))
+        elif sent:
+            value = value_of(span.label)
+            target = span.peer if span.kind == "transfer" else span.rank
+            # The first stage of the receiving rank that comes after the producer reads it.
+            later = (s for s in readers.get((target, span.microbatch), ()) if s > value[1] >= 0)
+            consumers[value].update(islice(later, 1))
+    consumers = defaultdict(set, {value: stages for value, stages in consumers.items() if stages})
+    if not consumers and len(set(stage_to_rank)) > 1:  # transfers were not recorded
+        yield from chain(len(stage_to_rank))
+        return
+    crossing = set(consumers)
+    # What one rank hands to itself is in no timeline. A stage that takes nothing from other ranks
+    # is the next one after a stage of its own rank.
+    for stage in range(1, len(stage_to_rank)):
+        if not any(stage in taken for taken in consumers.values()):
+            consumers["x", stage - 1].add(stage)
+    for (name, producer), stages in sorted(consumers.items(), key=lambda item: item[0][::-1]):
+        is_differentiable = (name, producer) in returned or (name, producer) not in crossing
+        yield Link(name, producer, tuple(sorted(stages)), is_differentiable)
+
+
+def _readers(own: Sequence[Sequence[Span]]) -> dict[tuple[int, int], list[int]]:
+    """Returns for each rank and microbatch the stages of its forwards, in order."""
+    stages = defaultdict[tuple[int, int], list[int]](list)
+    for spans in own:
+        for span in spans:
+            if span.kind == "F":
+                stages[span.rank, span.microbatch].append(span.stage)
+    return stages
+
+
+def _collectives(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator[Collective]:
+    groups = lookup.collectives("reduction", step)
+    overlap = any(
+        a.end > b.begin + lookup.tolerance
+        for rank in range(lookup.timeline.num_ranks)
+        for a, b in _neighbours([s for group in groups for s in group if s.rank == rank])
+    )
+    for number, group in enumerate(groups):
+        which = group[0].which
+        ranks = sorted({span.rank for span in group})
+        begun = {rank: min(s.begin for s in group if s.rank == rank) for rank in ranks}
+        stages = {s for rank, begin in begun.items() for s in _final(own[rank], begin)}
+        readers = {
+            stage
+            for span in lookup.spans
+            if span.kind == "parameter sync" and span.which == which
+            for stage, rank in enumerate(lookup.timeline.stage_to_rank)
+            if rank == span.rank and rank in ranks
+        }
+        stream = number if overlap else 0
+        yield Collective(
+            name_of(group[0]), tuple(ranks), tuple(sorted(stages)), stream, tuple(sorted(readers))
+        )
+
+
+def _neighbours(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
+    ordered = sorted(spans, key=attrgetter("begin", "end"))
+    return pairwise(ordered)
+
+
+def _final(computes: Sequence[Span], begin: float) -> set[int]:
+    """Returns the stages of a rank whose last backward had begun when a reduction began."""
+    last = {s.stage: s.begin for s in computes if s.kind in ("B", "W")}
+    final = {stage for stage, begun in last.items() if begun <= begin}
+    return final or set(last)
+
+
+# What it took.
+
+
+def _stages(lookup: Lookup, sizes: Mapping[tuple[str, int], int]) -> Iterator[StageCosts]:
+    seconds = defaultdict[tuple[int, str], list[float]](list)
+    steps = defaultdict[int, dict[int, float]](dict)
+    for span in lookup.spans:
+        if span.kind in COMPUTE:
+            seconds[span.stage, span.kind].append(span.seconds)
+        elif span.kind == "optimizer":
+            steps[span.rank][span.step] = steps[span.rank].get(span.step, 0.0) + span.seconds
+    ranks = lookup.timeline.stage_to_rank
+    num_stages = Counter(ranks)
+    outputs = defaultdict[int, dict[str, int]](dict)
+    for (name, producer), size in sizes.items():
+        outputs[producer][name] = size
+    for stage, rank in enumerate(ranks):
+        forward, whole, inputs, weights = (_median(seconds[stage, kind]) for kind in COMPUTE)
+        yield StageCosts(
+            forward_seconds=forward,
+            backward_seconds=inputs + weights or whole,
+            weight_seconds=weights,
+            optimizer_seconds=_median(steps[rank].values()) / num_stages[rank],
+            outputs=outputs[stage],
+        )
+
+
+def _median(seconds: Collection[float]) -> float:
+    return median(seconds) if seconds else 0.0
+
+
+def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
+    """Returns for each reduction the seconds of it and of its parameter sync."""
+    found = defaultdict[str, dict[str, list[float]]](dict)
+    for kind in ("reduction", "parameter sync"):
+        for step in range(len(lookup.timeline.step_ends)):
+            for group in lookup.collectives(kind, step):
+                end = max(span.end for span in group)
+                begin = min(max(span.begin for span in group), end)
+                found[name_of(group[0])].setdefault(kind, []).append(end - begin)
+    return {n: {kind: median(own) for kind, own in s.items()} for n, s in found.items()}
+
+
+def _host(lookup: Lookup) -> HostCosts:
+    """Returns what hosts take: what is recorded, and gaps between the spans of a rank."""
+    actions, steps = list[float](), list[float]()
+    for rank in range(lookup.timeline.num_ranks):
+        for step in range(len(lookup.timeline.step_ends)):
+            pieces = list(lookup.between(rank, *lookup.step(step)))
+            computes = [n for n, p in enumerate(pieces) if p.span and p.span.kind in COMPUTE]
+            if computes:
+                inside = pieces[computes[0] : computes[-1]]
+                outside = pieces[: computes[0]] + pieces[computes[-1] :]
+                actions.append(_host_seconds(inside) / len(computes))
+                steps.append(_host_seconds(p for p in outside if p.span))
+    return HostCosts(action_seconds=_median(actions), step_seconds=_median(steps))
+
+
+def _host_seconds(pieces: Iterable[Piece]) -> float:
+    return sum(p.seconds for p in pieces if p.span is None or p.span.kind == "host")
+
+
+def _ranks_meet(lookup: Lookup) -> bool:
+    """Returns whether no rank goes on behind its last backward before all have ended theirs."""
+    ended, went_on = defaultdict[int, float](float), dict[int, float]()
+    for span in lookup.spans:
+        if span.kind in COMPUTE:
+            ended[span.step] = max(ended[span.step], span.end)
+        if span.kind in COMPUTE or span.kind == "optimizer":
+            step = span.step if span.kind == "optimizer" else span.step - 1
+            went_on[step] = min(went_on.get(step, span.begin), span.begin)
+    return all(went_on[step] >= ended[step] - lookup.tolerance for step in went_on)

@@ -1,0 +1,241 @@
+"""Lookup: finds what a rank did at a time, and what a wait was for, in a timeline."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
+
+from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, Timeline
+
+# Clocks of ranks are aligned to about this, so "at the same time" means this much in a measured
+# timeline. A predicted one has rounding errors alone.
+_MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
+# A host that does not have to wait may be so long about it.
+_LEAST_WAIT_SECONDS = 2.5e-4
+_MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
+
+
+class Piece(NamedTuple):
+    """A part of a rank's time; pieces do not overlap, and leave nothing out.
+
+    Attributes:
+        begin: In seconds from the begin of the timeline.
+        end: Likewise; above `begin`.
+        span: What the rank did; None if no span covers this time.
+    """
+
+    begin: float
+    end: float
+    span: Span | None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+
+class Lookup:
+    """What is found in a timeline. Spans that no rank can have had are left out.
+
+    Attributes:
+        timeline: The timeline.
+        spans: The others, in the order of their ends.
+        is_predicted: True if it was simulated. A simulated transfer begins when the one before it
+            has left. A measured one begins when it is handed to the backend, and may then wait.
+        tolerance: Two times that differ by less, in seconds, are one time.
+        least_wait_seconds: A wait that took longer was a wait; another may be time of the host.
+        overlap_seconds: For each rank how long two of its own spans claim the same time. The one
+            that began first has it. This is 0 but for errors of measuring.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.is_predicted = timeline.source == "predicted"
+        self.tolerance = _PREDICTED_TOLERANCE if self.is_predicted else _MEASURED_TOLERANCE
+        self.least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
+        self.overlap_seconds = [0.0] * timeline.num_ranks
+        self._transfers: dict[tuple[int, int, int, int, int], Span] = {}
+        self._by_label: dict[tuple[int, int, str, int], Span] = {}
+        self._awaited = set[tuple[int, int, str, int]]()
+        self._makers = defaultdict[tuple[int, int, int], list[Span]](list)
+        self._edges = defaultdict[tuple[int, int], list[Span]](list)
+        self._beside = defaultdict[tuple[str, int], dict[str, list[Span]]](dict)
+        self._beside_rank = defaultdict[tuple[str, int], list[Span]](list)
+        own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+        possible = (s for s in timeline.spans if 0 <= s.rank < timeline.num_ranks)
+        possible = (s for s in possible if -math.inf < s.begin <= s.end < math.inf)
+        self.spans = sorted(possible, key=attrgetter("end", "begin"))
+        for span in self.spans:
+            self._enter(span, own[span.rank])
+        self._edge_ends = {edge: [s.end for s in spans] for edge, spans in self._edges.items()}
+        self.pieces = [self._without_overlap(rank, spans) for rank, spans in enumerate(own)]
+        self._piece_ends = [[piece.end for piece in pieces] for pieces in self.pieces]
+        self._computed = [_Covered(_computes(pieces)) for pieces in self.pieces]
+
+    def _enter(self, span: Span, own: list[Span]) -> None:
+        if span.kind in ON_RANK:
+            own.append(span)
+            if span.kind in COMPUTE:
+                self._makers[span.rank, span.microbatch, span.step].append(span)
+            elif span.kind == "wait for receive" and span.seconds > self.least_wait_seconds:
+                self._awaited.add((span.peer, span.rank, span.label, span.step))
+        elif span.kind == "transfer":
+            ends = span.rank, span.peer
+            self._transfers[*ends, span.which, span.microbatch, span.step] = span
+            self._by_label[*ends, span.label, span.step] = span
+            self._edges[ends].append(span)
+        else:
+            self._beside[span.kind, span.step].setdefault(name_of(span), []).append(span)
+            self._beside_rank[span.kind, span.rank].append(span)
+
+    def _without_overlap(self, rank: int, spans: list[Span]) -> list[Piece]:
+        pieces, now = list[Piece](), 0.0
+        for span in sorted(spans, key=attrgetter("begin", "end")):
+            if span.begin > now:
+                pieces.append(Piece(now, span.begin, None))
+                now = span.begin
+            self.overlap_seconds[rank] += max(0.0, min(now, span.end) - max(0.0, span.begin))
+            if span.end > now:
+                pieces.append(Piece(now, span.end, span))
+                now = span.end
+        last = max(self.timeline.step_ends, default=0.0)
+        if last > now:
+            pieces.append(Piece(now, last, None))
+        return pieces
+
+    # Times.
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Returns when a step begins and ends."""
+        ends = self.timeline.step_ends
+        return (ends[step - 1] if step else 0.0), ends[step]
+
+    def between(self, rank: int, begin: float, end: float) -> Iterator[Piece]:
+        """Yields what a rank did between two times, cut at both."""
+        if not 0 <= rank < self.timeline.num_ranks:
+            return
+        pieces = self.pieces[rank]
+        for number in range(bisect_right(self._piece_ends[rank], begin), len(pieces)):
+            piece = pieces[number]
+            if piece.begin >= end:
+                return
+            yield Piece(max(piece.begin, begin), min(piece.end, end), piece.span)
+
+    def before(self, rank: int, time: float) -> Piece | None:
+        """Returns what a rank did right before a time; None if nothing is known of it."""
+        if not 0 <= rank < self.timeline.num_ranks:
+            return None
+        # What ended within the tolerance before `time` ended at it.
+        pieces = self.pieces[rank]
+        number = bisect_left(self._piece_ends[rank], time - self.tolerance)
+        piece = pieces[min(number, len(pieces) - 1)] if pieces else None
+        return piece if piece is not None and piece.begin < time else None
+
+    def collectives(self, kind: str, step: int) -> list[list[Span]]:
+        """Returns the reductions or parameter syncs of a step, each as its spans on its ranks.
+
+        They are in the order in which they began.
+        """
+        groups = self._beside.get((kind, step), {}).values()
+        return sorted(groups, key=lambda spans: min(span.begin for span in spans))
+
+    def transfer_seconds(self, transfer: Span) -> float:
+        """Returns how long a transfer took, without what it waited for the one before it."""
+        earlier = None if self.is_predicted else self.transfer_before(transfer)
+        return transfer.end - (max(transfer.begin, earlier.end) if earlier else transfer.begin)
+
+    def computed_seconds(self, rank: int, begin: float, end: float) -> float:
+        """Returns how much of a time a rank computed."""
+        return self._computed[rank].seconds(begin, end)
+
+    # What belongs together.
+
+    def transfer_of(self, wait: Span) -> Span | None:
+        """Returns the transfer that a wait for a receive or a send is for."""
+        ends = (wait.peer, wait.rank) if wait.kind == "wait for receive" else (wait.rank, wait.peer)
+        key = (*ends, wait.which, wait.microbatch, wait.step)
+        return self._transfers.get(key) or self._by_label.get((*ends, wait.label, wait.step))
+
+    def maker(self, value: Span, *, by: float | None = None) -> Span | None:
+        """Returns the compute that made what a transfer sends, or what a wait is for.
+
+        Args:
+            value: A transfer, or a wait for one.
+            by: When it was made at the latest; by default when the transfer began.
+        """
+        source = value.peer if value.kind == "wait for receive" else value.rank
+        latest = (value.begin if by is None else by) + self.tolerance
+        kinds = ("B", "I") if value.label.startswith("gradient") else ("F",)
+        computes = self._makers.get((source, value.microbatch, value.step), ())
+        made = (s for s in computes if s.kind in kinds and s.end <= latest)
+        if kinds == ("F",) and value.stage >= 0:
+            made = (s for s in made if s.stage == value.stage)
+        return max(made, key=attrgetter("end"), default=None)
+
+    def transfer_before(self, transfer: Span) -> Span | None:
+        """Returns the transfer of the same edge that arrived last before this one."""
+        edge = transfer.rank, transfer.peer
+        number = bisect_left(self._edge_ends[edge], transfer.end) - 1
+        earlier = self._edges[edge][number] if number >= 0 else None
+        return earlier if earlier is not None and self.has_end(earlier) else None
+
+    def has_end(self, transfer: Span) -> bool:
+        """Returns whether it is known when a transfer arrived.
+
+        A receiver that did not wait does not know when a value came. In a measured timeline, such a
+        transfer ends when the value was first needed.
+        """
+        key = transfer.rank, transfer.peer, transfer.label, transfer.step
+        return self.is_predicted or key in self._awaited
+
+    def beside(self, wait: Span, *, by: float) -> list[Span]:
+        """Returns the reduction or parameter sync that a wait is for: its span on each rank.
+
+        Args:
+            wait: A wait for a reduction or for parameters.
+            by: When the wait ended.
+        """
+        kind = "reduction" if wait.kind == "wait for reduction" else "parameter sync"
+        own = self._beside_rank.get((kind, wait.rank), [])
+        # A parameter sync of one step is waited for in the next one, so the step of the wait says
+        # little. The span of this rank that ended last before the wait did is the right one. If the
+        # wait has no name, it was for all that were under way, and so for the last of them.
+        number = bisect_right(own, by + self.tolerance, key=attrgetter("end"))
+        ended = own[max(0, number - _MOST_BESIDE) : number]
+        named = [s for s in ended if name_of(s) == name_of(wait)]
+        for span in named[-1:] or ended[-1:]:
+            return self._beside[kind, span.step][name_of(span)]
+        return self._beside.get((kind, wait.step), {}).get(name_of(wait), [])
+
+
+def name_of(collective: Span) -> str:
+    """Returns the name of a reduction, a parameter sync, or of what a wait for one is for."""
+    return collective.label or f"number {collective.which}"
+
+
+class _Covered:
+    """Intervals in order: how much of a time do they cover?"""
+
+    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
+        self._intervals = list(intervals)
+        self._ends = [end for _, end in self._intervals]
+        self._sums = [0.0, *accumulate(end - begin for begin, end in self._intervals)]
+
+    def seconds(self, begin: float, end: float) -> float:
+        return max(0.0, self._until(end) - self._until(begin))
+
+    def _until(self, time: float) -> float:
+        number = bisect_left(self._ends, time)
+        begin = self._intervals[number][0] if number < len(self._intervals) else time
+        return self._sums[number] + max(0.0, time - begin)
+
+
+def _computes(pieces: Sequence[Piece]) -> Iterator[tuple[float, float]]:
+    for begin, end, span in pieces:
+        if span is not None and span.kind in COMPUTE:
+            yield begin, end

@@ -1,0 +1,156 @@
+"""`pipegrad simulate` prints what a step takes and why, and refuses bad input in words."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipegrad.cli import main
+from pipegrad.simulation.costs import Costs, StageCosts
+from pipegrad.simulation.timeline import Timeline
+
+SIZE = ["--ranks", "4", "--microbatches", "8"]
+SILENT = ["--mib", "0", "--latency-us", "0"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", *arguments], catch_exceptions=False)
+
+
+def as_json(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    data: dict[str, Any] = json.loads(result.output)
+    return data
+
+
+def test_the_closed_form_of_1f1b() -> None:
+    data = as_json("1f1b", *SIZE, *SILENT)
+    assert data["step_seconds"] == pytest.approx([11 * 0.03])
+    assert data["breakdown"]["bubble"] == pytest.approx(3 / 11)
+
+
+def test_stages_of_a_rank_share_its_time() -> None:
+    """Schedules with other numbers of stages can be compared: the work of a rank is the same."""
+    data = as_json("interleaved-1f1b", *SIZE, *SILENT, "--set", "stages_per_rank=2")
+    assert data["step_seconds"] == pytest.approx([8 * 0.03 + 3 * 0.03 / 2])
+
+
+def test_half_of_a_backward_is_w() -> None:
+    expected = as_json("zb-h1", *SIZE, *SILENT, "--backward-ms", "4", "--weight-ms", "2")
+    assert as_json("zb-h1", *SIZE, *SILENT, "--backward-ms", "4") == expected
+    other = as_json("zb-h1", *SIZE, *SILENT, "--backward-ms", "4", "--weight-ms", "1")
+    assert other["step_seconds"] > expected["step_seconds"]
+
+
+def test_hop_aware_takes_its_hops_from_the_costs() -> None:
+    """Without transfers it is 1f1b; with slow hops it is faster."""
+    sizes = {}
+    for name in ("hop-aware-1f1b", "1f1b"):
+        sizes[name] = [as_json(name, *SIZE, "--mib", mib)["step_seconds"][0] for mib in ("0", "1")]
+    assert sizes["hop-aware-1f1b"][0] == sizes["1f1b"][0]
+    assert sizes["hop-aware-1f1b"][1] < 0.9 * sizes["1f1b"][1]
+
+
+def test_what_people_read() -> None:
+    result = run("1f1b", *SIZE, "--steps", "2")
+    assert result.exit_code == 0
+    for expected in (
+        "1f1b: 4 ranks, 4 stages, 8 microbatches, simulated",
+        "steps: ",
+        "bubble 48 %",
+        "critical path: of ",
+        "rank 0 waits ",
+        "schedule eager-1f1b (a rank holds 7 activations, now 4): ",
+        "no communication at all: at most ",
+    ):
+        assert expected in result.output
+    assert "peak memory" not in result.output
+
+
+def test_many_ranks_are_not_all_printed() -> None:
+    result = run("1f1b", "--ranks", "40", "--microbatches", "2")
+    assert "the 32 ranks of 40 with the largest bubbles" in result.output
+
+
+def test_one_rank() -> None:
+    result = run("1f1b", "--ranks", "1", "--microbatches", "1")
+    assert result.exit_code == 0
+    assert "step 0: 30.0 ms, bubble 0.0 %" in result.output
+
+
+def test_costs_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    stage = StageCosts(0.1, 0.2, parameter_bytes=2**30, outputs={"hidden": 2**20, "mask": 8})
+    Costs((stage,) * 4).save(path)
+    data = as_json("1f1b", *SIZE, "--costs", str(path), "--save", str(tmp_path / "timeline.json"))
+    assert data["step_seconds"] == pytest.approx([11 * 0.3])
+    timeline = Timeline.load(tmp_path / "timeline.json")
+    labels = {span.label for span in timeline.spans if span.kind == "transfer"}
+    assert {"hidden of 0F0", "mask of 0F0", "gradient of hidden of 0F0"} <= labels
+    assert "peak memory: 1,0" in run("1f1b", *SIZE, "--costs", str(path)).output
+
+
+def test_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write_html(timelines: Sequence[Timeline], path: Path) -> None:
+        written.append((timelines[0].name, path))
+
+    picture = ModuleType("pipegrad.picture")
+    monkeypatch.setattr(picture, "write_html", write_html, raising=False)
+    monkeypatch.setitem(sys.modules, "pipegrad.picture", picture)
+    path = tmp_path / "page.html"
+    assert run("1f1b", *SIZE, "--html", str(path)).exit_code == 0
+    assert written == [("1f1b", path)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["1f1b"], "Missing option '--ranks'"),
+        (["1f1c", *SIZE], "1f1b"),
+        (["1f1b", "--ranks", "0", "--microbatches", "8"], "0 is not in the range x>=1"),
+        (["1f1b", *SIZE, "--forward-ms", "-1"], "-1.0 is not in the range x>=0"),
+        (["1f1b", *SIZE, "--forward-ms", "nan"], "nan is not a finite number"),
+        (["1f1b", *SIZE, "--mib", "inf"], "inf is not a finite number"),
+        (["1f1b", *SIZE, "--gbit", "0"], "0.0 is not in the range x>0"),
+        (["1f1b", *SIZE, "--weight-ms", "30"], "weight_seconds is 0.03, a part of backward"),
+        (["1f1b", *SIZE, "--set", "stages=3"], "stages"),
+        (["1f1b", *SIZE, "--set", "stages"], "expected key=value"),
+        (["interleaved-1f1b", "--ranks", "4", "--microbatches", "6"], "a multiple of 4"),
+        (["hop-aware-1f1b", *SIZE, "--set", "hop_seconds=[1]"], "compute_seconds"),
+        (["1f1b", *SIZE, "--costs", "absent.json"], "absent.json holds no costs"),
+        (["1f1b", *SIZE, "--costs", "absent.json", "--mib", "1"], "--mib and --costs: absent.json"),
+        (["1f1b", *SIZE, "--save", "absent/folder.json"], "No such file or directory"),
+        (["1f1b", *SIZE, "--steps", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_bad_input(arguments: Sequence[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.splitlines()[-1].startswith("Error: ")
+
+
+def test_costs_of_other_stages(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    Costs((StageCosts(),) * 3).save(path)
+    result = run("1f1b", *SIZE, "--costs", str(path))
+    assert result.exit_code == 2
+    assert "costs of 3 stages" in result.output
+
+
+def test_costs_of_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    Costs((StageCosts(),) * 4).save(path)
+    result = run("1f1b", *SIZE, "--costs", str(path))
+    assert result.exit_code == 0
+    assert "step 0: 0.00 us" in result.output

@@ -1,0 +1,288 @@
+"""Advice is what a simulation of the changed Program gives; costs come from a timeline alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules import Link, Program, build, lower
+from pipegrad.schedules.program.program import Collective
+from pipegrad.simulation.advice import Advice, advise
+from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
+from pipegrad.simulation.explanation import explain
+from pipegrad.simulation.inferred import costs_of, program_of
+from pipegrad.simulation.inferred_network import network_of
+from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.simulator import simulate
+from pipegrad.simulation.timeline import Span, Timeline
+
+
+def program_and_costs(
+    name: str = "1f1b", *, factors: tuple[float, ...] = (1, 1, 1, 1), megabytes: int = 0
+) -> tuple[Program, Costs]:
+    stages = tuple(
+        StageCosts(0.01 * f, 0.02 * f, 0.01 * f, outputs={"x": megabytes * 10**6}) for f in factors
+    )
+    schedule = build(name, num_ranks=4, num_microbatches=8)
+    return lower(schedule), Costs(stages, Network(nic_bytes_per_second=125e6))
+
+
+def recorded(program: Program, costs: Costs, num_steps: int = 2) -> Timeline:
+    timeline = simulate(program, costs, num_steps=num_steps).timeline
+    assert timeline is not None
+    return timeline
+
+
+def by_change(advice: tuple[Advice, ...], begin: str) -> Advice:
+    return next(each for each in advice if each.change.startswith(begin))
+
+
+def test_uneven_ranks() -> None:
+    program, costs = program_and_costs(factors=(1, 1, 2, 1))
+    advice = advise(program, costs)
+    even = by_change(advice, "layers moved")
+    assert even.change.endswith("(rank 2 computes 1.60 times the mean)")
+    # All ranks then take 1.25 times 30 ms for a microbatch.
+    assert even.step_seconds == pytest.approx(11 * 1.25 * 0.03)
+    assert advice[0] == even
+
+
+def test_slow_hops() -> None:
+    program, costs = program_and_costs(megabytes=2)
+    advice = advise(program, costs)
+    now = simulate(program, costs).step_seconds[0]
+    silent = by_change(advice, "no communication")
+    assert silent.is_bound
+    assert silent.step_seconds == pytest.approx(11 * 0.03)
+    assert silent.gain == pytest.approx(1 - 11 * 0.03 / now)
+    assert advice[-1].is_bound
+    eager = by_change(advice, "schedule eager-1f1b (a rank holds 7 activations, now 4)")
+    other = lower(build("eager-1f1b", num_ranks=4, num_microbatches=8))
+    assert eager.step_seconds == pytest.approx(simulate(other, costs).step_seconds[0])
+    assert by_change(advice, "one more forward in the warm-up of ranks 0 to 2").gain > 0
+    half = tuple(
+        replace(stage, outputs={"x": 10**6}) if number == 1 else stage
+        for number, stage in enumerate(costs.stages)
+    )
+    faster = simulate(program, replace(costs, stages=half)).step_seconds[0]
+    assert by_change(advice, "hop 1-2 at twice").step_seconds == pytest.approx(faster)
+    gains = [each.gain for each in advice if not each.is_bound]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_nothing_helps_what_takes_no_time() -> None:
+    program = lower(build("1f1b", num_ranks=2, num_microbatches=2))
+    assert advise(program, Costs((StageCosts(),) * 2)) == ()
+
+
+def test_one_rank_has_no_hop() -> None:
+    program = lower(build("1f1b", num_ranks=1, num_microbatches=4))
+    advice = advise(program, Costs((StageCosts(0.1, 0.2),)))
+    assert [each.change for each in advice] == ["rank 0 computes 10 % faster"]
+
+
+def test_exposed_reductions() -> None:
+    program, costs = program_and_costs()
+    collectives = [Collective("bucket 0", (3,), (3,), 0)]
+    program = lower(program.schedule, collectives=collectives)
+    costs = replace(costs, collectives={"bucket 0": CollectiveCosts(seconds=0.2)})
+    bound = by_change(advise(program, costs), "reductions that take no time")
+    assert bound.is_bound
+    assert bound.step_seconds == pytest.approx(11 * 0.03)
+    # A measured step may be longer than the simulated one; the gain is a share of it.
+    measured = by_change(advise(program, costs, step_seconds=10.0), "reductions")
+    assert measured.step_seconds == pytest.approx(10 * (1 - bound.gain))
+
+
+def test_smaller_buckets_leave_earlier() -> None:
+    """The first half of a bucket is reduced inside of the last backward, which takes 20 ms."""
+    program, costs = program_and_costs()
+    program = lower(program.schedule, collectives=[Collective("bucket 0", (0,), (0,), 0)])
+    costs = replace(
+        costs, collectives={"bucket 0": CollectiveCosts(num_bytes=2, seconds=0.04, sync_bytes=2)}
+    )
+    smaller = by_change(advise(program, costs), "buckets of half the size")
+    assert smaller.step_seconds == pytest.approx(11 * 0.03 + 0.03)
+    assert simulate(program, costs).step_seconds[0] == pytest.approx(11 * 0.03 + 0.04)
+
+
+def as_measured(timeline: Timeline) -> Timeline:
+    """Returns what a recording of the run has: an arrival is seen only where a rank waits."""
+    lookup = Lookup(timeline)
+    awaited = {
+        (s.rank, s.which, s.microbatch) for s in timeline.spans if s.kind == "wait for receive"
+    }
+    spans = list[Span]()
+    for span in timeline.spans:
+        maker = lookup.maker(span) if span.kind == "transfer" else None
+        if maker is not None:
+            late = 0.0 if (span.peer, span.which, span.microbatch) in awaited else 0.05
+            span = span._replace(begin=maker.end, end=span.end + late)  # noqa: PLW2901
+        spans.append(span)
+    return replace(timeline, source="measured", spans=tuple(spans))
+
+
+def test_costs_of_a_recording() -> None:
+    program, costs = program_and_costs(factors=(1, 1, 1.5, 1), megabytes=1)
+    lookup = Lookup(as_measured(recorded(program, costs)))
+    assert any(not lookup.has_end(s) for s in lookup.timeline.spans if s.kind == "transfer")
+    again = simulate(program_of(lookup, 0), costs_of(lookup)).step_seconds[0]
+    assert again == pytest.approx(lookup.timeline.step_ends[0], rel=0.01)
+
+
+def test_the_way_back_tells_the_time_of_a_way_on_which_nobody_waits() -> None:
+    spans = (
+        Span(0, "transfer", 0, 9, 0, 0, 0, 1, 0, "x of 0F0"),
+        Span(1, "transfer", 20, 22, 0, 0, 0, 0, 1, "gradient of x of 0F0"),
+        Span(0, "wait for receive", 20, 22, 0, 0, 0, 1, 1, "gradient of x of 0F0"),
+    )
+    sizes, network = network_of(Lookup(Timeline("", "measured", 2, (0, 1), 1, spans, (22.0,))))
+    assert network.seconds(0, 1, sizes["x", 0]) == pytest.approx(2)
+    assert network.seconds(1, 0, sizes["x", 0]) == pytest.approx(2)
+
+
+def test_several_stages_on_a_rank() -> None:
+    """Each bucket has the stage that was final when it left; stages share a rank's optimizer."""
+    schedule = build("interleaved-1f1b", num_ranks=2, num_microbatches=4)
+    collectives = [Collective(f"stage {s}", (s % 2,), (s,), s) for s in (3, 2, 1, 0)]
+    times = {c.name: CollectiveCosts(num_bytes=1, seconds=0.1) for c in collectives}
+    costs = Costs((StageCosts(0.01, 0.02, optimizer_seconds=0.004),) * 4, collectives=times)
+    lookup = Lookup(recorded(lower(schedule, collectives=collectives), costs))
+    found = program_of(lookup, 0).collectives
+    assert {c.name: c.stages[:1] for c in found if c.stages[0] > 1} == {
+        "stage 3": (3,),
+        "stage 2": (2,),
+    }
+    # They overlap on their ranks, so they cannot have shared a comm stream.
+    assert len({c.comm_stream for c in found}) == 4
+    assert [s.optimizer_seconds for s in costs_of(lookup).stages] == pytest.approx([0.004] * 4)
+
+
+@pytest.mark.parametrize("ranks_meet", [True, False])
+def test_whether_ranks_meet_is_seen(ranks_meet: bool) -> None:
+    program, costs = program_and_costs()
+    stages = (*costs.stages[:3], replace(costs.stages[3], optimizer_seconds=0.3))
+    lookup = Lookup(recorded(program, replace(costs, stages=stages, ranks_meet=ranks_meet)))
+    assert costs_of(lookup).ranks_meet is ranks_meet
+
+
+def test_a_parameter_sync_shows_in_the_next_step() -> None:
+    program, costs = program_and_costs()
+    collectives = [Collective("bucket 0", (0,), (0,), 0, readers=(0,))]
+    program = lower(program.schedule, collectives=collectives)
+    times = {"bucket 0": CollectiveCosts(sync_seconds=0.2, sync_bytes=1)}
+    bound = by_change(advise(program, replace(costs, collectives=times)), "reductions that take no")
+    assert bound.step_seconds == pytest.approx(11 * 0.03)
+    assert bound.gain == pytest.approx(0.2 / (11 * 0.03 + 0.2))
+
+
+def test_a_large_program_has_less_advice() -> None:
+    program = lower(build("1f1b", num_ranks=16, num_microbatches=100))
+    costs = Costs((StageCosts(0.01, 0.02, outputs={"x": 10**6}),) * 16, Network(125e6))
+    timeline = recorded(program, costs, num_steps=1)
+    explanation = explain(timeline, program=program, costs=costs)
+    assert explanation.notes == ["the schedule is large: not all changes were simulated"]
+    assert explanation.advice
+
+
+def test_a_split_backward_needs_the_time_of_its_weights() -> None:
+    program, costs = program_and_costs(megabytes=1)
+    changes = [each.change for each in advise(program, costs)]
+    assert any(change.startswith("schedule zb-h1") for change in changes)
+    # hop-aware-1f1b has the warm-up of eager-1f1b here, and is not tried again.
+    assert not any("hop-aware" in change for change in changes)
+    unknown = tuple(replace(stage, weight_seconds=0.0) for stage in costs.stages)
+    changes = [each.change for each in advise(program, replace(costs, stages=unknown))]
+    assert not any(change.startswith("schedule zb-h1") for change in changes)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
+def test_costs_of_a_timeline(name: str) -> None:
+    """A simulation with what a timeline says takes as long as the timeline."""
+    program, costs = program_and_costs(name, factors=(1, 1.2, 0.7, 1), megabytes=2)
+    stages = tuple(replace(stage, optimizer_seconds=0.005) for stage in costs.stages)
+    costs = replace(costs, stages=stages, host=HostCosts(1e-4, 0.0, 0.002))
+    timeline = recorded(program, costs)
+    lookup = Lookup(timeline)
+    found, inferred = program_of(lookup, 1), costs_of(lookup)
+    assert found.schedule.actions == program.schedule.actions
+    assert found.links == program.links
+    assert [s.forward_seconds for s in inferred.stages] == pytest.approx(
+        [s.forward_seconds for s in costs.stages]
+    )
+    assert inferred.host.step_seconds == pytest.approx(0.002 + 1e-4)
+    again = simulate(found, inferred).step_seconds[0]
+    assert again == pytest.approx(timeline.step_ends[0], rel=0.01)
+
+
+def test_skips_over_stages_are_found() -> None:
+    links = (
+        Link("h", 0, (1, 3)),
+        Link("h", 1, (2,)),
+        Link("mask", 0, (2,), False),
+        Link("h", 2, (3,)),
+    )
+    schedule = replace(
+        build("1f1b", num_ranks=4, num_microbatches=4), feeds=((), (0,), (0, 1), (0, 2))
+    )
+    stages = tuple(StageCosts(0.01, 0.02, outputs={"h": 10**6, "mask": 10**3}) for _ in range(4))
+    costs = Costs(stages, Network(nic_bytes_per_second=125e6))
+    lookup = Lookup(recorded(lower(schedule, links=links), costs))
+    assert sorted(program_of(lookup, 0).links) == sorted(links)
+
+
+def test_reductions_of_a_timeline() -> None:
+    collectives = [
+        Collective("tied", (0, 3), (0, 3), 0, readers=(0, 3)),
+        Collective("bucket 0", (1,), (1,), 0),
+    ]
+    program, costs = program_and_costs()
+    program = lower(program.schedule, collectives=collectives)
+    times = {
+        "tied": CollectiveCosts(num_bytes=1, seconds=0.05, sync_bytes=1, sync_seconds=0.03),
+        "bucket 0": CollectiveCosts(num_bytes=1, seconds=0.02),
+    }
+    lookup = Lookup(recorded(program, replace(costs, collectives=times), num_steps=3))
+    inferred = costs_of(lookup).collectives
+    assert {name: (own.seconds, own.sync_seconds) for name, own in inferred.items()} == {
+        "tied": pytest.approx((0.05, 0.03)),
+        "bucket 0": pytest.approx((0.02, 0.0)),
+    }
+    found = {c.name: (c.ranks, c.stages, c.readers) for c in program_of(lookup, 1).collectives}
+    assert found == {"tied": ((0, 3), (0, 3), (0, 3)), "bucket 0": ((1,), (1,), ())}
+
+
+def test_a_timeline_is_explained_without_a_program() -> None:
+    program, costs = program_and_costs(megabytes=2)
+    timeline = recorded(program, costs, num_steps=3)
+    known, inferred = explain(timeline, program=program, costs=costs), explain(timeline)
+    assert known.breakdown == inferred.breakdown
+    expected = {each.change: each.step_seconds for each in known.advice}
+    del expected["schedule zb-h1"]  # no W was recorded
+    assert {each.change: each.step_seconds for each in inferred.advice} == pytest.approx(
+        expected, rel=0.01
+    )
+    data = json.loads(json.dumps(inferred.to_json()))
+    assert set(data) == {"breakdown", "critical_path", "waits", "advice", "notes"}
+
+
+def test_a_step_recorded_in_part_has_no_advice() -> None:
+    program, costs = program_and_costs()
+    timeline = recorded(program, costs, num_steps=1)
+    spans = tuple(span for span in timeline.spans if (span.kind, span.microbatch) != ("B", 3))
+    explanation = explain(replace(timeline, spans=spans))
+    assert not explanation.advice
+    assert explanation.notes[0].startswith("no advice: schedule '1f1b' is not complete")
+    assert explanation.path.seconds == pytest.approx(timeline.seconds)
+
+
+@pytest.mark.parametrize("step", [-1, 2])
+def test_a_step_that_is_not_there(step: int) -> None:
+    program, costs = program_and_costs()
+    with pytest.raises(ScheduleError, match="which has steps 0 to 1"):
+        explain(recorded(program, costs), step=step)
+    with pytest.raises(ScheduleError, match="which has no step that has ended"):
+        explain(replace(recorded(program, costs), step_ends=()))
