@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree
-from pipegrad.pipeline.step_times import Layout
+from pipegrad.pipeline.step_times import Layout, StepTimes
 from pipegrad.schedules.measured import Times
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
 from tests.support.rounding import rounding
@@ -50,8 +50,11 @@ class Pipeline:
         torch.manual_seed(0)
         self.true = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(RANKS)]
         self.own = layers[rank()]
-        self.error: BaseException | None = None
-        self.own.register_forward_pre_hook(self._hook)
+        self.error: Exception | None = None
+        self.late_error: Exception | None = None  # of the last backward
+        self.own.register_forward_pre_hook(self._before)
+        self.own.register_forward_hook(self._after)
+        self.forwards = 0
         self.scheduler = Scheduler(
             [Stage(self.own, rank())],
             Topology.create(pipeline=RANKS),
@@ -61,9 +64,15 @@ class Pipeline:
             **{"agree_seconds": 5.0, **options},
         )
 
-    def _hook(self, _module: nn.Module, _inputs: object) -> None:
+    def _before(self, _module: nn.Module, _inputs: object) -> None:
         if self.error is not None:
             raise self.error
+
+    def _after(self, _module: nn.Module, _inputs: object, out: Tensor) -> None:
+        self.forwards += 1
+        error = self.late_error
+        if error is not None and self.forwards % OWN == 0:
+            out.register_hook(lambda _: fail(error))
 
     def step(self, seed: int = 0, **options: Any) -> str:
         """Takes a step; returns what it raised, or whether gradients are right."""
@@ -88,6 +97,10 @@ class Pipeline:
         return [[action.kind for action in row].index("B") for row in rows]
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
 def _error(found: Tensor | None, true: Tensor | None) -> float:
     assert found is not None
     assert true is not None
@@ -98,9 +111,16 @@ def _error(found: Tensor | None, true: Tensor | None) -> float:
 def follows() -> Any:
     """Fast, slow and fast again; the ranks meet only where the schedule changes."""
     pipeline = Pipeline()
-    found, proven = [], 0
+    found, proven, seen = [], 0, set[int]()
+    numbers = StepTimes.numbers
+
+    def counted(times: StepTimes) -> list[float]:
+        seen.update(map(len, times._computes.values()))
+        return numbers(times)
+
     with (
         told(FAST, FAST, SLOW, SLOW, FAST, FAST),
+        mock.patch.object(StepTimes, "numbers", counted),
         mock.patch("pipegrad.pipeline.adapting.agree", wraps=agree) as met,
     ):
         for seed in range(8):
@@ -110,7 +130,7 @@ def follows() -> Any:
             found.append((said, pipeline.warm_ups(), list(proof.live_activations), meetings))
     made = pipeline.scheduler.receive_buffers
     pipeline.scheduler.close()
-    return found, made <= proven
+    return found, made <= proven, seen
 
 
 def test_the_warm_up_follows_and_gradients_stay_those_of_one_process(trio: Replies) -> None:
@@ -118,11 +138,12 @@ def test_the_warm_up_follows_and_gradients_stay_those_of_one_process(trio: Repli
     warm_ups = [begin, begin, begin, begin, slow, slow, begin, begin]
     meetings = [0, 0, 1, 1, 2, 2, 3, 3]  # the first times make the first plan
     for reply in trio:
-        found, buffers_are_proven = reply["follows"]
+        found, buffers_are_proven, seen = reply["follows"]
         assert [said for said, *_ in found] == ["True"] * 8
         assert [(w, p) for _, w, p, _ in found] == [(w, w) for w in warm_ups]
         assert [m for *_, m in found] == meetings
         assert buffers_are_proven
+        assert seen == {OWN}  # computes of one step alone
 
 
 @on(TRIO)
@@ -158,14 +179,21 @@ def failures() -> Any:
         found.append(pipeline.step())
         pipeline.error = None
         found += [pipeline.step(), str(pipeline.warm_ups()), pipeline.step()]
+    with told(SLOW):
+        # The other ranks have ended the step when the first one fails in its last backward.
+        pipeline.late_error = OSError("too late") if rank() == 0 else None
+        found.append(pipeline.step())
+    pipeline.late_error = None
+    found += [pipeline.step(), str(pipeline.scheduler.times == script(SLOW))]
     pipeline.scheduler.close()
     return found
 
 
 def test_a_failure_in_the_step_of_a_change_ends_that_step_alone(trio: Replies) -> None:
     for number, reply in enumerate(trio):
-        first, second, failed, third, warm_ups, fourth = reply["failures"]
-        assert (first, second, third, fourth) == ("True",) * 4
+        first, second, failed, third, warm_ups, fourth, late, *rest = reply["failures"]
+        assert (first, second, third, fourth, *rest) == ("True",) * 6
+        assert "too late" in late
         assert "no more" in failed
         assert failed.startswith("OSError" if number == 1 else "StepError")
         assert warm_ups == "[4, 3, 1]"
