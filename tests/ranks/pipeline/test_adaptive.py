@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree, store
 from pipegrad.pipeline.step_times import Layout, StepTimes
 from pipegrad.schedules.measured import Times
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
@@ -52,6 +53,7 @@ class Pipeline:
         self.own = layers[rank()]
         self.error: Exception | None = None
         self.late_error: Exception | None = None  # of the last backward
+        self.tells = False  # whether this rank tells others when it has ended a step
         self.own.register_forward_pre_hook(self._before)
         self.own.register_forward_hook(self._after)
         self.forwards = 0
@@ -72,7 +74,7 @@ class Pipeline:
         self.forwards += 1
         error = self.late_error
         if error is not None and self.forwards % OWN == 0:
-            out.register_hook(lambda _: fail(error))
+            out.register_hook(lambda _: fail_behind_others(error))
 
     def step(self, seed: int = 0, **options: Any) -> str:
         """Takes a step; returns what it raised, or whether gradients are right."""
@@ -84,7 +86,10 @@ class Pipeline:
         torch.manual_seed(seed)
         x, y = torch.randn(2, ROWS, WIDTH).unbind()
         self.own.zero_grad()
-        float(self.scheduler.step(x, target=y, **options).loss)
+        result = self.scheduler.step(x, target=y, **options)
+        if self.tells:
+            store().set(f"ended {rank()}", "")
+        float(result.loss)
         for module in self.true:
             module.zero_grad()
         nn.Sequential(*self.true)(x).sub(y).square().mean().backward()
@@ -97,7 +102,9 @@ class Pipeline:
         return [[action.kind for action in row].index("B") for row in rows]
 
 
-def fail(error: Exception) -> None:
+def fail_behind_others(error: Exception) -> None:
+    """Raises when all other ranks have returned from the step."""
+    store().wait([f"ended {number}" for number in range(1, RANKS)], timedelta(seconds=SOON))
     raise error
 
 
@@ -182,6 +189,7 @@ def failures() -> Any:
     with told(SLOW):
         # The other ranks have ended the step when the first one fails in its last backward.
         pipeline.late_error = OSError("too late") if rank() == 0 else None
+        pipeline.tells = True
         found.append(pipeline.step())
     pipeline.late_error = None
     found += [pipeline.step(), str(pipeline.scheduler.times == script(SLOW))]
