@@ -68,7 +68,7 @@ def starts_of(
         )
     if boundaries is not None:
         return _given(layers, num_stages, boundaries)
-    return _balanced(len(layers), num_stages, cost_of(layers, num_stages, by))
+    return balanced(len(layers), num_stages, cost_of(layers, num_stages, by))
 
 
 def _given(layers: Sequence[Layer], num_stages: int, boundaries: Sequence[int | str]) -> list[int]:
@@ -123,7 +123,7 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
     )
 
 
-def _balanced(num_layers: int, num_stages: int, cost: Cost) -> list[int]:
+def balanced(num_layers: int, num_stages: int, cost: Cost) -> list[int]:
     """Returns starts that make the heaviest stage light, and then the others even."""
     # best[end]: cost of cutting the first `end` layers into the stages so far, and their starts.
     # Costs are compared by the heaviest stage, then by the sum of squares: an even cut.

@@ -16,11 +16,14 @@ from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, inner_model
 from pipegrad.partition.cut_stage import CutStage, OwnLoss
 from pipegrad.partition.part import Part
+from pipegrad.partition.recut import Recut, costs_of_layers, recut
 from pipegrad.partition.report import report
 from pipegrad.partition.structural.stage_module import without_memory
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage
+from pipegrad.schedules.schedule import Schedule
+from pipegrad.simulation.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,38 @@ class Cut:
     def report(self) -> str:
         """Returns why the model is cut where it is: a table with a line for each stage."""
         return report(self._parts, self.layers, self.boundaries, how=self.how, by=self._by)
+
+    def recut(
+        self,
+        schedule: Schedule,
+        *,
+        stage_seconds: Sequence[float] | None = None,
+        costs: Costs | None = None,
+        memory_limit_bytes: int | None = None,
+    ) -> Recut:
+        """Returns where the model should be cut, in words too, and what that gains.
+
+        The model must have been cut with ``by="measured"`` or ``"time"``. Nothing is changed: cut
+        the uncut model with the result's boundaries.
+
+        Args:
+            schedule: What every rank computes, for as many stages.
+            stage_seconds: What a forward and a backward of each stage took in training, such as
+                ``scheduler.times.compute_seconds``.
+            costs: The network.
+            memory_limit_bytes: The most that a stage may hold.
+
+        Raises:
+            TopologyError: As `pipegrad.partition.recut.recut`, or if times are unknown.
+        """
+        return recut(
+            costs_of_layers(self.layers),
+            self.boundaries,
+            schedule=schedule,
+            costs=costs,
+            memory_limit_bytes=memory_limit_bytes,
+            stage_seconds=stage_seconds,
+        )
 
     def load(self, stages: Iterable[int]) -> None:
         """Gives stages of a cut that `from_pretrained` or `from_config` made their values.

@@ -16,6 +16,7 @@ from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
 from pipegrad.pipeline.loss import LossTerms
 from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.step_times import StepTimes
 from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.schedules.program.program import Op, Program
@@ -35,6 +36,7 @@ class Executor:
         sync: The gradient layer. It learns of first uses, last backwards and final stages.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps. It learns of last backwards.
+        times: Watches what takes time; None if nothing does.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Executor:
         sync: GradientSync,
         weights: WeightGradients,
         sharded: ShardedStages,
+        times: StepTimes | None = None,
     ) -> None:
         self._rank = rank
         self._forward_only = program.forward_only
@@ -62,10 +65,10 @@ class Executor:
         self._ranged_calls: list[_Call] = []
         self._drain_calls: list[_Call] = []
         self._labels: dict[Method, str] = {}  # for messages and traces
-        self._compile(program, weights)
+        self._compile(program, weights, times)
         self._position = 0  # of the next call
 
-    def _compile(self, program: Program, weights: WeightGradients) -> None:
+    def _compile(self, program: Program, weights: WeightGradients, times: StepTimes | None) -> None:
         """Turns items into calls, so that a step looks nothing up."""
         # None of them is a method of this object. It would hold itself, and the threads of a
         # Scheduler that nobody holds any more would wait for the garbage collector.
@@ -96,10 +99,14 @@ class Executor:
             if item.op is Op.COMPUTE:
                 which, kind, _ = program.action(item)
                 method = self._compute.method_of(which, kind)
+                if times is not None:
+                    method = times.watched(item, method)
                 self._labels[method] = f"{{0}}{kind}{{1}}"
                 ranged = partial(_in_range, method, self._labels[method])
             elif item.op in methods:
                 method = methods[item.op]
+                if times is not None:
+                    method = times.watched(item, method)
             else:
                 # A LAUNCH is the latest time of a collective. It leaves by itself, with the last
                 # gradient of its bucket. A PUBLISH leaves after the optimizer's step.

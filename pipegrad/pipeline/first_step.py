@@ -104,6 +104,7 @@ def run_first_step(
     batch: Batch,
     *,
     forward_only: bool,
+    is_measured: bool,
     wait_seconds: float,
 ) -> tuple[StepKind, StepResult]:
     """Runs the first step of a kind; returns the kind for all later steps, and the result.
@@ -113,6 +114,7 @@ def run_first_step(
         schedule: What every rank computes.
         batch: What the step is given.
         forward_only: Which kind it is: evaluation or training.
+        is_measured: Whether later steps measure how long computes and transfers take.
         wait_seconds: How long ranks wait for each other. Kernels may be compiled meanwhile.
 
     Raises:
@@ -177,6 +179,7 @@ def run_first_step(
         Specs(by_link),
         depth=context.depth,
         forward_only=forward_only,
+        is_measured=is_measured and not forward_only,
     )
     return kind, outcome
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from numbers import Integral
 
 from pipegrad.comm.agreement import agree, same
-from pipegrad.errors import ScheduleError, StepError
-from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, fed, schedule_of
+from pipegrad.errors import StepError
+from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, fed, refuse_moved, schedule_of
 from pipegrad.schedules import Schedule
 
 
@@ -37,6 +37,11 @@ class OtherNumbers:
         self._name = name
         self._timeout_seconds = timeout_seconds
         self._known: dict[int, Schedule] = {}  # the same numbers on all ranks
+
+    def take(self, spec: ScheduleSpec) -> None:
+        """Takes another schedule, on all ranks alike."""
+        self._spec = spec
+        self._known.clear()
 
     def agreed(self, number: object, step: int) -> Schedule:
         """Returns the schedule of a step, after a meeting of all ranks.
@@ -71,11 +76,6 @@ class OtherNumbers:
     def _generated(self, number: int) -> Schedule:
         own, wiring = self._pipeline.schedule, self._pipeline.wiring
         schedule = fed(schedule_of(self._spec, self._pipeline.topology, number), wiring)
-        if schedule.stage_to_rank != own.stage_to_rank:
-            raise ScheduleError(
-                f"schedule {schedule.name!r} has the stages of {number} microbatches on ranks "
-                f"{schedule.stage_to_rank}, and those of {own.num_microbatches} on ranks "
-                f"{own.stage_to_rank}: a step cannot move them"
-            )
+        refuse_moved(schedule, own)
         _ = schedule.ticks  # raises if it cannot be run on this wiring
         return schedule

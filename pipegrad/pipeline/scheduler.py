@@ -27,6 +27,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
 from pipegrad.optimizer.main_params import NamedGroupOf
 from pipegrad.optimizer.named_optimizer import Optimizer
+from pipegrad.pipeline.adapting import Adapting
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
 from pipegrad.pipeline.first_step import run_first_step
 from pipegrad.pipeline.loss import Losses, StepResult
@@ -44,8 +45,12 @@ from pipegrad.pipeline.wiring import (
     collectives_of,
 )
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
+from pipegrad.schedules import Schedule
+from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import DEPTH, lower
 from pipegrad.schedules.program.verify import verify
+from pipegrad.simulation.auto import Auto
+from pipegrad.simulation.choose import Choice
 from pipegrad.topology import Topology
 
 # All ranks make their Schedulers in the same order, so this number names one on all of them.
@@ -63,7 +68,9 @@ class Scheduler:
         stages: The stages that the schedule places on this rank; or a `Cut`, of which it takes
             these.
         topology: Over all ranks. The schedule says which rank has which stages.
-        schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`.
+        schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`. Some change it
+            when steps were measured: ``"adaptive-1f1b"`` after any step, ``"hop-aware-1f1b"`` and
+            ``"auto"`` after the second one, unless they are given costs.
         num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
             another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
@@ -91,7 +98,7 @@ class Scheduler:
             that is longer: kernels may be compiled there.
 
     Attributes:
-        schedule: What every rank computes.
+        schedule: What every rank computes, in the next step.
         program: What every rank does; printable.
         proof: How many live activations and buffers that needs on each rank.
         sync: The gradient layer: clipping, statistics, its plan.
@@ -151,12 +158,12 @@ class Scheduler:
         self.program, self.proof = self._context.program, self._context.proof
         # How long ranks wait for each other in first steps: kernels may be compiled there.
         self._first_step_seconds = slow_seconds(self.sync.device, agree_seconds)
-        self._numbers = OtherNumbers(
-            pipeline,
-            schedule,
-            name=f"scheduler {self._context.name}",
-            timeout_seconds=agree_seconds,
-        )
+        meetings: dict[str, Any] = {
+            "name": f"scheduler {self._context.name}",
+            "timeout_seconds": agree_seconds,
+        }
+        self._adapting = Adapting(pipeline, schedule, **meetings)
+        self._numbers = OtherNumbers(pipeline, schedule, **meetings)
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
         self._kinds: dict[tuple[bool, int], StepKind] = {}
@@ -318,6 +325,24 @@ class Scheduler:
         return dict(self._context.batches.report)
 
     @property
+    def times(self) -> Times | None:
+        """What the step before the last one took, on all ranks; None if it was not measured.
+
+        Steps are measured while the schedule may still change by it, from the second one on.
+        """
+        return self._adapting.times
+
+    @property
+    def choice(self) -> Choice | None:
+        """Why the schedule ``"auto"`` is what it is; None for others, and before it is chosen."""
+        generator = self._adapting.spec
+        if not isinstance(generator, Auto) or generator.wants_times:
+            return None
+        return generator.choice(
+            num_ranks=self.schedule.num_ranks, num_microbatches=self.schedule.num_microbatches
+        )
+
+    @property
     def receive_buffers(self) -> int:
         """How many receive buffers this rank has made so far.
 
@@ -348,9 +373,13 @@ class Scheduler:
     def _run(self, batch: Batch, *, forward_only: bool) -> StepResult:
         if self._closed:
             raise StepError("this Scheduler is closed: make another one")
-        context, schedule = self._context, self.schedule
+        context = self._context
         context.notice.next_step()
+        schedule = self.schedule
         try:
+            if not forward_only and self._adapting.decide(context.notice.step):
+                self._take(self._adapting.schedule)
+            schedule = self.schedule
             if batch.number not in (None, schedule.num_microbatches):
                 schedule = self._numbers.agreed(batch.number, context.notice.step)
         except BaseException as error:  # noqa: BLE001 - raised in the step
@@ -360,32 +389,55 @@ class Scheduler:
                 self._leave(error)
             batch = batch._replace(error=error)
         key = forward_only, schedule.num_microbatches
-        if key in self._kinds:
-            return self._kinds[key].run(batch)
-        result = None
+        if key not in self._kinds:
+            kind = self._known_kind(schedule, forward_only=forward_only)
+            if kind is None:
+                return self._first_step(schedule, batch, forward_only=forward_only)
+            self._kinds[key] = kind
+        kind = self._kinds[key]
+        result = kind.run(batch)
+        if kind.is_measured:
+            self._adapting.note(kind.times_reader(result))
+        return result
+
+    def _take(self, schedule: Schedule) -> None:
+        """Takes another schedule for training; evaluations have the forwards of any."""
+        kind = self._known_kind(schedule, forward_only=False)
+        assert kind is not None  # a step of this kind was measured
+        self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]}
+        self._kinds[False, schedule.num_microbatches] = kind
+        self._numbers.take(self._adapting.spec)
+        self.schedule, self.program, self.proof = schedule, kind.program, kind.proof
+
+    def _known_kind(self, schedule: Schedule, *, forward_only: bool) -> StepKind | None:
+        """Returns a kind of step whose values a kind alike has learned; None if none has."""
         learned = [
             kind for (is_forward, _), kind in self._kinds.items() if is_forward is forward_only
         ]
-        if learned:
-            try:
-                kind = learned[0].with_schedule(schedule)
-            except BaseException as error:
-                # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
-                self._leave(error)
-                raise
-        else:
-            kind, result = run_first_step(
-                context,
-                schedule,
-                batch,
-                forward_only=forward_only,
-                wait_seconds=self._first_step_seconds,
-            )
-        self._kinds[key] = kind
+        if not learned:
+            return None
+        try:
+            return learned[0].with_schedule(schedule, is_measured=self._adapting.wants_times)
+        except BaseException as error:
+            # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
+            self._leave(error)
+            raise
+
+    def _first_step(self, schedule: Schedule, batch: Batch, *, forward_only: bool) -> StepResult:
+        """Runs the first step of a kind, which shows what values look like."""
+        kind, result = run_first_step(
+            self._context,
+            schedule,
+            batch,
+            forward_only=forward_only,
+            is_measured=self._adapting.wants_times,
+            wait_seconds=self._first_step_seconds,
+        )
+        self._kinds[forward_only, schedule.num_microbatches] = kind
         if schedule is self.schedule and not forward_only:
             # The first step has shown which values have a gradient. Others have no channel back.
             self.program, self.proof = kind.program, kind.proof
-        return kind.run(batch) if result is None else result
+        return result
 
     def _leave(self, error: BaseException) -> None:
         """Makes ranks fail that run a step which this rank cannot take."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from pipegrad.pipeline.executor import Executor
 from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.step_times import Layout, StepTimes
 from pipegrad.pipeline.transfers.buffers import BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.specs import Specs
@@ -27,6 +28,7 @@ from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.wiring import Loss, Wiring
 from pipegrad.schedules import Schedule
+from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Collective, Link, Program
 from pipegrad.schedules.program.verify import Proof, verify
@@ -109,6 +111,7 @@ class StepKind:
         specs: What these values look like in the first microbatch.
         depth: How many receives of an edge are posted ahead.
         forward_only: Whether it is evaluation.
+        is_measured: Whether to measure how long computes and transfers take.
 
     Attributes:
         program: What all ranks do.
@@ -127,6 +130,7 @@ class StepKind:
         *,
         depth: int,
         forward_only: bool,
+        is_measured: bool = False,
     ) -> None:
         self._context = context
         self._specs = specs
@@ -162,6 +166,9 @@ class StepKind:
             sharded=context.sharded,
             loss_fn=context.loss_fn,
         )
+        self._times = None
+        if is_measured:
+            self._times = StepTimes(self.program, context.topology, context.sync.device)
         self._executor = Executor(
             self.program,
             rank,
@@ -171,10 +178,15 @@ class StepKind:
             sync=context.sync,
             weights=context.weights,
             sharded=context.sharded,
+            times=self._times,
         )
 
-    def with_schedule(self, schedule: Schedule) -> StepKind:
+    def with_schedule(self, schedule: Schedule, *, is_measured: bool) -> StepKind:
         """Returns this kind of step with another schedule, such as one of more microbatches.
+
+        Args:
+            schedule: What every rank computes.
+            is_measured: As that of the class.
 
         Raises:
             ScheduleError: If the proof of its program fails.
@@ -188,7 +200,21 @@ class StepKind:
             self._specs,
             depth=context.depth,
             forward_only=forward_only,
+            is_measured=is_measured and not forward_only,
         )
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it measures how long computes and transfers take."""
+        return self._times is not None
+
+    def times_reader(self, result: StepResult) -> Callable[[], Times | None]:
+        """Returns what reads the times of a measured step; None if a rank failed in it.
+
+        Reading waits for the message of the loss.
+        """
+        assert self._times is not None
+        return partial(_read_times, result.times_reader(), self._times.layout)
 
     def run(self, batch: Batch) -> StepResult:
         """Runs a step.
@@ -204,6 +230,8 @@ class StepKind:
         executor.rewind()
         if training and (recorder := context.sync.tape.recorder) is not None:
             recorder.begin_step(context.notice.step, self.program)
+        if self._times is not None:
+            self._times.begin()
         if is_weighted and training:
             context.losses.begin(
                 continues=context.sync.is_in_step, reduces=not context.sync.is_accumulating
@@ -248,6 +276,7 @@ class StepKind:
             terms,
             own_divisor,
             forward_only=not training,
+            times=() if self._times is None else self._times.numbers(),
             outputs=whole_outputs,
             on_failure=on_failure,
         )
@@ -296,13 +325,22 @@ class StepKind:
         with contextlib.suppress(RuntimeError):  # another rank has died
             # Every rank sends a loss in every step, or later losses would be added to this one.
             context.losses.send(
-                self._make_terms(1.0), None, forward_only=self.program.forward_only, failed=True
+                self._make_terms(1.0),
+                None,
+                forward_only=self.program.forward_only,
+                failed=True,
+                times=() if self._times is None else [0.0] * self._times.layout.size,
             )
         # An interrupt stays one, whichever rank failed first. An error before the step has begun,
         # such as that of a batch that does not fit, is this rank's own.
         is_interrupt = not isinstance(error, Exception)
         if begun and not is_interrupt and cause is not None:
             raise StepError(f"{FAILED_ELSEWHERE}: {cause}") from error
+
+
+def _read_times(read: Callable[[], list[float] | None], layout: Layout) -> Times | None:
+    numbers = read()
+    return None if numbers is None else layout.times(numbers)
 
 
 def _drop_failed(reference: weakref.ref[StepContext], step: int) -> str:

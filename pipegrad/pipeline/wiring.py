@@ -22,12 +22,13 @@ from pipegrad.pipeline.loss.terms import MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check_replicas import refuse_loss_parameters
 from pipegrad.plan.plan import Plan
-from pipegrad.schedules import Schedule, generate, registry
+from pipegrad.schedules import Schedule, ScheduleGenerator, generate, registry
+from pipegrad.schedules.measured import MeasuredGenerator
 from pipegrad.schedules.program.program import Collective, Link
 from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
-ScheduleSpec = Schedule | str | Mapping[str, Any]
+ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
@@ -121,6 +122,7 @@ def agree_on_wiring(
         refuse_loss_parameters(loss_fn, [stage.module for stage in made], placed)
         ends = {s.index: (s.inputs, s.outputs, s.losses) for s in made}
         words = f"depth {depth}, whole {whole!r}, loss_reduction {reduction!r}"
+        words += later_words(schedule)
         if source is not None:
             words += f", {source!r}"
         return f"{words}\n{generated}", ends
@@ -217,6 +219,25 @@ def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | 
         raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
     generator = registry.resolve(spec)
     return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def later_words(spec: ScheduleSpec) -> str:
+    """Returns what decides about the schedules of later steps; "" if these are all alike."""
+    if isinstance(spec, Schedule):
+        return ""
+    resolved = registry.resolve(spec)
+    is_measured = isinstance(resolved.plugin, MeasuredGenerator) and resolved.plugin.wants_times
+    return f", {resolved} with {dict(resolved.options)}" if is_measured else ""
+
+
+def refuse_moved(schedule: Schedule, own: Schedule) -> None:
+    """Refuses a schedule of a later step that has stages on other ranks."""
+    if schedule.stage_to_rank != own.stage_to_rank:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has the stages of {schedule.num_microbatches} "
+            f"microbatches on ranks {schedule.stage_to_rank}, and those of "
+            f"{own.num_microbatches} on ranks {own.stage_to_rank}: a step cannot move them"
+        )
 
 
 def made_stages(

@@ -30,6 +30,9 @@ from pipegrad.plugins.options import complaints_of
 from pipegrad.plugins.registry import Registry, ResolvedPlugin
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
+from pipegrad.schedules.measured import MeasuredGenerator
+from pipegrad.simulation.auto import Auto
+from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data, dataset_of
@@ -91,7 +94,7 @@ class Job:
             "train.reporters", reporters, config.train.reporters
         )
         self.generator: ResolvedPlugin[ScheduleGenerator] = self._refusing(
-            "parallel.schedule", schedules.resolve, parallel.schedule.spec
+            "parallel.schedule", schedules.resolve, self._schedule_spec()
         )
         self.schedule: Schedule = self._refusing("parallel.schedule", self._schedule)
         self._loss = None
@@ -294,6 +297,28 @@ class Job:
         for index, spec in enumerate(specs):
             self._refusing(f"{key}[{index}]", registry.resolve, spec)
         return registry.resolve_all(specs)
+
+    def _schedule_spec(self) -> dict[str, Any]:
+        """Returns the schedule's table; a file of costs is seen from the configuration's folder."""
+        spec = self.config.parallel.schedule.spec
+        if spec["name"] == "auto" and isinstance(spec.get("costs"), str):
+            spec["costs"] = str(self.config.path.resolve().parent / spec["costs"])
+        return spec
+
+    @property
+    def measured_generator(self) -> MeasuredGenerator | None:
+        """What makes the schedules, if it still takes measured times."""
+        plugin = self.generator.plugin
+        return plugin if isinstance(plugin, MeasuredGenerator) and plugin.wants_times else None
+
+    @property
+    def choice(self) -> ScheduleChoice | None:
+        """Why the schedule was chosen; None if the configuration names one."""
+        plugin = self.generator.plugin
+        if not isinstance(plugin, Auto) or plugin.wants_times:
+            return None
+        number = self.config.parallel.microbatches
+        return plugin.choice(num_ranks=self.pipeline, num_microbatches=number)
 
     def _schedule(self) -> Schedule:
         microbatches = self.config.parallel.microbatches

@@ -262,7 +262,9 @@ class Trainer:
         self._scheduler = Scheduler(
             stages,
             self._topology,
-            schedule=job.schedule,
+            # Some schedules change when steps were measured. Only their generator can do that.
+            schedule=job.measured_generator or job.schedule,
+            num_microbatches=job.schedule.num_microbatches,
             loss_fn=job.loss,
             loss_reduction=job.config.train.loss_reduction,
             tied=self._cut.tied,

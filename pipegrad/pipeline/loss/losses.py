@@ -7,6 +7,7 @@
     2  how many ranks have a divisor; 3 the sum of these divisors; 4 the sum of their squares
     5  the weights of the losses, divided by the number of pipelines
     6  and further: the metrics, in the order of their names, divided by the number of pipelines
+    behind them: what steps are measured by, if the schedule wants that: [Note: times of a step]
 
 If all divisors are equal, the mean of the squares is the square of the mean. So any number of ranks
 is compared with one message, and a failure is noticed by ranks that ended the step before it.
@@ -133,6 +134,7 @@ class Losses:
         *,
         forward_only: bool,
         failed: bool = False,
+        times: Sequence[float] = (),
         outputs: Outputs = (),
         on_failure: Callable[[], str] = str,
     ) -> StepResult:
@@ -143,6 +145,7 @@ class Losses:
             divisor: What the losses were divided by; None if this rank has none to compare.
             forward_only: Which kind of step it is: evaluation or training.
             failed: Whether the step failed on this rank.
+            times: What this rank has measured; as many numbers on all ranks.
             outputs: For the result.
             on_failure: As that of `StepResult`.
         """
@@ -158,6 +161,7 @@ class Losses:
         for name in names:
             tensors[len(numbers)] = terms.metric(name) / self._num_copies
             numbers.append(0.0)
+        numbers += times
         message = self._reduced(numbers, tensors)
         return StepResult(
             message,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from pipegrad.errors import StepError
 
 Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
 
+_METRICS = 6  # where metrics begin: see [Note: message of a loss]
 _DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks round
 
 
@@ -136,14 +138,22 @@ class StepResult:
             StepError: As `loss`.
         """
         self._check()
-        *_, weight = self._message.read()[:6]
-        values = dict(zip(self._names, self._message.read()[6:], strict=True))
+        *_, weight = self._message.read()[:_METRICS]
+        numbers = self._message.read()[_METRICS : _METRICS + len(self._names)]
+        values = dict(zip(self._names, numbers, strict=True))
         if self._late is not None:
             names, message = self._late
             values |= zip(names, message.read(), strict=True)
         if not self._is_weighted:
             return values
         return {name: value / weight if weight else math.nan for name, value in values.items()}
+
+    def times_reader(self) -> Callable[[], list[float] | None]:
+        """Returns what reads the sums of times, behind the metrics; None if a rank failed.
+
+        It holds nothing else of the result. Reading waits for the sums.
+        """
+        return partial(_read_times, self._message, _METRICS + len(self._names))
 
     def add(self, names: Sequence[str], message: Message) -> None:
         """Adds the metrics of a first step; see [Note: names of metrics]."""
@@ -152,7 +162,7 @@ class StepResult:
     def _check(self) -> None:
         """Refuses a step that failed on another rank, and numbers that cannot be."""
         # See [Note: message of a loss].
-        _, failed, number, total, squares, weight = self._message.read()[:6]
+        _, failed, number, total, squares, weight = self._message.read()[:_METRICS]
         if failed:
             why = self._on_failure()
             raise StepError(f"the step failed on another rank after this one had ended it{why}")
@@ -169,3 +179,9 @@ class StepResult:
                 f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a "
                 f"number from 0 on. The gradients are wrong"
             )
+
+
+def _read_times(message: Message, begin: int) -> list[float] | None:
+    numbers = message.read()
+    has_failed = numbers[1] > 0
+    return None if has_failed else numbers[begin:]

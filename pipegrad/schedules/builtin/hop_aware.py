@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
-from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
+from pipegrad.schedules.measured import MeasuredGenerator, Times
+from pipegrad.schedules.schedule import Schedule
 
 
-class HopAwareOneForwardOneBackward(ScheduleGenerator):
+class HopAwareOneForwardOneBackward(MeasuredGenerator):
     """Hides the transfers of slow hops, each for more live activations on the ranks before it.
 
     For 3 ranks and 5 microbatches, with `hop_seconds` (0, 0.5) and `compute_seconds` 1::
@@ -34,10 +35,15 @@ class HopAwareOneForwardOneBackward(ScheduleGenerator):
     If a hop does not satisfy this, all ranks wait in every microbatch: for c if only one hop is too
     slow, for up to 2 c if all hops are. Fill and drain always cost 2 c for each hop and step.
 
+    Without `hop_seconds` and `compute_seconds` it begins as 1f1b, and a `Scheduler` measures both
+    in its second step. From the third step on it is what they say. `adaptive-1f1b` measures them
+    in every step.
+
     Args:
         hop_seconds: For each hop s -> s+1 (P-1 hops) the time of one transfer of a microbatch in
-            one direction. The transfer back takes as long.
-        compute_seconds: Time of a stage's forward and backward of a microbatch, tF+tB.
+            one direction. The transfer back takes as long. By default measured.
+        compute_seconds: Time of a stage's forward and backward of a microbatch, tF+tB. By default
+            measured; given if and only if `hop_seconds` is.
         threshold: Share of `compute_seconds`, in [0, 1). A hop may lose this share with every
             microbatch, and the ranks before it then hold one activation less. All hops together
             lose at most this share.
@@ -49,22 +55,46 @@ class HopAwareOneForwardOneBackward(ScheduleGenerator):
     """
 
     def __init__(
-        self, *, hop_seconds: Sequence[float], compute_seconds: float, threshold: float = 0.05
+        self,
+        *,
+        hop_seconds: Sequence[float] | None = None,
+        compute_seconds: float | None = None,
+        threshold: float = 0.05,
     ) -> None:
-        for hop, seconds in enumerate(hop_seconds):
+        if (hop_seconds is None) != (compute_seconds is None):
+            raise ScheduleError(
+                f"hop_seconds is {hop_seconds} and compute_seconds is {compute_seconds}: give both "
+                f"in one unit, or none of them, and a Scheduler measures them"
+            )
+        for hop, seconds in enumerate(hop_seconds or ()):
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise ScheduleError(
                     f"hop_seconds[{hop}] is {seconds}, expected a finite number, at least 0"
                 )
-        if not (math.isfinite(compute_seconds) and compute_seconds > 0):
+        if compute_seconds is not None and not (
+            math.isfinite(compute_seconds) and compute_seconds > 0
+        ):
             raise ScheduleError(
                 f"compute_seconds is {compute_seconds}, expected a finite number above 0"
             )
         if not 0 <= threshold < 1:
             raise ScheduleError(f"threshold is {threshold}, expected at least 0 and below 1")
-        self.hop_seconds = tuple(hop_seconds)
+        self.hop_seconds = None if hop_seconds is None else tuple(hop_seconds)
         self.compute_seconds = compute_seconds
         self.threshold = threshold
+
+    @property
+    def wants_times(self) -> bool:
+        """True until they are given, or measured."""
+        return self.hop_seconds is None
+
+    def planned(self, times: Times) -> HopAwareOneForwardOneBackward:
+        """Returns what makes the schedules from the next step on."""
+        return HopAwareOneForwardOneBackward(
+            hop_seconds=times.hop_seconds,
+            compute_seconds=max(times.compute_seconds),
+            threshold=self.threshold,
+        )
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches.
@@ -72,14 +102,15 @@ class HopAwareOneForwardOneBackward(ScheduleGenerator):
         Raises:
             ScheduleError: If the number of `hop_seconds` is not the number of hops.
         """
-        if len(self.hop_seconds) != num_ranks - 1:
+        hop_seconds = (0.0,) * (num_ranks - 1) if self.hop_seconds is None else self.hop_seconds
+        if len(hop_seconds) != num_ranks - 1:
             raise ScheduleError(
                 f"hop-aware-1f1b over {num_ranks} ranks has {num_ranks - 1} hops, found "
-                f"{len(self.hop_seconds)} hop_seconds; give one for each rank but the last"
+                f"{len(hop_seconds)} hop_seconds; give one for each rank but the last"
             )
         # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
         num_warmups = [0]
-        for seconds in reversed(self.hop_seconds):
+        for seconds in reversed(hop_seconds):
             extra = self._extra(seconds, num_microbatches)
             num_warmups.append(num_warmups[-1] + 1 + extra)
         return in_turns("hop-aware-1f1b", num_warmups[::-1], num_microbatches)
@@ -87,6 +118,6 @@ class HopAwareOneForwardOneBackward(ScheduleGenerator):
     def _extra(self, seconds: float, num_microbatches: int) -> int:
         """Returns how many forwards the ranks before this hop add to the warm-up of 1f1b."""
         # A rounding error must not add a forward: 2 * (0.1 + 0.2) / 0.6 must count as 1.
-        steps = 2.0 * (seconds / self.compute_seconds) - 1e-9
+        steps = 2.0 * (seconds / (self.compute_seconds or 1.0)) - 1e-9
         # A warm-up has at most `num_microbatches` forwards, and the quotient may be infinite.
         return 0 if steps <= self.threshold else math.ceil(min(steps, num_microbatches))

@@ -59,6 +59,8 @@ def make_summary(
         "replicas": job.num_ranks // job.pipeline,
         "microbatches": job.schedule.num_microbatches,
         "schedule": _identity(job.generator) | times,
+        "is_measured": job.measured_generator is not None,
+        "choice": None if job.choice is None else job.choice.to_json(),
         "handlers": [_identity(resolved) for resolved in job.handlers.values()],
         "stages": stages,
         "ties": list(_ties(job, manifest)),

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from pipegrad.schedules import Schedule
+from pipegrad.simulation.choose import rows_of
 from pipegrad.train.summary.spans import in_words
 from pipegrad.train.tables import table
 
@@ -28,6 +29,11 @@ def rendered(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[Rendera
     )
     yield "handlers: " + (", ".join(map(_source, summary["handlers"])) or "none")
     yield ""
+    if summary["choice"]:
+        head, *rows = rows_of(summary["choice"])
+        yield table(head, rows)
+    if summary["is_measured"]:
+        yield "the schedule to begin with; it may change when steps have been measured:"
     yield f"One replica of {summary['replicas']}. {LEGEND}"
     yield from _grid(schedule)
     yield ""

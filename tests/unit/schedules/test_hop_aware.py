@@ -11,6 +11,8 @@ import pytest
 from pipegrad import schedules
 from pipegrad.errors import PluginOptionError, ScheduleError
 from pipegrad.schedules import Action, Schedule
+from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
+from pipegrad.schedules.measured import Times
 
 NAME = "hop-aware-1f1b"
 FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0
@@ -159,6 +161,20 @@ def test_each_hop_has_its_cost(num_ranks: int, given: list[float]) -> None:
         )
 
 
-def test_its_costs_must_be_given() -> None:
-    with pytest.raises(PluginOptionError, match="needs the option 'hop_seconds', needs the option"):
-        schedules.build(NAME, num_ranks=2, num_microbatches=2)
+@pytest.mark.parametrize("given", [{"hop_seconds": [0]}, {"compute_seconds": 1.0}])
+def test_one_cost_alone_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(PluginOptionError, match="give both in one unit, or none of them"):
+        schedules.build(NAME, num_ranks=2, num_microbatches=2, **given)
+
+
+def test_without_costs_it_begins_as_1f1b_and_takes_what_is_measured() -> None:
+    numbers = {"num_ranks": 3, "num_microbatches": 8}
+    generator = HopAwareOneForwardOneBackward()
+    began = schedules.build(NAME, **numbers)
+    assert began.actions == schedules.build("1f1b", **numbers).actions
+    assert generator.wants_times
+
+    planned = generator.planned(Times((1.0, 0.5, 1.0), (2.0, 1.0, 2.0), (0.0, 1.5)))
+
+    assert not planned.wants_times
+    assert warm_ups(planned.generate(**numbers)) == [4, 3, 1]

@@ -194,13 +194,16 @@ class Skips(ScheduleGenerator):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["egar", *SIZE], "is called 'egar'; known, closest first: 1f1b, eager-1f1b"),
+        (
+            ["egar", *SIZE],
+            "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto",
+        ),
         (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 is not in the range x>=1"),
         (["1f1b", "--ranks", "2"], "Missing option '--microbatches'"),
         (["1f1b", *SIZE, "--format", "csv"], "'csv' is not one of 'text', 'torch-csv'"),
         (["1f1b", *SIZE, "--set", "depth=3"], "has no option 'depth'"),
         (["1f1b", *SIZE, "--set", "depth"], "--set depth: expected key=value"),
-        (["hop-aware-1f1b", *SIZE], "needs the option 'hop_seconds'"),
+        (["hop-aware-1f1b", *SIZE, "--set", "compute_seconds=1"], "hop_seconds is None and comp"),
         (["interleaved-1f1b", "--ranks", "2", "--microbatches", "3"], "the nearest is 4"),
         (
             [f"{__name__}:Skips", "--ranks", "3", "--microbatches", "2", "--format", "torch-csv"],

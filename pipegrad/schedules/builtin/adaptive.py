@@ -1,0 +1,130 @@
+"""1F1B that warms up by what each hop takes now."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.builtin.one_f_one_b import in_turns
+from pipegrad.schedules.measured import MeasuredGenerator, Times
+from pipegrad.schedules.schedule import Schedule
+
+# Activations are given back only if the warm-up also suits hops that are slower by this factor.
+# Otherwise a hop whose time lies at a border would change the warm-up in every step.
+_CAUTION = 1.25
+
+
+class AdaptiveOneForwardOneBackward(MeasuredGenerator):
+    """Follows a network whose hops become slower and faster, within a limit of activations.
+
+    It begins as 1f1b. After every step all ranks know how long the computes of each rank and the
+    transfers of each hop took. Rank s warms up with w_s forwards. With T the time of the slowest
+    rank, t_s that of rank s, and c_h that of a transfer over the hop h = s -> s+1, a step needs for
+    each microbatch at least T, and at least::
+
+        (t_s + 2 c_h) / (w_s - w_{s+1})
+
+    `hop-aware-1f1b` says why. The warm-up with which the largest of these is smallest is found by
+    adding forwards one by one, each at the hop whose time is largest. It ends where no hop takes
+    more than T (1 + threshold), or at the limit. The warm-up changes if the steps that follow take
+    less time by more than `threshold`; or if it holds fewer activations and no hop would be too
+    slow, even if all took 1.25 times as long.
+
+    Args:
+        max_live_activations: How many microbatches rank 0 may hold, at least as many as it has
+            ranks. Later ranks hold fewer. The default is that of eager-1f1b, 2 P - 1.
+        threshold: Share of the time, in [0, 1), for which nothing is changed.
+
+    Raises:
+        ScheduleError: If a number is out of its range.
+
+    Source: derived in `hop-aware-1f1b`. PipeMorph (NSDI 2026) also changes pipelines as links do.
+    """
+
+    def __init__(self, *, max_live_activations: int | None = None, threshold: float = 0.05) -> None:
+        is_number = isinstance(max_live_activations, int) and max_live_activations is not True
+        if max_live_activations is not None and (not is_number or max_live_activations < 1):
+            raise ScheduleError(
+                f"max_live_activations is {max_live_activations!r}, expected a whole number from 1"
+            )
+        if not 0 <= threshold < 1:
+            raise ScheduleError(f"threshold is {threshold}, expected at least 0 and below 1")
+        self.max_live_activations = max_live_activations
+        self.threshold = threshold
+        # For each hop the forwards that ranks before it add to the warm-up of 1f1b.
+        self._extras: tuple[int, ...] | None = None
+
+    @property
+    def wants_times(self) -> bool:
+        """Always: a hop may change in any step."""
+        return True
+
+    def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Returns the schedule, for any number of ranks and microbatches.
+
+        Raises:
+            ScheduleError: If `max_live_activations` is less than 1f1b holds.
+        """
+        extras = self._extras or (0,) * (num_ranks - 1)
+        if len(extras) != num_ranks - 1:
+            raise ScheduleError(
+                f"this adaptive-1f1b was planned for {len(extras) + 1} ranks, found {num_ranks}"
+            )
+        limit, least = self._limit(num_ranks), min(num_ranks, num_microbatches)
+        if limit < least:
+            raise ScheduleError(
+                f"max_live_activations is {limit}, and 1f1b itself holds {least} on rank 0 of "
+                f"{num_ranks}: expected at least {least}"
+            )
+        # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
+        num_warmups = [sum(extras[rank:]) + num_ranks - 1 - rank for rank in range(num_ranks)]
+        return in_turns("adaptive-1f1b", num_warmups, num_microbatches)
+
+    def planned(self, times: Times) -> AdaptiveOneForwardOneBackward:
+        """Returns what makes the schedules from the next step on; itself if nothing changes."""
+        fastest = self._fitting(times)
+        if self._extras is None:
+            return self._with(fastest)
+        now = _period(times, self._extras)
+        if now > (1 + self.threshold) * _period(times, fastest):
+            return self._with(fastest)
+        slower = replace(times, hop_seconds=tuple(_CAUTION * c for c in times.hop_seconds))
+        leanest = self._fitting(slower)
+        return self._with(leanest) if sum(leanest) < sum(self._extras) else self
+
+    def _with(self, extras: tuple[int, ...]) -> AdaptiveOneForwardOneBackward:
+        other = copy.copy(self)
+        other._extras = extras
+        return other
+
+    def _limit(self, num_ranks: int) -> int:
+        return self.max_live_activations or 2 * num_ranks - 1
+
+    def _fitting(self, times: Times) -> tuple[int, ...]:
+        """Returns for each hop the forwards that it needs, within the limit."""
+        compute = times.compute_seconds
+        extras = [0] * (len(compute) - 1)
+        enough = (1 + self.threshold) * max(compute)
+        for _ in range(self._limit(len(compute)) - len(compute)):
+            slowest = _slowest(times, extras)
+            if slowest is None or _hop_period(times, extras, slowest) <= enough:
+                break
+            extras[slowest] += 1
+        return tuple(extras)
+
+
+def _period(times: Times, extras: Sequence[int]) -> float:
+    """Returns what one more microbatch takes."""
+    slowest, compute = _slowest(times, extras), max(times.compute_seconds)
+    return compute if slowest is None else max(compute, _hop_period(times, extras, slowest))
+
+
+def _slowest(times: Times, extras: Sequence[int]) -> int | None:
+    """Returns the hop that takes longest for a microbatch; None if there is no hop."""
+    return max(range(len(extras)), key=lambda hop: _hop_period(times, extras, hop), default=None)
+
+
+def _hop_period(times: Times, extras: Sequence[int], hop: int) -> float:
+    return (times.compute_seconds[hop] + 2 * times.hop_seconds[hop]) / (1 + extras[hop])

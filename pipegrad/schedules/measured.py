@@ -1,0 +1,51 @@
+"""Schedules that are made of measured times, while a `Scheduler` trains."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from pipegrad.schedules.schedule import ScheduleGenerator
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a training step has shown. All ranks have the same numbers.
+
+    If there are several pipelines, each number is that of the slowest.
+
+    Attributes:
+        forward_seconds: For each rank the time of a forward of one microbatch: a median.
+        backward_seconds: For each rank the same of a backward.
+        hop_seconds: For each hop s -> s+1 what the values of a microbatch take in one direction: a
+            mean of there and back.
+    """
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    hop_seconds: tuple[float, ...]
+
+    @property
+    def compute_seconds(self) -> tuple[float, ...]:
+        """For each rank the time of a forward and a backward."""
+        return tuple(map(sum, zip(self.forward_seconds, self.backward_seconds, strict=True)))
+
+
+class MeasuredGenerator(ScheduleGenerator):
+    """A generator that takes what steps have shown, and then makes another schedule.
+
+    `generate` makes the schedule to begin with. All its schedules, for one number of ranks, place
+    the same stages on the same ranks, and give gradients final in the same order of stages.
+    """
+
+    @property
+    @abstractmethod
+    def wants_times(self) -> bool:
+        """Whether `planned` is called after the next step, too."""
+
+    @abstractmethod
+    def planned(self, times: Times) -> MeasuredGenerator:
+        """Returns what makes the schedules from the next step on; itself if nothing changes.
+
+        The function is pure: every rank returns the same for the same times.
+        """

@@ -1,0 +1,140 @@
+"""auto: the schedule that takes least time, as a schedule of its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
+from pipegrad.schedules.measured import MeasuredGenerator, Times
+from pipegrad.schedules.schedule import Schedule
+from pipegrad.simulation.choose import Choice, Spec, check_limit, choose
+from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
+
+# Bytes of a value whose size is not known, over a link that takes the measured time for them. Only
+# the time counts.
+_BYTES = 2**20
+
+
+class Auto(MeasuredGenerator):
+    """Simulates all schedules with the costs of a job, and takes the best; see `choose`.
+
+    Without `costs` it begins as 1f1b, and a `Scheduler` measures computes and hops in its second
+    step. From the third step on it is the best of the schedules that have one stage on each rank
+    and do not split backwards; the others would move stages, or need what was not measured. All
+    ranks have the same numbers, and each of them chooses by itself, since choosing is pure.
+
+    Args:
+        costs: A file of `Costs`, its content, or the costs themselves.
+        memory_limit_bytes: The most that a rank may hold; needs `costs`.
+        max_live_activations: The most microbatches that a rank may hold. Without `costs` the
+            default is that of eager-1f1b, 2 P - 1.
+        schedules: Names, or tables of name and options, instead of all registered ones.
+
+    Raises:
+        ScheduleError: If the costs cannot be read, or if a limit is no number or needs costs.
+    """
+
+    def __init__(
+        self,
+        *,
+        costs: Costs | Mapping[str, Any] | str | PathLike[str] | None = None,
+        memory_limit_bytes: int | None = None,
+        max_live_activations: int | None = None,
+        schedules: Sequence[Spec] | None = None,
+    ) -> None:
+        if memory_limit_bytes is not None and costs is None:
+            raise ScheduleError(
+                "memory_limit_bytes needs costs, which say what stages hold: give costs, or "
+                "max_live_activations"
+            )
+        check_limit("memory_limit_bytes", memory_limit_bytes)
+        check_limit("max_live_activations", max_live_activations)
+        self._costs = _read(costs)
+        self._memory_limit_bytes = memory_limit_bytes
+        self._max_live_activations = max_live_activations
+        self._schedules = schedules
+        self._choices: dict[tuple[int, int], Choice] = {}
+
+    @property
+    def wants_times(self) -> bool:
+        """True until costs are given, or measured."""
+        return self._costs is None
+
+    def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+        """Returns the best schedule; without costs 1f1b, if any schedule can fit later.
+
+        Raises:
+            ScheduleError: If no schedule fits, or if the costs are of other stages.
+        """
+        if self._costs is None:
+            self._try_out(num_ranks, num_microbatches)
+            begin = OneForwardOneBackward()
+            made = begin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+            return replace(made, name="auto")
+        chosen = self.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return chosen.schedule
+
+    def _try_out(self, num_ranks: int, num_microbatches: int) -> None:
+        """Refuses limits and schedules of which nothing is left, before any step."""
+        if self._schedules is not None or self._max_live_activations is not None:
+            some = Times((1.0,) * num_ranks, (2.0,) * num_ranks, (0.0,) * (num_ranks - 1))
+            planned = self.planned(some)
+            planned.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+    def choice(self, *, num_ranks: int, num_microbatches: int) -> Choice:
+        """Returns what was chosen, with the table of why. It needs costs.
+
+        Raises:
+            ScheduleError: As `generate`.
+        """
+        if self._costs is None:
+            raise ScheduleError("nothing is measured yet: give costs, or take two steps")
+        key = num_ranks, num_microbatches
+        if key not in self._choices:
+            self._choices[key] = choose(
+                num_ranks=num_ranks,
+                num_microbatches=num_microbatches,
+                costs=self._costs,
+                schedules=self._schedules,
+                memory_limit_bytes=self._memory_limit_bytes,
+                max_live_activations=self._max_live_activations,
+            )
+        return self._choices[key]
+
+    def planned(self, times: Times) -> Auto:
+        """Returns what makes the schedules from the next step on."""
+        num_ranks = len(times.forward_seconds)
+        limit = self._max_live_activations or 2 * num_ranks - 1
+        return Auto(costs=costs_of(times), max_live_activations=limit, schedules=self._schedules)
+
+
+def costs_of(times: Times) -> Costs:
+    """Returns the costs of one stage a rank whose computes and hops take what was measured."""
+    num_ranks = len(times.forward_seconds)
+    stages = tuple(
+        StageCosts(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            outputs={"x": _BYTES} if rank + 1 < num_ranks else {},
+        )
+        for rank, (forward, backward) in enumerate(
+            zip(times.forward_seconds, times.backward_seconds, strict=True)
+        )
+    )
+    links = tuple(
+        LinkCosts(source, target, bytes_per_second=_BYTES / max(seconds, 1e-9))
+        for hop, seconds in enumerate(times.hop_seconds)
+        for source, target in ((hop, hop + 1), (hop + 1, hop))
+    )
+    return Costs(stages, Network(links=links))
+
+
+def _read(costs: Costs | Mapping[str, Any] | str | PathLike[str] | None) -> Costs | None:
+    if costs is None or isinstance(costs, Costs):
+        return costs
+    return Costs.from_json(costs) if isinstance(costs, Mapping) else Costs.load(Path(costs))

@@ -1,0 +1,360 @@
+"""choose: which schedule takes least time within a memory limit, and why. Pure.
+
+[Note: candidates] The candidates are all registered schedules, plug-ins too. One that takes
+``stages_per_rank`` is tried with 1, 2, ... of them. hop-aware-1f1b is given the hops and computes
+of the costs, with several thresholds. Then 1f1b is tried with more warm-up, as much at every hop.
+Each candidate is lowered, proven and simulated, in this order, and refused where one of these
+fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from pipegrad.errors import PipegradError, ScheduleError
+from pipegrad.schedules import generate, lower, registry, verify
+from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
+from pipegrad.schedules.builtin.one_f_one_b import in_turns
+from pipegrad.schedules.program.program import Link
+from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
+from pipegrad.simulation.costs import Costs, StageCosts
+from pipegrad.simulation.simulator import simulate
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Spec = str | Mapping[str, Any]  # a name, or a table of name and options
+
+_FOLLOWERS = ("auto", "adaptive-1f1b")  # what chooses or changes schedules is none itself
+_THRESHOLDS = (0.0, 0.05, 0.2)  # of hop-aware-1f1b
+_MOST_FORWARDS_A_HOP = 6
+_NUM_STEPS = 2  # the second begins while the first ends, as all that follow do
+# Steps that differ by less than this take equally long: more activations must buy something.
+_EQUAL = 0.005
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule, and what it was found to take.
+
+    Attributes:
+        name: The schedule and its options, in words.
+        schedule: None if it is not defined for these numbers.
+        step_seconds: Of a step that follows another.
+        bubble: The share of all ranks' time in which they do not compute.
+        peak_bytes: The most that a rank holds.
+        live_activations: Microbatches that each rank holds at most, over all its stages.
+        refused: Why it was not taken; "" if it could have been.
+    """
+
+    name: str
+    schedule: Schedule | None = None
+    step_seconds: float = 0.0
+    bubble: float = 0.0
+    peak_bytes: int = 0
+    live_activations: tuple[int, ...] = ()
+    refused: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data, without the schedule."""
+        if self.schedule is None:
+            return {"name": self.name, "refused": self.refused}
+        return {
+            "name": self.name,
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "peak_bytes": self.peak_bytes,
+            "live_activations": list(self.live_activations),
+            "refused": self.refused,
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule that was chosen, and what else was tried.
+
+    Attributes:
+        candidates: The chosen one first; then by time; at last those that were refused.
+    """
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """What was chosen."""
+        return self.candidates[0]
+
+    @property
+    def schedule(self) -> Schedule:
+        """What was chosen, for a `Scheduler`."""
+        assert self.best.schedule is not None
+        return self.best.schedule
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the candidates as plain data, in order."""
+        return [candidate.to_json() for candidate in self.candidates]
+
+    def table(self) -> Table:
+        """Returns the table of why, for rich."""
+        from rich import box
+        from rich.table import Table
+
+        head, *rows = rows_of(self.to_json())
+        table = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def __str__(self) -> str:
+        rows = list(rows_of(self.to_json()))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+        return "\n".join(map(str.rstrip, lines))
+
+
+def rows_of(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yields the cells of the table of why, its head first, from what `Choice.to_json` returns."""
+    yield "schedule", "step", "bubble", "peak MiB", "activations", "why"
+    best = candidates[0]
+    for each in candidates:
+        if "step_seconds" not in each:
+            yield each["name"], "", "", "", "", each["refused"]
+            continue
+        slower = each["step_seconds"] / best["step_seconds"] - 1
+        why = f"{slower:+.1%}" if slower >= _EQUAL else "as fast, holds more"
+        yield (
+            each["name"],
+            f"{1e3 * each['step_seconds']:.1f} ms",
+            f"{each['bubble']:.1%}",
+            f"{each['peak_bytes'] / 2**20:.1f}",
+            f"{sum(each['live_activations'])}",
+            "chosen" if each is best else each["refused"] or why,
+        )
+
+
+def choose(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    memory_limit_bytes: int | None = None,
+    max_live_activations: int | None = None,
+    schedules: Sequence[Spec] | None = None,
+    links: Sequence[Link] | None = None,
+) -> Choice:
+    """Returns the schedule that takes least time; see [Note: candidates].
+
+    The function is pure: every rank that has the same costs chooses the same. Schedules whose steps
+    differ by less than 0.5 % count as equally fast: the one that holds fewer bytes is taken, then
+    the one with fewer activations, then the first name.
+
+    Args:
+        num_ranks: Of the pipeline.
+        num_microbatches: Of a step.
+        costs: For as many stages as there are ranks, or for a multiple: for example for each layer.
+            A schedule of fewer stages merges as many neighbours into each. One of more stages, or
+            of a number that does not divide theirs, is refused.
+        memory_limit_bytes: The most that a rank may hold.
+        max_live_activations: The most microbatches whose activations a rank may hold, in stages as
+            large as a rank.
+        schedules: Names, or tables of name and options, instead of all registered ones.
+        links: The values that stages hand on, if stages are as many as ranks; by default each takes
+            the outputs of the one before it.
+
+    Raises:
+        ScheduleError: If no candidate fits, if a limit is no number above 0, or if the costs are
+            of fewer stages than ranks.
+    """
+    if num_ranks < 1 or num_microbatches < 1 or len(costs.stages) % num_ranks or not costs.stages:
+        raise ScheduleError(
+            f"there are costs of {len(costs.stages)} stages, for {num_ranks} ranks and "
+            f"{num_microbatches} microbatches: expected costs of as many stages as ranks, or a "
+            f"multiple, and at least one of each"
+        )
+    check_limit("memory_limit_bytes", memory_limit_bytes)
+    check_limit("max_live_activations", max_live_activations)
+    tried = dict[tuple[object, ...], None]()
+    candidates = list[Candidate]()
+    for name, made in _candidates(num_ranks, num_microbatches, costs, schedules):
+        if isinstance(made, Schedule):
+            # Names stand for one schedule if their warm-ups are equal.
+            key = made.stage_to_rank, made.actions, made.head_w_first
+            if key in tried:
+                continue
+            tried[key] = None
+            limits = memory_limit_bytes, max_live_activations
+            candidates.append(_tried(name, made, costs, limits, links))
+        else:
+            candidates.append(Candidate(name, refused=made))
+    return Choice(_ordered(candidates))
+
+
+def check_limit(name: str, limit: object) -> None:
+    """Refuses a limit that is no number above 0; None is no limit.
+
+    Raises:
+        ScheduleError: If it is something else.
+    """
+    if limit is None:
+        return
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not limit > 0:
+        raise ScheduleError(f"{name} is {limit!r}, expected a number above 0")
+
+
+def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    fitting = [each for each in candidates if not each.refused]
+    refused = sorted((each for each in candidates if each.refused), key=lambda each: each.name)
+    if not fitting:
+        reasons = "\n".join(f"  {each.name}: {each.refused}" for each in refused) or "  of none"
+        raise ScheduleError(f"no schedule fits:\n{reasons}")
+    fastest = min(each.step_seconds for each in fitting)
+    equal = [each for each in fitting if each.step_seconds <= fastest * (1 + _EQUAL)]
+    best = min(equal, key=lambda e: (e.peak_bytes, sum(e.live_activations), e.name))
+    rest = sorted((e for e in fitting if e is not best), key=lambda e: (e.step_seconds, e.name))
+    return best, *rest, *refused
+
+
+def _candidates(
+    num_ranks: int, num_microbatches: int, costs: Costs, specs: Sequence[Spec] | None
+) -> Iterator[tuple[str, Schedule | str]]:
+    """Yields the name of each candidate with its schedule, or with the reason that it has none."""
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    names = [plugin.name for plugin in registry if plugin.name not in _FOLLOWERS]
+    for spec in names if specs is None else specs:
+        for table in _tables(spec, num_ranks, costs):
+            try:
+                yield _words(table), generate(registry.resolve(table), **sizes)
+            except PipegradError as error:
+                yield _words(table), str(error).partition("\n")[0]
+    if specs is None:
+        for forwards in range(3, _MOST_FORWARDS_A_HOP + 1):
+            if (forwards - 1) * (num_ranks - 1) < num_microbatches:
+                num_warmups = [forwards * (num_ranks - 1 - rank) for rank in range(num_ranks)]
+                name = f"1f1b, {forwards} forwards a hop"
+                yield name, in_turns(name, num_warmups, num_microbatches)
+
+
+def _tables(spec: Spec, num_ranks: int, costs: Costs) -> Iterator[dict[str, Any]]:
+    """Yields what a schedule is to be tried with."""
+    table = {"name": spec} if isinstance(spec, str) else dict(spec)
+    try:
+        kind = type(registry.resolve(table).plugin)
+    except PipegradError:
+        yield table  # is refused with the same error
+        return
+    if issubclass(kind, HopAwareOneForwardOneBackward) and "hop_seconds" not in table:
+        known = _hop_aware_options(_merged(costs, num_ranks))
+        thresholds = [table["threshold"]] if "threshold" in table else _THRESHOLDS
+        yield from ({**table, **known, "threshold": threshold} for threshold in thresholds)
+    elif _takes_stages_per_rank(kind) and "stages_per_rank" not in table:
+        most = len(costs.stages) // num_ranks
+        numbers = [n for n in range(1, most + 1) if most % n == 0]
+        yield from ({**table, "stages_per_rank": number} for number in numbers)
+    else:
+        yield table
+
+
+def _hop_aware_options(costs: Costs) -> dict[str, Any]:
+    hops = [
+        costs.network.seconds(rank, rank + 1, sum(stage.outputs.values()))
+        for rank, stage in enumerate(costs.stages[:-1])
+    ]
+    compute = max(stage.forward_seconds + stage.backward_seconds for stage in costs.stages)
+    return {"hop_seconds": hops, "compute_seconds": compute or 1.0}
+
+
+def _takes_stages_per_rank(kind: type[ScheduleGenerator]) -> bool:
+    return "stages_per_rank" in inspect.signature(kind).parameters
+
+
+def _words(table: Mapping[str, Any]) -> str:
+    measured = ("name", "hop_seconds", "compute_seconds")
+    options = (f", {key} {value}" for key, value in table.items() if key not in measured)
+    return f"{table['name']}{''.join(options)}"
+
+
+def _tried(
+    name: str,
+    schedule: Schedule,
+    costs: Costs,
+    limits: tuple[int | None, int | None],
+    links: Sequence[Link] | None,
+) -> Candidate:
+    """Lowers, proves and simulates a schedule."""
+    num_stages = len(schedule.stage_to_rank)
+    if len(costs.stages) % num_stages:
+        words = f"it has {num_stages} stages, and costs are of {len(costs.stages)}"
+        return Candidate(name, refused=f"{words}: give costs of a multiple")
+    splits = any(action.kind == "W" for actions in schedule.actions for action in actions)
+    if splits and not any(stage.weight_seconds for stage in costs.stages):
+        return Candidate(name, refused="it splits backwards: weight_seconds of the costs are 0")
+    own = _merged(costs, num_stages)
+    if links is None or len(costs.stages) != num_stages:
+        links = chain_of(own)
+    try:
+        program = lower(schedule, links=links)
+        proof = verify(program)
+        found = simulate(program, own, num_steps=_NUM_STEPS, records=False)
+    except ScheduleError as error:
+        return Candidate(name, refused=str(error).partition("\n")[0])
+    seconds = found.step_seconds[-1]
+    computing = sum(
+        own.stages[a.stage].seconds(a.kind) for actions in schedule.actions for a in actions
+    )
+    return Candidate(
+        name,
+        schedule,
+        step_seconds=seconds,
+        bubble=max(0.0, 1 - computing / (schedule.num_ranks * seconds)) if seconds else 0.0,
+        peak_bytes=max(found.peak_bytes),
+        live_activations=proof.live_activations,
+        refused=_beyond(found.peak_bytes, proof.live_activations, num_stages, limits),
+    )
+
+
+def _beyond(
+    peak_bytes: Sequence[int],
+    live: Sequence[int],
+    num_stages: int,
+    limits: tuple[int | None, int | None],
+) -> str:
+    """Returns which limit a schedule goes beyond; "" if none."""
+    limit_bytes, limit_live = limits
+    most = max(peak_bytes)
+    if limit_bytes is not None and most > limit_bytes:
+        rank = list(peak_bytes).index(most)
+        return (
+            f"rank {rank} holds {most / 2**20:.1f} MiB, the limit is {limit_bytes / 2**20:.1f} MiB"
+        )
+    if limit_live is not None and max(live) * len(live) > limit_live * num_stages:
+        held = max(live) * len(live) / num_stages
+        return (
+            f"rank {live.index(max(live))} holds {held:g} microbatches, the limit is {limit_live}"
+        )
+    return ""
+
+
+def chain_of(costs: Costs) -> list[Link]:
+    """Returns links where each stage takes all outputs of the one before it."""
+    return [
+        Link(name, stage, (stage + 1,))
+        for stage, each in enumerate(costs.stages[:-1])
+        for name in each.outputs or ("x",)
+    ]
+
+
+def _merged(costs: Costs, num_stages: int) -> Costs:
+    """Returns the costs of stages that are several neighbouring ones each."""
+    size = len(costs.stages) // num_stages
+    groups = [costs.stages[begin : begin + size] for begin in range(0, len(costs.stages), size)]
+    return replace(costs, stages=tuple(map(merged_stages, groups)))
+
+
+def merged_stages(stages: Sequence[StageCosts]) -> StageCosts:
+    """Returns the costs of neighbouring stages as one: sums, and what the last of them hands on."""
+    names = (field.name for field in fields(StageCosts) if field.name != "outputs")
+    sums: dict[str, Any] = {name: sum(getattr(s, name) for s in stages) for name in names}
+    return StageCosts(**sums, outputs=stages[-1].outputs)

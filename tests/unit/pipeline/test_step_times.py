@@ -1,0 +1,158 @@
+"""The times of a step: two clocks that differ, and the slowest of several pipelines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from pipegrad import Topology
+from pipegrad.pipeline import step_times
+from pipegrad.pipeline.step_times import Layout, StepTimes
+from pipegrad.schedules import build, lower
+from pipegrad.schedules.measured import Times
+from pipegrad.schedules.program.program import Item, Op, Program
+
+CPU = torch.device("cpu")
+
+
+def topology(rank: int, pipeline: int = 2, data: int = 1) -> Topology:
+    return Topology.build(
+        axes=(("pp", pipeline), ("dp", data)), rank=rank, stage_to_rank=tuple(range(pipeline))
+    )
+
+
+def program(num_ranks: int = 2, num_microbatches: int = 2) -> Program:
+    return lower(build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches))
+
+
+class Clock:
+    """A clock that shows what it is set to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def run(times: StepTimes, made: Program, rank: int, script: dict[str, tuple[float, float]]) -> None:
+    """Runs the items of a rank; the script has when those that it names begin and end."""
+    clock = Clock()
+
+    def take(item: Item) -> None:
+        words = " ".join(made.words(item).split()).removeprefix("compute ")
+        begin, end = script.get(words, (clock.now, clock.now))
+
+        def method(_which: int, _microbatch: int) -> None:
+            clock.now = float(end)
+
+        clock.now = float(begin)
+        times.watched(item, method)(item.which, item.microbatch)
+
+    with mock.patch.object(step_times, "time", clock):
+        for item in made.decoded(rank):
+            take(item)
+
+
+def test_a_hop_is_what_two_clocks_say_together() -> None:
+    made = program()
+    sender = StepTimes(made, topology(0), CPU)
+    receiver = StepTimes(made, topology(1), CPU)
+    # Values take 5 there and 7 back. The receiver's clock is 1000 ahead.
+    run(
+        sender,
+        made,
+        0,
+        {
+            "send x of 0F0 to rank 1": (10, 10),
+            "wait-receive gradient of x of 0F0 from rank 1": (11, 40),
+            "send x of 0F1 to rank 1": (12, 12),
+            "wait-receive gradient of x of 0F1 from rank 1": (50, 90),
+        },
+    )
+    run(
+        receiver,
+        made,
+        1,
+        {
+            "wait-receive x of 0F0 from rank 0": (1001, 1015),
+            "send gradient of x of 0F0 to rank 0": (1033, 1033),
+            # The second value waited for the compute of the first one: that is no transfer.
+            "wait-receive x of 0F1 from rank 0": (1034, 1034),
+            "send gradient of x of 0F1 to rank 0": (1060, 1060),
+        },
+    )
+
+    sums = [a + b for a, b in zip(sender.numbers(), receiver.numbers(), strict=True)]
+
+    assert sender.layout.times(sums).hop_seconds == (6.0,)
+
+
+def test_computes_are_medians_and_belong_to_their_rank() -> None:
+    made = program(num_microbatches=3)
+    times = StepTimes(made, topology(1), CPU)
+    script = {f"1F{m}": (10.0 * m, 10.0 * m + s) for m, s in enumerate((9, 2, 3))}
+    script |= {f"1B{m}": (10.0 * m + 5, 10.0 * m + 5 + s) for m, s in enumerate((8, 4, 1))}
+
+    run(times, made, 1, script)
+
+    assert times.layout.times(times.numbers()) == Times((0, 3), (0, 4), (0,))
+
+
+def test_a_new_step_begins_with_nothing() -> None:
+    made = program()
+    times = StepTimes(made, topology(1), CPU)
+    run(times, made, 1, {"1F0": (0, 9)})
+    times.begin()
+    assert times.numbers() == [0.0] * times.layout.size
+
+
+def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -> None:
+    layouts = [Layout(topology(rank, 3, 2), 8) for rank in range(6)]
+    own = [topology(rank, 3, 2).coordinate("pp") for rank in range(6)]
+
+    def places() -> Iterator[int]:
+        for layout, rank in zip(layouts, own, strict=True):
+            yield from (layout.compute(row, rank) for row in (0, 1))
+            if rank < 2:
+                yield from (layout.hop(sample, rank) for sample in range(layout.num_samples))
+
+    assert sorted(places()) == list(range(layouts[0].size))
+    numbers = [float(n) for n in itertools.islice(places(), layouts[0].size)]
+    assert {layout.times(numbers) for layout in layouts} == {layouts[0].times(numbers)}
+    first, second = numbers[: layouts[0].size // 2], numbers[layouts[0].size // 2 :]
+    zeros = [0.0] * len(first)
+    alone = [layouts[0].times(first + zeros), layouts[0].times(zeros + second)]
+    both = layouts[0].times(numbers)
+    assert both.forward_seconds == tuple(
+        map(max, zip(*(t.forward_seconds for t in alone), strict=True))
+    )
+    assert both.hop_seconds == tuple(map(max, zip(*(t.hop_seconds for t in alone), strict=True)))
+    assert all(both.hop_seconds)
+
+
+@pytest.mark.parametrize(("num_microbatches", "expected"), [(1, 1), (2, 2), (64, 3)])
+def test_few_microbatches_measure_hops(num_microbatches: int, expected: int) -> None:
+    layout = Layout(topology(0), num_microbatches)
+    assert (layout.num_samples, layout.size) == (expected, 4 + expected)
+
+
+def test_one_rank_has_computes_and_no_hops() -> None:
+    layout = Layout(topology(0, pipeline=1), 4)
+    assert layout.times([1.0, 2.0]) == Times((1.0,), (2.0,), ())
+
+
+def test_other_items_are_left_as_they_are() -> None:
+    made = program(num_ranks=3, num_microbatches=6)
+    times = StepTimes(made, topology(1, pipeline=3), CPU)
+
+    def method(_which: int, _microbatch: int) -> None: ...
+
+    for item in made.decoded(1):
+        crosses = item.op in (Op.SEND, Op.WAIT_RECEIVE) and item.microbatch < 3
+        is_watched = times.watched(item, method) is not method
+        assert is_watched is (item.op is Op.COMPUTE or crosses), made.words(item)

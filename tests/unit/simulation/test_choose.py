@@ -1,0 +1,184 @@
+"""choose: the fastest schedule within the limits, and the reasons against all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipegrad import schedules
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules import Schedule, ScheduleGenerator
+from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
+from pipegrad.simulation.choose import Candidate, Choice, choose, merged_stages
+from pipegrad.simulation.costs import Costs, Network, StageCosts
+
+MIB = 2**20
+STAGE = StageCosts(
+    forward_seconds=0.01,
+    backward_seconds=0.02,
+    outputs={"x": MIB},
+    activation_bytes=4 * MIB,
+    parameter_bytes=16 * MIB,
+)
+SPLIT = replace(STAGE, weight_seconds=0.01, factor_bytes=2 * MIB)
+FAST, SLOW = Network(nic_bytes_per_second=125e8), Network(nic_bytes_per_second=125e6)
+
+
+def chosen(
+    stage: StageCosts = STAGE, network: Network = FAST, num_stages: int = 4, **options: Any
+) -> Choice:
+    costs = Costs((stage,) * num_stages, network)
+    return choose(**{"num_ranks": 4, "num_microbatches": 16, "costs": costs, **options})
+
+
+def named(choice: Choice) -> dict[str, Candidate]:
+    return {candidate.name: candidate for candidate in choice.candidates}
+
+
+def test_where_the_network_costs_nothing_the_leanest_is_taken() -> None:
+    choice = chosen(network=Network())
+    assert choice.best.name == "1f1b"
+    assert choice.schedule == schedules.build("1f1b", num_ranks=4, num_microbatches=16)
+    # gpipe takes as long, and holds four times as much.
+    assert named(choice)["gpipe"].step_seconds == pytest.approx(choice.best.step_seconds)
+
+
+def test_where_the_network_is_slow_transfers_are_hidden() -> None:
+    choice = chosen(network=SLOW)
+    assert choice.best.name == "eager-1f1b"
+    assert choice.best.step_seconds < 0.8 * named(choice)["1f1b"].step_seconds
+
+
+def test_where_weights_can_wait_backwards_are_split() -> None:
+    choice = chosen(SPLIT)
+    assert choice.best.name == "zb-h1"
+    assert choice.best.bubble < named(choice)["1f1b"].bubble
+
+
+def test_costs_of_more_stages_than_ranks_are_merged_and_virtual_stages_tried() -> None:
+    halves = replace(STAGE, forward_seconds=0.005, backward_seconds=0.01, activation_bytes=2 * MIB)
+    choice = chosen(halves, num_stages=8)
+    assert choice.best.name == "interleaved-1f1b, stages_per_rank 2"
+    whole = named(chosen(replace(STAGE, parameter_bytes=32 * MIB)))["1f1b"]
+    assert named(choice)["1f1b"] == whole
+
+
+def test_a_merged_stage_is_the_sum_of_its_parts_and_hands_on_what_the_last_does() -> None:
+    last = replace(STAGE, outputs={"y": 3}, weight_seconds=0.005)
+    assert merged_stages([STAGE, last]) == StageCosts(
+        forward_seconds=0.02,
+        backward_seconds=0.04,
+        weight_seconds=0.005,
+        activation_bytes=8 * MIB,
+        parameter_bytes=32 * MIB,
+        outputs={"y": 3},
+    )
+
+
+def test_a_memory_limit_refuses_what_holds_more() -> None:
+    unlimited = chosen(network=SLOW)
+    limit = unlimited.best.peak_bytes - 1
+    choice = chosen(network=SLOW, memory_limit_bytes=limit)
+    assert choice.best.name == "1f1b"
+    assert choice.best.peak_bytes <= limit
+    assert "rank 1 holds" in named(choice)["eager-1f1b"].refused
+    assert f"the limit is {limit / MIB:.1f} MiB" in named(choice)["eager-1f1b"].refused
+
+
+def test_a_limit_of_activations_refuses_what_holds_more() -> None:
+    choice = chosen(network=SLOW, max_live_activations=6)
+    assert max(choice.best.live_activations) <= 6
+    assert named(choice)["gpipe"].refused == "rank 0 holds 16 microbatches, the limit is 6"
+
+
+def test_every_candidate_that_is_refused_says_why() -> None:
+    refused = {c.name: c.refused for c in chosen(num_microbatches=15).candidates if c.refused}
+    assert refused == {
+        "interleaved-1f1b, stages_per_rank 1": "interleaved-1f1b takes a multiple of 4 "
+        "microbatches over 4 ranks, found 15; the nearest is 16",
+        "zb-h1": "it splits backwards: weight_seconds of the costs are 0",
+        "zbv": "it has 8 stages, and costs are of 4: give costs of a multiple",
+    }
+
+
+def test_plug_ins_are_candidates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(EagerOneForwardOneBackward):
+        def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+            made = super().generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+            return replace(made, name="theirs")
+
+    class Needy(ScheduleGenerator):
+        def __init__(self, *, depth: int) -> None: ...
+
+        def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+            raise NotImplementedError
+
+    monkeypatch.setitem(schedules.registry._registered, "a-theirs", Theirs)
+    monkeypatch.setitem(schedules.registry._registered, "needy", Needy)
+    choice = chosen(network=SLOW)
+    # It is eager-1f1b, under a name that comes first.
+    assert choice.best.name == "a-theirs"
+    assert choice.schedule.name == "theirs"
+    assert "needs the option 'depth'" in named(choice)["needy"].refused
+
+
+def test_some_schedules_alone() -> None:
+    specs = ["gpipe", {"name": "interleaved-1f1b", "stages_per_rank": 1}]
+    choice = chosen(schedules=specs)
+    assert [c.name for c in choice.candidates] == ["interleaved-1f1b, stages_per_rank 1", "gpipe"]
+
+
+def test_equal_times_prefer_the_leaner_schedule_whatever_the_order() -> None:
+    for specs in (["gpipe", "eager-1f1b", "1f1b"], ["1f1b", "eager-1f1b", "gpipe"]):
+        assert chosen(network=Network(), schedules=specs).best.name == "1f1b"
+
+
+def test_hop_aware_knows_the_hops_of_the_costs() -> None:
+    hops = Network(nic_bytes_per_second=1e12)
+    slow = replace(hops, links=tuple(map(_slow, ((1, 2), (2, 1)))))
+    choice = chosen(network=slow)
+    assert choice.best.name.startswith("hop-aware-1f1b")
+    assert choice.best.live_activations == (5, 4, 2, 1)
+
+
+def _slow(ends: tuple[int, int]) -> Any:
+    from pipegrad.simulation.costs import LinkCosts
+
+    return LinkCosts(*ends, bytes_per_second=MIB / 0.014)
+
+
+def test_the_table_shows_the_chosen_one_first_and_reasons_for_the_rest() -> None:
+    choice = chosen(network=SLOW)
+    head, first, *rest = str(choice).splitlines()
+    assert head.split() == ["schedule", "step", "bubble", "peak", "MiB", "activations", "why"]
+    assert first.startswith("eager-1f1b")
+    assert first.endswith("chosen")
+    assert len(rest) == len(choice.candidates) - 1
+    assert sum("chosen" in line for line in rest) == 0
+    assert [entry["name"] for entry in choice.to_json()] == [c.name for c in choice.candidates]
+    assert choice.table().row_count == len(choice.candidates)
+
+
+def test_the_same_costs_choose_the_same() -> None:
+    assert chosen(SPLIT, SLOW) == chosen(SPLIT, SLOW)
+
+
+def test_if_nothing_fits_the_reasons_are_told() -> None:
+    with pytest.raises(ScheduleError, match=r"no schedule fits:\n  1f1b: rank 1 holds .* MiB, "):
+        chosen(memory_limit_bytes=MIB, schedules=["1f1b"])
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [(3, {}), (0, {}), (4, {"num_ranks": 0}), (4, {"num_microbatches": 0})],
+)
+def test_costs_of_other_stages_are_refused(num_stages: int, options: dict[str, Any]) -> None:
+    with pytest.raises(ScheduleError, match=f"there are costs of {num_stages} stages, for"):
+        chosen(num_stages=num_stages, **options)
+
+
+def test_one_rank_and_one_microbatch_have_a_schedule() -> None:
+    choice = chosen(num_stages=1, num_ranks=1, num_microbatches=1)
+    assert choice.best.live_activations == (1,)
