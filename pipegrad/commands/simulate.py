@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipegrad.schedules import Link, Schedule
     from pipegrad.simulation.costs import Costs
-    from pipegrad.simulation.explanation import Explanation
+    from pipegrad.simulation.explain.explanation import Explanation
     from pipegrad.simulation.simulator import Simulation
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -95,7 +95,7 @@ def simulate(
     """
     from pipegrad.schedules import lower
     from pipegrad.simulation.costs import Costs
-    from pipegrad.simulation.explanation import explain
+    from pipegrad.simulation.explain.explanation import explain
     from pipegrad.simulation.simulator import simulate as simulated
     from pipegrad.train.config import parsed_setting
 
@@ -145,7 +145,7 @@ def _made(
 ) -> tuple[Schedule, Costs]:
     """Returns the schedule and its costs; hop-aware-1f1b takes its hops from them."""
     from pipegrad.schedules import generate, lower, registry
-    from pipegrad.simulation.what_ifs import hop_aware_options
+    from pipegrad.simulation.explain.what_ifs import hop_aware_options
 
     if options["name"] == "hop-aware-1f1b" and "hop_seconds" not in options:
         plain, costs = _made({"name": "1f1b"}, ranks, microbatches, costs_of)
@@ -194,7 +194,7 @@ def _links(schedule: Schedule, costs: Costs) -> Sequence[Link]:
 
 
 def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
-    from pipegrad.simulation.words import in_time
+    from pipegrad.simulation.explain.words import in_time
     from pipegrad.train.explained import rendered
     from pipegrad.train.tables import make_console
 

@@ -28,7 +28,7 @@ def trace(run: Path, step: int | None, html: Path | None, *, as_json: bool) -> N
 
     RUN is the folder of a run with train.trace = true, or a timeline in JSON.
     """
-    from pipegrad.simulation.explanation import explain
+    from pipegrad.simulation.explain.explanation import explain
 
     try:
         timeline = _loaded(run)

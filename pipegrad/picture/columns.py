@@ -16,8 +16,8 @@ import numpy as np
 
 from pipegrad.picture.drawable import LARGEST
 from pipegrad.picture.lanes import Lane, lanes
-from pipegrad.simulation.critical_path import CriticalPath, critical_path
-from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import BESIDE, KINDS, Timeline
 
 # Columns of a span, in the order in which page/data.js reads them. "gap" is the time since the end

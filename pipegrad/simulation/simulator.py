@@ -17,13 +17,13 @@ from pipegrad.schedules.program.program import (
     Op,
     Program,
 )
-from pipegrad.simulation.collectives import Collectives
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.events import Event, Events
-from pipegrad.simulation.memory import Memory
-from pipegrad.simulation.messages import Messages
-from pipegrad.simulation.network import FairNetwork
-from pipegrad.simulation.recording import Recording
+from pipegrad.simulation.engine.collectives import Collectives
+from pipegrad.simulation.engine.events import Event, Events
+from pipegrad.simulation.engine.memory import Memory
+from pipegrad.simulation.engine.messages import Messages
+from pipegrad.simulation.engine.network import FairNetwork
+from pipegrad.simulation.engine.recording import Recording
 from pipegrad.simulation.timeline import Span, Timeline
 
 # Plain integers: comparing with members of an enum takes far longer.

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 
-from pipegrad.simulation.breakdown import Breakdown, RankBreakdown
-from pipegrad.simulation.explanation import Explanation
-from pipegrad.simulation.words import in_percent, in_time
+from pipegrad.simulation.explain.breakdown import Breakdown, RankBreakdown
+from pipegrad.simulation.explain.explanation import Explanation
+from pipegrad.simulation.explain.words import in_percent, in_time
 from pipegrad.train.tables import table
 
 _LEGEND = (

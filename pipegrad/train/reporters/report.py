@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from pipegrad.errors import in_words
-from pipegrad.simulation.explanation import explain
+from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.explained import rendered

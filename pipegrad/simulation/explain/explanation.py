@@ -8,15 +8,15 @@ from typing import Any
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import Program
-from pipegrad.simulation.advice import Advice, advise, most_tried, steady_seconds
-from pipegrad.simulation.breakdown import Breakdown, break_down, typical_step
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.critical_path import CriticalPath, critical_path
-from pipegrad.simulation.inferred import costs_of, program_of
-from pipegrad.simulation.lookup import Lookup
-from pipegrad.simulation.reasons import longest_waits
+from pipegrad.simulation.explain.advice import Advice, advise, most_tried, steady_seconds
+from pipegrad.simulation.explain.breakdown import Breakdown, break_down, typical_step
+from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.explain.inferred import costs_of, program_of
+from pipegrad.simulation.explain.lookup import Lookup
+from pipegrad.simulation.explain.reasons import longest_waits
+from pipegrad.simulation.explain.words import in_time
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.simulation.words import in_time
 
 _MOST_WAITS = 5
 _ROUGH = 0.1  # what a simulation may be off before advice says so

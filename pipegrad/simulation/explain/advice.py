@@ -7,11 +7,11 @@ from typing import Any
 
 from pipegrad.schedules.program.program import Program
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.critical_path import critical_path
-from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.explain.critical_path import critical_path
+from pipegrad.simulation.explain.lookup import Lookup
+from pipegrad.simulation.explain.what_ifs import what_ifs
+from pipegrad.simulation.explain.words import in_percent, in_time
 from pipegrad.simulation.simulator import simulate
-from pipegrad.simulation.what_ifs import what_ifs
-from pipegrad.simulation.words import in_percent, in_time
 
 _LEAST_GAIN = 0.005
 # Items of all simulations together, which then take some seconds.

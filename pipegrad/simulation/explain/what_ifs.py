@@ -14,8 +14,8 @@ from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
-from pipegrad.simulation.critical_path import CriticalPath, PathKind, Segment
-from pipegrad.simulation.words import in_percent
+from pipegrad.simulation.explain.critical_path import CriticalPath, PathKind, Segment
+from pipegrad.simulation.explain.words import in_percent
 
 _FASTER = 1.1  # how much faster a rank computes in a what-if
 _UNEVEN = 1.05  # of the mean; what is below is as even as layers allow

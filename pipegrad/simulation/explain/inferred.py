@@ -17,8 +17,13 @@ from pipegrad.simulation.costs import (
     HostCosts,
     StageCosts,
 )
-from pipegrad.simulation.inferred_network import GRADIENT, NOMINAL_RATE, network_of, value_of
-from pipegrad.simulation.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.explain.inferred_network import (
+    GRADIENT,
+    NOMINAL_RATE,
+    network_of,
+    value_of,
+)
+from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, Span
 
 

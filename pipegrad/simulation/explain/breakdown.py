@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any, Literal, NamedTuple
 
-from pipegrad.simulation.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.explain.words import in_percent
 from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, SpanKind, Timeline
-from pipegrad.simulation.words import in_percent
 
 # What no span covers is "other".
 Part = SpanKind | Literal["other"]

@@ -7,9 +7,9 @@ from functools import partial
 
 from pipegrad.schedules.program.program import MICROBATCH_BITS, MICROBATCH_MASK, Program
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.events import Events
-from pipegrad.simulation.network import FairNetwork
-from pipegrad.simulation.recording import Recording
+from pipegrad.simulation.engine.events import Events
+from pipegrad.simulation.engine.network import FairNetwork
+from pipegrad.simulation.engine.recording import Recording
 
 Key = tuple[int, int]  # a step, and a transfer as items encode it
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from pipegrad.simulation.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.explain.words import in_list, in_time
 from pipegrad.simulation.timeline import COMPUTE, WAITS, Span
-from pipegrad.simulation.words import in_list, in_time
 
 # A part of a wait that is shorter than this share of it is not worth a word.
 _NEGLIGIBLE = 0.02

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from pipegrad.simulation.costs import Network
-from pipegrad.simulation.events import Events
+from pipegrad.simulation.engine.events import Events
 
 Nic = tuple[int, int]  # 0 for what leaves and 1 for what enters, and a host
 # Rates are computed for the NICs that a begin or an end can touch. A chain of messages may join

@@ -10,12 +10,12 @@ import pytest
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective
-from pipegrad.simulation.advice import Advice, advise
 from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
-from pipegrad.simulation.explanation import explain
-from pipegrad.simulation.inferred import costs_of, program_of
-from pipegrad.simulation.inferred_network import network_of
-from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.explain.advice import Advice, advise
+from pipegrad.simulation.explain.explanation import explain
+from pipegrad.simulation.explain.inferred import costs_of, program_of
+from pipegrad.simulation.explain.inferred_network import network_of
+from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Span, Timeline
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import median
 
 from pipegrad.simulation.costs import LinkCosts, Network
-from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Span
 
 # A timeline has times and no bytes. Values get the bytes that they would have at this rate, so that

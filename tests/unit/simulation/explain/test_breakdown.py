@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.unit.simulation.explain.test_critical_path import TWO_RANKS
 
-from pipegrad.simulation.breakdown import PARTS, Breakdown, ReceiveWait, break_down, typical_step
-from pipegrad.simulation.lookup import Lookup
+from pipegrad.simulation.explain.breakdown import (
+    PARTS,
+    Breakdown,
+    ReceiveWait,
+    break_down,
+    typical_step,
+)
+from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Span, Timeline
-from tests.unit.simulation.test_critical_path import TWO_RANKS
 
 
 def broken_down(*spans: Span, ends: tuple[float, ...], step: int = 0) -> Breakdown:

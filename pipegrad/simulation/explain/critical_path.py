@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from pipegrad.simulation.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
+from pipegrad.simulation.explain.words import in_time
 from pipegrad.simulation.timeline import COMPUTE, WAITS, Span
-from pipegrad.simulation.words import in_time
 
 PathKind = Literal[
     "compute", "transfer", "reduction", "parameter sync", "optimizer", "host", "wait", "other"

@@ -10,12 +10,12 @@ import pytest
 
 from pipegrad.schedules import Program, build, lower
 from pipegrad.schedules.program.program import Collective
-from pipegrad.simulation.breakdown import break_down
 from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
-from pipegrad.simulation.critical_path import CriticalPath, critical_path
-from pipegrad.simulation.explanation import explain
-from pipegrad.simulation.lookup import Lookup
-from pipegrad.simulation.reasons import longest_waits, reason
+from pipegrad.simulation.explain.breakdown import break_down
+from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.explain.explanation import explain
+from pipegrad.simulation.explain.lookup import Lookup
+from pipegrad.simulation.explain.reasons import longest_waits, reason
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import WAITS, Span, Timeline
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipegrad.simulation.words import in_list, in_percent, in_time
+from pipegrad.simulation.explain.words import in_list, in_percent, in_time
 
 
 @pytest.mark.parametrize(

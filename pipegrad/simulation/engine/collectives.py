@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pipegrad.schedules.program.program import Op, Program
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.events import Event, Events
-from pipegrad.simulation.network import FairNetwork
-from pipegrad.simulation.recording import Recording
+from pipegrad.simulation.engine.events import Event, Events
+from pipegrad.simulation.engine.network import FairNetwork
+from pipegrad.simulation.engine.recording import Recording
 from pipegrad.simulation.timeline import SpanKind
 
 _BYTES_FACTOR = {"all-reduce": 2, "reduce-scatter": 1}  # of (n-1)/n of the bytes, over a ring

@@ -1,0 +1,1 @@
+"""What happens next in a simulation: ranks, messages, NICs, comm streams and bytes."""
