@@ -1,8 +1,8 @@
 """Links: what messages between the ranks of a pipeline take, measured by messages.
 
 Every link is measured while nothing else is sent, one after the other. The sender sends messages
-of growing size, and the receiver answers each of them with an empty one. Then all links to the next
-rank carry a message at once, which shows a NIC that they share.
+of growing size, and the receiver answers each of them with an empty one. Then all links carry a
+message at once, which shows the NICs that they share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
     Attributes:
         costs: Alone.
-        busy: Its rate while every link to a next rank was in use, by its rate alone; 1 if unknown.
+        busy: Its rate while every link was in use, by its rate alone; 1 if unknown.
         both_ways: Its rate while the other direction was in use, by its rate alone; 1 if unknown.
     """
 
@@ -132,8 +132,7 @@ def measure_links(
     for pair in pairs:
         if pair[0] < pair[1] and pair[::-1] in alone:
             both_ways |= _at_once(wires, met, (pair, pair[::-1]), alone, "both directions")
-    nexts = [pair for pair in pairs if pair[1] == pair[0] + 1]
-    busy = _at_once(wires, met, nexts, alone, "all links") if len(nexts) > 1 else {}
+    busy = _at_once(wires, met, pairs, alone, "all links") if len(pairs) > 1 else {}
     return tuple(
         Measured(alone[pair], busy.get(pair, 1.0), both_ways.get(pair, 1.0)) for pair in pairs
     )
@@ -233,7 +232,8 @@ def host_name() -> str:
 def network_of(measured: Sequence[Measured], hosts: Sequence[str]) -> Network:
     """Returns the network that explains what links did.
 
-    If the links that leave one host are slower together than alone, they share its NIC.
+    If the links that leave one host are slower together than alone, they share its NIC. Its rate is
+    what they reach together, while as much comes in: that is less than what one message reaches.
 
     Args:
         measured: Of each link.
@@ -246,10 +246,11 @@ def network_of(measured: Sequence[Measured], hosts: Sequence[str]) -> Network:
         source, target = by_rank[link.costs.source], by_rank[link.costs.target]
         if source != target and link.busy < 1.0:
             leaving[source].append(link)
+    several = any(len(links) > 1 for links in leaving.values())
     shared = [
         sum(link.busy * link.costs.bytes_per_second for link in links)
         for links in leaving.values()
-        if len(links) > 1 and max(link.busy for link in links) < _SHARED
+        if not several or (len(links) > 1 and max(link.busy for link in links) < _SHARED)
     ]
     return Network(
         nic_bytes_per_second=max(shared, default=math.inf),
