@@ -67,10 +67,10 @@ def draws(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(command)
-    def drawing(**options: object) -> None:
+    def drawing(*arguments: object, **options: object) -> None:
         found = {name: options.pop(name) for name in _FORMATS}
         paths = {name: path for name, path in found.items() if isinstance(path, Path)}
-        command(Drawing(paths), **options)
+        command(Drawing(paths), *arguments, **options)
 
     for name, text in reversed(_FORMATS.items()):
         path = click.Path(dir_okay=False, writable=True, path_type=Path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipegrad.commands.drawing import Drawing, draws
 from pipegrad.commands.options import AS_JSON, configured, print_parts, usage_errors
 
 if TYPE_CHECKING:
@@ -35,22 +36,27 @@ _MOST_RANKS = 2**20  # a topology lists its ranks
     help="A file of costs: times and memory are then simulated with them.",
 )
 @AS_JSON
+@draws
 def plan(
+    drawing: Drawing,
     loaded: Callable[[], Config],
     ranks: int | None,
     rank: int | None,
     costs_file: Path | None,
+    *,
     as_json: bool,
 ) -> None:
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.summary.summary import make_summary, rank_as_text, summarize_rank
+    from pipegrad.train.summary.summary import make_summary, predicted, rank_as_text, summarize_rank
     from pipegrad.train.summary.text import rendered
     from pipegrad.train.tables import make_console
 
     with usage_errors():
         costs = Costs.load(costs_file) if costs_file else None
-        job, cut, manifest = _prepared(loaded(), ranks)
+        job, cut, manifest = _prepared(loaded(), ranks, costs_file)
+        if drawing.is_wanted:
+            drawing.write([predicted(job, manifest, costs)])
         if rank is not None and as_json:
             click.echo(json.dumps(summarize_rank(job, manifest, rank), indent=2))
         elif rank is not None:
@@ -62,10 +68,10 @@ def plan(
             print_parts(make_console(), rendered(summary, job.schedule))
 
 
-def _prepared(config: Config, ranks: int | None) -> tuple[Job, Cut, Manifest]:
+def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Job, Cut, Manifest]:
     from pipegrad.train.job import Job
 
-    job = Job(config, ranks)
+    job = Job(config, ranks, costs)
 
     def on(device: str) -> tuple[Job, Cut, Manifest]:
         cut = job.cut(job.model(device))

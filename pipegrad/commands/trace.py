@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipegrad.commands.drawing import Drawing, draws
 from pipegrad.errors import PipegradError, ScheduleError
 
 if TYPE_CHECKING:
@@ -21,9 +22,17 @@ _FILE = "timeline.json"
 @click.option(
     "--step", type=click.IntRange(min=0), help="Of the recorded ones; by default the median one."
 )
-@click.option("--html", type=Path, metavar="FILE", help="Write a page that shows the steps.")
+@click.option(
+    "--against",
+    type=Path,
+    metavar="RUN",
+    help="Another run, or a timeline of pipegrad simulate --save: drawn beside it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def trace(run: Path, step: int | None, html: Path | None, *, as_json: bool) -> None:
+@draws
+def trace(
+    drawing: Drawing, run: Path, step: int | None, against: Path | None, *, as_json: bool
+) -> None:
     """Print where a recorded step went: what each rank did, and what decided when it ended.
 
     RUN is the folder of a run with train.trace = true, or a timeline in JSON.
@@ -33,10 +42,10 @@ def trace(run: Path, step: int | None, html: Path | None, *, as_json: bool) -> N
     try:
         timeline = _loaded(run)
         explanation = explain(timeline, step=step)
-        if html:
-            from pipegrad.picture import write_html
-
-            write_html([timeline], html)
+        if against and not drawing.is_wanted:
+            raise ScheduleError("--against is drawn: say where, as in --html FILE")
+        if drawing.is_wanted:
+            drawing.write([*([_loaded(against)] if against else []), timeline])
     except (PipegradError, OSError) as error:
         raise click.UsageError(str(error)) from error
     if as_json:

@@ -246,7 +246,7 @@ def _tables(spec: Spec, num_ranks: int, costs: Costs) -> Iterator[dict[str, Any]
         yield table  # is refused with the same error
         return
     if issubclass(kind, HopAwareOneForwardOneBackward) and "hop_seconds" not in table:
-        known = _hop_aware_options(_merged(costs, num_ranks))
+        known = _hop_aware_options(merged(costs, num_ranks))
         thresholds = [table["threshold"]] if "threshold" in table else _THRESHOLDS
         yield from ({**table, **known, "threshold": threshold} for threshold in thresholds)
     elif _takes_stages_per_rank(kind) and "stages_per_rank" not in table:
@@ -291,7 +291,7 @@ def _tried(
     splits = any(action.kind == "W" for actions in schedule.actions for action in actions)
     if splits and not any(stage.weight_seconds for stage in costs.stages):
         return Candidate(name, refused="it splits backwards: weight_seconds of the costs are 0")
-    own = _merged(costs, num_stages)
+    own = merged(costs, num_stages)
     if links is None or len(costs.stages) != num_stages:
         links = chain_of(own)
     try:
@@ -346,7 +346,7 @@ def chain_of(costs: Costs) -> list[Link]:
     ]
 
 
-def _merged(costs: Costs, num_stages: int) -> Costs:
+def merged(costs: Costs, num_stages: int) -> Costs:
     """Returns the costs of stages that are several neighbouring ones each."""
     size = len(costs.stages) // num_stages
     groups = [costs.stages[begin : begin + size] for begin in range(0, len(costs.stages), size)]

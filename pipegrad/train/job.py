@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class Job:
     Args:
         config: The configuration.
         num_ranks: Number of all ranks. None means as many as the configuration needs.
+        costs: A file of costs for the schedule ``auto``, if the configuration names none.
 
     Attributes:
         num_ranks: Number of all ranks.
@@ -68,8 +70,11 @@ class Job:
         ConfigError: If sizes contradict each other, or a plug-in cannot be used.
     """
 
-    def __init__(self, config: Config, num_ranks: int | None = None) -> None:
+    def __init__(
+        self, config: Config, num_ranks: int | None = None, costs: Path | None = None
+    ) -> None:
         self.config = config
+        self._costs = costs
         check_data(config)
         parallel = config.parallel
         inside = math.prod(parallel.dimensions.values())
@@ -301,6 +306,8 @@ class Job:
     def _schedule_spec(self) -> dict[str, Any]:
         """Returns the schedule's table; a file of costs is seen from the configuration's folder."""
         spec = self.config.parallel.schedule.spec
+        if spec["name"] == "auto" and self._costs is not None:
+            return {"costs": str(self._costs)} | spec
         if spec["name"] == "auto" and isinstance(spec.get("costs"), str):
             spec["costs"] = str(self.config.path.resolve().parent / spec["costs"])
         return spec

@@ -19,8 +19,10 @@ from pipegrad.plugins.handler import Placement
 from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
 from pipegrad.schedules.program.program import Item, Op
+from pipegrad.simulation.choose import merged
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.simulation.simulator import simulate
+from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import state_numel
@@ -163,18 +165,41 @@ def _identity(resolved: ResolvedPlugin[Any]) -> dict[str, Any]:
     }
 
 
+def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timeline:
+    """Returns the timeline of a step, simulated.
+
+    Args:
+        job: The job.
+        manifest: Its model.
+        costs: Of computing and sending; without them, a forward takes 1 s and a backward 2 s.
+
+    Raises:
+        ScheduleError: If the costs are not those of the job's stages.
+    """
+    program = _program(job, job.plans(manifest, ranks=job.topology().one_replica))
+    timeline = simulate(program, _of_stages(program, costs)).timeline
+    assert timeline is not None
+    return timeline
+
+
+def _of_stages(program: Program, costs: Costs | None) -> Costs:
+    """Returns the costs of a program's stages; costs of smaller stages are merged."""
+    number = len(program.schedule.stage_to_rank)
+    if costs is None:
+        return Costs(stages=(_UNIT_COSTS,) * number)
+    return merged(costs, number) if len(costs.stages) % number == 0 else costs
+
+
 def _times(program: Program, costs: Costs | None) -> dict[str, Any]:
     """Returns how long a step takes, and how much of it a pipeline rank is idle."""
-    schedule = program.schedule
-    units = Costs(stages=(_UNIT_COSTS,) * len(schedule.stage_to_rank))
-    result = simulate(program, costs or units, records=False)
+    schedule, own = program.schedule, _of_stages(program, costs)
+    result = simulate(program, own, records=False)
     step = result.step_seconds[0]
-    busy = _busy(schedule, costs or units)
     return {
         "stage_to_rank": list(schedule.stage_to_rank),
         "time_unit": "seconds" if costs else "units",
         "step_time": step,
-        "bubble": [1 - own / step if step else 0.0 for own in busy],
+        "bubble": [1 - busy / step if step else 0.0 for busy in _busy(schedule, own)],
         "peak_bytes": list(result.peak_bytes) if costs else None,
     }
 

@@ -46,7 +46,7 @@ def test_without_costs_a_plan_shows_what_it_begins_with(job: Path) -> None:
     for name in ("auto", "hop-aware-1f1b", "adaptive-1f1b"):
         code, text = planned(job, "--schedule", name)
         assert code == 0, text
-        assert "the schedule to begin with; it may change when steps were measured:" in text
+        assert "the schedule to begin with; it may change when steps have been measured:" in text
         assert "chosen" not in text
     assert "begin with" not in planned(job, "--schedule", "1f1b")[1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.unit.simulation.explain.test_critical_path import TWO_RANKS
 
 from pipegrad.simulation.explain.breakdown import (
     PARTS,
@@ -16,6 +15,7 @@ from pipegrad.simulation.explain.breakdown import (
 )
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Span, Timeline
+from tests.unit.simulation.explain.test_critical_path import TWO_RANKS
 
 
 def broken_down(*spans: Span, ends: tuple[float, ...], step: int = 0) -> Breakdown:

@@ -1,0 +1,100 @@
+"""Compares the peak memory of each rank that `simulate` predicts with what it really allocates.
+
+torchrun --nproc-per-node 4 benchmarks/prediction/memory.py
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import profile, record_function
+
+import pipegrad
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
+
+RANKS, MICROBATCHES, ROWS, WIDTH, LAYERS = 4, 8, 64, 512, 8
+NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv")
+STEPS = 3
+
+
+def block(num_layers: int) -> nn.Module:
+    """Returns layers whose activations are held."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(num_layers)]
+    return nn.Sequential(*layers)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Returns the mean loss of a microbatch."""
+    return nn.functional.mse_loss(output, target)
+
+
+def peaks(name: str) -> tuple[int, int]:
+    """Returns the predicted and the measured peak of this rank, in bytes."""
+    schedule = pipegrad.schedules.build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
+    topology = pipegrad.Topology.create(pipeline=RANKS, stage_to_rank=schedule.stage_to_rank)
+    x = torch.randn(MICROBATCHES * ROWS, WIDTH)
+    with profile(profile_memory=True) as profiler:
+        per_rank = len(schedule.stage_to_rank) // RANKS
+        scheduler = pipegrad.Scheduler(
+            [pipegrad.Stage(block(LAYERS // per_rank), i) for i in topology.local_stages],
+            topology,
+            schedule=schedule,
+            num_microbatches=MICROBATCHES,
+            loss_fn=loss,
+        )
+        optimizer = scheduler.optimizer(torch.optim.Adam, lr=1e-3)
+        for step in range(STEPS):
+            with record_function(f"step {step}"):
+                scheduler.step(x, target=x)
+                optimizer.step()
+                optimizer.zero_grad()
+    costs = pipegrad.measure_costs(scheduler, x, target=x, optimizer=optimizer, links=False)
+    predicted = pipegrad.simulate(scheduler.program, costs, records=False).peak_bytes
+    scheduler.close()
+    return predicted[topology.coordinate("pp")], peak_of(profiler, f"step {STEPS - 1}")
+
+
+def peak_of(profiler: profile, name: str) -> int:
+    """Returns the most bytes that were allocated at a time while `name` ran."""
+    assert profiler.profiler is not None
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    begin, end = next(
+        (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == name
+    )
+    held = peak = 0
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            if begin <= event.start_ns() <= end:
+                peak = max(peak, held)
+    return peak
+
+
+def main() -> None:
+    """Prints a table."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    worst = 0.0
+    if dist.get_rank() == 0:
+        print("| schedule | for each rank: measured MiB, predicted |\n|---|---|")
+    for name in NAMES:
+        found = torch.tensor(peaks(name), dtype=torch.float64)
+        every = [torch.zeros(2, dtype=torch.float64) for _ in range(RANKS)]
+        dist.all_gather(every, found)
+        cells = []
+        for predicted, measured in (pair.tolist() for pair in every):
+            error = predicted / measured - 1
+            worst = max(worst, abs(error))
+            cells.append(f"{measured / 2**20:.1f}, {error:+.1%}")
+        if dist.get_rank() == 0:
+            print(f"| {name} | {' · '.join(cells)} |", flush=True)
+    if dist.get_rank() == 0:
+        print(f"worst: {worst:.1%}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
