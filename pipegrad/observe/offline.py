@@ -68,6 +68,7 @@ def profile_stages(
             stage,
             [values[name] for name in stage.inputs],
             [made[name] for name in stage.inputs if name in made],
+            target=target,
             loss=loss if is_last and loss_fn is not None else None,
             splits=splits,
             device=torch.device(device),

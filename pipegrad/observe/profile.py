@@ -173,6 +173,7 @@ class _Profile:
             context.stages[stage],
             inputs,
             list(links.values()),
+            target=self._target,
             loss=self._loss if stage == len(context.wiring.taken) - 1 else None,
             splits=any(a.kind == "W" for row in self._scheduler.schedule.actions for a in row),
             device=self._device,

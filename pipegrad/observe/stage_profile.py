@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from pipegrad.comm import sync_points
 from pipegrad.model.dtensor import local
+from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.pipeline.split_backward.graph import backward_inputs
 from pipegrad.pipeline.split_backward.products import WeightProduct, accumulate, mark
 from pipegrad.pipeline.stage import Stage
@@ -64,6 +65,7 @@ class StageAlone:
         stage: The stage.
         inputs: Its inputs, in order.
         received: Those of them that come from other stages.
+        target: What the loss reads, which lives on without it.
         loss: Of the last stage; None elsewhere.
         splits: Whether the schedule splits backwards.
         device: Where it computes.
@@ -75,6 +77,7 @@ class StageAlone:
         inputs: Sequence[object],
         received: Sequence[Tensor],
         *,
+        target: object = None,
         loss: Loss | None,
         splits: bool,
         device: torch.device,
@@ -93,7 +96,9 @@ class StageAlone:
         self._loss = loss
         self._splits = splits
         self._device = device
-        given = [x for x in inputs if isinstance(x, Tensor) and all(x is not r for r in received)]
+        # What a stage receives is in the receive buffers, which are counted by themselves.
+        leaves = [leaf for _, leaf in flattened([*inputs, target])[0]]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._held_anyway = set(_storages([*self._leaves.values(), *buffers.values(), *given]))
         mark(self._leaves.values() if splits else ())  # as before a first step: [Note: direct]
 
@@ -121,7 +126,7 @@ class StageAlone:
                 outputs, _ = self._forward()
             kept = [] if self._loss is not None else list(outputs)
             live = [] if self._stage.recompute else [*saved, *kept]
-            activations = self._bytes([*live, *self._received])
+            activations = self._bytes(live)
             factors = self._factors() if self._splits else 0
         return Held(activations, factors)
 

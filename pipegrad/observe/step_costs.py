@@ -137,19 +137,21 @@ def _step_seconds(optimizer: Optimizer, device: torch.device) -> float:
 def host_costs(timeline: Timeline) -> HostCosts:
     """Returns what hosts take on top of computing, of a measured timeline.
 
-    The host time between two things that a rank does is that of an action, if the second one is a
-    compute. All other host time is that of the step.
+    The host time right before a compute is that of an action: a mean. All other host time is that
+    of the step, on the rank that has least of it. Other ranks also wait in it for what no span
+    says, such as the loss of the last stage.
     """
-    gaps, rest = list[float](), 0.0
+    before, actions, rests = 0.0, 0, list[float]()
     for rank in range(timeline.num_ranks):
         spans = timeline.on_rank(rank)
-        before = [
+        host = sum(s.seconds for s in spans if s.kind == "host")
+        own = sum(
             s.seconds for s, after in pairwise(spans) if s.kind == "host" and after.kind in COMPUTE
-        ]
-        gaps += before
-        rest += sum(s.seconds for s in spans if s.kind == "host") - sum(before)
-    steps = timeline.num_ranks * len(timeline.step_ends)
+        )
+        before += own
+        actions += sum(s.kind in COMPUTE for s in spans)
+        rests.append(host - own)
     return HostCosts(
-        action_seconds=statistics.median(gaps) if gaps else 0.0,
-        step_seconds=max(rest, 0.0) / steps,
+        action_seconds=before / max(actions, 1),
+        step_seconds=max(0.0, min(rests, default=0.0)) / max(len(timeline.step_ends), 1),
     )

@@ -65,8 +65,8 @@ def test_times_and_bytes_are_those_of_each_stage() -> None:
     assert fast.parameter_bytes == fast.gradient_bytes == FLOAT * (WIDTH + 1) * WIDTH
     # It holds its outputs; its input is the caller's.
     assert fast.activation_bytes == 3 * VALUE
-    # What it received, its product, which the loss saved, and the difference to the target.
-    assert slow.activation_bytes >= 3 * VALUE
+    # What the loss saved of its own. What it received is in receive buffers.
+    assert slow.activation_bytes == VALUE
 
 
 def test_nothing_of_a_stage_changes() -> None:
@@ -90,9 +90,9 @@ def test_a_split_backward_has_a_part_that_waits() -> None:
     assert all(stage.factor_bytes == stage.weight_seconds == 0 for stage in profiled(stages()))
 
 
-def test_a_stage_that_recomputes_holds_what_it_received() -> None:
+def test_a_stage_that_recomputes_holds_nothing_of_its_own() -> None:
     _, slow = profiled(stages(recompute=True))
-    assert slow.activation_bytes == 3 * VALUE
+    assert slow.activation_bytes == 0
     assert slow.backward_seconds > SLOW_SECONDS
 
 
