@@ -3,9 +3,7 @@
 torchrun --nproc-per-node 4 benchmarks/prediction/memory.py
 """
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,8 +11,6 @@ from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 import pipegrad
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 
 RANKS, MICROBATCHES, ROWS, WIDTH, LAYERS = 4, 8, 64, 512, 8
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipegrad
+from pipegrad.pipeline.measure import measure_hops
 from pipegrad.schedules import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
@@ -65,12 +66,14 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 class Run:
     """One setting on this rank: its Scheduler and its optimizer."""
 
-    def __init__(self, setting: Setting, hops: tuple[float, ...]) -> None:
+    def __init__(
+        self, setting: Setting, hops: tuple[float, ...], num_microbatches: int = MICROBATCHES
+    ) -> None:
         options: dict[str, Any] = {}
         if setting.schedule == "hop-aware-1f1b":
             options = {"hop_seconds": hops, "compute_seconds": FORWARD + BACKWARD}
         schedule = pipegrad.schedules.build(
-            setting.schedule, num_ranks=RANKS, num_microbatches=MICROBATCHES, **options
+            setting.schedule, num_ranks=RANKS, num_microbatches=num_microbatches, **options
         )
         self.topology = pipegrad.Topology.create(
             pipeline=RANKS, stage_to_rank=schedule.stage_to_rank
@@ -87,15 +90,15 @@ class Run:
             [pipegrad.Stage(module, index) for index, module in modules.items()],
             self.topology,
             schedule=schedule,
-            num_microbatches=MICROBATCHES,
+            num_microbatches=num_microbatches,
             loss_fn=loss,
             tied=[dict.fromkeys(ends, "table")] if is_tied else (),
             handlers=[handler] if is_tied else ["noop"],
         )
         self.optimizer = self.scheduler.optimizer(torch.optim.SGD, lr=1e-3)
         generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(MICROBATCHES, KIB_SENT * KIB, generator=generator)
-        self.target = torch.randn(MICROBATCHES, generator=generator)
+        self.x = torch.randn(num_microbatches, KIB_SENT * KIB, generator=generator)
+        self.target = torch.randn(num_microbatches, generator=generator)
 
     def step(self) -> None:
         """Makes a step; the loss is read on every rank."""
@@ -154,8 +157,6 @@ def predicted(run: Run, costs: pipegrad.Costs) -> float:
 def rows(rounds: int) -> Iterator[dict[str, Any]]:
     """Yields what was found for each setting."""
     topology = pipegrad.Topology.create(pipeline=RANKS)
-    from pipegrad.pipeline.measure import measure_hops
-
     hops = measure_hops(topology, num_bytes=KIB_SENT * 1024)
     runs = {setting: Run(setting, hops) for setting in SETTINGS}
     costs = {setting: run.costs() for setting, run in runs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from pipegrad.commands.options import AS_JSON, configured, print_parts, usage_er
 if TYPE_CHECKING:
     from pipegrad.model.manifest import Manifest
     from pipegrad.partition.cut_model import Cut
+    from pipegrad.simulation.costs import Costs
     from pipegrad.train.config import Config
     from pipegrad.train.job import Job
 
@@ -35,15 +37,23 @@ _MOST_RANKS = 2**20  # a topology lists its ranks
     type=click.Path(path_type=Path),
     help="A file of costs: times and memory are then simulated with them.",
 )
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Measure the stages in this process, plan with their costs, and save them.",
+)
 @AS_JSON
 @draws
 def plan(
     drawing: Drawing,
     loaded: Callable[[], Config],
+    *,
     ranks: int | None,
     rank: int | None,
     costs_file: Path | None,
-    *,
+    profile_file: Path | None,
     as_json: bool,
 ) -> None:
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
@@ -55,6 +65,8 @@ def plan(
     with usage_errors():
         costs = Costs.load(costs_file) if costs_file else None
         job, cut, manifest = _prepared(loaded(), ranks, costs_file)
+        if profile_file:
+            costs = _profiled(job, costs, profile_file)
         if drawing.is_wanted:
             drawing.write([predicted(job, manifest, costs)])
         if rank is not None and as_json:
@@ -66,6 +78,19 @@ def plan(
         else:
             summary = make_summary(job, cut, manifest, costs)
             print_parts(make_console(), rendered(summary, job.schedule))
+
+
+def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
+    """Returns costs with measured stages, and saves them; the network is that of `costs`."""
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.train.profile import profile_job
+
+    found = replace(costs or Costs(()), stages=profile_job(job))
+    try:
+        found.save(path)
+    except OSError as error:
+        raise click.ClickException(f"--profile {path}: {error}") from error
+    return found
 
 
 def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Job, Cut, Manifest]:

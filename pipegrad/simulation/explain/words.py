@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def in_time(seconds: float) -> str:
     """Returns a time with three digits: ``1.23 s``, ``12.3 ms`` or ``85.0 us``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size:
+        if abs(seconds) >= 0.9995 * size:  # what is rounded up to a unit is said in it
             return f"{_three_digits(seconds / size)} {unit}"
     return f"{_three_digits(seconds * 1e6)} us"
 

@@ -255,14 +255,17 @@ def test_options_there_are() -> None:
         for name, command in main.commands.items()
     }
     changes = ["--handler", "--schedule", "--set", "config"]
+    drawings = ["--html", "--perfetto", "--png", "--svg"]
     assert found == {
         "train": sorted(["--dry-run", *changes]),
-        "plan": sorted(["--costs", "--json", "--rank", "--ranks", *changes]),
-        "trace": ["--html", "--json", "--step", "run"],
+        "plan": sorted(
+            ["--costs", "--json", "--profile", "--rank", "--ranks", *changes, *drawings]
+        ),
+        "trace": sorted(["--against", "--json", "--step", "run", *drawings]),
         "doctor": ["--device", "--json", "--save", "--timeout"],
         "simulate": sorted(
             [
-                *("--backward-ms", "--costs", "--forward-ms", "--gbit", "--html", "--json"),
+                *("--backward-ms", "--costs", "--forward-ms", "--gbit", "--json", *drawings),
                 *("--latency-us", "--mib", "--microbatches", "--ranks", "--save", "--set"),
                 *("--steps", "--weight-ms", "schedule"),
             ]

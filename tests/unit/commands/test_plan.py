@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipegrad.cli import main
+from pipegrad.simulation.costs import Costs
 
 TIED_GPT = str(Path(__file__).parents[3] / "examples" / "tied_gpt.toml")
 
@@ -41,6 +42,19 @@ def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"stages": [stage] * 2}))
     assert "of 15 seconds" in printed("--ranks", "2", "--costs", str(path))
+
+
+def test_stages_are_measured_here_and_their_costs_are_kept(tmp_path: Path) -> None:
+    network, path = tmp_path / "network.json", tmp_path / "costs.json"
+    network.write_text('{"stages": [], "network": {"nic_bytes_per_second": 1e6}}')
+    text = printed("--ranks", "2", "--set", "parallel.pipeline=2", "--schedule", "zb-h1",
+                   "--costs", str(network), "--profile", str(path))  # fmt: skip
+    costs = Costs.load(path)
+    # 16 sequences in 4 microbatches: 4 x 64 x 64 numbers are handed on.
+    assert [stage.outputs for stage in costs.stages] == [{"x": 4 * 4 * 64 * 64}, {}]
+    assert all(stage.weight_seconds > 0 < stage.activation_bytes for stage in costs.stages)
+    assert costs.network.nic_bytes_per_second == 1e6
+    assert "peak memory by simulation" in text
 
 
 @pytest.mark.parametrize(

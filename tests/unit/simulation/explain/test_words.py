@@ -17,6 +17,7 @@ from pipegrad.simulation.explain.words import in_list, in_percent, in_time
         (0.64, "640 ms"),
         (1.5, "1.50 s"),
         (7200, "7200 s"),
+        (0.0009999999, "1.00 ms"),
         (1e9, "1.00e+09 s"),
         (-0.01, "-10.0 ms"),
     ],
