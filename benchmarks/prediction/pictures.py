@@ -12,14 +12,14 @@ import torch.distributed as dist
 from steps import Run, Setting
 
 import pipegrad
-from pipegrad.picture import write_figure, write_html
+from pipegrad.picture import write_figure
 
 NAMES = ("1f1b", "eager-1f1b", "zbv")
 MICROBATCHES = 6
 
 
 def main() -> None:
-    """Writes an SVG and a page for each schedule, on rank 0."""
+    """Writes a figure for each schedule, on rank 0."""
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     for name in NAMES:
@@ -40,7 +40,6 @@ def main() -> None:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             write_figure(both, folder / f"{name}.svg", title=name)
-            write_html(both, folder / f"{name}.html", title=name)
             print(f"{name}: {predicted.seconds:.3f} s predicted, {steps[1].seconds:.3f} measured")
         run.scheduler.close()
     dist.destroy_process_group()
