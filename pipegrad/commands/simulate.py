@@ -195,7 +195,7 @@ def _links(schedule: Schedule, costs: Costs) -> Sequence[Link]:
 
 def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
     from pipegrad.simulation.explain.words import in_time
-    from pipegrad.train.explained import rendered
+    from pipegrad.train.summary.explained import rendered
     from pipegrad.train.tables import make_console
 
     numbers = (

@@ -51,7 +51,7 @@ def trace(
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=2))
         return
-    from pipegrad.train.explained import rendered
+    from pipegrad.train.summary.explained import rendered
     from pipegrad.train.tables import make_console
 
     console = make_console()

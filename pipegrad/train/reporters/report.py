@@ -18,9 +18,9 @@ from pipegrad.errors import in_words
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
-from pipegrad.train.explained import rendered
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.summary.explained import rendered
 from pipegrad.train.tables import table
 
 
