@@ -1,0 +1,76 @@
+"""simulate against the simulation of torch's own drawings: every action begins at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+
+from pipegrad.schedules import Action, Schedule, build, lower
+from pipegrad.schedules.schedule import Kind
+from pipegrad.simulation.costs import Costs, StageCosts
+from pipegrad.simulation.simulator import simulate
+from pipegrad.simulation.timeline import COMPUTE
+
+# Private, and so missing in some versions of torch.
+visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
+
+RANKS, MICROBATCHES = 4, 8
+WIDTHS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}  # of torch's drawings
+Begins = dict[Action, float]
+
+
+def spaced(rows: list[list[str]]) -> Begins:
+    """Returns when each action begins, as torch draws rows of actions."""
+    from torch.distributed.pipelining.schedules import _Action
+
+    actions = [[_Action.from_str(text) for text in row] for row in rows]
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints every step
+        drawn = visualizer.add_schedule_op_spacing(actions)
+    begins = Begins()
+    for row in drawn:
+        time = 0
+        for cell in row:
+            if cell is not None:
+                action = parsed(str(cell))
+                begins[action] = float(time)
+            time += 1 if cell is None else WIDTHS[action.kind]
+    return begins
+
+
+def parsed(text: str) -> Action:
+    kind = next(kind for kind in WIDTHS if kind in text)
+    stage, microbatch = map(int, text.split(kind))
+    return Action(stage, kind, microbatch)
+
+
+def simulated(schedule: Schedule) -> Begins:
+    """Returns the same of a simulation."""
+    costs = Costs((StageCosts(1.0, 2.0, 1.0),) * len(schedule.stage_to_rank))
+    timeline = simulate(lower(schedule), costs).timeline
+    assert timeline is not None
+    computes = (span for span in timeline.spans if span.kind in COMPUTE)
+    return {parsed(span.action): span.begin for span in computes}
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
+)
+def test_our_schedules(name: str) -> None:
+    schedule = build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
+    assert simulated(schedule) == spaced([list(map(str, row)) for row in schedule.actions])
+
+
+# Not Schedule1F1B: in torch 2.13 its drawing gives the last rank 3F1 to 3F8 for 3F0 to 3F7.
+@pytest.mark.parametrize(
+    "name", ["GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
+def test_schedules_of_torch(name: str) -> None:
+    rows = visualizer.get_schedule_ops(name, RANKS, MICROBATCHES)
+    texts = [[str(a) for a in row if a and a.computation_type.value in WIDTHS] for row in rows]
+    actions = tuple(tuple(map(parsed, row)) for row in texts)
+    rank_of = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    stage_to_rank = tuple(rank_of[stage] for stage in sorted(rank_of))
+    schedule = Schedule(name, MICROBATCHES, stage_to_rank, actions)
+    assert simulated(schedule) == spaced(texts)
