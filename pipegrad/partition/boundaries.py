@@ -114,12 +114,12 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
         return lambda stage, start, end: times[end] - times[start]
     if by == "parameters":
         elements = _unique(layers, 1)
-        return lambda stage, start, end: elements[start][end]
+        return lambda stage, start, end: elements(start, end)
     held = _unique(layers, 0)
     saved = [0, *accumulate(layer.saved_bytes for layer in layers)]
     # A stage has as many microbatches in flight as there are stages from it to the last one.
     return lambda stage, start, end: (
-        _STATES * held[start][end] + (num_stages - stage) * (saved[end] - saved[start])
+        _STATES * held(start, end) + (num_stages - stage) * (saved[end] - saved[start])
     )
 
 
@@ -127,35 +127,43 @@ def balanced(num_layers: int, num_stages: int, cost: Cost) -> list[int]:
     """Returns starts that make the heaviest stage light, and then the others even."""
     # best[end]: cost of cutting the first `end` layers into the stages so far, and their starts.
     # Costs are compared by the heaviest stage, then by the sum of squares: an even cut.
+    last = num_layers - num_stages + 1  # each later stage needs a layer
     best: dict[int, tuple[tuple[float, float], list[int]]] = {
-        end: ((cost(0, 0, end), cost(0, 0, end) ** 2), []) for end in range(1, num_layers + 1)
+        end: ((cost(0, 0, end), cost(0, 0, end) ** 2), []) for end in range(1, last + 1)
     }
     for stage in range(1, num_stages):
-        following: dict[int, tuple[tuple[float, float], list[int]]] = {}
-        for end in range(stage + 1, num_layers + 1):
-            candidates = []
-            for start, ((heaviest, squares), starts) in best.items():
-                if start < end:
-                    weight = cost(stage, start, end)
-                    total = max(heaviest, weight), squares + weight**2
-                    candidates.append((total, [*starts, start]))
-            following[end] = min(candidates)
-        best = following
+        best = {
+            end: _best_start(best, stage, end, cost) for end in range(stage + 1, last + stage + 1)
+        }
     return best[num_layers][1]
 
 
-def _unique(layers: Sequence[Layer], which: int) -> list[list[int]]:
-    """Returns for each start and end what the layers between them hold; a tie counts once."""
-    sizes: list[list[int]] = []
-    for start in range(len(layers)):
-        seen: dict[int, int] = {}
-        row = [0] * (len(layers) + 1)
-        total = 0
-        for end in range(start + 1, len(layers) + 1):
-            for key, size in layers[end - 1].parameters.items():
-                if key not in seen:
-                    seen[key] = size[which]
-                    total += size[which]
-            row[end] = total
-        sizes.append(row)
-    return sizes
+def _best_start(
+    best: dict[int, tuple[tuple[float, float], list[int]]], stage: int, end: int, cost: Cost
+) -> tuple[tuple[float, float], list[int]]:
+    """Returns the best cost of the first `end` layers with one more stage, and its starts."""
+    found = None
+    for start in range(min(end - 1, max(best)), stage - 1, -1):
+        weight = cost(stage, start, end)
+        if found is not None and weight > found[0][0]:
+            break  # a stage of more layers is no lighter
+        (heaviest, squares), starts = best[start]
+        candidate = (max(heaviest, weight), squares + weight**2), [*starts, start]
+        found = candidate if found is None else min(found, candidate)
+    assert found is not None
+    return found
+
+
+def _unique(layers: Sequence[Layer], which: int) -> Callable[[int, int], int]:
+    """Returns what tells what the layers between a start and an end hold; a tie counts once."""
+    rows: dict[int, tuple[list[int], set[int]]] = {}  # only what is asked for: stages are short
+
+    def held(start: int, end: int) -> int:
+        sums, seen = rows.setdefault(start, ([0], set()))
+        for layer in layers[start + len(sums) - 1 : end]:
+            new = layer.parameters.keys() - seen
+            sums.append(sums[-1] + sum(layer.parameters[key][which] for key in new))
+            seen |= new
+        return sums[end - start]
+
+    return held

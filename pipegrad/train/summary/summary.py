@@ -51,7 +51,8 @@ def make_summary(
     plans = job.plans(manifest, ranks=topology.one_replica)
     program = _program(job, plans)
     proof, times = verify(program), _times(program, costs)
-    stages = [_stage(job, cut, manifest, stage) for stage in sorted(cut.modules)]
+    views = _views(job, topology)
+    stages = [_stage(views, cut, manifest, stage) for stage in sorted(cut.modules)]
     buckets = {bucket.index: bucket for plan in plans.values() for bucket in plan.buckets}
     return {
         "ranks": job.num_ranks,
@@ -209,13 +210,18 @@ def _busy(schedule: Schedule, costs: Costs) -> list[float]:
     return [sum(seconds[a.stage][a.kind] for a in actions) for actions in schedule.actions]
 
 
-def _stage(job: Job, cut: Cut, manifest: Manifest, stage: int) -> dict[str, Any]:
+def _views(job: Job, topology: Topology) -> list[Topology]:
+    """Returns the topology as the rank of each stage sees it, in one replica."""
+    views = [job.topology(rank) for rank in topology.one_replica]
+    return [views[rank] for rank in job.schedule.stage_to_rank]
+
+
+def _stage(views: Sequence[Topology], cut: Cut, manifest: Manifest, stage: int) -> dict[str, Any]:
     entries = manifest.stages[stage]
     parameters = list(cut.modules[stage].parameters())
-    view = job.topology(job.topology().one_replica[job.schedule.stage_to_rank[stage]])
     return {
         "stage": stage,
-        "ranks": spans(_replicas(view)),
+        "ranks": spans(_replicas(views[stage])),
         "layers": cut.layers_of(stage),
         "parameters": len(entries),
         "elements": sum(p.numel() for p in parameters),
