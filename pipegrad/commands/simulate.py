@@ -18,7 +18,7 @@ from pipegrad.errors import PipegradError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pipegrad.schedules import Link, Schedule
+    from pipegrad.schedules import Link, Schedule, ScheduleGenerator
     from pipegrad.simulation.costs import Costs
     from pipegrad.simulation.explain.explanation import Explanation
     from pipegrad.simulation.simulator import Simulation
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., None])
 _MIB = 2**20
 _MOST_STEPS = 10  # that are printed
+_MOST_CELLS = 1_000_000  # a schedule is made whole, in memory
 
 
 def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
@@ -103,6 +104,11 @@ def simulate(
         return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
 
     _refuse_both(costs_file)
+    if ranks * microbatches > _MOST_CELLS:
+        raise click.UsageError(
+            f"{microbatches} microbatches on {ranks} ranks: expected at most {_MOST_CELLS:,} of "
+            f"both multiplied"
+        )
     try:
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
@@ -143,15 +149,24 @@ def _made(
     microbatches: int,
     costs_of: Callable[[Schedule], Costs],
 ) -> tuple[Schedule, Costs]:
-    """Returns the schedule and its costs; hop-aware-1f1b takes its hops from them."""
-    from pipegrad.schedules import generate, lower, registry
-    from pipegrad.simulation.explain.what_ifs import hop_aware_options
+    """Returns the schedule and its costs; schedules that measure steps are given the costs."""
+    from pipegrad.schedules import generate, registry
+    from pipegrad.schedules.measured import MeasuredGenerator
+    from pipegrad.simulation.auto import Auto, times_of
 
-    if options["name"] == "hop-aware-1f1b" and "hop_seconds" not in options:
-        plain, costs = _made({"name": "1f1b"}, ranks, microbatches, costs_of)
-        hops = hop_aware_options(lower(plain, links=_links(plain, costs)), costs)
-        options = {**hops, **options}
-    made = generate(registry.resolve(options), num_ranks=ranks, num_microbatches=microbatches)
+    def made_by(spec: ScheduleGenerator | Mapping[str, object] | str) -> Schedule:
+        return generate(registry.resolve(spec), num_ranks=ranks, num_microbatches=microbatches)
+
+    generator = registry.resolve(options).plugin
+    if isinstance(generator, MeasuredGenerator) and generator.wants_times:
+        plain = made_by("1f1b")
+        if isinstance(generator, Auto):
+            options = {**options, "costs": costs_of(plain)}
+        else:
+            generator = generator.planned(times_of(costs_of(plain)))
+            made = made_by(generator)
+            return made, costs_of(made)
+    made = made_by(options)
     return made, costs_of(made)
 
 

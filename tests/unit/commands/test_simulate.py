@@ -57,6 +57,16 @@ def test_hop_aware_takes_its_hops_from_the_costs() -> None:
     assert sizes["hop-aware-1f1b"][1] < 0.9 * sizes["1f1b"][1]
 
 
+def test_schedules_that_measure_steps_are_given_the_costs() -> None:
+    steps = {
+        name: as_json(name, *SIZE)["step_seconds"][0]
+        for name in ("auto", "adaptive-1f1b", "eager-1f1b", "zb-h1", "1f1b", "gpipe")
+    }
+    assert steps["adaptive-1f1b"] < steps["1f1b"]
+    assert steps["auto"] == pytest.approx(min(steps.values()))
+    assert steps["auto"] < steps["1f1b"]
+
+
 def test_what_people_read() -> None:
     result = run("1f1b", *SIZE, "--steps", "2")
     assert result.exit_code == 0
@@ -119,6 +129,7 @@ def test_a_page_and_a_trace(tmp_path: Path) -> None:
         (["1f1b", *SIZE, "--set", "stages"], "expected key=value"),
         (["interleaved-1f1b", "--ranks", "4", "--microbatches", "6"], "a multiple of 4"),
         (["hop-aware-1f1b", *SIZE, "--set", "hop_seconds=[1]"], "compute_seconds"),
+        (["gpipe", "--ranks", "9999", "--microbatches", "999"], "at most 1,000,000"),
         (["1f1b", *SIZE, "--costs", "absent.json"], "absent.json holds no costs"),
         (["1f1b", *SIZE, "--costs", "absent.json", "--mib", "1"], "--mib and --costs: absent.json"),
         (["1f1b", *SIZE, "--save", "absent/folder.json"], "No such file or directory"),
