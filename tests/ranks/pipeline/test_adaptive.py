@@ -17,7 +17,8 @@ from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree, store
 from pipegrad.pipeline.step_times import Layout, StepTimes
-from pipegrad.schedules.measured import Times
+from pipegrad.schedules import Schedule, registry
+from pipegrad.schedules.measured import MeasuredGenerator, Times
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
 from tests.support.rounding import rounding
 
@@ -98,9 +99,12 @@ class Pipeline:
         return max(_error(p.grad, q.grad) for p, q in pairs)
 
     def warm_ups(self) -> list[int]:
-        """Returns for each rank how many forwards come before its first backward."""
-        rows = self.scheduler.schedule.actions
-        return [[action.kind for action in row].index("B") for row in rows]
+        return warm_ups_of(self.scheduler.schedule)
+
+
+def warm_ups_of(schedule: Schedule) -> list[int]:
+    """Returns for each rank how many forwards come before its first backward."""
+    return [[action.kind for action in row].index("B") for row in schedule.actions]
 
 
 def fail_behind_others(error: Exception) -> None:
@@ -276,7 +280,13 @@ def test_by_name_alone_hops_are_measured_in_the_second_step(trio: Replies) -> No
     for name, (said, before, warm_ups, times, choice) in first.items():
         assert said == ["True"] * 4
         assert before == (None, [3, 2, 1], None)
-        assert sum(warm_ups) > 6, name
+        # What is measured depends on the machine. What is made of it is the same everywhere. The
+        # adaptive schedule has changed twice by then, and only the last times are kept.
+        if name != "adaptive-1f1b":
+            planned = registry.resolve(name).plugin
+            assert isinstance(planned, MeasuredGenerator)
+            made = planned.planned(times).generate(num_ranks=RANKS, num_microbatches=OWN)
+            assert warm_ups == warm_ups_of(made)
         assert times.hop_seconds[1] >= SLOW_SECONDS
         assert all(seconds > 0 for seconds in times.compute_seconds)
         assert bool(choice) is (name == "auto")
