@@ -32,10 +32,12 @@ def spaced(rows: list[list[str]]) -> Begins:
     for row in drawn:
         time = 0
         for cell in row:
-            if cell is not None:
-                action = parsed(str(cell))
-                begins[action] = float(time)
-            time += 1 if cell is None else WIDTHS[action.kind]
+            if cell is None:
+                time += 1
+                continue
+            action = parsed(str(cell))
+            begins[action] = float(time)
+            time += WIDTHS[action.kind]
     return begins
 
 
