@@ -175,7 +175,7 @@ class _Profile:
             list(links.values()),
             target=self._target,
             loss=self._loss if stage == len(context.wiring.taken) - 1 else None,
-            splits=any(a.kind == "W" for row in self._scheduler.schedule.actions for a in row),
+            splits=self._scheduler.schedule.splits_backward,
             device=self._device,
         )
         made = dict(zip(context.wiring.made[stage], alone.outputs(), strict=False))

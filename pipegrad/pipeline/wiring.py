@@ -267,7 +267,7 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
             f"schedule {schedule.name!r} places stages {list(topology.local_stages)} on this rank, "
             f"which has {indices}"
         )
-    splits = any(action.kind == "W" for actions in schedule.actions for action in actions)
+    splits = schedule.splits_backward
     for stage in stages:
         _ = stage.binding  # raises if the names of inputs look swapped
         if splits and any(is_dtensor(p) for p in stage.module.parameters()):

@@ -137,6 +137,11 @@ class Schedule:
         return ticks
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into I and W."""
+        return any(action.kind == "W" for actions in self.actions for action in actions)
+
+    @property
     def stage_ticks(self) -> tuple[int, ...]:
         """For each stage the tick of its last backward, which makes its gradients final."""
         return self._last_ticks(("B", "W"))

@@ -288,8 +288,7 @@ def _tried(
     if len(costs.stages) % num_stages:
         words = f"it has {num_stages} stages, and costs are of {len(costs.stages)}"
         return Candidate(name, refused=f"{words}: give costs of a multiple")
-    splits = any(action.kind == "W" for actions in schedule.actions for action in actions)
-    if splits and not any(stage.weight_seconds for stage in costs.stages):
+    if schedule.splits_backward and not any(stage.weight_seconds for stage in costs.stages):
         return Candidate(name, refused="it splits backwards: weight_seconds of the costs are 0")
     own = merged(costs, num_stages)
     if links is None or len(costs.stages) != num_stages:

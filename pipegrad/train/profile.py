@@ -36,7 +36,7 @@ def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
         {name: tokens},
         target=tokens,
         loss_fn=job.loss,
-        splits=any(action.kind == "W" for own in job.schedule.actions for action in own),
+        splits=job.schedule.splits_backward,
         is_weighted=config.train.loss_reduction == TOKEN_MEAN,
         repeats=repeats,
     )
