@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -219,13 +218,6 @@ class Timeline:
         if not isinstance(data, dict):
             raise ScheduleError(f"{path} holds no timeline: expected an object")
         return cls.from_json(data)
-
-
-def by_rank(spans: Iterable[Span]) -> Iterator[tuple[int, list[Span]]]:
-    """Yields each rank with its spans, ranks ascending, spans in order of time."""
-    ordered = sorted(spans, key=attrgetter("rank", "begin", "end"))
-    for rank, own in groupby(ordered, key=attrgetter("rank")):
-        yield rank, list(own)
 
 
 def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from pipegrad.schedules.program.program import Op, Program
@@ -13,7 +14,8 @@ from pipegrad.simulation.engine.network import FairNetwork
 from pipegrad.simulation.engine.recording import Recording
 from pipegrad.simulation.timeline import SpanKind
 
-_BYTES_FACTOR = {"all-reduce": 2, "reduce-scatter": 1}  # of (n-1)/n of the bytes, over a ring
+# How often a ring of n ranks is gone round: n-1 messages one after the other, (n-1)/n of the bytes.
+_RINGS = {"all-reduce": 2, "reduce-scatter": 1}
 
 
 class Job(NamedTuple):
@@ -100,9 +102,8 @@ class Collectives:
     def _needed(self, job: Job) -> tuple[int, ...]:
         """Returns the ranks without which a job cannot begin."""
         collective = self._program.collectives[job.number]
-        costs = self._costs.collectives.get(collective.name)
         # The owner posts its receive when a step begins, before its own gradient is complete.
-        is_sent = costs is not None and costs.kind == "send" and not job.is_sync
+        is_sent = self._costs.collective(collective).kind == "send" and not job.is_sync
         return collective.ranks[1:] if is_sent else collective.ranks
 
     def _leave(self, now: float, job: Job, rank: int) -> None:
@@ -114,10 +115,7 @@ class Collectives:
                 self._reach(now, queue[0], rank)
 
     def _begin(self, now: float, job: Job) -> None:
-        costs = self._costs.collectives.get(self._program.collectives[job.number].name)
-        if costs is None:
-            self._events.at(now, self._end, job, now)
-            return
+        costs = self._costs.collective(self._program.collectives[job.number])
         fixed = costs.sync_seconds if job.is_sync else costs.seconds
         flows = [] if fixed > 0 else self._flows_of(job)
         if not flows:
@@ -147,7 +145,7 @@ class Collectives:
     def _flows_of(self, job: Job) -> list[tuple[int, int, float]]:
         """Returns what is sent: from a rank, to a rank, and how many bytes."""
         collective = self._program.collectives[job.number]
-        costs, ranks = self._costs.collectives[collective.name], collective.ranks
+        costs, ranks = self._costs.collective(collective), collective.ranks
         first, last, share = ranks[0], ranks[-1], (costs.num_ranks - 1) / costs.num_ranks
         if job.is_sync:
             num_bytes, alone = costs.sync_bytes, share * costs.sync_bytes
@@ -155,15 +153,15 @@ class Collectives:
         elif costs.kind == "send":
             alone, flows = 0.0, [(last, first, float(costs.num_bytes))]
         else:
-            alone = _BYTES_FACTOR[costs.kind] * share * costs.num_bytes
+            alone = _RINGS[costs.kind] * share * costs.num_bytes
             flows = [(a, b, alone) for a, b in zip(ranks, (*ranks[1:], first), strict=True)]
         flows = [(first, first, alone)] if len(ranks) == 1 else flows
         return [flow for flow in flows if flow[2] > 0]
 
     def _latency(self, job: Job) -> float:
-        costs = self._costs.collectives[self._program.collectives[job.number].name]
-        hops = 1 if job.is_sync or costs.kind == "send" else costs.num_ranks - 1
-        return self._costs.network.latency_seconds * hops * _BYTES_FACTOR.get(costs.kind, 1)
+        costs = self._costs.collective(self._program.collectives[job.number])
+        hops = 1 if job.is_sync else _RINGS.get(costs.kind, 0) * (costs.num_ranks - 1) or 1
+        return self._costs.network.latency_seconds * hops
 
 
 def _launches(program: Program, rank: int, costs: Costs) -> dict[int, list[tuple[int, float]]]:
@@ -179,13 +177,8 @@ def _launches(program: Program, rank: int, costs: Costs) -> dict[int, list[tuple
             table.setdefault(position, []).append(item.which)
     found = dict[int, list[tuple[int, float]]]()
     for position, numbers in table.items():
-        sizes = [
-            costs.collectives[name].num_bytes if name in costs.collectives else 0
-            for name in (program.collectives[number].name for number in numbers)
-        ]
-        total = sum(sizes) or 1
-        found[position] = [
-            (number, sum(sizes[: i + 1]) / total if sum(sizes) else 1.0)
-            for i, number in enumerate(numbers)
-        ]
+        sizes = [costs.collective(program.collectives[number]).num_bytes for number in numbers]
+        total = sum(sizes)
+        shares = (done / total if total else 1.0 for done in accumulate(sizes))
+        found[position] = list(zip(numbers, shares, strict=True))
     return found
