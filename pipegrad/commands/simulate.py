@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +19,7 @@ from pipegrad.errors import PipegradError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pipegrad.schedules import Link, Schedule, ScheduleGenerator
+    from pipegrad.schedules import Schedule, ScheduleGenerator
     from pipegrad.simulation.costs import Costs
     from pipegrad.simulation.explain.explanation import Explanation
     from pipegrad.simulation.simulator import Simulation
@@ -95,6 +96,7 @@ def simulate(
     SCHEDULE is a name that `pipegrad schedules` lists, or module:attr.
     """
     from pipegrad.schedules import lower
+    from pipegrad.simulation.choose import chain_of
     from pipegrad.simulation.costs import Costs
     from pipegrad.simulation.explain.explanation import explain
     from pipegrad.simulation.simulator import simulate as simulated
@@ -112,7 +114,9 @@ def simulate(
     try:
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
-        program = lower(made, links=_links(made, costs))
+        # Costs of more stages than the schedule has are refused by the simulation.
+        own = replace(costs, stages=costs.stages[: len(made.stage_to_rank)])
+        program = lower(made, links=chain_of(own))
         simulation = simulated(program, costs, num_steps=steps)
         assert simulation.timeline is not None
         explanation = explain(simulation.timeline, program=program, costs=costs)
@@ -152,7 +156,8 @@ def _made(
     """Returns the schedule and its costs; schedules that measure steps are given the costs."""
     from pipegrad.schedules import generate, registry
     from pipegrad.schedules.measured import MeasuredGenerator
-    from pipegrad.simulation.auto import Auto, times_of
+    from pipegrad.simulation.auto import Auto
+    from pipegrad.simulation.choose import times_of
 
     def made_by(spec: ScheduleGenerator | Mapping[str, object] | str) -> Schedule:
         return generate(registry.resolve(spec), num_ranks=ranks, num_microbatches=microbatches)
@@ -194,18 +199,6 @@ def _uniform(
     )
     network = Network(nic_bytes_per_second=gbit * 1e9 / 8, latency_seconds=latency_us / 1e6)
     return Costs((stage,) * len(schedule.stage_to_rank), network)
-
-
-def _links(schedule: Schedule, costs: Costs) -> Sequence[Link]:
-    """Returns the links of a chain: each stage hands all its outputs to the next one."""
-    from pipegrad.schedules import Link
-
-    last = min(len(schedule.stage_to_rank), len(costs.stages)) - 1
-    return [
-        Link(name, stage, (stage + 1,))
-        for stage, own in enumerate(costs.stages[:last])
-        for name in own.outputs or ["x"]
-    ]
 
 
 def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:

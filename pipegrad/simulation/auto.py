@@ -134,19 +134,6 @@ def costs_of(times: Times) -> Costs:
     return Costs(stages, Network(links=links))
 
 
-def times_of(costs: Costs) -> Times:
-    """Returns what steps would show on ranks with these costs, one stage on each."""
-    hops = [
-        (costs.network.seconds(s, s + 1, size) + costs.network.seconds(s + 1, s, size)) / 2
-        for s, size in enumerate(sum(stage.outputs.values()) for stage in costs.stages[:-1])
-    ]
-    return Times(
-        tuple(stage.forward_seconds for stage in costs.stages),
-        tuple(stage.backward_seconds for stage in costs.stages),
-        tuple(hops),
-    )
-
-
 def _read(costs: Costs | Mapping[str, Any] | str | PathLike[str] | None) -> Costs | None:
     if costs is None or isinstance(costs, Costs):
         return costs

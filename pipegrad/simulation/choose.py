@@ -18,6 +18,7 @@ from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.schedules import generate, lower, registry, verify
 from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
+from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Link
 from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
 from pipegrad.simulation.costs import Costs, StageCosts
@@ -258,12 +259,9 @@ def _tables(spec: Spec, num_ranks: int, costs: Costs) -> Iterator[dict[str, Any]
 
 
 def _hop_aware_options(costs: Costs) -> dict[str, Any]:
-    hops = [
-        costs.network.seconds(rank, rank + 1, sum(stage.outputs.values()))
-        for rank, stage in enumerate(costs.stages[:-1])
-    ]
-    compute = max(stage.forward_seconds + stage.backward_seconds for stage in costs.stages)
-    return {"hop_seconds": hops, "compute_seconds": compute or 1.0}
+    times = times_of(costs)
+    compute = max(times.compute_seconds)
+    return {"hop_seconds": times.hop_seconds, "compute_seconds": compute or 1.0}
 
 
 def _takes_stages_per_rank(kind: type[ScheduleGenerator]) -> bool:
@@ -343,6 +341,19 @@ def chain_of(costs: Costs) -> list[Link]:
         for stage, each in enumerate(costs.stages[:-1])
         for name in each.outputs or ("x",)
     ]
+
+
+def times_of(costs: Costs) -> Times:
+    """Returns what steps would show on ranks with these costs, one stage on each."""
+    hops = [
+        (costs.network.seconds(s, s + 1, size) + costs.network.seconds(s + 1, s, size)) / 2
+        for s, size in enumerate(sum(stage.outputs.values()) for stage in costs.stages[:-1])
+    ]
+    return Times(
+        tuple(stage.forward_seconds for stage in costs.stages),
+        tuple(stage.backward_seconds for stage in costs.stages),
+        tuple(hops),
+    )
 
 
 def merged(costs: Costs, num_stages: int) -> Costs:
