@@ -40,6 +40,36 @@ _CHANGES = (
 )
 
 
+_SIZED = (
+    click.option("--ranks", type=click.IntRange(min=1), required=True, help="Of the pipeline."),
+    click.option("--microbatches", type=click.IntRange(min=1), required=True, help="Of a step."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="An option of the schedule, as in --set stages_per_rank=3. TOML; repeat for several.",
+    ),
+)
+
+
+def sized(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the size and the options of a schedule; a schedule is made whole."""
+
+    @functools.wraps(command)
+    def bounded(*arguments: object, ranks: int, microbatches: int, **other: object) -> None:
+        from pipegrad.schedules.schedule import MOST_CELLS
+
+        if ranks * microbatches > MOST_CELLS:
+            raise click.UsageError(
+                f"{microbatches} microbatches on {ranks} ranks: expected at most {MOST_CELLS:,} of "
+                f"both multiplied"
+            )
+        command(*arguments, ranks=ranks, microbatches=microbatches, **other)
+
+    return functools.reduce(lambda decorated, add: add(decorated), reversed(_SIZED), bounded)
+
+
 def configured(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command a function that loads its configuration, from the file and the options."""
 

@@ -6,20 +6,13 @@ from collections.abc import Sequence
 
 import click
 
+from pipegrad.commands.options import sized
 from pipegrad.errors import PipegradError
 
 
 @click.command()
 @click.argument("name")
-@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Ranks of the pipeline.")
-@click.option("--microbatches", type=click.IntRange(min=1), required=True, help="Of a step.")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the schedule, as in --set stages_per_rank=3. TOML; repeat for several.",
-)
+@sized
 @click.option(
     "--format",
     "file_format",

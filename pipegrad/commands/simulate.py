@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from pipegrad.commands.drawing import Drawing, draws
+from pipegrad.commands.options import sized
 from pipegrad.errors import PipegradError
 
 # What these need takes time to import, as numbers of torch do: it is imported when a command runs.
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., None])
 _MIB = 2**20
 _MOST_STEPS = 10  # that are printed
-_MOST_CELLS = 1_000_000  # a schedule is made whole, in memory
 
 
 def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
@@ -47,15 +47,7 @@ def _amount(
 
 @click.command()
 @click.argument("schedule")
-@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Ranks of the pipeline.")
-@click.option("--microbatches", type=click.IntRange(min=1), required=True, help="Of a step.")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the schedule, as in --set stages_per_rank=3. TOML; repeat for several.",
-)
+@sized
 @click.option(
     "--costs",
     "costs_file",
@@ -106,11 +98,6 @@ def simulate(
         return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
 
     _refuse_both(costs_file)
-    if ranks * microbatches > _MOST_CELLS:
-        raise click.UsageError(
-            f"{microbatches} microbatches on {ranks} ranks: expected at most {_MOST_CELLS:,} of "
-            f"both multiplied"
-        )
     try:
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)

@@ -32,6 +32,7 @@ from pipegrad.plugins.registry import Registry, ResolvedPlugin
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.schedules.measured import MeasuredGenerator
+from pipegrad.schedules.schedule import MOST_CELLS
 from pipegrad.simulation.auto import Auto
 from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
@@ -42,7 +43,6 @@ from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
 
-_MOST_CELLS = 1_000_000  # a schedule is made whole, in memory
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 
 
@@ -329,11 +329,11 @@ class Job:
 
     def _schedule(self) -> Schedule:
         microbatches = self.config.parallel.microbatches
-        if microbatches * self.pipeline > _MOST_CELLS:
+        if microbatches * self.pipeline > MOST_CELLS:
             self.config.refuse(
                 "parallel.microbatches",
                 f"{microbatches} microbatches on {self.pipeline} pipeline ranks: expected at most "
-                f"{_MOST_CELLS:,} of both multiplied",
+                f"{MOST_CELLS:,} of both multiplied",
             )
         return generate(
             self.generator,
