@@ -74,24 +74,7 @@ def profile_stages(
             device=torch.device(device),
         )
         outputs = dict(zip(stage.outputs, alone.outputs(), strict=True))
-        costs.append(_costs(stage, alone, {} if is_last else outputs, repeats))
+        costs.append(alone.costs({} if is_last else outputs, repeats))
         made |= {n: t.detach().requires_grad_(t.requires_grad) for n, t in outputs.items()}
         values |= made
     return tuple(costs)
-
-
-def _costs(
-    stage: Stage, alone: StageAlone, outputs: Mapping[str, Tensor], repeats: int
-) -> StageCosts:
-    passes, held = alone.passes(repeats), alone.held()
-    parameters = list(stage.module.parameters())
-    return StageCosts(
-        forward_seconds=passes.forward,
-        backward_seconds=passes.backward,
-        weight_seconds=passes.weights,
-        parameter_bytes=sum(p.nbytes for p in parameters),
-        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
-        activation_bytes=held.activations,
-        factor_bytes=held.factors,
-        outputs={name: tensor.nbytes for name, tensor in outputs.items()},
-    )

@@ -7,6 +7,7 @@ print(simulate(scheduler.program, costs).step_seconds)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -179,19 +180,13 @@ class _Profile:
             device=self._device,
         )
         made = dict(zip(context.wiring.made[stage], alone.outputs(), strict=False))
-        passes, held = alone.passes(self._repeats), alone.held()
+        outputs = {self._scheduler.program.links[i].name: x for i, x in made.items()}
         steps = optimizer_costs(self._scheduler.sync, self._optimizer, stage, self._repeats)
-        costs = StageCosts(
-            forward_seconds=passes.forward,
-            backward_seconds=passes.backward,
-            weight_seconds=passes.weights,
+        costs = replace(
+            alone.costs(outputs, self._repeats),
             optimizer_seconds=steps.seconds,
-            parameter_bytes=sum(p.nbytes for p in context.stages[stage].module.parameters()),
             gradient_bytes=gradient_bytes(self._scheduler.sync, stage),
             optimizer_bytes=steps.num_bytes,
-            activation_bytes=held.activations,
-            factor_bytes=held.factors,
-            outputs={self._scheduler.program.links[i].name: x.nbytes for i, x in made.items()},
         )
         return _Reply(costs, {link: Spec.of(value) for link, value in made.items()})
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.pipeline.split_backward.graph import backward_inputs
 from pipegrad.pipeline.split_backward.products import WeightProduct, accumulate, mark
 from pipegrad.pipeline.stage import Stage
+from pipegrad.simulation.costs import StageCosts
 
 Loss = Callable[[tuple[Tensor, ...]], Tensor]  # of the outputs of the last stage
 
@@ -129,6 +130,26 @@ class StageAlone:
             activations = self._bytes(live)
             factors = self._factors() if self._splits else 0
         return Held(activations, factors)
+
+    def costs(self, outputs: Mapping[str, Tensor], repeats: int) -> StageCosts:
+        """Returns what a microbatch costs, and what the stage holds without buckets or optimizer.
+
+        Args:
+            outputs: What it hands on, by name.
+            repeats: Of each pass; the median counts.
+        """
+        passes, held = self.passes(repeats), self.held()
+        parameters = list(self._stage.module.parameters())
+        return StageCosts(
+            forward_seconds=passes.forward,
+            backward_seconds=passes.backward,
+            weight_seconds=passes.weights,
+            parameter_bytes=sum(p.nbytes for p in parameters),
+            gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+            activation_bytes=held.activations,
+            factor_bytes=held.factors,
+            outputs={name: tensor.nbytes for name, tensor in outputs.items()},
+        )
 
     def _factors(self) -> int:
         products = self._backward_inputs(self._forward()[1])
