@@ -112,7 +112,7 @@ def _parts(found: Examination) -> Iterator[RenderableType]:
     )
     if found.links:
         yield table(
-            ["from", "to", "latency", "alone", "both ways at once", "all links at once"],
+            ["from", "to", "latency", "alone", "both ways at once", "with all of its host"],
             (
                 [
                     link.costs.source,

@@ -134,7 +134,7 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
     met = partial(agree, timeout_seconds=timeout_seconds)
     ranks = tuple(met("pipegrad doctor", partial(_facts, device)))
     size = len(ranks)
-    pairs = _pairs(size)
+    pairs, hosts = _pairs(size), [facts.home for facts in ranks]
     readings: Sequence[Reading] = [Reading(0.0)]
     links: tuple[Measured, ...] = ()
     if pairs:
@@ -148,6 +148,7 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
             rank=rank,
             ranks=range(size),
             pairs=pairs,
+            hosts=hosts,
             device=device,
             timeout_seconds=timeout_seconds,
         )
@@ -158,7 +159,7 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
         late,
         tuple(readings),
         links,
-        network_of(links, [facts.home for facts in ranks]),
+        network_of(links, hosts),
         tuple(oddities(ranks, late, readings, links)),
     )
 

@@ -1,8 +1,8 @@
 """Links: what messages between the ranks of a pipeline take, measured by messages.
 
 Every link is measured while nothing else is sent, one after the other. The sender sends messages
-of growing size, and the receiver answers each of them with an empty one. Then all links carry a
-message at once, which shows the NICs that they share.
+of growing size, and the receiver answers each of them with an empty one. Then both directions of a
+link carry a message at once, and all links that leave a host, which shows whether they share a NIC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -40,8 +40,8 @@ class Measured(NamedTuple):
 
     Attributes:
         costs: Alone.
-        busy: Its rate while every link was in use, by its rate alone; 1 if unknown.
-        both_ways: Its rate while the other direction was in use, by its rate alone; 1 if unknown.
+        busy: Its rate while all links that leave its host were in use, by its rate alone.
+        both_ways: Its rate while the other direction was in use, by its rate alone.
     """
 
     costs: LinkCosts
@@ -104,6 +104,7 @@ def measure_links(
     rank: int,
     ranks: Sequence[int],
     pairs: Sequence[Pair],
+    hosts: Sequence[str],
     device: torch.device,
     timeout_seconds: float = AGREE_SECONDS,
 ) -> tuple[Measured, ...]:
@@ -116,6 +117,7 @@ def measure_links(
         rank: The pipeline rank.
         ranks: The global ranks of the pipeline.
         pairs: The links, each with a communicator.
+        hosts: For each pipeline rank what `host_name` returns there.
         device: Where messages are.
         timeout_seconds: How long to wait for the slowest rank, for each link.
 
@@ -132,10 +134,28 @@ def measure_links(
     for pair in pairs:
         if pair[0] < pair[1] and pair[::-1] in alone:
             both_ways |= _at_once(wires, met, (pair, pair[::-1]), alone, "both directions")
-    busy = _at_once(wires, met, pairs, alone, "all links") if len(pairs) > 1 else {}
+    busy = dict(both_ways)  # of a host that one link leaves
+    for host, leaving in _leaving(pairs, hosts).items():
+        if len(leaving) > 1:
+            busy |= _at_once(wires, met, leaving, alone, f"links of host {host}")
     return tuple(
         Measured(alone[pair], busy.get(pair, 1.0), both_ways.get(pair, 1.0)) for pair in pairs
     )
+
+
+def _leaving(pairs: Iterable[Pair], hosts: Sequence[str]) -> dict[int, list[Pair]]:
+    """Returns for each host, by number, the links that leave it to other hosts."""
+    numbers = numbers_of(hosts)
+    leaving = defaultdict[int, list[Pair]](list)
+    for source, target in pairs:
+        if hosts[source] != hosts[target]:
+            leaving[numbers[hosts[source]]].append((source, target))
+    return leaving
+
+
+def numbers_of(hosts: Iterable[str]) -> dict[str, int]:
+    """Returns the number of each host: they are counted in the order of ranks."""
+    return {name: number for number, name in enumerate(dict.fromkeys(hosts))}
 
 
 def _alone(wires: Wires, pair: Pair) -> tuple[float, float] | None:
@@ -203,7 +223,8 @@ def _at_once(
         receives = {source: size for source, target in pairs if target == wires.rank}
         if not (sends or receives):
             return {}
-        seconds = statistics.median(wires.exchange(sends, receives) for _ in range(_REPEATS))
+        # A sender runs ahead of the links, so a single message may look fast: all of them count.
+        seconds = sum(wires.exchange(sends, receives) for _ in range(_REPEATS)) / _REPEATS
         return {pair: seconds for pair in pairs if pair[1] == wires.rank}
 
     met(f"{what}, ready", dict)
@@ -233,24 +254,23 @@ def network_of(measured: Sequence[Measured], hosts: Sequence[str]) -> Network:
     """Returns the network that explains what links did.
 
     If the links that leave one host are slower together than alone, they share its NIC. Its rate is
-    what they reach together, while as much comes in: that is less than what one message reaches.
+    what they reach together. A NIC of one link has the rate of that link while both ways are busy.
 
     Args:
         measured: Of each link.
         hosts: For each pipeline rank what `host_name` returns there.
     """
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
+    numbers = numbers_of(hosts)
     by_rank = tuple(numbers[name] for name in hosts)
-    leaving = defaultdict[int, list[Measured]](list)
-    for link in measured:
-        source, target = by_rank[link.costs.source], by_rank[link.costs.target]
-        if source != target and link.busy < 1.0:
-            leaving[source].append(link)
-    several = any(len(links) > 1 for links in leaving.values())
+    known = {(link.costs.source, link.costs.target): link for link in measured}
+    leaving = [[known[p] for p in own] for own in _leaving(known, hosts).values()]
+    several = any(len(links) > 1 for links in leaving)
+    # All links of a host send as many bytes, so its NIC is busy until the slowest has ended.
     shared = [
-        sum(link.busy * link.costs.bytes_per_second for link in links)
-        for links in leaving.values()
-        if not several or (len(links) > 1 and max(link.busy for link in links) < _SHARED)
+        len(links) * min(link.busy * link.costs.bytes_per_second for link in links)
+        for links in leaving
+        if (len(links) > 1 and max(link.busy for link in links) < _SHARED)
+        or (not several and links[0].busy < 1.0)
     ]
     return Network(
         nic_bytes_per_second=max(shared, default=math.inf),

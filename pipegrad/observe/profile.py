@@ -92,15 +92,17 @@ def measure_costs(
     network = Network()
     if links and (pairs := sorted({(c.source, c.target) for c in scheduler.program.channels})):
         pipeline = topology.ranks_along(topology.pipeline)
+        hosts = agree("hosts", host_name, ranks=pipeline)
         measured = measure_links(
             context.edges,
             rank=topology.coordinate(topology.pipeline),
             ranks=pipeline,
             pairs=pairs,
+            hosts=hosts,
             device=scheduler.sync.device,
             timeout_seconds=seconds,
         )
-        network = network_of(measured, agree("hosts", host_name, ranks=pipeline))
+        network = network_of(measured, hosts)
     return Costs(
         tuple(stages),
         network,

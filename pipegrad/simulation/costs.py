@@ -129,13 +129,14 @@ class Network:
     """How ranks are connected.
 
     Every host has a full-duplex NIC. Messages that leave a NIC at once share its rate, and so do
-    messages that enter it. Ranks of one host send to each other without their NIC. Messages from
-    one rank to another go one after the other, in the order in which they are sent.
+    messages that enter it; those with longer round trips get less. Ranks of one host send to each
+    other without their NIC. Messages from one rank to another go one after the other, in the order
+    in which they are sent.
 
     Attributes:
-        nic_bytes_per_second: Rate of every NIC, each way, while both ways are busy: what it keeps
-            up, not what one message after a pause takes. Infinite: messages take `latency_seconds`
-            and what their link takes.
+        nic_bytes_per_second: Rate of every NIC, each way: what it keeps up, not what one message
+            after a pause takes. Infinite: messages take `latency_seconds` and what their link
+            takes.
         latency_seconds: Time of an empty message, if its link says nothing else.
         hosts: For each pipeline rank the number of its host; empty if each rank has its own.
         links: Pairs of ranks that differ from the rest.

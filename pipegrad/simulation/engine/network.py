@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 from pipegrad.simulation.costs import Network
 from pipegrad.simulation.engine.events import Events
@@ -47,9 +48,15 @@ class Flow:
 
 
 class FairNetwork:
-    """Shares the rate of every NIC among the flows that use it at once, max-min fair.
+    """Shares the rate of every NIC among the flows that use it at once, as TCP does.
 
-    Max-min fair: no flow can have more without taking from one that has no more than it.
+    [Note: round trips] TCP sends as much as is not yet acknowledged. So of two flows that share a
+    NIC, the one with the longer round trip is slower. Where NICs are busy, a round trip is the time
+    in their queues. Data wait where they leave, behind all flows that leave there. They wait again
+    where they enter, if other flows enter there too. So does what comes back, on the other side.
+    So each flow has a weight: 1 over the number of flows in these four queues. Rates are max-min
+    fair by weight: no flow can have more without taking from one that has no more for its weight.
+    A link between two ranks that both have other neighbours is slower than a link to the last rank.
 
     Args:
         network: Rates and hosts.
@@ -59,7 +66,7 @@ class FairNetwork:
     def __init__(self, network: Network, events: Events) -> None:
         self._network = network
         self._events = events
-        self._users: dict[Nic, list[Flow]] = {}
+        self._users = defaultdict[Nic, list[Flow]](list)
 
     def begin(
         self, now: float, source: int, target: int, num_bytes: float, then: Callable[[float], None]
@@ -72,9 +79,9 @@ class FairNetwork:
         nics = ((0, hosts[0]), (1, hosts[1])) if limited else ()
         flow = Flow(num_bytes, link.bytes_per_second, nics, now, then)
         for nic in nics:
-            self._users.setdefault(nic, []).append(flow)
+            self._users[nic].append(flow)
         if nics:
-            self._share(now, nics)
+            self._share(now, flow)
         else:
             self._events.at(now + num_bytes / flow.limit, self._end, flow, flow.version)
 
@@ -84,11 +91,11 @@ class FairNetwork:
         for nic in flow.nics:
             self._users[nic].remove(flow)
         if flow.nics:
-            self._share(now, flow.nics)
+            self._share(now, flow)
         flow.then(now)
 
-    def _share(self, now: float, changed: tuple[Nic, ...]) -> None:
-        """Computes the rates of all flows that a change at some NICs can touch."""
+    def _share(self, now: float, changed: Flow) -> None:
+        """Computes the rates of all flows that one that begins or ends can touch."""
         nics = self._reached(changed)
         flows = dict.fromkeys(flow for nic in nics for flow in self._users[nic])
         # A flow that also uses a NIC outside keeps its rate: others there count on it. A flow that
@@ -102,17 +109,33 @@ class FairNetwork:
                 for nic in flow.nics:
                     if nic in nics:
                         free[nic] -= flow.rate
-        for flow, new_rate in fair_rates(open_flows, free):
+        weights = {flow: self._weight(flow) for flow in open_flows}
+        for flow, new_rate in fair_rates(weights, free):
             if new_rate != flow.rate:
                 flow.left = max(0.0, flow.left - flow.rate * (now - flow.since))
                 flow.since, flow.rate = now, new_rate
                 flow.version += 1
                 self._events.at(now + flow.left / new_rate, self._end, flow, flow.version)
 
-    def _reached(self, changed: tuple[Nic, ...]) -> dict[Nic, None]:
-        """Returns the NICs that some NICs reach by flows, nearest first, up to a number."""
-        nics = dict.fromkeys(changed)
-        queue = list(changed)
+    def _weight(self, flow: Flow) -> float:
+        """Returns its part of a NIC; see [Note: round trips]."""
+        users = self._users
+        (_, source), (_, target) = flow.nics
+        return 1.0 / (
+            len(users[0, source])
+            + max(0, len(users[1, target]) - 1)
+            + len(users[0, target])
+            + max(0, len(users[1, source]) - 1)
+        )
+
+    def _reached(self, changed: Flow) -> dict[Nic, None]:
+        """Returns the NICs that a flow touches, and those that these reach by flows.
+
+        The nearest come first, up to a number.
+        """
+        # What comes back takes the other sides of its two hosts, and counts in weights there.
+        nics = dict.fromkeys((side, host) for _, host in changed.nics for side in (0, 1))
+        queue = list(nics)
         for nic in queue:
             others = [other for flow in self._users[nic] for other in flow.nics]
             for other in others:
@@ -122,30 +145,34 @@ class FairNetwork:
         return nics
 
 
-def fair_rates(flows: Iterable[Flow], free: dict[Nic, float]) -> list[tuple[Flow, float]]:
-    """Returns the max-min fair rate of each flow, for what is free at each NIC.
+def fair_rates(weights: Mapping[Flow, float], free: dict[Nic, float]) -> list[tuple[Flow, float]]:
+    """Returns the max-min fair rate of each flow by its weight, for what is free at each NIC.
 
     The tightest NIC, or link, settles the rates of its flows first. What they leave goes to others.
     """
     rates = list[tuple[Flow, float]]()
-    rest = dict.fromkeys(flows)
+    rest = dict.fromkeys(weights)
     if len(rest) == 1:
         (flow,) = rest
         return [(flow, min(flow.limit, *(free[nic] for nic in flow.nics)))]
-    users = dict[Nic, dict[Flow, None]]()
-    for flow in rest:
+    users = defaultdict[Nic, dict[Flow, None]](dict)
+    total = defaultdict[Nic, float](float)
+    for flow, weight in weights.items():
         for nic in flow.nics:
-            users.setdefault(nic, {})[flow] = None
+            users[nic][flow] = None
+            total[nic] += weight
     free = dict(free)
     while rest:
-        share, nic = min((free[n] / len(own), n) for n, own in users.items() if own)
-        settled = [flow for flow in rest if flow.limit <= share] or list(users[nic])
-        for flow in settled:
+        share, nic = min((free[n] / total[n], n) for n, own in users.items() if own)
+        limited = [flow for flow in rest if flow.limit <= share * weights[flow]]
+        for flow in limited or list(users[nic]):
             # Rounding must not leave a flow without any rate: it would never end.
-            rate = max(min(share, flow.limit), 1e-9 * flow.limit if flow.limit < math.inf else 1e-9)
+            least = 1e-9 * (flow.limit if flow.limit < math.inf else 1.0)
+            rate = max(min(share * weights[flow], flow.limit), least)
             rates.append((flow, rate))
             del rest[flow]
             for own in flow.nics:
                 free[own] -= rate
                 del users[own][flow]
+                total[own] = sum(weights[other] for other in users[own])
     return rates

@@ -551,7 +551,12 @@ def examined(checker: OrderChecker) -> Any:
         reading = read_clock(both, me, 2)
         torch.zeros(1, dtype=torch.float64)  # in the memory of a message, perhaps
         found = measure_links(
-            both, rank=me, ranks=topology.ranks, pairs=[(0, 1), (1, 0)], device=CPU
+            both,
+            rank=me,
+            ranks=topology.ranks,
+            pairs=[(0, 1), (1, 0)],
+            hosts=["a", "b"],
+            device=CPU,
         )
         torch.zeros(64)
     both.close()
