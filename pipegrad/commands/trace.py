@@ -35,7 +35,7 @@ def trace(
 ) -> None:
     """Print where a recorded step went: what each rank did, and what decided when it ended.
 
-    RUN is the folder of a run with train.trace = true, or a timeline in JSON.
+    RUN is the folder of a run, or a timeline in JSON.
     """
     from pipegrad.simulation.explain.explanation import explain
 
@@ -65,8 +65,8 @@ def _loaded(run: Path) -> Timeline:
     path = run / _FILE if run.is_dir() else run
     if run.is_dir() and not path.exists():
         raise ScheduleError(
-            f"{run} has no {_FILE}: record the run with --set train.trace=true, or with "
-            f"PIPEGRAD_TRACE=1 in the environment of its ranks"
+            f"{run} has no {_FILE}: a run writes it when it has made all its steps, "
+            f"unless it has train.trace=false or PIPEGRAD_TRACE, which may name another folder"
         )
     return Timeline.load(path)
 

@@ -21,11 +21,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import Collective
 from pipegrad.schedules.schedule import Kind
+from pipegrad.simulation.plain_data import loaded, validated
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -38,7 +39,9 @@ def _check_numbers(costs: Any) -> None:  # noqa: ANN401 - any of the classes abo
         value = getattr(costs, each.name)
         for number in value.values() if isinstance(value, Mapping) else [value]:
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not is_number or math.isnan(number) or number < 0:
+            # A rate may be without a limit; a time or a size may not.
+            is_rate = each.name.endswith("per_second")
+            if not is_number or not number >= 0 or (number == math.inf and not is_rate):
                 raise ScheduleError(f"{each.name} is {number!r}, expected a number, at least 0")
 
 
@@ -187,7 +190,8 @@ class CollectiveCosts:
     Attributes:
         num_bytes: Bytes that each rank gives to the reduction.
         num_ranks: Its ranks, those of data parallelism and of other dimensions too.
-        kind: What is sent. "send" is a message from the last of its pipeline ranks to the first.
+        kind: What is sent. "send" goes from rank to rank, from the last of its pipeline ranks to
+            the first, which adds up; its parameter sync goes back the same way.
         sync_bytes: Bytes of the parameter sync that belongs to it; 0 if there is none.
         seconds: If above 0, the time of the reduction; then it is not computed from bytes.
         sync_seconds: Likewise, of the parameter sync.
@@ -204,6 +208,8 @@ class CollectiveCosts:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
+        if self.num_ranks < 1:
+            raise ScheduleError(f"num_ranks is {self.num_ranks}, expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -264,12 +270,7 @@ class Costs:
         Raises:
             ScheduleError: If a name is unknown, or a value is not what it should be.
         """
-        try:
-            return _adapter().validate_python(data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "costs"
-            raise ScheduleError(f"{where}: {first['msg']}, found {first['input']!r:.80}") from error
+        return validated(_adapter(), data, "costs")
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
@@ -282,10 +283,7 @@ class Costs:
         Raises:
             ScheduleError: If the file is missing, is no JSON, or does not describe costs.
         """
-        try:
-            data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ScheduleError(f"{path} holds no costs: {error}") from error
+        data = loaded(path, "costs")
         try:
             return cls.from_json(data)
         except ScheduleError as error:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter
 
 from pipegrad.errors import ScheduleError
+from pipegrad.simulation.plain_data import loaded, validated
 
 SpanKind = Literal[
     "F",
@@ -42,6 +48,7 @@ BESIDE: tuple[SpanKind, ...] = ("transfer", "reduction", "parameter sync")
 KINDS: tuple[SpanKind, ...] = (*ON_RANK, *BESIDE)
 
 _VERSION = 1
+_HEAD = ("pipegrad_timeline", "fields")
 
 
 class Span(NamedTuple):
@@ -106,6 +113,8 @@ class Timeline:
         notes: Further facts, such as a date or a device; values are strings or numbers.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     name: str
     source: Literal["predicted", "measured"]
     num_ranks: int
@@ -134,15 +143,20 @@ class Timeline:
     def of_step(self, step: int) -> Timeline:
         """Returns one step alone; it begins at 0.
 
-        A step begins where the one before it ended on all ranks. Spans that a step's begin or end
-        cuts, such as a parameter sync that runs into the next step, are cut there.
+        A step begins where the one before it ended on all ranks. Its number is 0 here. Spans that a
+        step's begin or end cuts, such as a parameter sync that runs into the next step, are cut.
         """
         begin = self.step_ends[step - 1] if step else 0.0
         end = self.step_ends[step]
         spans = tuple(
-            span._replace(begin=max(span.begin, begin) - begin, end=min(span.end, end) - begin)
+            span._replace(
+                begin=max(span.begin, begin) - begin,
+                end=min(span.end, end) - begin,
+                step=span.step - step,  # below 0: what the step before it began
+            )
             for span in self.spans
-            if span.end > begin and span.begin < end
+            if (span.end > begin and span.begin < end)
+            or (span.step == step and begin <= span.begin == span.end <= end)
         )
         memory = tuple(tuple(_cut(points, begin, end)) for points in self.memory)
         return Timeline(
@@ -185,24 +199,16 @@ class Timeline:
                 f"expected a timeline of version {_VERSION}, found "
                 f"{data.get('pipegrad_timeline', 'no version')!r}: record the run again"
             )
-        try:
-            return cls(
-                data["name"],
-                data["source"],
-                data["num_ranks"],
-                tuple(data["stage_to_rank"]),
-                data["num_microbatches"],
-                tuple(Span(*values) for values in data["spans"]),
-                tuple(data["step_ends"]),
-                tuple(tuple(MemoryPoint(*p) for p in points) for points in data["memory"]),
-                data["notes"],
-            )
-        except (KeyError, TypeError) as error:
-            raise ScheduleError(f"a timeline that cannot be read: {error}") from error
+        fields = {name: value for name, value in data.items() if name not in _HEAD}
+        timeline = validated(_adapter(), fields, "a timeline")
+        _check(timeline)
+        return timeline
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
-        path.write_text(json.dumps(self.to_json(), separators=(",", ":")))
+        partial = path.with_name(f"{path.name}.partial")  # never half of it under its name
+        partial.write_text(json.dumps(self.to_json(), separators=(",", ":")))
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
@@ -211,13 +217,39 @@ class Timeline:
         Raises:
             ScheduleError: If the file is missing or holds no timeline.
         """
-        try:
-            data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ScheduleError(f"{path} holds no timeline: {error}") from error
+        data = loaded(path, "timeline")
         if not isinstance(data, dict):
             raise ScheduleError(f"{path} holds no timeline: expected an object")
-        return cls.from_json(data)
+        try:
+            return cls.from_json(data)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from error
+
+
+@cache
+def _adapter() -> TypeAdapter[Timeline]:
+    return TypeAdapter(Timeline)
+
+
+def _check(timeline: Timeline) -> None:
+    """Refuses numbers that no run has, and that a picture or a table would trip over."""
+    ranks = range(timeline.num_ranks)
+    if not 0 < timeline.num_ranks <= len(timeline.stage_to_rank):
+        raise ScheduleError(f"num_ranks: {timeline.num_ranks}, expected a stage on each rank")
+    if any(rank not in ranks for rank in timeline.stage_to_rank):
+        raise ScheduleError(f"stage_to_rank: expected ranks of {timeline.num_ranks}")
+    if len(timeline.memory) not in (0, timeline.num_ranks):
+        raise ScheduleError(f"memory: expected points of {timeline.num_ranks} ranks, or of none")
+    begins = (0.0, *timeline.step_ends)
+    if any(not begin <= end < math.inf for begin, end in pairwise(begins)):
+        raise ScheduleError("step_ends: expected seconds that ascend")
+    for number, span in enumerate(timeline.spans):
+        if span.rank not in ranks or not -1 <= span.peer < timeline.num_ranks:
+            raise ScheduleError(f"spans.{number}: expected ranks of {timeline.num_ranks}")
+        if span.stage not in range(-1, len(timeline.stage_to_rank)):
+            raise ScheduleError(f"spans.{number}: stage {span.stage} is none of the timeline's")
+        if not -math.inf < span.begin <= span.end < math.inf:
+            raise ScheduleError(f"spans.{number}: expected a begin and a later end, in seconds")
 
 
 def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:

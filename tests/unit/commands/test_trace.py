@@ -73,10 +73,43 @@ def test_a_file_that_is_no_timeline_is_one_line(
     assert "Traceback" not in result.output
 
 
-def test_a_run_that_was_not_recorded_says_how_to_record_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("source",), "guessed", "source: Input should be 'predicted' or 'measured'"),
+        (("num_ranks",), 0, "num_ranks: 0, expected a stage on each rank"),
+        (("stage_to_rank",), [0, 9], "stage_to_rank: expected ranks of"),
+        (("step_ends",), [2.0, 1.0], "step_ends: expected seconds that ascend"),
+        (("step_ends",), [1e999], "step_ends: expected seconds that ascend"),
+        (("memory",), [[]], "memory: expected points of"),
+        (("spans", 0, 0), 99, "spans.0: expected ranks of"),
+        (("spans", 0, 1), "Z", "spans.0.1: Input should be"),
+        (("spans", 0, 2), "soon", "spans.0.2: Input should be a valid number"),
+        (("spans", 0, 3), -5.0, "spans.0: expected a begin and a later end"),
+        (("spans", 0, 5), 99, "spans.0: stage 99 is none"),
+        (("colour",), "red", "colour: Unexpected keyword argument"),
+    ],
+)
+def test_a_timeline_that_was_altered_is_one_line(
+    run: Path, path: tuple[str | int, ...], value: object, says: str
+) -> None:
+    file = run if run.is_file() else run / "timeline.json"
+    data = json.loads(file.read_text())
+    inside = data
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    file.write_text(json.dumps(data))
+    result = trace(run)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_run_that_was_not_recorded_says_why(tmp_path: Path) -> None:
     result = trace(tmp_path)
     assert result.exit_code == 2
-    assert "train.trace=true" in result.output
+    assert "train.trace=false" in result.output
 
 
 def test_a_step_that_is_not_there_is_refused(run: Path) -> None:
