@@ -124,8 +124,9 @@ class Cut:
             schedule: What every rank computes, for as many stages.
             stage_seconds: What a forward and a backward of each stage took in training, such as
                 ``scheduler.times.compute_seconds``.
-            costs: The network.
-            memory_limit_bytes: The most that a stage may hold.
+            costs: The network. Its latencies count; what values take is not known of other cuts.
+            memory_limit_bytes: The most that a stage may hold, of a microbatch as large as
+                ``example``.
 
         Raises:
             TopologyError: As `pipegrad.partition.recut.recut`, or if times are unknown.

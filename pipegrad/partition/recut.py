@@ -44,13 +44,15 @@ class Recut:
     @property
     def gain(self) -> float:
         """The share of a step's time that is saved; 0 if the cut stays."""
-        return 1 - self.seconds / self.seconds_before
+        return 1 - self.seconds / self.seconds_before if self.seconds_before else 0.0
 
     def __str__(self) -> str:
         moves = self._moves()
         if not moves:
             return "the cut is the best there is"
-        return f"move {'; '.join(moves)}: {self.gain:.0%} less time"
+        # A cut that must hold less memory may take more time.
+        less = "less" if self.gain >= 0 else "more"
+        return f"move {'; '.join(moves)}: {abs(self.gain):.0%} {less} time"
 
     def _moves(self) -> list[str]:
         moved: dict[int, list[str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -59,6 +60,7 @@ class Auto(MeasuredGenerator):
         self._max_live_activations = max_live_activations
         self._schedules = schedules
         self._choices: dict[tuple[int, int], Choice] = {}
+        self._is_measured = False
 
     @property
     def wants_times(self) -> bool:
@@ -68,15 +70,22 @@ class Auto(MeasuredGenerator):
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the best schedule; without costs 1f1b, if any schedule can fit later.
 
+        If none fits with what was measured, it stays 1f1b, and a warning says why.
+
         Raises:
             ScheduleError: If no schedule fits, or if the costs are of other stages.
         """
         if self._costs is None:
             self._try_out(num_ranks, num_microbatches)
-            begin = OneForwardOneBackward()
-            made = begin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
-            return replace(made, name="auto")
-        chosen = self.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
+            return _begun(num_ranks, num_microbatches)
+        try:
+            chosen = self.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
+        except ScheduleError as error:
+            if not self._is_measured:
+                raise
+            # With hops of no time something fitted; what was measured must not end the run.
+            warnings.warn(f"schedule 'auto' stays 1f1b: {error}", stacklevel=2)
+            return _begun(num_ranks, num_microbatches)
         return chosen.schedule
 
     def _try_out(self, num_ranks: int, num_microbatches: int) -> None:
@@ -110,7 +119,16 @@ class Auto(MeasuredGenerator):
         """Returns what makes the schedules from the next step on."""
         num_ranks = len(times.forward_seconds)
         limit = self._max_live_activations or 2 * num_ranks - 1
-        return Auto(costs=costs_of(times), max_live_activations=limit, schedules=self._schedules)
+        planned = Auto(costs=costs_of(times), max_live_activations=limit, schedules=self._schedules)
+        planned._is_measured = True
+        return planned
+
+
+def _begun(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Returns what runs before anything is measured."""
+    begin = OneForwardOneBackward()
+    made = begin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return replace(made, name="auto")
 
 
 def costs_of(times: Times) -> Costs:

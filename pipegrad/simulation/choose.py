@@ -124,7 +124,8 @@ def rows_of(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]
         if "step_seconds" not in each:
             yield each["name"], "", "", "", "", each["refused"]
             continue
-        slower = each["step_seconds"] / best["step_seconds"] - 1
+        quickest = best["step_seconds"]
+        slower = each["step_seconds"] / quickest - 1 if quickest else 0.0
         why = f"{slower:+.1%}" if slower >= _EQUAL else "as fast, holds more"
         yield (
             each["name"],
@@ -147,6 +148,8 @@ def choose(
     links: Sequence[Link] | None = None,
 ) -> Choice:
     """Returns the schedule that takes least time; see [Note: candidates].
+
+    Reductions are left out: buckets depend on how the model is cut.
 
     The function is pure: every rank that has the same costs chooses the same. Schedules whose steps
     differ by less than 0.5 % count as equally fast: the one that holds fewer bytes is taken, then

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pipegrad.schedules.program.program import Op, Program
@@ -16,6 +16,7 @@ from pipegrad.simulation.timeline import SpanKind
 
 # How often a ring of n ranks is gone round: n-1 messages one after the other, (n-1)/n of the bytes.
 _RINGS = {"all-reduce": 2, "reduce-scatter": 1}
+Flow = tuple[int, int, float]  # from a rank, to a rank, and how many bytes
 
 
 class Job(NamedTuple):
@@ -54,7 +55,8 @@ class Collectives:
         self._recording = recording
         self._queues = defaultdict[tuple[int, int], deque[Job]](deque)  # by rank and comm stream
         self._waiting = defaultdict[Job, int](int)  # how many of its ranks have come to it
-        self._flows = dict[Job, int]()  # still on their way
+        self._rounds = dict[Job, deque[list[Flow]]]()  # still to come
+        self._flows = dict[Job, int]()  # of the present round, still on their way
         self._done = set[Job]()
         ranks = range(len(program.items))
         tables = [_launches(program, rank, costs) for rank in ranks]
@@ -80,6 +82,8 @@ class Collectives:
 
     def unsynced(self, step: int, stage: int) -> Job | None:
         """Returns a parameter sync that a stage still waits for, in its first use of a step."""
+        if self._program.forward_only:  # no step before it has an optimizer
+            return None
         jobs = (Job(step - 1, number, is_sync=True) for number in self._readers.get(stage, ()))
         return next((job for job in jobs if step > 0 and job not in self._done), None)
 
@@ -104,7 +108,7 @@ class Collectives:
         collective = self._program.collectives[job.number]
         # The owner posts its receive when a step begins, before its own gradient is complete.
         is_sent = self._costs.collective(collective).kind == "send" and not job.is_sync
-        return collective.ranks[1:] if is_sent else collective.ranks
+        return (collective.ranks[1:] if is_sent else ()) or collective.ranks
 
     def _leave(self, now: float, job: Job, rank: int) -> None:
         """Ends a job on the comm stream of a rank, which goes on with the next one."""
@@ -117,20 +121,30 @@ class Collectives:
     def _begin(self, now: float, job: Job) -> None:
         costs = self._costs.collective(self._program.collectives[job.number])
         fixed = costs.sync_seconds if job.is_sync else costs.seconds
-        flows = [] if fixed > 0 else self._flows_of(job)
-        if not flows:
+        rounds = deque[list[Flow]]() if fixed > 0 else self._rounds_of(job)
+        if not rounds:
             self._events.at(now + fixed, self._end, job, now)
             return
+        self._rounds[job] = rounds
+        self._begin_round(now, job, now)
+
+    def _begin_round(self, now: float, job: Job, begin: float) -> None:
+        if not self._rounds[job]:
+            del self._rounds[job]
+            self._end(now, job, begin)
+            return
+        flows = self._rounds[job].popleft()
         self._flows[job] = len(flows)
         for source, target, num_bytes in flows:
-            then = partial(self._end_flow, job=job, begin=now)
+            then = partial(self._end_flow, job=job, flows=flows, begin=begin)
             self._network.begin(now, source, target, num_bytes, then)
 
-    def _end_flow(self, now: float, job: Job, begin: float) -> None:
+    def _end_flow(self, now: float, job: Job, flows: list[Flow], begin: float) -> None:
         self._flows[job] -= 1
         if self._flows[job] == 0:
             del self._flows[job]
-            self._events.at(now + self._latency(job), self._end, job, begin)
+            there = now + self._latency(job, flows)
+            self._events.at(there, self._begin_round, job, begin)
 
     def _end(self, now: float, job: Job, begin: float) -> None:
         collective = self._program.collectives[job.number]
@@ -142,26 +156,35 @@ class Collectives:
             self._leave(now, job, rank)
         self._events.wake(now, job.event)
 
-    def _flows_of(self, job: Job) -> list[tuple[int, int, float]]:
-        """Returns what is sent: from a rank, to a rank, and how many bytes."""
+    def _rounds_of(self, job: Job) -> deque[list[Flow]]:
+        """Returns what is sent: flows of one round are on their way at once.
+
+        What is sent to an owner goes from rank to rank, from the last one to the first, and its
+        parameters go back the same way. All else goes round in a ring.
+        """
         collective = self._program.collectives[job.number]
         costs, ranks = self._costs.collective(collective), collective.ranks
-        first, last, share = ranks[0], ranks[-1], (costs.num_ranks - 1) / costs.num_ranks
-        if job.is_sync:
-            num_bytes, alone = costs.sync_bytes, share * costs.sync_bytes
-            flows = [(first, other, float(num_bytes)) for other in ranks[1:]]
-        elif costs.kind == "send":
-            alone, flows = 0.0, [(last, first, float(costs.num_bytes))]
+        num_bytes = float(costs.sync_bytes if job.is_sync else costs.num_bytes)
+        if costs.kind == "send" and len(ranks) > 1:
+            chain = ranks if job.is_sync else ranks[::-1]
+            rounds = [[(*ends, num_bytes)] for ends in pairwise(chain)]
         else:
-            alone = _RINGS[costs.kind] * share * costs.num_bytes
-            flows = [(a, b, alone) for a, b in zip(ranks, (*ranks[1:], first), strict=True)]
-        flows = [(first, first, alone)] if len(ranks) == 1 else flows
-        return [flow for flow in flows if flow[2] > 0]
+            share = (costs.num_ranks - 1) / costs.num_ranks
+            around = share * num_bytes * (1 if job.is_sync else _RINGS.get(costs.kind, 0))
+            rounds = [[(a, b, around) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]]
+        return deque(flows for flows in rounds if flows[0][2] > 0)
 
-    def _latency(self, job: Job) -> float:
+    def _latency(self, job: Job, flows: list[Flow]) -> float:
+        """Returns the latency of a round: that of its slowest link, for each message in a row."""
         costs = self._costs.collective(self._program.collectives[job.number])
-        hops = 1 if job.is_sync else _RINGS.get(costs.kind, 0) * (costs.num_ranks - 1) or 1
-        return self._costs.network.latency_seconds * hops
+        network = self._costs.network
+        slowest = max(
+            network.latency_seconds if a == b else network.link(a, b).latency_seconds
+            for a, b, _ in flows
+        )
+        if costs.kind == "send" or job.is_sync:
+            return slowest
+        return slowest * max(1, _RINGS[costs.kind] * (costs.num_ranks - 1))
 
 
 def _launches(program: Program, rank: int, costs: Costs) -> dict[int, list[tuple[int, float]]]:

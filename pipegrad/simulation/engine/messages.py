@@ -38,37 +38,36 @@ class Messages:
             costs.stages[program.links[c.link].producer].outputs.get(program.links[c.link].name, 0)
             for c in program.channels
         ]
-        self._posted = set[Key]()
-        self._sent = set[Key]()  # and not posted
+        # When a receive was posted and not sent, or the other way round. It may lie ahead of the
+        # event in which it was noted, because hosts take time for messages.
+        self._posted = dict[Key, float]()
+        self._sent = dict[Key, float]()
         self.arrived = set[Key]()
         self.delivered = set[Key]()  # arrived, and not yet freed by the sender
-        self._queues = defaultdict[tuple[int, int], deque[Key]](deque)
+        self._queues = defaultdict[tuple[int, int], deque[tuple[Key, float]]](deque)
 
     def post(self, now: float, step: int, transfer: int) -> None:
         """The receiver is ready."""
         key = step, transfer
         if key in self._sent:
-            self._sent.discard(key)
-            self._enqueue(now, key)
+            self._enqueue(max(now, self._sent.pop(key)), key)
         else:
-            self._posted.add(key)
+            self._posted[key] = now
 
     def send(self, now: float, step: int, transfer: int) -> None:
         """The sender is ready."""
         key = step, transfer
         if key in self._posted:
-            self._posted.discard(key)
-            self._enqueue(now, key)
+            self._enqueue(max(now, self._posted.pop(key)), key)
         else:
-            self._sent.add(key)
+            self._sent[key] = now
 
-    def _enqueue(self, now: float, key: Key) -> None:
+    def _enqueue(self, ready: float, key: Key) -> None:
         channel = self._program.channels[key[1] >> MICROBATCH_BITS]
         queue = self._queues[channel.source, channel.target]
-        queue.append(key)
+        queue.append((key, ready))
         if len(queue) == 1:
-            # Now may lie ahead: hosts take time for messages.
-            self._events.at(now, self._begin, key)
+            self._events.at(ready, self._begin, key)
 
     def _begin(self, now: float, key: Key) -> None:
         number = key[1] >> MICROBATCH_BITS
@@ -84,7 +83,8 @@ class Messages:
         queue = self._queues[source, target]
         queue.popleft()
         if queue:
-            self._begin(now, queue[0])
+            following, ready = queue[0]
+            self._events.at(max(now, ready), self._begin, following)
         there = now + self._costs.link(source, target).latency_seconds
         self._recording.transfer(
             source, "transfer", begin, there, step, channel=number, microbatch=microbatch

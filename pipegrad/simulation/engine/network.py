@@ -51,8 +51,8 @@ class FairNetwork:
     """Shares the rate of every NIC among the flows that use it at once, as TCP does.
 
     [Note: round trips] TCP sends as much as is not yet acknowledged. So of two flows that share a
-    NIC, the one with the longer round trip is slower. Where NICs are busy, a round trip is the time
-    in their queues. Data wait where they leave, behind all flows that leave there. They wait again
+    NIC, the one with the longer round trip is slower. Where NICs are shared, that is the time in
+    their queues. Data wait where they leave, behind all flows that leave there. They wait again
     where they enter, if other flows enter there too. So does what comes back, on the other side.
     So each flow has a weight: 1 over the number of flows in these four queues. Rates are max-min
     fair by weight: no flow can have more without taking from one that has no more for its weight.
@@ -134,12 +134,19 @@ class FairNetwork:
         The nearest come first, up to a number.
         """
         # What comes back takes the other sides of its two hosts, and counts in weights there.
-        nics = dict.fromkeys((side, host) for _, host in changed.nics for side in (0, 1))
+        own = [(side, host) for _, host in changed.nics for side in (0, 1)]
+        # All flows at these NICs change, however many they are. Otherwise nothing might be left for
+        # a flow that begins.
+        nics = dict.fromkeys(own)
+        nics |= dict.fromkeys(
+            nic for each in own for flow in self._users[each] for nic in flow.nics
+        )
         queue = list(nics)
         for nic in queue:
-            others = [other for flow in self._users[nic] for other in flow.nics]
-            for other in others:
-                if other not in nics and len(nics) < _MOST_NICS:
+            if len(nics) >= _MOST_NICS:
+                break
+            for other in (other for flow in self._users[nic] for other in flow.nics):
+                if other not in nics:
                     nics[other] = None
                     queue.append(other)
         return nics

@@ -120,8 +120,9 @@ def _faster_hops(program: Program, costs: Costs, path: CriticalPath) -> Iterator
     hops = (tuple(sorted((s.rank, s.peer))) for s in _longest(path, "transfer"))
     for first, second in list(dict.fromkeys(hops))[:_MOST_SUSPECTS]:
         stages = list(costs.stages)
-        for producer in _producers(program, {first, second}):
-            outputs = {name: size // 2 for name, size in stages[producer].outputs.items()}
+        for producer, name in _values(program, {first, second}):
+            outputs = dict(stages[producer].outputs)
+            outputs[name] = outputs.get(name, 0) // 2
             stages[producer] = replace(stages[producer], outputs=outputs)
         # Half the bytes are sent in the time of twice the rate. Hops may share a NIC, so the rate
         # of one of them cannot be changed alone.
@@ -158,9 +159,10 @@ def _halved(costs: CollectiveCosts) -> CollectiveCosts:
     )
 
 
-def _producers(program: Program, ranks: set[int]) -> set[int]:
-    channels = (c for c in program.channels if {c.source, c.target} == ranks)
-    return {program.links[channel.link].producer for channel in channels}
+def _values(program: Program, ranks: set[int]) -> dict[tuple[int, str], None]:
+    """Returns the values that go between two ranks: the stage that makes each, and its name."""
+    links = (program.links[c.link] for c in program.channels if {c.source, c.target} == ranks)
+    return dict.fromkeys((link.producer, link.name) for link in links)
 
 
 def _longest(path: CriticalPath, kind: PathKind) -> list[Segment]:

@@ -61,6 +61,15 @@ def test_without_a_limit_it_holds_no_more_than_eager() -> None:
     assert max(warm_ups(Auto(max_live_activations=5).planned(slow))) <= 5
 
 
+def test_if_nothing_fits_with_what_was_measured_it_stays_1f1b() -> None:
+    """Hops of twice a forward and a backward ask for more microbatches than the limit allows."""
+    generator = Auto(schedules=["hop-aware-1f1b"], max_live_activations=4)
+    assert warm_ups(generator) == [4, 3, 2, 1]
+    slow = generator.planned(Times((0.01,) * 4, (0.02,) * 4, (0.06,) * 3))
+    with pytest.warns(UserWarning, match="'auto' stays 1f1b: no schedule fits"):
+        assert warm_ups(slow) == [4, 3, 2, 1]
+
+
 def test_measured_hops_take_what_was_measured() -> None:
     costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,)))
     sizes = sum(costs.stages[0].outputs.values())

@@ -182,3 +182,8 @@ def test_costs_of_other_stages_are_refused(num_stages: int, options: dict[str, A
 def test_one_rank_and_one_microbatch_have_a_schedule() -> None:
     choice = chosen(num_stages=1, num_ranks=1, num_microbatches=1)
     assert choice.best.live_activations == (1,)
+
+
+def test_costs_of_nothing_have_a_table() -> None:
+    found = choose(num_ranks=2, num_microbatches=1, costs=Costs((StageCosts(),) * 2))
+    assert "chosen" in str(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from pipegrad.simulation.costs import (
     Network,
     StageCosts,
 )
+from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import BESIDE, COMPUTE, ON_RANK, Timeline
 
@@ -305,3 +307,73 @@ def test_a_timeline_survives_json_and_is_cut_into_steps() -> None:
         assert all(0 <= s.begin <= s.end <= step.seconds for s in step.spans)
         assert {s.kind for s in step.spans if s.kind in BESIDE} == {"transfer"}
     assert math.isclose(first.seconds, second.seconds)
+
+
+# Issue 20, a review: what the first version got wrong.
+
+
+def test_a_forward_only_program_with_synced_parameters_ends_in_every_step() -> None:
+    made = lower(
+        build("1f1b", num_ranks=1, num_microbatches=1),
+        collectives=[Collective("b", (0,), (0,), 0, (0,))],
+        forward_only=True,
+    )
+    assert simulate(made, Costs((StageCosts(1),)), num_steps=2).step_seconds == (1.0, 1.0)
+
+
+def test_an_owner_alone_on_its_pipeline_reduces() -> None:
+    made = program("1f1b", 1, 1, Collective("b", (0,), (0,), 0))
+    costs = {"b": CollectiveCosts(num_bytes=8, kind="send")}
+    assert seconds(made, Costs((StageCosts(1, 2),), Network(), costs)) == 3.0
+
+
+def test_what_an_owner_gets_goes_from_rank_to_rank() -> None:
+    """Over three ranks two messages follow each other, with the latency of each link."""
+    made = program("gpipe", 3, 1, Collective("b", (0, 1, 2), (0, 1, 2), 0))
+    stages = (StageCosts(1, 1),) * 3
+    network = Network(100.0, links=(LinkCosts(2, 1, 0.5), LinkCosts(1, 0, 0.25)))
+    reduced = Costs(stages, network, {"b": CollectiveCosts(200, num_ranks=3, kind="send")})
+    # It begins when rank 1 has its gradients: 1.25 s before rank 0 has its own, and a step ends.
+    extra = seconds(made, reduced) - seconds(made, Costs(stages, network))
+    assert extra == pytest.approx(2.0 + 0.5 + 2.0 + 0.25 - 1.25)
+
+
+def test_a_message_does_not_leave_before_its_host_has_sent_it() -> None:
+    """The host takes 1 s for each of two messages; the second one waits for it, not for the first.
+
+    Rank 0: F ends at 1, x is sent at 2 and y at 3. Both arrive 0.1 s later, and rank 1 takes 1 s
+    to receive each of them.
+    """
+    links = (Link("x", 0, (1,)), Link("y", 0, (1,)))
+    made = lower(build("gpipe", num_ranks=2, num_microbatches=1), links=links)
+    stages = (StageCosts(1, 1, outputs={"x": 10, "y": 10}), StageCosts(1, 1))
+    timeline = simulate(made, Costs(stages, Network(100.0), {}, HostCosts(0, 1.0))).timeline
+    assert timeline is not None
+    there = [(s.begin, s.end) for s in timeline.spans if s.kind == "transfer" and s.rank == 0]
+    assert [time for both in there for time in both] == pytest.approx([2.0, 2.1, 3.0, 3.1])
+
+
+def test_a_part_of_a_timeline_is_a_timeline() -> None:
+    """Computes of no time at its begin stay, and its step has the number 0."""
+    made = program("1f1b", 2, 2)
+    costs = Costs((StageCosts(0, 0, outputs={"x": 1}), StageCosts(1, 2)))
+    timeline = simulate(made, costs, num_steps=2).timeline
+    assert timeline is not None
+    for step in range(2):
+        part = timeline.of_step(step)
+        assert sum(s.kind == "F" for s in part.spans) == 4
+        assert explain(part).breakdown.step == 0
+        assert not any("no advice" in note for note in explain(part).notes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CollectiveCosts(num_ranks=0),
+        lambda: StageCosts(math.inf),
+        lambda: Network(latency_seconds=math.inf),
+    ],
+)
+def test_costs_that_no_job_has_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ScheduleError, match="expected"):
+        make()
