@@ -76,14 +76,13 @@ def _run(trainer: Trainer, report: Report) -> None:
     folder = trainer.make_folder(
         lambda folder: report.begin(folder, manifest_of(config, trainer.summary))
     )
-    with report.running() if is_first_rank else nullcontext():
+    with trainer.tracing, report.running() if is_first_rank else nullcontext():
         for step in range(trainer.first_step, config.train.steps + 1):
             metrics = trainer.step(step)
             if is_first_rank:
                 report.step(metrics)
             if config.train.saves_after(step):
                 trainer.save(folder / f"checkpoint-{step}", step)
-    timeline = trainer.tracing.timeline()
     # The report is written first, even if copies differ. All ranks raise the same DriftError.
     drift = None
     try:
@@ -92,9 +91,14 @@ def _run(trainer: Trainer, report: Report) -> None:
         drift = error
     if is_first_rank:
         report.close(folder, trainer.summary["device"], "DIFFER" if drift else "bit-identical")
-        if timeline is not None:
-            report.explain(timeline, trainer.tracing.save(timeline, folder))
     if drift:
         raise drift
     if config.model.is_transformers:
         trainer.save_model(folder / "model")
+    # At last: a run that has made its steps and saved its model does not fail for its timeline.
+    try:
+        timeline = trainer.tracing.timeline()
+        if is_first_rank and timeline is not None:
+            report.break_down(timeline, trainer.tracing.save(timeline, folder))
+    except (PipegradError, OSError) as error:
+        report.note(f"there is no timeline of this run: {in_words(error)}")

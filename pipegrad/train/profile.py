@@ -21,7 +21,7 @@ def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
         ConfigError: If its stages can only be made, or fed, by their ranks.
         Exception: What a stage raises.
     """
-    config, advice = job.config, "record a run with train.trace, or call pipegrad.measure_costs"
+    config, advice = job.config, "call pipegrad.measure_costs in a loop of your own"
     if config.model.is_transformers:
         config.refuse("model", f"its stages are loaded by their ranks, not here: {advice}")
     if job.dataset is not None:

@@ -349,9 +349,9 @@ class Train(Table):
         description="folder of a checkpoint to go on from, of any cut of the same model",
     )
     trace: bool = Field(
-        default=False,
-        description="record the last steps, write them into the run's folder as timeline.json, and "
-        "print where a step went",
+        default=True,
+        description="record the last steps; the end of the run prints what each rank did in one, "
+        "and writes timeline.json into the run's folder, for pipegrad trace",
     )
     log_every: int = Field(
         default=10, ge=1, description="steps between lines where there is no terminal"

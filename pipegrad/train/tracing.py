@@ -1,4 +1,4 @@
-"""Tracing: records the last steps of a run, if its configuration or its environment asks for it."""
+"""Tracing: records the last steps of a run, unless its configuration or environment says no."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import ConfigError
-from pipegrad.observe.recording import record
+from pipegrad.observe.recording import Recording, record
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
@@ -21,10 +22,10 @@ FILE = "timeline.json"
 
 
 class Tracing:
-    """Records the steps of a run. All ranks make it together.
+    """Records the steps that a run makes inside of ``with tracing``. All ranks make and enter it.
 
-    The variable ``PIPEGRAD_TRACE`` is a folder for the file, or 1 for the run's own folder; 0 or
-    nothing leaves it to ``train.trace``. All ranks must have the same.
+    ``train.trace`` decides, unless the variable ``PIPEGRAD_TRACE`` is set: 0 records nothing, 1
+    records into the run's own folder, and all else is another folder. All ranks must have the same.
 
     Raises:
         AgreementError: If the variable differs between ranks.
@@ -35,16 +36,34 @@ class Tracing:
         value = os.environ.get(VARIABLE, "")
         self._folder = None if value in ("", "0", "1") else Path(value)
         same(VARIABLE, dict(enumerate(agree(VARIABLE, partial(_checked, value, self._folder)))))
+        self._is_wanted = value != "0" if value else config.train.trace
+        self._scheduler = scheduler
         self._open = ExitStack()
-        is_wanted = config.train.trace or value not in ("", "0")
-        self._recording = self._open.enter_context(record(scheduler)) if is_wanted else None
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_wanted:
+            self._recording = self._open.enter_context(record(self._scheduler))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the recording on this rank, after the last step."""
+        self._open.close()
 
     def timeline(self) -> Timeline | None:
-        """Ends the recording; returns its timeline, None if nothing was recorded.
+        """Returns what the first pipeline recorded; None on other ranks, or if nothing was.
 
-        Every rank must call it.
+        All ranks of the first pipeline must call it.
+
+        Raises:
+            PipegradError: If clocks or recordings cannot be read; on all its ranks.
         """
-        self._open.close()
+        topology = self._scheduler.topology
+        if topology.ranks[0] not in topology.ranks_along(topology.pipeline):
+            return None
         return None if self._recording is None else self._recording.timeline()
 
     def save(self, timeline: Timeline, folder: Path) -> Path:

@@ -71,7 +71,7 @@ class Trainer:
 
     Attributes:
         job: The configuration applied to all ranks.
-        tracing: Records steps, if that is wanted.
+        tracing: Records steps, unless that is not wanted.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
         summary: Summary of the job, as plain data; empty on other ranks than 0.
@@ -144,6 +144,8 @@ class Trainer:
         if self._learning_rate is not None:
             self._learning_rate.step()
         loss = result.loss.item()
+        if number == config.train.steps:  # what follows, as a checkpoint, is not of this step
+            self.tracing.stop()
         statistics = self.sync.statistics()
         now = time.perf_counter()
         measured = [

@@ -15,12 +15,13 @@ import torch
 from rich.console import Console
 
 from pipegrad.errors import in_words
-from pipegrad.simulation.explain.explanation import explain
+from pipegrad.simulation.explain.breakdown import break_down
+from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
-from pipegrad.train.summary.explained import rendered
+from pipegrad.train.summary.explained import rendered_breakdown
 from pipegrad.train.tables import table
 
 
@@ -109,13 +110,23 @@ class Report:
         }
         self._console.print(table(["run", ""], table_rows.items()))
 
-    def explain(self, timeline: Timeline, path: Path) -> None:
-        """Prints where a step went, of a run that was recorded.
+    def note(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, soft_wrap=True)
+
+    def break_down(self, timeline: Timeline, path: Path) -> None:
+        """Prints where the shortest of the recorded steps went.
+
+        Others may have an evaluation or a checkpoint behind them.
 
         Args:
             timeline: What was recorded.
             path: The file that has it.
         """
-        for part in rendered(explain(timeline)):
+        lookup = Lookup(timeline)
+        steps = range(len(timeline.step_ends))
+        seconds = [end - begin for begin, end in map(lookup.step, steps)]
+        breakdown = break_down(lookup, seconds.index(min(seconds)))
+        for part in rendered_breakdown(breakdown):
             self._console.print(part, soft_wrap=isinstance(part, str))
-        self._console.print(f"the last steps are in {path}: pipegrad trace {path}", soft_wrap=True)
+        self._console.print(f"why, and what would help: pipegrad trace {path}", soft_wrap=True)

@@ -21,12 +21,7 @@ _MOST_RANKS, _MOST_PEERS, _MOST_REDUCTIONS = 32, 3, 16
 
 def rendered(explanation: Explanation) -> Iterator[RenderableType]:
     """Yields where a step went, why, and what would help."""
-    breakdown = explanation.breakdown
-    yield (
-        f"step {breakdown.step}: {in_time(breakdown.seconds)}, "
-        f"bubble {in_percent(breakdown.bubble)} (the mean of {len(breakdown.ranks)} ranks)"
-    )
-    yield from _tables(breakdown)
+    yield from rendered_breakdown(explanation.breakdown)
     yield f"critical path: {explanation.path}"
     if explanation.waits:
         yield "longest waits:"
@@ -37,7 +32,12 @@ def rendered(explanation: Explanation) -> Iterator[RenderableType]:
     yield from explanation.notes
 
 
-def _tables(breakdown: Breakdown) -> Iterator[RenderableType]:
+def rendered_breakdown(breakdown: Breakdown) -> Iterator[RenderableType]:
+    """Yields where a step went."""
+    yield (
+        f"step {breakdown.step}: {in_time(breakdown.seconds)}, "
+        f"bubble {in_percent(breakdown.bubble)} (the mean of {len(breakdown.ranks)} ranks)"
+    )
     shown = _shown(breakdown)
     yield table(breakdown.columns(), breakdown.rows(shown))
     yield _LEGEND

@@ -1,9 +1,11 @@
-"""A job that records its last steps: the file, the table at the end, and `pipegrad trace`."""
+"""A job records its last steps: the file, the table at the end, and `pipegrad trace`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from pipegrad.cli import main
 from pipegrad.simulation.timeline import Timeline
+from pipegrad.train.trainer import Trainer
 from tests.support.train.jobs import with_job
 
 STEPS = 5
@@ -36,7 +39,7 @@ def train(*settings: str) -> Result:
 def test_a_job_writes_the_timeline_of_its_last_steps_and_prints_where_they_went(
     folder: Path,
 ) -> None:
-    output = train("train.trace=true").output
+    output = train().output
     timeline = Timeline.load(folder / "runs/run/timeline.json")
     assert timeline.source == "measured"
     assert len(timeline.step_ends) == 3
@@ -44,17 +47,35 @@ def test_a_job_writes_the_timeline_of_its_last_steps_and_prints_where_they_went(
         step = timeline.of_step(number)
         assert sum(s.seconds for s in step.on_rank(0)) == pytest.approx(step.seconds, rel=0.01)
         assert sum(s.kind == "optimizer" for s in step.spans) == 1
-    assert "critical path: " in output
+    assert "ranks)" in output  # the head of the table
     assert "pipegrad trace runs/run/timeline.json" in output
-    assert "measured, 3 steps" in CliRunner().invoke(main, ["trace", "runs/run"]).output
+    again = CliRunner().invoke(main, ["trace", "runs/run"]).output
+    assert "measured, 3 steps" in again
+    assert "critical path: " in again
 
 
-@pytest.mark.parametrize("value", ["", "0"])
-def test_without_it_nothing_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+def test_what_follows_the_last_step_is_not_part_of_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is written at the end would look like time of the host."""
+    saved = Trainer.save
+
+    def slow(self: Trainer, *args: Any) -> None:
+        time.sleep(1.0)
+        saved(self, *args)
+
+    monkeypatch.setattr(Trainer, "save", slow)
+    train(f"train.save_every={STEPS}")
+    timeline = Timeline.load(folder / "runs/run/timeline.json")
+    assert timeline.of_step(2).seconds < 1.0
+
+
+@pytest.mark.parametrize(("value", "settings"), [("0", []), ("", ["train.trace=false"])])
+def test_it_can_be_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str, settings: list[str]
 ) -> None:
     monkeypatch.setenv("PIPEGRAD_TRACE", value)
-    assert "critical path: " not in train().output
+    assert "pipegrad trace" not in train(*settings).output
     assert not list(folder.rglob("timeline.json"))
 
 
@@ -62,11 +83,11 @@ def test_without_it_nothing_is_written(
     ("value", "path"),
     [("1", "runs/run/timeline.json"), ("traces/today", "traces/today/timeline.json")],
 )
-def test_the_environment_records_a_job_that_does_not_say_so(
+def test_the_environment_records_a_job_that_says_no(
     folder: Path, monkeypatch: pytest.MonkeyPatch, value: str, path: str
 ) -> None:
     monkeypatch.setenv("PIPEGRAD_TRACE", value)
-    assert path in train().output
+    assert path in train("train.trace=false").output
     assert len(Timeline.load(folder / path).step_ends) == 3
 
 
