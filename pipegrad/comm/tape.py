@@ -43,7 +43,8 @@ class Tape:
 
     def now(self) -> object:
         """Returns a point in time for `note`; None if nobody records."""
-        return None if self.recorder is None else self.recorder.now()
+        recorder = self.recorder  # another thread may end the recording
+        return None if recorder is None else recorder.now()
 
     def note(self, kind: Noted, key: Key, began: object) -> None:
         """Notes what began at a result of `now` and has ended; nothing if that is None."""

@@ -57,6 +57,7 @@ def plan(
     as_json: bool,
 ) -> None:
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
+    from pipegrad.simulation.auto import Auto
     from pipegrad.simulation.costs import Costs
     from pipegrad.train.summary.summary import make_summary, predicted, rank_as_text, summarize_rank
     from pipegrad.train.summary.text import rendered
@@ -64,9 +65,12 @@ def plan(
 
     with usage_errors():
         costs = Costs.load(costs_file) if costs_file else None
-        job, cut, manifest = _prepared(loaded(), ranks, costs_file)
+        config = loaded()
+        job, cut, manifest = _prepared(config, ranks, costs_file)
         if profile_file:
             costs = _profiled(job, costs, profile_file)
+            if isinstance(job.generator.plugin, Auto):  # it chooses with what was measured
+                job, cut, manifest = _prepared(config, ranks, profile_file)
         if drawing.is_wanted:
             drawing.write([predicted(job, manifest, costs)])
         if rank is not None and as_json:

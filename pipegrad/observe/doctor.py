@@ -134,8 +134,10 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
     met = partial(agree, timeout_seconds=timeout_seconds)
     ranks = tuple(met("pipegrad doctor", partial(_facts, device)))
     size = len(ranks)
-    pairs, hosts = _pairs(size), [facts.home for facts in ranks]
-    readings: Sequence[Reading] = [Reading(0.0)]
+    # Ranks of other backends or devices cannot send to each other. What is odd says so.
+    is_alike = len({(facts.backend, facts.device.partition(" ")[2]) for facts in ranks}) == 1
+    pairs, hosts = _pairs(size) if is_alike else [], [facts.home for facts in ranks]
+    readings: Sequence[Reading] = [Reading(0.0)] * size
     links: tuple[Measured, ...] = ()
     if pairs:
         topology = Topology.create(pipeline=size, device_type=device.type)

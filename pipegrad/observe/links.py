@@ -40,7 +40,8 @@ class Measured(NamedTuple):
 
     Attributes:
         costs: Alone.
-        busy: Its rate while all links that leave its host were in use, by its rate alone.
+        busy: Its rate while all links that leave its host were in use, by its rate alone. All send
+            as much, and a rank waits for its slowest link.
         both_ways: Its rate while the other direction was in use, by its rate alone.
     """
 

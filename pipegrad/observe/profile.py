@@ -79,19 +79,28 @@ def measure_costs(
     seconds = slow_seconds(scheduler.sync.device, AGREE_SECONDS)
     met = partial(agree, ranks=ranks, timeout_seconds=seconds)
     profile = _Profile(scheduler, batch, optimizer, repeats)
+    pipeline = topology.ranks_along(topology.pipeline)
     met("measuring costs", profile.begin)
     stages = list[StageCosts]()
     for stage in range(topology.num_stages):
         replies = met(f"measuring stage {stage}", partial(profile.stage, stage))
         replicas = [reply for reply in replies if reply is not None]
-        profile.specs |= replicas[0].specs
+        # Replicas may have batches of other sizes, so shapes are those of this rank's pipeline.
+        specs = (r.specs for rank, r in zip(ranks, replies, strict=True) if r and rank in pipeline)
+        profile.specs |= next(specs)
         # All replicas of a step wait for the slowest one.
         stages.append(
             max((r.costs for r in replicas), key=lambda c: c.forward_seconds + c.backward_seconds)
         )
-    network = Network()
-    if links and (pairs := sorted({(c.source, c.target) for c in scheduler.program.channels})):
-        pipeline = topology.ranks_along(topology.pipeline)
+    pairs = sorted({(c.source, c.target) for c in scheduler.program.channels}) if links else []
+
+    def around() -> tuple[Network, HostCosts] | None:
+        """Looks at the first pipeline; the others keep still, because they may share its NICs."""
+        if ranks[0] not in pipeline:
+            return None
+        host = HostCosts() if timeline is None else host_costs(timeline)
+        if not pairs:
+            return Network(), host
         hosts = agree("hosts", host_name, ranks=pipeline)
         measured = measure_links(
             context.edges,
@@ -102,13 +111,13 @@ def measure_costs(
             device=scheduler.sync.device,
             timeout_seconds=seconds,
         )
-        network = network_of(measured, hosts)
-    return Costs(
-        tuple(stages),
-        network,
-        collective_costs(scheduler.sync),
-        HostCosts() if timeline is None else host_costs(timeline),
-    )
+        return network_of(measured, hosts), host
+
+    # Each link has a meeting of its own, and so have links that are used at once.
+    patience = seconds * (1 + 3 * len(pairs))
+    found = agree("links", around, ranks=ranks, timeout_seconds=patience)
+    network, host = next(each for each in found if each is not None)
+    return Costs(tuple(stages), network, collective_costs(scheduler.sync), host)
 
 
 class _Reply(NamedTuple):

@@ -156,7 +156,7 @@ class StepRecorder:
         if len(self._steps) == self._steps.maxlen:
             oldest = self._steps[0]
             self._stamps.recycle(oldest.stamps)
-            self._stamps.recycle(stamp for _, _, *both in oldest.notes for stamp in both)
+            self._stamps.recycle(stamp for _, _, *both in list(oldest.notes) for stamp in both)
         self._stepping.clear()
         self._steps.append(_Step(number, program, self._stamps.now()))
 
@@ -181,6 +181,11 @@ class StepRecorder:
                 self.note("optimizer", "", began)
 
     # Afterwards.
+
+    @property
+    def program(self) -> Program | None:
+        """The Program of the last step that was recorded."""
+        return self._steps[-1].program if self._steps else None
 
     def stop(self) -> None:
         """Ends the last step, and takes no further notes of optimizers."""
@@ -267,7 +272,8 @@ class StepRecorder:
         """Returns what parts of the rank have noted in a step, and what began before it."""
         spans = list[Span]()
         number_of = {c.name: i for i, c in enumerate(step.program.collectives)}
-        for kind, key, *both in step.notes:
+        # A copy, in one call: a comm stream may note something meanwhile.
+        for kind, key, *both in list(step.notes):
             begin, end = self._stamps.seconds(both)
             label = key if isinstance(key, str) else self._names[key]
             # A parameter sync may begin in one step and end in the next one.

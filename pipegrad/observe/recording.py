@@ -71,6 +71,10 @@ class Recording:
             if tape.recorder is not None:
                 raise ScheduleError("this Scheduler is being recorded: end that recording first")
             scheduler.sync.refuse_closed()
+            if scheduler.context.edges.is_cut:
+                raise ScheduleError(
+                    "an interrupted step has cut this Scheduler's connections: make another one"
+                )
             return steps
 
         steps_kept = min(agree("recording", checked, ranks=self._ranks))
@@ -103,7 +107,7 @@ class Recording:
         """
         own = agree("the recorded steps", self._recorder.read, ranks=self._ranks)
         after = self._read_clocks()
-        return assembled(own, clocks_of(self._before, after), self._scheduler.program)
+        return assembled(own, clocks_of(self._before, after), self._program)
 
     def own_timeline(self) -> Timeline:
         """Returns what this rank did, by its own clock; without any message.
@@ -115,12 +119,17 @@ class Recording:
         """
         own = self._recorder.read()
         clock = Clock(Reading(0.0), Reading(own.end))
-        return assembled([own], [clock], self._scheduler.program)
+        return assembled([own], [clock], self._program)
+
+    @property
+    def _program(self) -> Program:
+        # Another number of microbatches, or an adaptive schedule, may have another one by now.
+        return self._recorder.program or self._scheduler.program
 
     def _read_clocks(self) -> list[Reading]:
         """Returns the readings of all ranks; those from before if a rank cannot send any more."""
-        edges = self._scheduler.context.edges
-        if any(agree("clocks", lambda: edges.is_cut, ranks=self._ranks)):
+        edges, sync = self._scheduler.context.edges, self._scheduler.sync
+        if any(agree("clocks", lambda: edges.is_cut or sync.is_closed, ranks=self._ranks)):
             return self._before
         read = partial(read_clock, edges, self._rank, len(self._ranks))
         # Each rank posts its own reading after the last ping, so no rank is asked too late.

@@ -13,9 +13,10 @@ import torch
 import pipegrad
 from pipegrad import Scheduler, Stage
 from pipegrad.errors import ScheduleError
+from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.timeline import COMPUTE, Timeline
 from tests.support.gradients.cases import DATA, Case, Replies, on, replies
-from tests.support.pipeline.chains import Matrices, make, step
+from tests.support.pipeline.chains import WIDTH, Matrices, make, step
 
 FOUR: list[Case] = []
 four = replies(4, FOUR)
@@ -144,7 +145,23 @@ def refusals() -> list[str]:
         inside = recording.timeline()
     assert len(inside.step_ends) == 1
     scheduler.close()
+    assert len(recording.timeline().step_ends) == 1  # what was recorded is not lost
     return messages
+
+
+@on(FOUR)
+def other_microbatches() -> int:
+    """A recorded step has another number of microbatches than the Scheduler's steps."""
+    scheduler = pipeline()
+    number = 2 * scheduler.schedule.num_microbatches
+    with pipegrad.record(scheduler) as recording:
+        scheduler.step(torch.ones(number, WIDTH), target=torch.ones(number, WIDTH),
+                       num_microbatches=number)  # fmt: skip
+    timeline = recording.timeline()
+    scheduler.close()
+    assert max(s.microbatch for s in timeline.spans) == number - 1
+    assert not any("no advice" in note for note in explain(timeline).notes)
+    return timeline.num_microbatches // scheduler.schedule.num_microbatches
 
 
 def actions(timeline: Timeline, number: int) -> list[str]:
@@ -273,6 +290,10 @@ def test_own_timelines_have_the_actions_of_one_rank(four: Replies) -> None:
         assert {s.rank for s in own.spans} == {number // 2}
         stages = {s.stage for s in own.spans if s.kind in COMPUTE}
         assert stages == {number // 2}
+
+
+def test_a_timeline_has_the_microbatches_of_its_steps(four: Replies) -> None:
+    assert [reply["other_microbatches"] for reply in four] == [2] * 4
 
 
 def test_what_cannot_be_recorded_is_refused_on_all_ranks(four: Replies) -> None:

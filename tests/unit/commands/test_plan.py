@@ -57,6 +57,13 @@ def test_stages_are_measured_here_and_their_costs_are_kept(tmp_path: Path) -> No
     assert "peak memory by simulation" in text
 
 
+def test_auto_chooses_with_what_is_measured_here(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    text = printed("--ranks", "2", "--set", "parallel.pipeline=2", "--schedule", "auto",
+                   "--profile", str(path))  # fmt: skip
+    assert "chosen" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
