@@ -16,11 +16,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import pipegrad
 from pipegrad.schedules import Schedule
 from pipegrad.simulation.choose import Choice, choose
 from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.explain.inferred import costs_of
+from pipegrad.simulation.explain.lookup import Lookup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
 from stages import Batch, Seconds, SleepingStage, split_seconds
@@ -48,13 +51,20 @@ class Setting(NamedTuple):
 SETTINGS = [Setting(*each) for each in product((1000, 500, 250), (False, True), (True, False))]
 
 
-def slept(setting: Setting, stage: int, num_stages: int) -> Seconds:
-    """Returns what a stage sleeps. Stages of one part of the model are slow, on whatever rank."""
-    each = HALVES // num_stages
-    parts = range(stage * each, (stage + 1) * each)
-    slow = {2 * SLOW_RANK, 2 * SLOW_RANK + 1} if not setting.is_even else set()
-    share = sum(SLOWER if part in slow else 1.0 for part in parts) / 2
+def slept(setting: Setting, half: int) -> Seconds:
+    """Returns what half a stage sleeps. One part of the model is slow, on whatever rank."""
+    is_slow = half // 2 == SLOW_RANK and not setting.is_even
+    share = (SLOWER if is_slow else 1.0) / 2
     return split_seconds(share * FORWARD, share * BACKWARD, share * WEIGHTS)
+
+
+class Halves(nn.Sequential):
+    """A stage: the same parts of the model, however it is cut."""
+
+    def __init__(self, setting: Setting, stage: int, num_stages: int) -> None:
+        each = HALVES // num_stages
+        halves = range(stage * each, (stage + 1) * each)
+        super().__init__(*(SleepingStage(slept(setting, half)) for half in halves))
 
 
 def set_rate(mbits: int) -> None:
@@ -71,7 +81,7 @@ class Run:
     def __init__(self, schedule: Schedule, setting: Setting) -> None:
         topology = pipegrad.Topology.create(pipeline=RANKS, stage_to_rank=schedule.stage_to_rank)
         number = len(schedule.stage_to_rank)
-        self.modules = {s: SleepingStage(slept(setting, s, number)) for s in topology.local_stages}
+        self.modules = {s: Halves(setting, s, number) for s in topology.local_stages}
         self.scheduler = pipegrad.Scheduler(
             [pipegrad.Stage(module, index) for index, module in self.modules.items()],
             topology,
@@ -81,31 +91,51 @@ class Run:
         )
 
     def seconds(self, batch: Batch) -> float:
-        """Makes two steps; returns what one of them took on this rank."""
+        """Makes three steps; returns what one of the last two took on this rank.
+
+        The first one is not timed. Other schedules have been running, and TCP begins slowly on
+        connections that were idle.
+        """
+        self.scheduler.step(batch.x, target=batch.target)
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(2):
             self.scheduler.step(batch.x, target=batch.target).loss.item()
         seconds = (time.perf_counter() - begin) / 2
         for module in self.modules.values():
-            module.weight.grad = None
+            module.zero_grad()
         return seconds
 
 
 def measured_costs(setting: Setting, batch: Batch) -> Costs:
-    """Returns the costs of half stages, of the network and of hosts, as a user measures them."""
+    """Returns the costs of half stages, of the network and of hosts, as a user measures them.
+
+    Times of computes are those of real steps: a sleep takes longer on a machine that has nothing
+    else to do, as when stages are measured alone.
+    """
     halves = pipegrad.schedules.build("zbv", num_ranks=RANKS, num_microbatches=MICROBATCHES)
     run = Run(halves, setting)
     run.seconds(batch)
-    with pipegrad.record(run.scheduler, steps=2) as recording:
+    with pipegrad.record(run.scheduler, steps=4) as recording:
         for _ in range(2):
             run.seconds(batch)
+    timeline = recording.timeline()
     costs = pipegrad.measure_costs(
-        run.scheduler, batch.x, target=batch.target, timeline=recording.timeline(), repeats=9
+        run.scheduler, batch.x, target=batch.target, timeline=timeline, repeats=1
     )
     run.scheduler.close()
-    declared = {"activation_bytes": ACTIVATION_BYTES, "factor_bytes": ACTIVATION_BYTES // 2}
-    return replace(costs, stages=tuple(replace(stage, **declared) for stage in costs.stages))
+    stages = [
+        replace(
+            stage,
+            forward_seconds=real.forward_seconds,
+            backward_seconds=real.backward_seconds,
+            weight_seconds=real.weight_seconds,
+            activation_bytes=ACTIVATION_BYTES,
+            factor_bytes=ACTIVATION_BYTES // 2,
+        )
+        for stage, real in zip(costs.stages, costs_of(Lookup(timeline)).stages, strict=True)
+    ]
+    return replace(costs, stages=tuple(stages))
 
 
 def measured(choice: Choice, setting: Setting, batch: Batch, rounds: int) -> dict[str, float]:
