@@ -154,6 +154,8 @@ def other_microbatches() -> int:
     """A recorded step has another number of microbatches than the Scheduler's steps."""
     scheduler = pipeline()
     number = 2 * scheduler.schedule.num_microbatches
+    for stage in scheduler._stages.values():
+        stage.module.zero_grad()
     with pipegrad.record(scheduler) as recording:
         scheduler.step(torch.ones(number, WIDTH), target=torch.ones(number, WIDTH),
                        num_microbatches=number)  # fmt: skip
