@@ -72,7 +72,16 @@ def simulate(
     return _Run(program, costs, num_steps, records=records).result()
 
 
-def _check(program: Program, costs: Costs, num_steps: int) -> None:
+def _check(program: object, costs: object, num_steps: int) -> None:
+    if not isinstance(program, Program):
+        raise ScheduleError(
+            f"program is a {type(program).__name__}, expected a Program: scheduler.program, or "
+            f"pipegrad.schedules.lower(schedule)"
+        )
+    if not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"costs is a {type(costs).__name__}, expected Costs: Costs.from_json reads data"
+        )
     schedule, hosts = program.schedule, costs.network.hosts
     if len(costs.stages) != len(schedule.stage_to_rank):
         raise ScheduleError(

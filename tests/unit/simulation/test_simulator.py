@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -377,3 +378,16 @@ def test_a_part_of_a_timeline_is_a_timeline() -> None:
 def test_costs_that_no_job_has_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ScheduleError, match="expected"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("given", "costs", "says"),
+    [
+        (program("1f1b", 2, 4), None, "costs is a NoneType, expected Costs"),
+        (program("1f1b", 2, 4), {"stages": []}, "Costs.from_json reads data"),
+        (build("1f1b", num_ranks=2, num_microbatches=4), Costs(()), "program is a Schedule"),
+    ],
+)
+def test_what_is_no_program_or_no_costs_is_refused(given: Any, costs: Any, says: str) -> None:
+    with pytest.raises(ScheduleError, match=says):
+        simulate(given, costs)
