@@ -127,6 +127,7 @@ class Report:
         steps = range(len(timeline.step_ends))
         seconds = [end - begin for begin, end in map(lookup.step, steps)]
         breakdown = break_down(lookup, seconds.index(min(seconds)))
-        for part in rendered_breakdown(breakdown):
+        title = f"the shortest of the last {len(steps)} steps"
+        for part in rendered_breakdown(breakdown, title):
             self._console.print(part, soft_wrap=isinstance(part, str))
         self._console.print(f"why, and what would help: pipegrad trace {path}", soft_wrap=True)

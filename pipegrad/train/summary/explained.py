@@ -21,7 +21,8 @@ _MOST_RANKS, _MOST_PEERS, _MOST_REDUCTIONS = 32, 3, 16
 
 def rendered(explanation: Explanation) -> Iterator[RenderableType]:
     """Yields where a step went, why, and what would help."""
-    yield from rendered_breakdown(explanation.breakdown)
+    breakdown = explanation.breakdown
+    yield from rendered_breakdown(breakdown, f"step {breakdown.step}")
     yield f"critical path: {explanation.path}"
     if explanation.waits:
         yield "longest waits:"
@@ -32,10 +33,10 @@ def rendered(explanation: Explanation) -> Iterator[RenderableType]:
     yield from explanation.notes
 
 
-def rendered_breakdown(breakdown: Breakdown) -> Iterator[RenderableType]:
-    """Yields where a step went."""
+def rendered_breakdown(breakdown: Breakdown, title: str) -> Iterator[RenderableType]:
+    """Yields where a step went; `title` says which one it is."""
     yield (
-        f"step {breakdown.step}: {in_time(breakdown.seconds)}, "
+        f"{title}: {in_time(breakdown.seconds)}, "
         f"bubble {in_percent(breakdown.bubble)} (the mean of {len(breakdown.ranks)} ranks)"
     )
     shown = _shown(breakdown)

@@ -47,7 +47,7 @@ def test_a_job_writes_the_timeline_of_its_last_steps_and_prints_where_they_went(
         step = timeline.of_step(number)
         assert sum(s.seconds for s in step.on_rank(0)) == pytest.approx(step.seconds, rel=0.01)
         assert sum(s.kind == "optimizer" for s in step.spans) == 1
-    assert "ranks)" in output  # the head of the table
+    assert "the shortest of the last 3 steps: " in output
     assert "pipegrad trace runs/run/timeline.json" in output
     again = CliRunner().invoke(main, ["trace", "runs/run"]).output
     assert "measured, 3 steps" in again
