@@ -134,9 +134,7 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
     met = partial(agree, timeout_seconds=timeout_seconds)
     ranks = tuple(met("pipegrad doctor", partial(_facts, device)))
     size = len(ranks)
-    # Ranks of other backends or devices cannot send to each other. What is odd says so.
-    is_alike = len({(facts.backend, facts.device.partition(" ")[2]) for facts in ranks}) == 1
-    pairs, hosts = _pairs(size) if is_alike else [], [facts.home for facts in ranks]
+    pairs, hosts = _pairs(ranks), [facts.home for facts in ranks]
     readings: Sequence[Reading] = [Reading(0.0)] * size
     links: tuple[Measured, ...] = ()
     if pairs:
@@ -166,8 +164,16 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
     )
 
 
-def _pairs(size: int) -> list[Pair]:
-    """Returns the links to measure: all of few ranks, of many those to both neighbours."""
+def _pairs(ranks: Sequence[RankFacts]) -> list[Pair]:
+    """Returns the links to measure: all of few ranks, of many those to both neighbours.
+
+    None if ranks have other backends or types of device: they cannot send to each other. What is
+    odd says so. Cards of other names can.
+    """
+    types = {(facts.backend, facts.device.partition(" ")[0].partition(":")[0]) for facts in ranks}
+    size = len(ranks)
+    if len(types) > 1:
+        return []
     if size <= _ALL_PAIRS_RANKS:
         return list(permutations(range(size), 2))
     return [(a, b) for a in range(size) for b in (a - 1, a + 1) if 0 <= b < size]

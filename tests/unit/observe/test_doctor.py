@@ -129,7 +129,7 @@ def test_a_late_rank_is_named_by_one_clock() -> None:
 def test_few_ranks_are_measured_in_all_pairs_many_along_the_pipeline(
     size: int, number: int
 ) -> None:
-    pairs = _pairs(size)
+    pairs = _pairs(ranks(size))
     assert len(set(pairs)) == len(pairs) == number
 
 
@@ -146,3 +146,10 @@ def test_what_was_found_is_strict_json_and_costs() -> None:
     again = Costs.from_json(json.loads(json.dumps(found.costs.to_json(), allow_nan=False)))
     assert again.network == network
     assert again.network.nic_bytes_per_second == math.inf
+
+
+def test_links_are_measured_between_ranks_that_can_send_to_each_other() -> None:
+    facts = ranks(2)
+    assert _pairs([facts[0], replace(facts[1], device="cuda:1 (A100)")]) == [(0, 1), (1, 0)]
+    assert _pairs([facts[0], replace(facts[1], device="cpu (x86_64)")]) == []
+    assert _pairs([facts[0], replace(facts[1], backend="gloo")]) == []
