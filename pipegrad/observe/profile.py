@@ -17,7 +17,7 @@ from torch import Tensor
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.model.wrappers import fsdp_modules
-from pipegrad.observe.links import host_name, measure_links, network_of
+from pipegrad.observe.links import Pair, host_name, measure_links, network_of
 from pipegrad.observe.stage_profile import Loss, StageAlone
 from pipegrad.observe.step_costs import (
     collective_costs,
@@ -73,7 +73,7 @@ def measure_costs(
             is not finished.
         Exception: What a stage raises; on other ranks an AgreementError with its words.
     """
-    context, topology = scheduler.context, scheduler.topology
+    topology = scheduler.topology
     batch = Batch(inputs, named, target, None, microbatches, num_microbatches, False)
     ranks = sorted(topology.ranks)
     seconds = slow_seconds(scheduler.sync.device, AGREE_SECONDS)
@@ -96,28 +96,34 @@ def measure_costs(
 
     def around() -> tuple[Network, HostCosts] | None:
         """Looks at the first pipeline; the others keep still, because they may share its NICs."""
-        if ranks[0] not in pipeline:
+        if topology.rank not in topology.one_replica:
             return None
         host = HostCosts() if timeline is None else host_costs(timeline)
-        if not pairs:
-            return Network(), host
-        hosts = agree("hosts", host_name, ranks=pipeline)
-        measured = measure_links(
-            context.edges,
-            rank=topology.coordinate(topology.pipeline),
-            ranks=pipeline,
-            pairs=pairs,
-            hosts=hosts,
-            device=scheduler.sync.device,
-            timeout_seconds=seconds,
-        )
-        return network_of(measured, hosts), host
+        network = _network(scheduler, pairs, seconds) if pairs else Network()
+        return network, host
 
     # Each link has a meeting of its own, and so have links that are used at once.
     patience = seconds * (1 + 3 * len(pairs))
     found = agree("links", around, ranks=ranks, timeout_seconds=patience)
     network, host = next(each for each in found if each is not None)
     return Costs(tuple(stages), network, collective_costs(scheduler.sync), host)
+
+
+def _network(scheduler: Scheduler, pairs: Sequence[Pair], timeout_seconds: float) -> Network:
+    """Returns what explains the links of this rank's pipeline; all its ranks call it."""
+    topology = scheduler.topology
+    pipeline = topology.ranks_along(topology.pipeline)
+    hosts = agree("hosts", host_name, ranks=pipeline)
+    measured = measure_links(
+        scheduler.context.edges,
+        rank=topology.coordinate(topology.pipeline),
+        ranks=pipeline,
+        pairs=pairs,
+        hosts=hosts,
+        device=scheduler.sync.device,
+        timeout_seconds=timeout_seconds,
+    )
+    return network_of(measured, hosts)
 
 
 class _Reply(NamedTuple):

@@ -283,11 +283,7 @@ class Costs:
         Raises:
             ScheduleError: If the file is missing, is no JSON, or does not describe costs.
         """
-        data = loaded(path, "costs")
-        try:
-            return cls.from_json(data)
-        except ScheduleError as error:
-            raise ScheduleError(f"{path}: {error}") from error
+        return loaded(path, "costs", cls.from_json)
 
 
 @cache

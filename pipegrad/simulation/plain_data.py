@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +28,17 @@ def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
         raise ScheduleError(f"{where}: {first['msg']}, found {first['input']!r:.80}") from error
 
 
-def loaded(path: Path, what: str) -> Any:  # noqa: ANN401 - what JSON may hold
-    """Returns the data of a JSON file.
+def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
+    """Returns what `read` makes of the data of a JSON file.
 
     Raises:
-        ScheduleError: If the file is missing, or is no JSON.
+        ScheduleError: If the file is missing or no JSON, or as `read` does. It names the file.
     """
     try:
-        return json.loads(path.read_text())
+        data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{path} holds no {what}: {error}") from error
+    try:
+        return read(data)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error

@@ -188,12 +188,14 @@ class Timeline:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Timeline:
+    def from_json(cls, data: object) -> Timeline:
         """Returns the timeline that `to_json` wrote.
 
         Raises:
             ScheduleError: If `data` is something else, or of another version.
         """
+        if not isinstance(data, Mapping):
+            raise ScheduleError("expected an object, the data of a timeline")
         if data.get("pipegrad_timeline") != _VERSION or data.get("fields") != list(Span._fields):
             raise ScheduleError(
                 f"expected a timeline of version {_VERSION}, found "
@@ -217,13 +219,7 @@ class Timeline:
         Raises:
             ScheduleError: If the file is missing or holds no timeline.
         """
-        data = loaded(path, "timeline")
-        if not isinstance(data, dict):
-            raise ScheduleError(f"{path} holds no timeline: expected an object")
-        try:
-            return cls.from_json(data)
-        except ScheduleError as error:
-            raise ScheduleError(f"{path}: {error}") from error
+        return loaded(path, "timeline", cls.from_json)
 
 
 @cache

@@ -62,7 +62,7 @@ class Tracing:
             PipegradError: If clocks or recordings cannot be read; on all its ranks.
         """
         topology = self._scheduler.topology
-        if topology.ranks[0] not in topology.ranks_along(topology.pipeline):
+        if topology.rank not in topology.one_replica:
             return None
         return None if self._recording is None else self._recording.timeline()
 
