@@ -73,6 +73,21 @@ def test_slow_hops() -> None:
     assert gains == sorted(gains, reverse=True)
 
 
+def test_a_faster_hop_leaves_the_values_of_other_hops_alone() -> None:
+    """Stage 0 hands x to stage 1, and a skip to stage 3: two hops."""
+    links = [Link("x", stage, (stage + 1,)) for stage in range(3)]
+    program = lower(
+        build("1f1b", num_ranks=4, num_microbatches=4), links=[*links, Link("skip", 0, (3,))]
+    )
+    stages = [StageCosts(0.01, 0.02, outputs={"x": 2 * 10**6}) for _ in range(4)]
+    stages[0] = replace(stages[0], outputs={"x": 2 * 10**6, "skip": 2 * 10**6})
+    costs = Costs(tuple(stages), Network(nic_bytes_per_second=125e6))
+    stages[0] = replace(stages[0], outputs={"x": 10**6, "skip": 2 * 10**6})
+    faster = simulate(program, replace(costs, stages=tuple(stages))).step_seconds[0]
+    found = by_change(advise(program, costs), "hop 0-1 at twice")
+    assert found.step_seconds == pytest.approx(faster)
+
+
 def test_nothing_helps_what_takes_no_time() -> None:
     program = lower(build("1f1b", num_ranks=2, num_microbatches=2))
     assert advise(program, Costs((StageCosts(),) * 2)) == ()
