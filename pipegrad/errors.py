@@ -36,11 +36,21 @@ class StepError(PipegradError, RuntimeError):
 
 
 class AgreementError(PipegradError, RuntimeError):
-    """Ranks disagree, or a rank failed or did not come. All ranks raise the same message."""
+    """Ranks disagree, or a rank failed or did not come. All ranks raise the same message.
+
+    Attributes:
+        absent: The ranks that did not come.
+    """
+
+    absent: tuple[int, ...] = ()
 
 
 class ReduceError(PipegradError, RuntimeError):
     """A collective failed. Names bucket and ranks; if a peer failed, it has the peer's message."""
+
+
+class StallError(PipegradError, TimeoutError):
+    """A rank failed for good, or did not go on in time. Names it, and what each rank was at."""
 
 
 class DriftError(ReduceError):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from pipegrad.comm.activity import Activity
 from pipegrad.errors import AgreementError, ends_in_words
 
 T = TypeVar("T")
@@ -127,9 +128,10 @@ def _raise_failures(
     if is_common and isinstance(error, Exception):
         raise error
     listing = "\n".join(f"  rank {rank}: {failure}" for rank, failure in failures.items())
-    raise AgreementError(
-        f"{subject}: {len(failures)} of {num_ranks} ranks failed, so all stop:\n{listing}"
-    ) from error
+    message = f"{subject}: {len(failures)} of {num_ranks} ranks failed, so all stop:\n{listing}"
+    if len(failures) == 1:  # the cause is the first line then
+        message = f"{listing.strip()} ({subject}: 1 of {num_ranks} ranks failed, so all stop)"
+    raise AgreementError(message) from error
 
 
 def same(what: str, values: Mapping[int, str]) -> None:
@@ -174,7 +176,8 @@ def _exchange(
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
-        kv.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
+        with Activity(subject, ranks):
+            kv.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
     except dist.DistNetworkError:
         raise
     except RuntimeError as error:  # a FileStore raises this after its timeout
@@ -192,7 +195,9 @@ def _exchange(
     # all of them. So a late rank fails too, instead of going on alone.
     verdict = kv.compare_set(f"{prefix}/verdict", "", verdict).decode()
     if verdict != _COMPLETE:
-        raise AgreementError(verdict) from cause
+        missing_ranks = AgreementError(verdict)
+        missing_ranks.absent = tuple(rank for rank, key in keys.items() if not kv.check([key]))
+        raise missing_ranks from cause
     replies = {rank: kv.get(key).decode().split(" ", 1) for rank, key in keys.items()}
     if len({other for _, other in replies.values()}) > 1:
         subjects = {rank: other for rank, (_, other) in replies.items()}

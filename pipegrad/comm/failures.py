@@ -19,15 +19,27 @@ steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import STORE_IS_GONE, store
-from pipegrad.errors import PipegradError, ReduceError, StepError, root_of
+from pipegrad.errors import (
+    AgreementError,
+    PipegradError,
+    ReduceError,
+    StepError,
+    in_words,
+    root_of,
+)
 
 FAILED_ELSEWHERE = "a step failed on another rank"
+# What torch's backends say when another rank is gone, and what pipegrad says of others.
+_OF_OTHERS = re.compile(r"gloo|NCCL|[Cc]onnection|on another rank|another rank failed")
 
 
 class FailureNotice:
@@ -263,3 +275,32 @@ class FailedSteps:
     def cause(self) -> str | None:
         """Returns the message of a rank that failed before this rank; None if there is none."""
         return self._notice.cause()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank has raised.
+
+    Attributes:
+        error: In words.
+        follows: Whether it follows from another rank's failure.
+        time: In seconds since the epoch.
+        absent: The ranks for which it has waited in vain.
+    """
+
+    error: str
+    follows: bool
+    time: float
+    absent: tuple[int, ...] = ()
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Returns what this rank has raised, as other ranks get to know it."""
+    root = root_of(error)
+    absent = error.absent if isinstance(error, AgreementError) else ()
+    torchs = isinstance(root, dist.DistError | RuntimeError)
+    follows = bool(absent) or (torchs and bool(_OF_OTHERS.search(f"{error} {root}")))
+    # The words of pipegrad name bucket or batch. Those of others also need their line.
+    words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
+    notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
+    return Failure(" ".join([words, *notes]), follows, time.time(), absent)

@@ -6,10 +6,13 @@ Set-up makes them (docs/internals.md); steps 5, 6 and 9 of the journey of a grad
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import collective_timeout
 from pipegrad.comm.collectives import (
     backend_of,
@@ -18,6 +21,9 @@ from pipegrad.comm.collectives import (
     expect_reduce_chain,
     reduce_chain,
 )
+from pipegrad.comm.ending import cut
+
+_made: WeakSet[dist.ProcessGroup] = WeakSet()  # that this rank is in
 
 
 class Groups:
@@ -47,7 +53,7 @@ class Groups:
         chains: Collection[tuple[int, ...]] = (),
     ) -> None:
         self._device = device
-        self._num_ranks, self._index = len(ranks), sorted(ranks).index(rank)
+        self._ranks, self._index = sorted(ranks), sorted(ranks).index(rank)
         self.world: dist.ProcessGroup | None = None
         self.own: list[dist.ProcessGroup] = []
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
@@ -87,7 +93,8 @@ class Groups:
         Sync: on the current stream; one all-reduce over all ranks.
         """
         if self.world is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world)
+            with Activity("the largest numbers of all ranks", self._ranks):
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world)
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Returns the rows of all ranks, by ascending rank: ``(ranks, numel)``.
@@ -98,10 +105,11 @@ class Groups:
         Sync: on the current stream; one all-reduce over all ranks, for a few numbers.
         """
         # Each rank adds its row to zeros, so every bit stays, also of nan and infinity.
-        rows = row.new_zeros(self._num_ranks, row.numel())
+        rows = row.new_zeros(len(self._ranks), row.numel())
         rows[self._index] = row
         if self.world is not None:
-            dist.all_reduce(rows, group=self.world)
+            with Activity("the numbers of all ranks", self._ranks):
+                dist.all_reduce(rows, group=self.world)
         return rows
 
     def is_anywhere(self, flag: bool) -> bool:
@@ -137,7 +145,20 @@ def new_group(
     group: dist.ProcessGroup = dist.new_group(
         list(ranks), collective_timeout(device), backend, group_desc=description
     )
+    if dist.get_rank() in ranks:
+        _made.add(group)
     return group
+
+
+def cut_all() -> None:
+    """Closes this rank's connections in all groups that pipegrad made, and in the default one.
+
+    Waits for their collectives fail then. No group can be used again.
+    """
+    world = dist.group.WORLD
+    for group in [*_made, *([] if world is None else [world])]:
+        with suppress(RuntimeError, ValueError):
+            cut(group) if dist.get_backend(group) == "gloo" else group.abort()
 
 
 def is_local(device: torch.device) -> bool:

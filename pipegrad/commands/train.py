@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
 from pipegrad.commands.options import configured, print_parts, usage_errors
-from pipegrad.errors import DriftError, PipegradError, ReduceError, in_words
+from pipegrad.errors import DriftError, PipegradError, StepError, in_words
 
 if TYPE_CHECKING:
     from pipegrad.train.config import Config
@@ -31,7 +30,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     """
     import torch.distributed as dist
 
-    from pipegrad.comm.agreement import once_a_machine
+    from pipegrad.train.last_words import fail
     from pipegrad.train.process import process_group
     from pipegrad.train.reporters.report import Report
     from pipegrad.train.tables import make_console
@@ -49,22 +48,17 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
         except KeyboardInterrupt:
             console.print("stopped; the run's folder holds what was done")
             sys.exit(_INTERRUPTED)
-        except PipegradError as error:
-            # A failed reduction has another message on each rank, so each rank prints its own.
-            # Other errors are alike on all ranks, so one rank of each machine prints them.
-            if isinstance(error, ReduceError) and not isinstance(error, DriftError):
-                click.echo(f"Error on rank {dist.get_rank()}: {error}", err=True)
-            else:
-                once_a_machine(partial(click.echo, f"Error: {error}", err=True))
-            sys.exit(1)
         except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
-            click.echo(f"Error on rank {dist.get_rank()}: {_exit_message(error)}", err=True)
-            sys.exit(1)
+            sys.exit(fail(_in_place_of(error), folder=None, shows_traceback=False))
+        except Exception as error:  # noqa: BLE001 - code of the user, too
+            sys.exit(fail(error, folder=None, shows_traceback=False))
         trainer.close()
 
 
-def _exit_message(error: SystemExit) -> str:
-    return f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
+def _in_place_of(error: SystemExit) -> StepError:
+    return StepError(
+        f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
+    )
 
 
 def _run(trainer: Trainer, report: Report) -> None:

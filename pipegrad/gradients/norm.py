@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.tape import Tape
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
@@ -44,7 +45,8 @@ def global_norm(
     if group is not None:
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         began = None if tape is None else tape.now()
-        dist.all_reduce(term, op=op, group=group)
+        with Activity("the norm of the gradients", dist.get_process_group_ranks(group)):
+            dist.all_reduce(term, op=op, group=group)
         if tape is not None:
             tape.note("wait for ranks", "the norm of the gradients", began)
     return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)

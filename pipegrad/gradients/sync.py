@@ -27,6 +27,7 @@ from torch import nn
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
+from pipegrad.comm.watch.watch import Bounded, watch
 from pipegrad.errors import StepError
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import clip_
@@ -137,6 +138,7 @@ class GradientSync:
         self._parameter_sync = parts.parameter_sync
         self._synchronize()
         self._step.watch.start()
+        watch()
 
     # The verbs of a step, in order.
 
@@ -166,7 +168,8 @@ class GradientSync:
                 sent. Then try again soon: other ranks wait for some seconds.
             ReduceError: If an earlier step failed in a comm stream, so this rank cannot go on.
         """
-        self._step.prepare(divisor)
+        with self.bounded("prepare()"):
+            self._step.prepare(divisor)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Makes steps inside only accumulate: nothing is final, divided or launched in them."""
@@ -235,9 +238,10 @@ class GradientSync:
                 divisor was given twice, never, or inside `accumulate`.
             DriftError: On all ranks, if copies have drifted apart.
         """
-        if self._step.finish(divisor):
-            self.reshard()
-            self._parts.drift.refuse_growing(self._step.statistics.steps)
+        with self.bounded("finish()"):
+            if self._step.finish(divisor):
+                self.reshard()
+                self._parts.drift.refuse_growing(self._step.statistics.steps)
 
     def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
         """Ends a failed step. All ranks can go on with the next step, and raise an error for this.
@@ -301,11 +305,12 @@ class GradientSync:
         }
         scaler = self._step.watch.scaler()
         inverse_scale = None
-        if scaler is not None and scaler.is_due:
-            norm, inverse_scale = scaler.measure(self._parts.norm, gradients, norm_type)
-        else:
-            world = self._parts.groups.world
-            norm = self._parts.norm.of(gradients, norm_type, group=world, device=self.device)
+        with self.bounded("clip_grad_norm_()"):
+            if scaler is not None and scaler.is_due:
+                norm, inverse_scale = scaler.measure(self._parts.norm, gradients, norm_type)
+            else:
+                world = self._parts.groups.world
+                norm = self._parts.norm.of(gradients, norm_type, group=world, device=self.device)
         if inverse_scale is not None or not math.isinf(max_norm):
             clip_(list(gradients.values()), norm, max_norm, inverse_scale)
             for key in gradients:
@@ -477,8 +482,9 @@ class GradientSync:
         """
         self._step.check("publish_if_due")
         if self._parameter_sync.is_needed:
-            self._parameter_sync.find_if_stepped()
-            self._parameter_sync.publish_if_stepped()
+            with self.bounded("publish_if_due()"):
+                self._parameter_sync.find_if_stepped()
+                self._parameter_sync.publish_if_stepped()
 
     @outside_of_graphs
     def stage_first_use(self, stage: int) -> None:
@@ -492,8 +498,9 @@ class GradientSync:
             ReduceError: If a parameter sync failed; on every rank that waits for it.
         """
         self._step.check("stage_first_use")
-        self._parameter_sync.publish_if_stepped()
-        self._parameter_sync.first_use(stage)
+        with self.bounded("stage_first_use()"):
+            self._parameter_sync.publish_if_stepped()
+            self._parameter_sync.first_use(stage)
 
     @outside_of_graphs
     def wait_parameters(self) -> None:
@@ -502,8 +509,9 @@ class GradientSync:
         Sync: as `stage_first_use`; every rank must call it.
         """
         self._step.check("wait_parameters")
-        self._parameter_sync.publish_if_due()
-        self._parameter_sync.wait()
+        with self.bounded("wait_parameters()"):
+            self._parameter_sync.publish_if_due()
+            self._parameter_sync.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of this rank's handlers from step to step, such as error feedback.
@@ -560,8 +568,9 @@ class GradientSync:
                 )
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
-        agree("synchronize_parameters", check, ranks=ranks, timeout_seconds=seconds)
-        self._synchronize()
+        with self.bounded("synchronize_parameters()"):
+            agree("synchronize_parameters", check, ranks=ranks, timeout_seconds=seconds)
+            self._synchronize()
 
     def _synchronize(self) -> None:
         self.reshard()
@@ -583,9 +592,10 @@ class GradientSync:
         """
         self._step.check("check_replicas")
         self.publish_if_due()
-        self._parameter_sync.wait()
-        self.reshard()
-        self._parts.drift.refuse()
+        with self.bounded("check_replicas()"):
+            self._parameter_sync.wait()
+            self.reshard()
+            self._parts.drift.refuse()
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
         """Returns the parameter of a record that is in its module now."""
@@ -598,6 +608,10 @@ class GradientSync:
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, computed on this rank."""
         return self._agreed.plans(ranks)
+
+    def bounded(self, what: str) -> Bounded:
+        """Bounds what is inside ``with``, in time; see `Bounded`."""
+        return Bounded(what, self._agreed.options.step_timeout_seconds)
 
     @property
     def device(self) -> torch.device:
@@ -655,7 +669,8 @@ class GradientSync:
         """
         self.refuse_closed()
         began = self.tape.now()
-        rows = self._parts.groups.gather(row)
+        with self.bounded("gather()"):
+            rows = self._parts.groups.gather(row)
         self.tape.note("wait for ranks", "numbers of all ranks", began)
         return rows
 

@@ -131,18 +131,19 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync, failure: TorchFail
     def synced_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
         if schedule._has_backward:
             sync.refuse_closed()
-        failure.begin()
         result = None
-        try:
-            _begin_step(schedule, sync)
-            failure.prepared()
-            result = step(*args, **kwargs)
-            if failure.error is None:
-                _end_step(schedule, sync, failure)
-        except BaseException as error:  # noqa: BLE001 - `raise_first` raises this or an earlier one
-            failure.fail(error)
-            failure.finish_transfers()
-        failure.raise_first()
+        with sync.bounded("schedule.step()"):
+            failure.begin()
+            try:
+                _begin_step(schedule, sync)
+                failure.prepared()
+                result = step(*args, **kwargs)
+                if failure.error is None:
+                    _end_step(schedule, sync, failure)
+            except BaseException as error:  # noqa: BLE001 - `raise_first` raises this or an earlier
+                failure.fail(error)
+                failure.finish_transfers()
+            failure.raise_first()
         return result
 
     replace(schedule, {"step": synced_step})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
@@ -30,7 +30,6 @@ _WAITS: dict[Op, SpanKind] = {
     Op.FIRST_USE: "wait for parameters",
 }
 _RECORDED = (Op.COMPUTE, Op.SEND, *_WAITS)
-_LEFT_OUT = (Op.LAUNCH, Op.PUBLISH)  # the executor makes no call of them
 
 
 @dataclass
@@ -71,7 +70,7 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, program: Program, rank: int) -> _Kept:
         """Returns those of a rank: the time is kept where something recorded begins or ends."""
-        called = list(items_of(program, rank))
+        called = list(program.called(rank))
         is_recorded = [item.op in _RECORDED for item in called]
         flags = [a or b for a, b in zip(is_recorded, [*is_recorded[1:], False], strict=True)]
         places = accumulate(map(int, flags))
@@ -290,11 +289,6 @@ class StepRecorder:
                 )
             )
         return [_with_reason(span, spans) for span in spans]
-
-
-def items_of(program: Program, rank: int) -> Iterator[Item]:
-    """Yields the items of a rank that its executor calls."""
-    return (item for item in program.decoded(rank) if item.op not in _LEFT_OUT)
 
 
 def _message(step: _Step, item: Item, seconds: float) -> Message:

@@ -288,7 +288,7 @@ class ParameterSync:
         )
         tape = self._reducer.tape
         began = tape.now()
-        with self._reducer.reporting(description):
+        with self._reducer.reporting(description, step.ranks):
             region = buffer.bucket.region(rank, publish.step)
             group = self._groups.of(step.ranks, publish.comm_stream)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):

@@ -92,7 +92,7 @@ class Executor:
             Op.SEND: transfers.send_failed,
             Op.RELEASE: transfers.release,
         }
-        for item in program.decoded(self._rank):
+        for item in program.called(self._rank):
             method: Method
             ranged: Method | None = None
             which = item.which
@@ -103,14 +103,10 @@ class Executor:
                     method = times.watched(item, method)
                 self._labels[method] = f"{{0}}{kind}{{1}}"
                 ranged = partial(_in_range, method, self._labels[method])
-            elif item.op in methods:
+            else:
                 method = methods[item.op]
                 if times is not None:
                     method = times.watched(item, method)
-            else:
-                # A LAUNCH is the latest time of a collective. It leaves by itself, with the last
-                # gradient of its bucket. A PUBLISH leaves after the optimizer's step.
-                continue
             self._calls.append((method, which, item.microbatch))
             self._ranged_calls.append((ranged or method, which, item.microbatch))
             self._drain_calls.append((drain_methods.get(item.op, _skip), which, item.microbatch))
@@ -119,6 +115,11 @@ class Executor:
     def is_in_doubt(self) -> bool:
         """Whether an interrupt came while a transfer began; see [Note: interrupts]."""
         return self._transfers.is_in_doubt
+
+    @property
+    def position(self) -> int:
+        """The number of the item that runs, of those that are called."""
+        return self._position
 
     def rewind(self) -> None:
         """Goes back to the first item.

@@ -284,7 +284,8 @@ class Scheduler:
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
-        return self._run(batch, forward_only=False)
+        with self.sync.bounded(f"scheduler.step() {self._context.notice.step + 1}"):
+            return self._run(batch, forward_only=False)
 
     @outside_of_graphs
     def evaluate(
@@ -302,7 +303,9 @@ class Scheduler:
         Everything is as in `step`. Without a target the loss and its metrics are nan.
         """
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
-        with _evaluating([stage.module for stage in self._stages.values()]), torch.no_grad():
+        modules = [stage.module for stage in self._stages.values()]
+        bounded = self.sync.bounded(f"scheduler.evaluate() {self._context.notice.step + 1}")
+        with bounded, _evaluating(modules), torch.no_grad():
             return self._run(batch, forward_only=True)
 
     def optimizer(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
@@ -18,6 +19,7 @@ from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.executor import Executor
 from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
+from pipegrad.pipeline.progress import Progress
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.step_times import Layout, StepTimes
@@ -180,6 +182,8 @@ class StepKind:
             sharded=context.sharded,
             times=self._times,
         )
+        executor = self._executor
+        self._progress = Progress(self.program, context.topology, lambda: executor.position)
 
     def with_schedule(self, schedule: Schedule, *, is_measured: bool) -> StepKind:
         """Returns this kind of step with another schedule, such as one of more microbatches.
@@ -225,6 +229,19 @@ class StepKind:
             StepError: If the batch does not fit, or if the step failed on another rank first.
             Exception: What failed on this rank.
         """
+        with self._activity():
+            return self._run(batch)
+
+    def _activity(self) -> Activity:
+        """Returns what the report of a failure needs to know of a step."""
+        return Activity(
+            "",
+            details=self._progress.details,
+            drawing=self._progress.drawing,
+            position=self._progress.position,
+        )
+
+    def _run(self, batch: Batch) -> StepResult:
         context, executor = self._context, self._executor
         training, is_weighted = not self.program.forward_only, context.losses.is_weighted
         executor.rewind()

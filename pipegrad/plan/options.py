@@ -13,6 +13,8 @@ from pipegrad.plugins.handler import BUCKET_BYTES
 from pipegrad.plugins.options import complaints_of
 from pipegrad.topology import Topology
 
+STEP_SECONDS = 600.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
@@ -33,6 +35,9 @@ class GradientOptions:
             the collectives. None: from the last stage to the first, as in all schedules like 1F1B.
         shared_ticks: The same for gradients that stages on several ranks hold. None:
             `stage_ticks`.
+        step_timeout_seconds: How long a step, or another verb, may take on a rank. If it takes
+            longer, the job ends on all ranks with a report: `pipegrad.errors.StallError`. Infinity
+            waits for ever.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -42,6 +47,7 @@ class GradientOptions:
     allow_unsynced: Sequence[str] = ()
     stage_ticks: Sequence[int] | None = None
     shared_ticks: Sequence[int] | None = None
+    step_timeout_seconds: float = STEP_SECONDS
 
     def __post_init__(self) -> None:
         for name in ("allow_unsynced", "stage_ticks", "shared_ticks"):
@@ -82,6 +88,9 @@ class GradientOptions:
                 f"bucket_bytes={self.bucket_bytes} must be at least 0 and "
                 f"comm_streams={self.comm_streams} at least 1"
             )
+        seconds: Any = self.step_timeout_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise PlanError(f"step_timeout_seconds is {seconds!r}, expected a number above 0")
         for name in ("reduce_dtype", "master_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from pipegrad.comm import sync_points
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
@@ -209,7 +210,7 @@ class Reducer:
         bucket, flat = self.buffers[launch.bucket].bucket, self._flat[launch]
         if flat.arriving is None:
             step, inbox = bucket.route[launch.step], self._inboxes[launch]
-            with self.reporting(f"bucket {bucket.index}: expecting its {step}"):
+            with self.reporting(f"bucket {bucket.index}: expecting its {step}", ()):
                 inbox.acquire(INBOX_FREE)
                 group = self._groups.of(step.ranks, launch.comm_stream)
                 flat.expect(inbox.buffer, group)
@@ -227,7 +228,7 @@ class Reducer:
             f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {step} over ranks "
             f"{list(step.ranks)} by handler {step.handler!r}"
         )
-        with self.reporting(description):
+        with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
             flat.begin()
             with record_function(f"pipegrad bucket {buffer.bucket.index} {step}"):
@@ -245,7 +246,7 @@ class Reducer:
         """Waits for a collective. On a comm stream."""
         buffer = self.buffers[launch.bucket]
         step = buffer.bucket.route[launch.step]
-        with self.reporting(description):
+        with self.reporting(description, step.ranks):
             COLLECTIVE(work)
             self._ending.discard(launch.bucket)
             flat = self._flat[launch]
@@ -256,10 +257,16 @@ class Reducer:
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     @contextmanager
-    def reporting(self, description: str) -> Iterator[None]:
-        """Posts an error that is raised inside for the other ranks; raises it as a ReduceError."""
+    def reporting(self, description: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Posts an error that is raised inside for the other ranks; raises it as a ReduceError.
+
+        Args:
+            description: What is done, in the same words on all these ranks.
+            ranks: That take part.
+        """
         try:
-            yield
+            with Activity(description, ranks):
+                yield
         except BaseException as error:
             reason = error if isinstance(error, Exception) else repr(error)
             message = self.notice.post(f"{description} failed: {reason}", final=True)
@@ -335,7 +342,7 @@ class Reducer:
 
         def meeting() -> None:
             assert self._groups.world is not None
-            with self.reporting("meeting of all ranks"):
+            with self.reporting("meeting of all ranks", dist.get_process_group_ranks(None)):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
 
         return self.submit(0, meeting, ())

@@ -173,6 +173,14 @@ class Schedule:
         """Returns the actions of every rank, in order, with ``>1B0<`` around some of them."""
         return _as_text(self.actions, frozenset(actions))
 
+    def around(self, actions: Iterable[Action], columns: int) -> str:
+        """Returns as `marked`, but only so many columns, from shortly before the first mark."""
+        marked, grid = frozenset(actions), self.grid
+        ticks = [t for cells in grid for t, action in enumerate(cells) if action in marked]
+        begin = max(0, min(min(ticks, default=0) - 2, len(grid[0]) - columns))
+        part = tuple(cells[begin : begin + columns] for cells in grid)
+        return _as_text(part, marked)
+
     def check_complete(self) -> None:
         """Checks that each stage and microbatch has F and B, or F, I and W, once, on its rank.
 

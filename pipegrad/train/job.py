@@ -231,7 +231,7 @@ class Job:
         return {
             name: getattr(torch, value) if value and name.endswith("_dtype") else value
             for name, value in options.items()
-        }
+        } | {"step_timeout_seconds": self.config.train.step_timeout_seconds}
 
     def check_optimizer(self) -> None:
         """Refuses an optimizer that cannot step shards of parameters."""

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
+from pipegrad.comm.activity import Activity
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -70,5 +72,6 @@ def every_rank(values: list[float], device: torch.device) -> list[list[float]]:
     # matrices has all rows.
     all_values = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
     all_values[dist.get_rank()] = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(all_values)
+    with Activity("the metrics of a step", range(dist.get_world_size())):
+        dist.all_reduce(all_values)
     return [[float(x) for x in of_rank] for of_rank in all_values.tolist()]

@@ -14,7 +14,6 @@ import contextlib
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
@@ -23,8 +22,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public
 from torch.distributed.rendezvous import rendezvous
 
-from pipegrad.errors import ConfigError, in_words, root_of
+from pipegrad.comm.watch.watch import watch
+from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
+from pipegrad.train.last_words import fail
 
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -104,11 +105,16 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
         dist.destroy_process_group()
         return
     _join(timeout_seconds)
+    watched = watch()
+    if watched is not None:
+        watched.minds_ends = True
     # From here on every way out ends in `os._exit`. The exit code must be right all the same, as
     # torchrun decides by it whether the job has failed.
-    rank, code = dist.get_rank(), 0
+    code = 0
     try:
         yield
+        if watched is not None:
+            watched.leave()
         dist.destroy_process_group()
         # Waits for all threads that are not daemons, as the interpreter would at its end.
         threading._shutdown()  # type: ignore[attr-defined]
@@ -119,9 +125,9 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
             else int(exit_error.code is not None)
         )
     except BaseException as error:  # noqa: BLE001 - the process ends here
-        traceback.print_exception(error)
-        print(f"Error on rank {rank}: {in_words(root_of(error))}", file=sys.stderr)  # noqa: T201
-        code = 1
+        code = fail(error, folder=None, shows_traceback=True)
+    if watched is not None:
+        watched.leave()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from pipegrad.plan.options import STEP_SECONDS
 from pipegrad.plugins.handler import BUCKET_BYTES
 
 
@@ -352,6 +353,15 @@ class Train(Table):
         default=True,
         description="record the last steps; the end of the run prints what each rank did in one, "
         "and writes timeline.json into the run's folder, for pipegrad trace",
+    )
+    step_timeout_seconds: float = Field(
+        default=STEP_SECONDS,
+        gt=0,
+        description="how long a step, an evaluation's batch or a save may take on any rank; then "
+        "the job ends on all ranks with a report of who was late",
+    )
+    start_timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="the same for the set-up before the first step"
     )
     log_every: int = Field(
         default=10, ge=1, description="steps between lines where there is no terminal"

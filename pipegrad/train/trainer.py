@@ -17,6 +17,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from rich.console import RenderableType
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pipegrad.comm.agreement import agree, same
+from pipegrad.comm.watch.watch import Bounded
 from pipegrad.errors import StepError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
@@ -84,6 +86,10 @@ class Trainer:
 
     def __init__(self, load: Callable[[], Config]) -> None:
         config = self._agreed_configuration(load)
+        with Bounded("the set-up", config.train.start_timeout_seconds):
+            self._set_up(config)
+
+    def _set_up(self, config: Config) -> None:
         kinds = agree(
             "preparing the job", lambda: self._prepare(config), timeout_seconds=_PREPARE_SECONDS
         )
@@ -120,6 +126,11 @@ class Trainer:
             StepError: If the gradients are not finite. On all ranks, and parameters are unchanged.
             PipegradError: As `GradientSync` does.
         """
+        with self.sync.bounded(f"step {number}"):
+            metrics = self._train(number)
+        return replace(metrics, **self._evaluation.after(number))
+
+    def _train(self, number: int) -> StepMetrics:
         config, begin, topology = self.job.config, time.perf_counter(), self._topology
         # A rank without a batch ends the run here, on all ranks; see [Note: a batch ahead].
         self._feed.begin(number)
@@ -173,7 +184,6 @@ class Trainer:
             tokens_seen=self._feed.elements_seen,
             elapsed_seconds=max(elapsed),
             peak_memory_bytes=int(max(memory)),
-            **self._evaluation.after(number),
         )
 
     def save(self, folder: Path, number: int) -> None:

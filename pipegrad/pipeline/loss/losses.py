@@ -67,7 +67,7 @@ class Losses:
         tape: Tape,
     ) -> None:
         self._tape = tape
-        ranks = sorted(topology.ranks)
+        self._ranks = ranks = sorted(topology.ranks)
         # Each pipeline has a last stage, and the loss is the mean of theirs. Pipelines that are
         # replicas have different data; others have the same data and the same loss.
         self._num_copies = len(topology.pipelines)
@@ -221,12 +221,12 @@ class Losses:
         for place, tensor in tensors.items():
             message[place] = tensor  # the host waits for nothing
         if self._group is None:
-            return Message(message, None, self._tape)
+            return Message(message, None, self._tape, ())
         work = dist.all_reduce(message, group=self._group, async_op=True)
         # A result may be thrown away unread. Its work must live until it has ended.
         _have_ended(self._leaving)
         self._leaving.append(work)
-        return Message(message, work, self._tape)
+        return Message(message, work, self._tape, self._ranks)
 
 
 def _have_ended(leaving: deque[dist.Work]) -> bool:

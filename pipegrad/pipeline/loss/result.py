@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.tape import Tape
 from pipegrad.errors import StepError
 
@@ -26,12 +27,16 @@ class Message:
         numbers: ``(number,)``, float64. They are the sums when the work has ended.
         work: The all-reduce; None if there is one rank.
         tape: Where the wait for it is noted.
+        ranks: Of the all-reduce.
     """
 
-    def __init__(self, numbers: Tensor, work: dist.Work | None, tape: Tape) -> None:
+    def __init__(
+        self, numbers: Tensor, work: dist.Work | None, tape: Tape, ranks: Sequence[int]
+    ) -> None:
         self._numbers = numbers
         self._work = work
         self._tape = tape
+        self._ranks = ranks
         self._read: list[float] | None = None
 
     @property
@@ -47,7 +52,8 @@ class Message:
         """
         if self._work is not None:
             began = self._tape.now()
-            self._work.wait()
+            with Activity("the loss of a step", self._ranks):
+                self._work.wait()
             self._tape.note("wait for ranks", "the loss of all ranks", began)
             self._work = None
         return self._numbers

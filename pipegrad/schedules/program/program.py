@@ -143,6 +143,14 @@ class Program:
         """Yields the items of a pipeline rank."""
         return map(decode, self.items[rank])
 
+    def called(self, rank: int) -> Iterator[Item]:
+        """Yields the items of a pipeline rank that its executor calls.
+
+        A LAUNCH leaves by itself with the last gradient of its bucket, and a PUBLISH after the
+        optimizer's step.
+        """
+        return (item for item in self.decoded(rank) if item.op not in (Op.LAUNCH, Op.PUBLISH))
+
     def listing(self, rank: int) -> str:
         """Returns the items of a pipeline rank as text, one line for each."""
         return "\n".join([f"rank {rank}", *(f"  {self.words(i)}" for i in self.decoded(rank))])

@@ -83,7 +83,7 @@ def test_agreement() -> None:
         "succeed": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
         "one fails": (
             "AgreementError",
-            "reading: 1 of 3 ranks failed, so all stop:\n  rank 1: FileNotFoundError: no x.toml",
+            "rank 1: FileNotFoundError: no x.toml (reading: 1 of 3 ranks failed, so all stop)",
         ),
         "after it": [0, 1, 2],
         "two fail": (

@@ -120,7 +120,7 @@ def of_something_else() -> Any:
         ),
         (
             "one refused",
-            "PlanError: load_state_dict: 1 of 2 ranks failed, so all stop:\n  rank 1: PlanError: w",
+            "PlanError: rank 1: PlanError: w",
         ),
         ("open", "StepError: state_dict() inside a step"),
     ],

@@ -118,7 +118,7 @@ def test_a_layer_that_exits_in_a_step_ends_the_run_badly(job: Path) -> None:
         check=False,
     )
     assert ran.returncode == 1
-    assert "Error on rank 0: " in ran.stderr
+    assert "Error: the run was ended by SystemExit(0) (factories.py:152)" in ran.stderr
     assert "SystemExit(0) (factories.py:" in ran.stderr
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.recorder import Own, StepRecorder, items_of
+from pipegrad.observe.recorder import Own, StepRecorder
 from pipegrad.observe.stamps import DeviceStamps, Stamps
 from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective, Op
@@ -90,7 +90,7 @@ def run(recorder: StepRecorder, number: int, stop_at: int | None = None) -> list
     def call(which: int, microbatch: int) -> None:
         called.append((which, microbatch))
 
-    items = list(items_of(made_program, 0))
+    items = list(made_program.called(0))
     recorder.begin_step(number, made_program)
     kept, keep = recorder.items()
     assert len(kept) == len(items)
@@ -119,7 +119,7 @@ def computes(own: Own) -> list[Span]:
 def test_every_item_is_called_once_in_order_and_every_action_is_recorded(ended: Any) -> None:
     ended.append(recorder := made(Ticks()))
     called = run(recorder, 7)
-    items = list(items_of(program(), 0))
+    items = list(program().called(0))
     assert called == [(item.which, item.microbatch) for item in items]
     own = recorder.read()
     actions = [str(program().action(item)) for item in items if item.op is Op.COMPUTE]

@@ -1,0 +1,201 @@
+"""FailureReport: who has made a job fail, and what each rank was at. Pure: it reads states alone.
+
+[Note: the cause of a failure] Most ranks of a failed job only wait. The cause is looked for in this
+order:
+
+1. a rank that has raised an error which does not follow from another rank's failure;
+2. a rank that does not answer: its process has ended or is stopped, or its network is cut;
+3. a rank that others wait for, and that waits for nobody: it is slow, or it is elsewhere;
+4. ranks that have all come to one collective, which does not end;
+5. ranks that wait for each other in a circle;
+6. the first error, if all errors follow from others: a connection was lost between two live ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipegrad.comm.watch.rank_state import RankState, Wait
+
+Kind = Literal["common", "raised", "lost"]
+_MOST_ROWS = 32  # of the table; with more ranks, those that say most
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The report of a failed job.
+
+    Attributes:
+        cause: One line: which rank, and what it was at.
+        text: The cause, then what each rank was at, and the grid.
+        reporter: The rank that has written it, and prints it.
+        kind: ``"common"``: all ranks have raised the same error, as those of a set-up do.
+            ``"raised"``: the cause is an error. ``"lost"``: a rank did not go on.
+    """
+
+    cause: str
+    text: str
+    reporter: int
+    kind: Kind = "lost"
+
+
+def make_report(
+    states: Mapping[int, RankState],
+    num_ranks: int,
+    *,
+    reporter: int,
+    alarm: str,
+    signs: Mapping[int, str],
+    draw: Callable[[Mapping[int, str]], str],
+) -> FailureReport:
+    """Returns the report.
+
+    Args:
+        states: By rank, of the ranks that have answered.
+        num_ranks: Number of all ranks.
+        reporter: The rank that makes the report.
+        alarm: What the first rank has noticed.
+        signs: What is known of the process of a rank that has not answered.
+        draw: Returns the grid of a pipeline with marked cells, by row.
+    """
+    errors = {state.error for state in states.values() if not state.follows}
+    if len(states) == num_ranks and len(errors) == 1 and "" not in errors:
+        alone = next(iter(errors))
+        if all(state.error == alone for state in states.values()):
+            return FailureReport(alone, alone, reporter, "common")
+    ranks, cause = _cause(states, num_ranks, alarm, signs)
+    parts = [cause, _table(states, num_ranks, ranks, signs)]
+    pipelines = [states[r].row for r in ranks if r in states] + [s.row for s in states.values()]
+    pipeline = next((row[0] for row in pipelines if row is not None), None)
+    if pipeline is not None:
+        marks = {s.row[1]: s.mark for s in states.values() if s.row and s.row[0] == pipeline}
+        parts.append(draw(marks))
+    is_raised = any(state.error and not state.follows for state in states.values())
+    text = "\n".join(part for part in parts if part)
+    return FailureReport(cause, text, reporter, "raised" if is_raised else "lost")
+
+
+def _cause(
+    states: Mapping[int, RankState], num_ranks: int, alarm: str, signs: Mapping[int, str]
+) -> tuple[list[int], str]:
+    """Returns the ranks that are the cause, and the cause; see [Note: the cause of a failure]."""
+    raised = sorted((s for s in states.values() if s.error), key=lambda s: (s.error_time, s.rank))
+    for state in raised:
+        if not state.follows:
+            return [state.rank], f"rank {state.rank}: {state.error}{_at(state)}"
+    if silent := [rank for rank in range(num_ranks) if rank not in states]:
+        words = "; ".join(f"rank {rank} {signs.get(rank, _UNKNOWN)}" for rank in silent[:4])
+        more = f"; and {len(silent) - 4} more" if len(silent) > 4 else ""
+        return silent, f"{words}{more}. {alarm}"
+    if absent := sorted({rank for state in raised for rank in state.absent}):
+        words = "; ".join(f"rank {rank} {_words(states[rank])}" for rank in absent[:4])
+        return absent, f"{words}. Rank {raised[0].rank}: {raised[0].error}"
+    if not raised:
+        edges = {rank: _waits_for(state, states) for rank, state in states.items()}
+        return _stalled(states, edges, alarm)
+    first = raised[0]
+    return [first.rank], f"rank {first.rank}: {first.error}{_at(first)}"
+
+
+_UNKNOWN = (
+    "does not answer: its process or its machine has ended or is stopped, or its network is cut"
+)
+
+
+def _stalled(
+    states: Mapping[int, RankState], edges: Mapping[int, Sequence[int]], alarm: str
+) -> tuple[list[int], str]:
+    """Returns who makes the others wait, if nobody has failed."""
+    free = [rank for rank in sorted(states) if not states[rank].waits]
+    awaited = {target for targets in edges.values() for target in targets}
+    # A rank inside a collective of torch waits, too: nobody knows for whom.
+    free.sort(key=lambda r: (states[r].is_in_torch, r not in awaited, -states[r].seconds, r))
+    if free:
+        rank = free[0]
+        return [rank], f"rank {rank} {_words(states[rank])}; other ranks wait for it. {alarm}"
+    if together := [rank for rank in sorted(states) if not edges[rank]]:
+        what = _first_wait(states[together[0]])
+        return together, (
+            f"{_numbers(together)} are in {what!r}, and it does not end: look at the network "
+            f"between them. {alarm}"
+        )
+    circle = _circle(edges)
+    words = "; ".join(
+        f"rank {rank} waits for {_numbers(edges[rank])}: {_first_wait(states[rank])}"
+        for rank in circle
+    )
+    return circle, f"ranks wait for each other in a circle: {words}. {alarm}"
+
+
+def _circle(edges: Mapping[int, Sequence[int]]) -> list[int]:
+    """Returns ranks that wait for each other; every rank waits for some rank."""
+    rank, seen = min(edges), list[int]()
+    while rank not in seen:
+        seen.append(rank)
+        rank = min(edges[rank])
+    return seen[seen.index(rank) :]
+
+
+def _waits_for(state: RankState, states: Mapping[int, RankState]) -> list[int]:
+    """Returns the ranks that a rank waits for: of a collective those that are not in it."""
+    ranks = set[int]()
+    for wait in state.waits:
+        others = set(wait.ranks) - {state.rank}
+        if wait.is_shared:
+            others = {rank for rank in others if rank in states and not _is_in(states[rank], wait)}
+        ranks |= others & states.keys()
+    return sorted(ranks)
+
+
+def _is_in(state: RankState, wait: Wait) -> bool:
+    return any(own.what == wait.what for own in state.waits)
+
+
+def _at(state: RankState) -> str:
+    """Returns where a rank was when it failed."""
+    doing = ", ".join(dict.fromkeys(text for text in (*state.doing, state.item) if text))
+    return f" [{doing}]" if doing else ""
+
+
+def _words(state: RankState) -> str:
+    """Returns what a rank does, in words."""
+    where = f" ({state.where})" if state.where else ""
+    doing = ", ".join(dict.fromkeys(text for text in (*state.doing, state.item) if text))
+    if not doing:
+        return f"was outside of pipegrad{where}"
+    return f"was in {doing}, for {state.seconds:.1f} s{where}"
+
+
+def _first_wait(state: RankState) -> str:
+    return state.waits[0].what if state.waits else "unknown"
+
+
+def _table(
+    states: Mapping[int, RankState], num_ranks: int, causes: Sequence[int], signs: Mapping[int, str]
+) -> str:
+    """Returns a line for each rank: those of the cause first."""
+    ranks = [*causes, *(rank for rank in range(num_ranks) if rank not in causes)]
+    lines = [_line(rank, states.get(rank), signs) for rank in ranks[:_MOST_ROWS]]
+    if len(ranks) > _MOST_ROWS:
+        lines.append(f"  ... and {len(ranks) - _MOST_ROWS} more ranks")
+    return "\n".join(lines)
+
+
+def _line(rank: int, state: RankState | None, signs: Mapping[int, str]) -> str:
+    if state is None:
+        return f"  rank {rank}: {signs.get(rank, 'no answer')}"
+    words = f"  rank {rank} (pid {state.pid} on {state.host}): {_words(state)}"
+    for wait in state.waits:
+        if wait.what not in (state.item, *state.doing):
+            others = _numbers([r for r in wait.ranks if r != rank])
+            words += f"; waits {wait.seconds:.1f} s with {others}: {wait.what}"
+    return f"{words}; it raised {state.error}" if state.error else words
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Returns ranks as text; of many only how many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {list(ranks)}" if len(ranks) <= 8 else f"{len(ranks)} ranks"

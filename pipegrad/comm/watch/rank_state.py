@@ -1,0 +1,195 @@
+"""RankState: what a rank is at when the job fails, as it tells the other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from pipegrad.comm.activity import Activity, Details, activities, last_failed
+from pipegrad.comm.failures import Failure
+
+_OWN = f"{Path(__file__).parent.parent}{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
+# Threads and entry points of Python have no line that helps.
+_SKIPPED = (_OWN, _TORCH, f"{os.sep}click{os.sep}", "<")
+
+
+class Wait(NamedTuple):
+    """Something that a rank waits for.
+
+    Attributes:
+        what: In words.
+        ranks: The global ranks that it waits for.
+        is_shared: Whether these ranks take part in it, and have it in the same words.
+        seconds: For how long.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    is_shared: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank is at. All of it is plain data.
+
+    Attributes:
+        rank: The global rank.
+        host: Name of its machine.
+        pid: Of its process there.
+        doing: What its main thread does, outermost first.
+        seconds: For how long it has been at the innermost of these.
+        item: The item of the Program, if it is in a step.
+        waits: What its threads wait for.
+        row: Its pipeline, and its row of the grid; None outside of a step.
+        mark: The cell of that row.
+        where: The user's line that runs, or the line of torch.
+        is_in_torch: Whether the main thread is inside of a collective of torch.
+        error: What it has raised, in words; "" if nothing.
+        follows: Whether that error follows from another rank's failure.
+        error_time: When it was raised, in seconds since the epoch.
+        absent: The ranks for which it has waited in vain.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    doing: tuple[str, ...] = ()
+    seconds: float = 0.0
+    item: str = ""
+    waits: tuple[Wait, ...] = ()
+    row: tuple[int, int] | None = None
+    mark: str = ""
+    where: str = ""
+    is_in_torch: bool = False
+    error: str = ""
+    follows: bool = False
+    error_time: float = 0.0
+    absent: tuple[int, ...] = ()
+
+    def dumped(self) -> bytes:
+        """Returns it as bytes that `loaded` reads."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def loaded(cls, content: bytes) -> RankState:
+        """Returns what `dumped` has written."""
+        fields = json.loads(content)
+        waits = tuple(Wait(w[0], tuple(w[1]), w[2], w[3]) for w in fields.pop("waits"))
+        row = fields.pop("row")
+        for name in ("doing", "absent"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields, waits=waits, row=None if row is None else tuple(row))
+
+
+class LastProgress:
+    """When the main thread has last gone on to another item, as seen from time to time."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[object, int] | None = None
+        self._since = 0.0
+
+    def look(self) -> float:
+        """Looks where the main thread is; returns when it was first seen there, or came there."""
+        stack = activities().get(_main(), [])
+        placed = next((a for a in reversed(stack) if a.position is not None), None)
+        if placed is None or placed.position is None:
+            return 0.0
+        seen = placed, placed.position()
+        if seen != self._seen:
+            # The first look of a new item may come late, but never before its activity began.
+            is_first = self._seen is None
+            self._seen, self._since = seen, placed.since if is_first else time.monotonic()
+        return self._since
+
+
+def state_of_this_rank(rank: int, failure: Failure | None, progress: LastProgress) -> RankState:
+    """Returns what this rank is at; any thread may call it."""
+    stacks, now = activities(), time.monotonic()
+    main = stacks.pop(_main(), [])
+    details, since = _details(main), progress.look()
+    seconds = now - max(since, main[-1].since) if main else 0.0
+    doing = tuple(activity.what for activity in main)
+    line, is_in_torch = _line_of_main_thread()
+    if failure is not None and (failed := last_failed(_main())) is not None:
+        doing, details = failed.doing, failed.details._replace(waits_for=())
+        line, is_in_torch, seconds = "", False, time.time() - failure.time
+    waits = [wait for stack in [main, *stacks.values()] if (wait := _wait(stack, now)) is not None]
+    if details.waits_for:
+        waits.insert(0, Wait(details.item, details.waits_for, False, seconds))
+    return RankState(
+        rank,
+        socket.gethostname(),
+        os.getpid(),
+        doing=doing,
+        seconds=seconds,
+        item=details.item,
+        waits=tuple(waits),
+        row=details.row,
+        mark=details.mark,
+        where=line,
+        is_in_torch=is_in_torch,
+        error=failure.error if failure else "",
+        follows=failure is not None and failure.follows,
+        error_time=failure.time if failure else 0.0,
+        absent=failure.absent if failure else (),
+    )
+
+
+def drawing(marks: Mapping[int, str]) -> str:
+    """Returns the grid that the main thread is in, or has failed in, with marked cells; or ""."""
+    for activity in reversed(activities().get(_main(), [])):
+        if activity.drawing is not None:
+            return activity.drawing(marks)
+    failed = last_failed(_main())
+    return "" if failed is None or failed.drawing is None else failed.drawing(marks)
+
+
+def _main() -> int:
+    return threading.main_thread().ident or 0
+
+
+def _details(stack: list[Activity]) -> Details:
+    """Returns the details of the innermost activity that has some."""
+    for activity in reversed(stack):
+        if activity.details is not None:
+            return activity.details()
+    return Details()
+
+
+def _wait(stack: list[Activity], now: float) -> Wait | None:
+    """Returns what a thread waits for with other ranks."""
+    if not stack or not stack[-1].ranks:
+        return None
+    innermost = stack[-1]
+    return Wait(innermost.what, tuple(innermost.ranks), True, now - innermost.since)
+
+
+def _line_of_main_thread() -> tuple[str, bool]:
+    """Returns the innermost line of the user, and whether torch communicates."""
+    frame = sys._current_frames().get(_main())
+    is_in_torch, innermost = False, ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if f"{_TORCH}distributed{os.sep}" in name:
+            is_in_torch = True
+        if not any(part in name for part in _SKIPPED) and f"{os.sep}importlib" not in name:
+            innermost = _line(frame)
+            break
+        frame = frame.f_back
+    return innermost, is_in_torch
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"

@@ -1,0 +1,378 @@
+"""Watch: ends a job on all ranks, with one report, when a rank fails or stays away.
+
+[Note: watch] Two threads of each rank sleep nearly always. One looks at the activities of the rank
+and at the processes beside it; it never blocks. The other talks to the key-value store, on a
+connection of its own, and may block if the network is gone.
+
+1. An activity takes longer than it may, a process beside this one has ended, or the main thread
+   calls `fail`: the rank raises the alarm, a key in the store. The first one counts.
+2. All ranks look for the alarm twice a second. When they find it, each posts what it is at.
+3. The rank that has raised the alarm waits some seconds for these answers, makes the report of
+   them, and posts it. A rank without an answer is dead, stopped or cut off, and the report says so.
+4. Every rank takes the report. A rank that cannot reach the store makes one of what it knows.
+5. The connections of this rank are closed, so that waits of the main thread fail. The main thread
+   raises the report, or ends the process. If it does neither in some seconds, this thread ends the
+   process: it may be in code that never returns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from threading import Event
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from pipegrad.comm.activity import Activity, activities
+from pipegrad.comm.agreement import store
+from pipegrad.comm.failures import Failure, failure_of
+from pipegrad.comm.process_groups import cut_all
+from pipegrad.comm.watch.failure_report import FailureReport, make_report
+from pipegrad.comm.watch.launcher import tell_launcher
+from pipegrad.comm.watch.processes import ProcessId
+from pipegrad.comm.watch.rank_state import LastProgress, RankState, drawing, state_of_this_rank
+from pipegrad.errors import StallError
+
+STALLED = 3  # the exit code of a process whose job was ended by a report
+_POLL_SECONDS = 0.5
+_TICK_SECONDS = 0.02
+_ANSWER_SECONDS = 8.0  # for all ranks to post what they are at
+_REPORT_SECONDS = 4.0  # then for the report
+_LEAVE_SECONDS = 5.0  # for the main thread to come out of its wait
+_JOIN_SECONDS = 1.0
+_has_alarm = False  # whether any watch of this process has one
+_watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+
+
+class Watch:
+    """The watch of this rank under one default process group; see [Note: watch].
+
+    Attributes:
+        minds_ends: Whether a process of this machine that ends without `leave` raises the alarm.
+        show: Takes the text of a report, on the rank that has made it; by default it prints it.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self.show: Callable[[str], object] = _print
+        self.minds_ends = False
+        self._world = ref(dist.group.WORLD)
+        # A wait of another thread holds its connection to the store until it ends.
+        own: Store = store().clone()  # type: ignore[attr-defined]  # public
+        life = own.add(f"pipegrad/watch/lives/{self._rank}", 1)
+        self._store, self._prefix = own, f"pipegrad/watch/{life}"
+        self._own_process = ProcessId.own()
+        if own.has_extended_api():  # type: ignore[attr-defined]  # public
+            own.append(self._beside, f"{self._rank} {self._own_process.dumped()}\n")  # type: ignore[attr-defined]
+        self._processes: dict[int, ProcessId] = {}  # the others of this machine
+        self._left = set[int]()
+        self._failure: Failure | None = None
+        self._progress = LastProgress()
+        self._alarm: str | None = None
+        self._alarm_since = 0.0
+        self._report: FailureReport | None = None
+        self._has_report = Event()
+        self._is_taken = False
+        self._wake = Event()  # for the thread of the store
+        self._stopped = Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name=f"pipegrad {name}", daemon=True)
+            for target, name in ((self._watch, "watch"), (self._talk, "watch store"))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._stop)
+
+    # What the main thread calls.
+
+    def fail(self, error: BaseException) -> FailureReport:
+        """Tells all ranks that this one has failed for good; returns the report of the job.
+
+        It takes some seconds at most.
+        """
+        self._failure = failure_of(error)
+        self._raise_alarm("")
+        return self.report()
+
+    def report(self) -> FailureReport:
+        """Returns the report of an alarm, when it is there; the main thread goes on with it."""
+        self._has_report.wait(_ANSWER_SECONDS + 2 * _REPORT_SECONDS)
+        self._is_taken = True
+        return self._report or self._own_report("the report of the other ranks did not come")
+
+    @property
+    def has_alarm(self) -> bool:
+        """Whether a rank has raised the alarm, as far as this rank knows."""
+        return self._alarm is not None
+
+    def look_beside(self) -> bool:
+        """Looks at once whether a process of this machine has ended; returns `has_alarm`."""
+        self._wake.set()
+        deadline = time.monotonic() + 2 * _POLL_SECONDS
+        while not self.has_alarm and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS)
+        return self.has_alarm
+
+    def leave(self) -> None:
+        """Ends the watch of this rank: its process may end from now on, and that is no failure."""
+        if not self.has_alarm:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._store.set(self._key("left", self._rank), "")
+        self._stop()
+
+    # The thread that never blocks.
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            if self._alarm is None and dist.group.WORLD is not self._world():
+                return self._stopped.set()  # the group was destroyed
+            if self._alarm is None:
+                self._progress.look()
+                if (late := self._late()) is not None:
+                    self._raise_alarm(late)
+            elif self._report is None:
+                limit = _ANSWER_SECONDS + 2 * _REPORT_SECONDS
+                if time.monotonic() - self._alarm_since > limit:
+                    self._take(self._own_report(_NO_STORE))
+            else:
+                return self._leave_wait()
+        return None
+
+    def _late(self) -> str | None:
+        """Returns words about an activity that has taken longer than it may."""
+        now = time.monotonic()
+        for stack in activities().values():
+            for activity in stack:
+                limit = activity.within_seconds
+                if limit is not None and now - activity.since > limit:
+                    return f"Rank {self._rank} has waited {limit:g} s in {activity.what}"
+        return None
+
+    def _raise_alarm(self, words: str) -> None:
+        self._note_alarm(words)
+        self._wake.set()
+
+    def _note_alarm(self, words: str) -> None:
+        global _has_alarm  # noqa: PLW0603 - verbs read it, and must not look for their watch
+        with self._lock:
+            if self._alarm is None:
+                self._alarm, self._alarm_since = words, time.monotonic()
+            _has_alarm = True
+
+    def _leave_wait(self) -> None:
+        """Makes waits of the main thread fail; ends the process if it does not come back."""
+        report = self._report
+        assert report is not None
+        if not self._is_taken:
+            # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
+            self._threads.append(threading.Thread(target=cut_all, daemon=True))
+            self._threads[-1].start()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while not self._is_taken and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS)
+        if not self._is_taken:
+            os._exit(STALLED)
+
+    # The thread that talks to the store.
+
+    def _talk(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._wake.wait(_POLL_SECONDS)
+                self._wake.clear()
+                if self._alarm is None and self.minds_ends:
+                    self._look_at_processes()
+                if self._alarm is not None or self._store.check([self._key("alarm")]):
+                    self._exchange()
+                    return
+        except (dist.DistError, RuntimeError):
+            # Whoever keeps the store has ended, perhaps because the job is done.
+            if self._alarm is not None:
+                self._take(self._own_report(_NO_STORE))
+
+    def _look_at_processes(self) -> None:
+        """Raises the alarm if a process of this machine has ended without `leave`."""
+        for rank, process in self._processes_beside().items():
+            if process.state() == "ended":
+                if not self._store.check([self._key("left", rank)]):
+                    self._raise_alarm("")
+                    return
+                self._left.add(rank)
+
+    def _processes_beside(self) -> dict[int, ProcessId]:
+        """Returns the other processes of this machine that may not end."""
+        expected = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if self._store.check([self._beside]) and len(self._processes) + 1 != expected:
+            lines = self._store.get(self._beside).decode().splitlines()
+            known = {int(line.split()[0]): ProcessId.loaded(line.split()[1]) for line in lines}
+            self._processes = {r: p for r, p in known.items() if r != self._rank}
+        return {r: p for r, p in self._processes.items() if r not in self._left}
+
+    def _exchange(self) -> None:
+        """Posts what this rank is at; makes the report, or takes it."""
+        own = f"{self._rank} {self._alarm or ''}"
+        first = self._store.compare_set(self._key("alarm"), "", own).decode()
+        number, _, words = first.partition(" ")
+        self._note_alarm(words)
+        state = state_of_this_rank(self._rank, self._failure, self._progress)
+        self._store.set(self._key("state", self._rank), state.dumped().decode())
+        if int(number) == self._rank:
+            self._make_report(words)
+        self._take_report(int(number))
+
+    def _make_report(self, words: str) -> None:
+        states = self._answers()
+        signs = {r: self._sign(r) for r in range(self._num_ranks) if r not in states}
+        report = make_report(
+            states,
+            self._num_ranks,
+            reporter=self._rank,
+            alarm=words,
+            signs=signs,
+            draw=drawing,
+        )
+        # This thread shows it: the main thread may never come back. A common error is not shown
+        # here, since each rank raises it in its own words.
+        if report.kind != "common":
+            self.show(report.text)
+        self._store.set(self._key("report"), json.dumps([report.cause, report.kind]))
+
+    def _answers(self) -> dict[int, RankState]:
+        """Returns the states of the ranks that answer in time."""
+        states = dict[int, RankState]()
+        now = time.monotonic()
+        deadline, known_by = now + _ANSWER_SECONDS, now + 3 * _POLL_SECONDS
+
+        def silent(states: Mapping[int, RankState]) -> list[int]:
+            return [rank for rank in range(self._num_ranks) if rank not in states]
+
+        while len(states) < self._num_ranks and time.monotonic() < deadline:
+            for rank in range(self._num_ranks):
+                if rank not in states and self._store.check([key := self._key("state", rank)]):
+                    states[rank] = RankState.loaded(self._store.get(key))
+            if time.monotonic() > known_by and all(map(self._is_known, silent(states))):
+                break
+            time.sleep(_TICK_SECONDS)
+        return states
+
+    def _is_known(self, rank: int) -> bool:
+        """Whether a rank cannot answer, as far as this machine knows."""
+        process = self._processes.get(rank)
+        return process is not None and process.state() in ("ended", "stopped")
+
+    def _take_report(self, reporter: int) -> None:
+        deadline = time.monotonic() + _ANSWER_SECONDS + _REPORT_SECONDS
+        while not self._store.check([self._key("report")]):
+            if time.monotonic() > deadline:
+                self._take(self._own_report(f"rank {reporter} has not made its report"))
+                return
+            time.sleep(_TICK_SECONDS)
+        cause, kind = json.loads(self._store.get(self._key("report")))
+        self._take(FailureReport(cause, "", reporter, kind))
+
+    def _take(self, report: FailureReport) -> None:
+        with self._lock:
+            self._report = self._report or report
+        tell_launcher(report.cause)
+        self._has_report.set()
+
+    def _own_report(self, reason: str) -> FailureReport:
+        """Returns a report of this rank alone."""
+        state = state_of_this_rank(self._rank, self._failure, self._progress)
+        report = make_report(
+            {self._rank: state},
+            1,
+            reporter=self._rank,
+            alarm=f"{self._alarm or ''}; {reason}".strip("; "),
+            signs={},
+            draw=drawing,
+        )
+        self.show(report.text)
+        return replace(report, kind="lost" if report.kind == "common" else report.kind)
+
+    def _sign(self, rank: int) -> str:
+        """Returns what is known of a process that has not answered."""
+        process = self._processes.get(rank)
+        state = "" if process is None else process.state()
+        return _SIGNS[state].format(pid="" if process is None else process.pid)
+
+    @property
+    def _beside(self) -> str:
+        """The key of the processes of this machine."""
+        return self._key("machine", self._own_process.machine)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join([self._prefix, *map(str, parts)])
+
+    def _stop(self) -> None:
+        """Ends the threads: one that is in torch when Python finalizes would abort the process."""
+        atexit.unregister(self._stop)
+        self._stopped.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
+
+
+_NO_STORE = "the key-value store does not answer: the network is cut, or its process has ended"
+_SIGNS: Mapping[str, str] = {
+    "": "does not answer: its process or machine has ended or is stopped, or its network is cut",
+    "ended": "has ended without a word (process {pid})",
+    "stopped": "is stopped (process {pid}), by a signal such as SIGSTOP, or by a debugger",
+    "running": "does not answer, though its process {pid} runs: code that holds the interpreter "
+    "lock, or a machine without memory or processor time",
+}
+
+
+def watch() -> Watch | None:
+    """Returns the watch of the default process group; None without one, and for one rank alone.
+
+    Every rank of the group must call it. The first call begins to watch.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _watches:
+        _watches[world] = Watch()
+    return _watches[world]
+
+
+class Bounded(Activity):
+    """An activity that a watch ends if it takes too long. It is part of a verb, on the main thread.
+
+    After an alarm of any rank, an error inside becomes a StallError with the cause.
+
+    Args:
+        what: In words.
+        within_seconds: How long it may take.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, what: str, within_seconds: float) -> None:
+        super().__init__(what, within_seconds=within_seconds)
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        # Also a verb that has ended well: after an alarm other ranks have ended.
+        error, world = raised[1], dist.group.WORLD
+        if not _has_alarm or isinstance(error, StallError) or world is None:
+            return
+        own = _watches.get(world)
+        if own is not None and own.has_alarm and (error is None or isinstance(error, Exception)):
+            raise StallError(own.report().cause) from error
+
+
+def _print(text: str) -> None:
+    print(f"Error: {text}", file=sys.stderr, flush=True)  # noqa: T201

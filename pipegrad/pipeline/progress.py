@@ -1,0 +1,69 @@
+"""Progress: how far this rank is in a step, for the report of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from pipegrad.comm.activity import Details
+from pipegrad.schedules import Action
+from pipegrad.schedules.program.program import Item, Op, Program
+from pipegrad.topology import Topology
+
+_COLUMNS = 24  # of a grid
+# An item that waits, and the end of its channel that it waits for.
+_AWAITED: Mapping[Op, str] = {Op.WAIT_RECEIVE: "source", Op.RELEASE: "target"}
+
+
+class Progress:
+    """How far this rank is in a step of a Program.
+
+    Nothing is noted in a step: the number of the item that runs is all that is needed.
+
+    Args:
+        program: What all ranks do.
+        topology: Its pipelines run the Program.
+        position: Returns the number of the item that runs, of those that are called.
+    """
+
+    def __init__(self, program: Program, topology: Topology, position: Callable[[], int]) -> None:
+        self._program = program
+        self._topology = topology
+        self.position = position
+
+    def details(self) -> Details:
+        """Returns what this rank is at; any thread may call it."""
+        topology, position = self._topology, self.position()
+        rank = topology.coordinate(topology.pipeline)
+        begun = list(islice(self._program.called(rank), position + 1))
+        actions = [self._program.action(item) for item in begun if item.op is Op.COMPUTE]
+        item = begun[position] if position < len(begun) else None
+        number = next(i for i, ranks in enumerate(topology.pipelines) if topology.rank in ranks)
+        return Details(
+            "all items of the step are done" if item is None else self._words(item),
+            self._waits_for(item),
+            (number, rank),
+            str(actions[-1]) if actions else "",
+        )
+
+    def drawing(self, marks: Mapping[int, str]) -> str:
+        """Returns the grid, with the last action of each rank marked.
+
+        Args:
+            marks: The action of a pipeline rank as text; "" if it has not begun one.
+        """
+        schedule = self._program.schedule
+        words = {mark for mark in marks.values() if mark}
+        actions = [a for actions in schedule.actions for a in actions if str(a) in words]
+        grid = schedule.around(actions, _COLUMNS)
+        return f"schedule {schedule.name}; >{Action(0, 'F', 0)}< is a rank's last action:\n{grid}"
+
+    def _words(self, item: Item) -> str:
+        return " ".join(self._program.words(item).split())
+
+    def _waits_for(self, item: Item | None) -> tuple[int, ...]:
+        if item is None or item.op not in _AWAITED:
+            return ()
+        channel = self._program.channels[item.which]
+        own = self._topology.ranks_along(self._topology.pipeline)
+        return (own[getattr(channel, _AWAITED[item.op])],)

@@ -1,0 +1,96 @@
+"""Last words: what a rank of a job says when the job fails, and its exit code.
+
+There is one report for all ranks: that of the watch (`pipegrad.comm.watch`). The rank that has made
+it prints it. On each other machine one rank prints the cause. torchrun gets the cause, too, and
+prints it last.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipegrad.comm.agreement import once_a_machine
+from pipegrad.comm.failures import failure_of
+from pipegrad.comm.watch.failure_report import FailureReport
+from pipegrad.comm.watch.launcher import tell_launcher
+from pipegrad.comm.watch.watch import STALLED, watch
+from pipegrad.errors import PipegradError
+
+# The exit code of a rank is FAILED, or STALLED if a rank was lost: then a restart may help. After a
+# signal n it is 128 + n, and 2 is click's for a wrong command line.
+FAILED = 1
+_LATER_SECONDS = 0.5  # for the rank that prints the report: who ends first makes torchrun end all
+
+
+def fail(error: BaseException, *, folder: Path | None, shows_traceback: bool) -> int:
+    """Prints what has failed, once for all ranks; returns the exit code.
+
+    It takes some seconds at most, also if other ranks are gone.
+
+    Args:
+        error: What was raised on this rank.
+        folder: The run's folder; takes the traceback. None if there is none yet.
+        shows_traceback: Whether to print the traceback, too.
+    """
+    _write_traceback(error, folder, shows=shows_traceback)
+    watched = watch()
+    # In a process group of the caller, whose ranks go on, nobody may end the job.
+    if watched is not None and watched.minds_ends:
+        return _end(watched.fail(error))
+    words = str(error) if isinstance(error, PipegradError) else failure_of(error).error
+    once_a_machine(partial(_print, words))
+    tell_launcher(words)
+    return FAILED
+
+
+def end_after_alarm() -> int | None:
+    """Returns the exit code of a rank that a signal ends because another rank has failed.
+
+    A launcher that sees one rank end sends SIGTERM to all others. Their last words are then the
+    report. None if no rank has failed.
+    """
+    watched = watch() if dist.is_initialized() else None
+    if watched is None or not watched.look_beside():
+        return None
+    return _end(watched.report())
+
+
+def _end(report: FailureReport) -> int:
+    if report.kind == "common":
+        once_a_machine(partial(_print, report.cause))
+    elif not _is_on_this_machine(report.reporter) and os.environ.get("LOCAL_RANK", "0") == "0":
+        _print(report.cause)
+    if dist.get_rank() != report.reporter:
+        time.sleep(_LATER_SECONDS)
+    return STALLED if report.kind == "lost" else FAILED
+
+
+def _print(words: str) -> None:
+    print(f"Error: {words}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _is_on_this_machine(rank: int) -> bool:
+    """Whether a rank is one of torchrun's ranks on this machine."""
+    local, size = (
+        int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+    )
+    first = dist.get_rank() - local
+    return first <= rank < first + size
+
+
+def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) -> None:
+    text = "".join(traceback.format_exception(error))
+    if shows:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    if folder is not None:
+        with suppress(OSError):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            (folder / f"failure-rank{rank}.txt").write_text(text)
