@@ -5,7 +5,10 @@ from __future__ import annotations
 import click
 
 from pipegrad.commands.doctor import doctor
+from pipegrad.commands.export import export
 from pipegrad.commands.installed import list_handlers, list_reporters, list_schedules
+from pipegrad.commands.launch import launch
+from pipegrad.commands.options import Commands, add_traceback
 from pipegrad.commands.plan import plan
 from pipegrad.commands.schedule import schedule
 from pipegrad.commands.simulate import simulate
@@ -13,18 +16,13 @@ from pipegrad.commands.trace import trace
 from pipegrad.commands.train import train
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pipegrad")
 def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""
 
 
-main.add_command(train)
-main.add_command(plan)
-main.add_command(schedule)
-main.add_command(simulate)
-main.add_command(trace)
-main.add_command(doctor)
-main.add_command(list_handlers)
-main.add_command(list_reporters)
-main.add_command(list_schedules)
+for command in (train, launch, plan, schedule, simulate, trace, doctor, export):
+    main.add_command(add_traceback(command))
+for command in (list_handlers, list_reporters, list_schedules):
+    main.add_command(command)
