@@ -8,7 +8,7 @@ from pipegrad.commands.doctor import doctor
 from pipegrad.commands.export import export
 from pipegrad.commands.installed import list_handlers, list_reporters, list_schedules
 from pipegrad.commands.launch import launch
-from pipegrad.commands.options import Commands, add_traceback
+from pipegrad.commands.options import add_traceback
 from pipegrad.commands.plan import plan
 from pipegrad.commands.schedule import schedule
 from pipegrad.commands.simulate import simulate
@@ -16,7 +16,7 @@ from pipegrad.commands.trace import trace
 from pipegrad.commands.train import train
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pipegrad")
 def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""

@@ -59,7 +59,7 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
                 once_a_machine(lambda: click.echo(message, err=True))
                 raise SystemExit(1) from error
     except PipegradError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(explained(error)) from error
 
 
 def _device(name: str) -> torch.device:

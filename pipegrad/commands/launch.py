@@ -1,23 +1,22 @@
 """`pipegrad launch`: starts the ranks of this machine, and says in one line why they failed.
 
-torch's elastic agent starts, watches, restarts and ends the processes, as it does for torchrun.
+torch's elastic launcher starts, watches, restarts and ends the processes, as it does for torchrun.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import math
 import os
 import signal
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import click
 
@@ -26,10 +25,8 @@ from pipegrad.commands.train import train
 from pipegrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
 
     from pipegrad.train.config import Config
 
@@ -37,19 +34,16 @@ _MOST_RANKS = 4096  # of a machine
 # A signal ends the ranks after they have saved. A second signal ends them at once.
 _SAVE_SECONDS = 600
 _JOIN_SECONDS = 600  # for the launchers of other machines
+_STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
-class _Count(click.ParamType):
-    """A number of ranks, or None for ``auto``."""
-
-    name = "N"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
-        if value == "auto":
-            return None
-        return click.IntRange(1, _MOST_RANKS).convert(value, param, ctx)
+def _count(_context: click.Context, _option: click.Parameter, value: str) -> int | None:
+    """Returns a number of ranks; None for ``auto``."""
+    if value == "auto":
+        return None
+    if not value.isdecimal() or not 1 <= int(value) <= _MOST_RANKS:
+        raise click.BadParameter(f"{value!r}: expected auto, or a number from 1 to {_MOST_RANKS}")
+    return int(value)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -58,7 +52,8 @@ class _Count(click.ParamType):
 @click.option(
     "-n",
     "num_ranks",
-    type=_Count(),
+    callback=_count,
+    metavar="N",
     default="auto",
     show_default=True,
     help="Ranks on this machine; auto: one a card, without cards as many as CONFIG names.",
@@ -104,19 +99,18 @@ def launch(
         _check_rendezvous(nodes, rendezvous)
         loaded = _loaded(options)
         num_ranks = num_ranks or _automatic(loaded, nodes)
-        _set_threads(num_ranks)
+        _set_environment(num_ranks)
         traceback = ["--traceback"] if wants_traceback() else []
         with _log_folder(log_dir) as folder:
-            agent = _make_agent(
-                ["train", *words, *traceback],
-                num_ranks=num_ranks,
+            config_of_torch = _launch_config(
+                num_ranks,
                 max_restarts=max_restarts,
                 logs=folder,
                 is_logged=log_dir is not None,
                 nodes=nodes,
                 rendezvous=rendezvous,
             )
-            code = _run(agent, log_dir)
+            code = _run(config_of_torch, ["train", *words, *traceback], log_dir)
     sys.exit(code)
 
 
@@ -154,10 +148,12 @@ def _automatic(config: Config, nodes: int) -> int:
     return max(1, math.prod(sizes) // nodes)
 
 
-def _set_threads(num_ranks: int) -> None:
-    """Divides the cores by the ranks. torch would take all cores on each of them."""
+def _set_environment(num_ranks: int) -> None:
+    """Sets what ranks and launcher read of the environment, unless the user has set it."""
+    # torch would take all cores on each rank.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
 
 
 @contextlib.contextmanager
@@ -174,76 +170,58 @@ def _log_folder(log_dir: Path | None) -> Iterator[Path]:
     yield log_dir
 
 
-def _make_agent(
-    words: Sequence[str],
-    *,
+def _launch_config(
     num_ranks: int,
+    *,
     max_restarts: int,
     logs: Path,
     is_logged: bool,
     nodes: int,
     rendezvous: str | None,
-) -> LocalElasticAgent:
-    """Returns torch's agent for the ranks of this machine."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+) -> LaunchConfig:
+    """Returns what torch's launcher is told."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch.distributed.launcher.api import LaunchConfig
 
-    # One machine needs no name service, which may take seconds to say that it knows no name.
-    local = "127.0.0.1" if nodes == 1 else None
-    meeting = RendezvousParameters(
-        backend="c10d",
-        endpoint=rendezvous or "127.0.0.1:0",
-        run_id="pipegrad" if rendezvous else f"{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}",
+    return LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
-        local_addr=local,
-        timeout=_JOIN_SECONDS,
-    )
-    spec = WorkerSpec(
+        nproc_per_node=num_ranks,
+        run_id="pipegrad" if rendezvous else f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}",
         role="rank",
-        local_world_size=num_ranks,
-        entrypoint=sys.executable,
-        args=("-u", "-m", "pipegrad.commands.rank", str(os.getpid()), *words),
-        rdzv_handler=get_rendezvous_handler(meeting),
+        rdzv_backend="c10d",
+        rdzv_endpoint=rendezvous or "127.0.0.1:0",
+        rdzv_configs={"timeout": _JOIN_SECONDS},
+        # One machine needs no name service, which may take seconds to say that it knows no name.
+        local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=max_restarts,
-        monitor_interval=0.1,
-        local_addr=local,
-    )
-    # torch before 2.12 always waits for 30 seconds.
-    is_known = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
-    return LocalElasticAgent(
-        spec,
         logs_specs=DefaultLogsSpecs(str(logs), tee=Std.ALL if is_logged else Std.NONE),
         log_line_prefix_template="[${rank}] ",
-        **({"shutdown_timeout": _SAVE_SECONDS} if is_known else {}),
+        # Each of them is sent to all ranks, and then the launcher ends.
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1",
     )
 
 
-def _run(agent: LocalElasticAgent, log_dir: Path | None) -> int:
+def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> int:
     """Runs the ranks to their end; returns the exit code of the one that failed first."""
     from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
 
-    handler = agent.get_worker_group().spec.rdzv_handler
+    rank = ("-u", "-m", "pipegrad.commands.rank", str(os.getpid()), *words)
     try:
-        with _quiet(), _forwarded(agent):
-            result = agent.run()
+        with _quiet(), _ended_with_terminal():
+            elastic_launch(config, sys.executable)(*rank)
     except SignalException as error:
         return 128 + error.sigval
     except KeyboardInterrupt:  # before there were ranks
         return 128 + signal.SIGINT
+    except ChildFailedError as error:
+        return _report(error.failures, log_dir)
     except (RendezvousError, OSError, RuntimeError) as error:
-        reason = error.__cause__ or error
-        raise ConfigError(f"the ranks could not be started: {reason}") from error
-    handler.shutdown()
-    if not result.is_failed():
-        return 0
-    failed = min(result.failures.items(), key=_order)
-    click.echo(f"Error: {_cause(*failed, log_dir)}", err=True)
-    return _exit_code(failed[1])
+        raise ConfigError(f"the ranks cannot be started: {error.__cause__ or error}") from error
+    return 0
 
 
 @contextlib.contextmanager
@@ -261,23 +239,25 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forwarded(agent: LocalElasticAgent) -> Iterator[None]:
-    """Sends SIGUSR1 on to all ranks. torch sends SIGINT and SIGTERM, and then ends."""
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        for worker in agent.get_worker_group().workers:
-            with contextlib.suppress(ProcessLookupError, TypeError):
-                os.kill(worker.id, number)
-
-    before = signal.signal(signal.SIGUSR1, forward)
-    # A closed terminal ends the ranks as SIGTERM does; nohup keeps them.
-    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    signals = "SIGTERM,SIGINT,SIGQUIT" + ("" if is_kept else ",SIGHUP")
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+def _ended_with_terminal() -> Iterator[None]:
+    """Lets a closed terminal end the ranks as SIGTERM does; under nohup they go on."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGHUP, before)
+
+
+def _report(failures: Mapping[int, ProcessFailure], log_dir: Path | None) -> int:
+    """Prints why the ranks failed; returns the exit code, as a shell has it."""
+    rank, failure = min(failures.items(), key=_order)
+    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    # Ranks that a signal has stopped have said so themselves.
+    if failure.exitcode not in _STOPPED:
+        click.echo(f"Error: {_cause(rank, failure, log_dir)}", err=True)
+    return code
 
 
 def _order(failed: tuple[int, ProcessFailure]) -> tuple[bool, int]:
@@ -298,8 +278,3 @@ def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
         return f"rank {rank} failed first ({end}): {message.partition(chr(10))[0]}"
     where = f"in {log_dir}" if log_dir else "above"
     return f"rank {rank} failed first ({end}): look at its output {where}"
-
-
-def _exit_code(failure: ProcessFailure) -> int:
-    """Returns the exit code as a shell has it."""
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

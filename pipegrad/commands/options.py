@@ -130,28 +130,13 @@ def explained(error: BaseException) -> str:
     return f"{error} (--traceback prints where)" if is_of_user else str(error)
 
 
-class Commands(click.Group):
-    """A group whose commands explain their errors."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        """Invokes the command."""
-        try:
-            return super().invoke(ctx)
-        except click.ClickException as error:
-            if error.__cause__ is not None:
-                error.message = error.message.replace(
-                    str(error.__cause__), explained(error.__cause__)
-                )
-            raise
-
-
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """Turns errors before and outside of a run into one line; a run prints its own errors."""
     try:
         yield
     except PipegradError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(explained(error)) from error
 
 
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
