@@ -34,6 +34,7 @@ _MOST_RANKS = 4096  # of a machine
 # A signal ends the ranks after they have saved. A second signal ends them at once.
 _SAVE_SECONDS = 600
 _JOIN_SECONDS = 600  # for the launchers of other machines
+_AT_ONCE_SECONDS = 10
 _STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
@@ -99,7 +100,7 @@ def launch(
         _check_rendezvous(nodes, rendezvous)
         loaded = _loaded(options)
         num_ranks = num_ranks or _automatic(loaded, nodes)
-        _set_environment(num_ranks)
+        _set_environment(num_ranks, nodes)
         traceback = ["--traceback"] if wants_traceback() else []
         with _log_folder(log_dir) as folder:
             config_of_torch = _launch_config(
@@ -148,12 +149,16 @@ def _automatic(config: Config, nodes: int) -> int:
     return max(1, math.prod(sizes) // nodes)
 
 
-def _set_environment(num_ranks: int) -> None:
+def _set_environment(num_ranks: int, nodes: int) -> None:
     """Sets what ranks and launcher read of the environment, unless the user has set it."""
     # torch would take all cores on each rank.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
+    if nodes > 1:
+        # Else the ranks of a restart find addresses of those before in the launcher's store. On one
+        # machine they use other names; see `process_group`.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 @contextlib.contextmanager
@@ -252,7 +257,7 @@ def _ended_with_terminal() -> Iterator[None]:
 
 def _report(failures: Mapping[int, ProcessFailure], log_dir: Path | None) -> int:
     """Prints why the ranks failed; returns the exit code, as a shell has it."""
-    rank, failure = min(failures.items(), key=_order)
+    (rank, failure), *_ = _cause_first(failures)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     # Ranks that a signal has stopped have said so themselves.
     if failure.exitcode not in _STOPPED:
@@ -260,10 +265,19 @@ def _report(failures: Mapping[int, ProcessFailure], log_dir: Path | None) -> int
     return code
 
 
-def _order(failed: tuple[int, ProcessFailure]) -> tuple[bool, int]:
-    """Sorts failures: the agent ends all other ranks by SIGTERM after the first has failed."""
-    _, failure = failed
-    return failure.exitcode == -signal.SIGTERM, failure.timestamp
+def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
+    """Returns failures by rank; the cause comes first."""
+    # torch ends all other ranks by SIGTERM after the first has failed, and by SIGKILL 30 seconds
+    # later. Times are in seconds, and other ranks fail at once when a rank was killed.
+    begin = min(failure.timestamp for failure in failures.values())
+
+    def order(failed: tuple[int, ProcessFailure]) -> tuple[bool, int, bool]:
+        _, failure = failed
+        was_ended = failure.exitcode == -signal.SIGTERM
+        late = (failure.timestamp - begin) // _AT_ONCE_SECONDS
+        return was_ended, late, failure.exitcode > 0
+
+    return sorted(failures.items(), key=order)
 
 
 def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
@@ -276,5 +290,7 @@ def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
         message = message.get("message")
     if isinstance(message, str) and message != "<NONE>":
         return f"rank {rank} failed first ({end}): {message.partition(chr(10))[0]}"
+    if failure.exitcode == -signal.SIGKILL:
+        return f"rank {rank} failed first ({end}): by somebody, or by the kernel for lack of memory"
     where = f"in {log_dir}" if log_dir else "above"
     return f"rank {rank} failed first ({end}): look at its output {where}"
