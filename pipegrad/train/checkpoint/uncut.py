@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
@@ -30,6 +29,7 @@ from pipegrad.train.checkpoint.checksums import (
     read_checksums,
 )
 from pipegrad.train.checkpoint.layout import parted
+from pipegrad.train.checkpoint.metadata import CheckpointReader, read_pickled_metadata
 
 _TIED = "tied"  # among the values of the run
 _MODEL = "model."
@@ -104,29 +104,16 @@ def _read(folder: Path) -> tuple[Metadata, Checksums | None]:
     """Returns metadata and checksums, after the bytes of the model were verified."""
     try:
         checksums = read_checksums(folder)
-        metadata = FileSystemReader(folder).read_metadata()
+        metadata = read_pickled_metadata(folder / METADATA)
         pieces = [p for p in (checksums.pieces if checksums else ()) if p.key.startswith(_MODEL)]
         messages = damaged(folder, pieces)
     except DamageError as error:
         raise WeightsError(f"{folder} is damaged: {error}") from error
     except OSError as error:
         raise WeightsError(f"{error.filename} cannot be read: {error.strerror}") from error
-    except Exception as error:
-        raise WeightsError(f"{folder} is damaged: {METADATA} cannot be read: {error!r}") from error
     if messages:
         raise WeightsError(f"{folder} is damaged: {messages[0]}: export another checkpoint")
     return metadata, checksums
-
-
-class _Reader(FileSystemReader):
-    """Reads tensors of a folder whose metadata was read already."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self) -> Metadata:
-        return self._metadata
 
 
 def _tensors(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
@@ -142,7 +129,7 @@ def _tensors(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
         state = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in saved.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that there is one process
-            read_into(state, storage_reader=_Reader(folder, metadata), no_dist=True)
+            read_into(state, storage_reader=CheckpointReader(folder), no_dist=True)
     except Exception as error:  # a CheckpointException, or too little memory
         raise WeightsError(f"{folder} cannot be read: {in_words(error)}") from error
     return {key.removeprefix(_MODEL): tensor for key, tensor in state.items()}
