@@ -80,7 +80,7 @@ def outputs(folder: Path) -> dict[str, Tensor]:
     """What the pipeline made of `tokens`, run by run; its checkpoints are in the folder."""
     *_, last = run_ranks(trained, 4, str(folder))
     assert last.keys() == RUNS.keys()
-    return last  # type: ignore[no-any-return]
+    return last
 
 
 @pytest.fixture
@@ -124,9 +124,8 @@ def test_the_uncut_model_takes_it_and_computes_what_the_pipeline_did(
     torch.testing.assert_close(found, outputs[name], rtol=64 * eps, atol=64 * eps)
 
 
-def test_runs_of_all_cuts_have_the_same_names_and_tied_names_share_a_tensor(
-    outputs: dict[str, Tensor], folder: Path
-) -> None:
+@pytest.mark.usefixtures("outputs")
+def test_all_cuts_have_the_same_names_and_tied_names_share_a_tensor(folder: Path) -> None:
     states = {name: pipegrad.load(folder / name) for name in RUNS if name != "a buffer"}
     for state in states.values():
         assert state["4.weight"] is state["0.weight"]
@@ -239,7 +238,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Any, says: str) 
     assert says in refused(path)
 
 
-def test_an_output_that_cannot_be_written(folder: Path, outputs: Any) -> None:
+@pytest.mark.usefixtures("outputs")
+def test_an_output_that_cannot_be_written(folder: Path) -> None:
     run = folder / "pp 4"
     assert "cannot be written: " in refused(run, "--output", folder / "no" / "where.pt")
     assert "is there already" in refused(run, "--output", folder)
