@@ -41,6 +41,7 @@ if typing.TYPE_CHECKING:
     from pipegrad.simulation.costs import Costs as Costs
     from pipegrad.simulation.simulator import simulate as simulate
     from pipegrad.topology import Topology as Topology
+    from pipegrad.train.checkpoint.uncut import load as load
 
 # Each name is imported when it is first asked for: the command line, and whoever needs one thing,
 # need not wait for torch.distributed.pipelining, DTensor and torch.compile.
@@ -68,6 +69,7 @@ _HOMES = {
     "simulation.costs": "Costs",
     "simulation.simulator": "simulate",
     "topology": "Topology",
+    "train.checkpoint.uncut": "load",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 

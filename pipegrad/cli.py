@@ -5,7 +5,10 @@ from __future__ import annotations
 import click
 
 from pipegrad.commands.doctor import doctor
+from pipegrad.commands.export import export
 from pipegrad.commands.installed import list_handlers, list_reporters, list_schedules
+from pipegrad.commands.launch import launch
+from pipegrad.commands.options import add_traceback
 from pipegrad.commands.plan import plan
 from pipegrad.commands.schedule import schedule
 from pipegrad.commands.simulate import simulate
@@ -19,12 +22,7 @@ def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""
 
 
-main.add_command(train)
-main.add_command(plan)
-main.add_command(schedule)
-main.add_command(simulate)
-main.add_command(trace)
-main.add_command(doctor)
-main.add_command(list_handlers)
-main.add_command(list_reporters)
-main.add_command(list_schedules)
+for command in (train, launch, plan, schedule, simulate, trace, doctor, export):
+    main.add_command(add_traceback(command))
+for command in (list_handlers, list_reporters, list_schedules):
+    main.add_command(command)

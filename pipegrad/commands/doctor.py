@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipegrad.commands.options import explained
 from pipegrad.errors import PipegradError
 
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
                     if save:
                         found.costs.save(save)
             except (PipegradError, RuntimeError, OSError) as error:
-                message = f"Error: {error}"
+                message = f"Error: {explained(error)}"
                 once_a_machine(lambda: click.echo(message, err=True))
                 raise SystemExit(1) from error
     except PipegradError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(explained(error)) from error
 
 
 def _device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipegrad.errors import PipegradError
+from pipegrad.errors import PipegradError, in_words, root_of
 
 # torch takes seconds to import: a command imports what it needs when it runs.
 if TYPE_CHECKING:
@@ -90,13 +91,52 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
     return functools.reduce(lambda decorated, add: add(decorated), reversed(_CHANGES), with_changes)
 
 
+_TRACEBACK = "pipegrad.traceback"  # in the context of the command
+
+
+def add_traceback(command: click.Command) -> click.Command:
+    """Gives a command the option --traceback, for `wants_traceback`."""
+
+    def remember(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+        context.meta[_TRACEBACK] = wanted
+
+    option = click.Option(
+        ["--traceback"],
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Print the whole traceback of an error, too.",
+    )
+    command.params.append(option)
+    return command
+
+
+def wants_traceback() -> bool:
+    """Whether the running command was given --traceback."""
+    context = click.get_current_context(silent=True)
+    return bool(context and context.meta.get(_TRACEBACK))
+
+
+def explained(error: BaseException) -> str:
+    """Returns the message of an error for the command line, and prints its traceback if wanted.
+
+    The message says how to see more if code of the user failed.
+    """
+    if wants_traceback():
+        click.echo("".join(traceback.format_exception(error)), err=True)
+        return str(error)
+    root = root_of(error)
+    is_of_user = not isinstance(root, PipegradError) and in_words(root) in str(error)
+    return f"{error} (--traceback prints where)" if is_of_user else str(error)
+
+
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """Turns errors before and outside of a run into one line; a run prints its own errors."""
     try:
         yield
     except PipegradError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(explained(error)) from error
 
 
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:

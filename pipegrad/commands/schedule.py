@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from pipegrad.commands.options import sized
+from pipegrad.commands.options import explained, sized
 from pipegrad.errors import PipegradError
 
 
@@ -38,5 +38,5 @@ def schedule(
         made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
         text = for_torch(made) if file_format == "torch-csv" else f"{made}\n"
     except PipegradError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(explained(error)) from error
     click.echo(text, nl=False)

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import sized
+from pipegrad.commands.options import explained, sized
 from pipegrad.errors import PipegradError
 
 # What these need takes time to import, as numbers of torch do: it is imported when a command runs.
@@ -111,7 +111,7 @@ def simulate(
             simulation.timeline.save(save)
         drawing.write([simulation.timeline])
     except (PipegradError, OSError) as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(explained(error)) from error
     if as_json:
         seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
         click.echo(json.dumps({**seconds, **explanation.to_json()}, indent=2))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipegrad.commands.drawing import Drawing, draws
+from pipegrad.commands.options import explained
 from pipegrad.errors import PipegradError, ScheduleError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def trace(
         if drawing.is_wanted:
             drawing.write([*([_loaded(against)] if against else []), timeline])
     except (PipegradError, OSError) as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(explained(error)) from error
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=2))
         return

@@ -36,6 +36,7 @@ from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.resume import failure_message, resume
+from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
 from pipegrad.train.data.sources import make_feed, read_texts
@@ -357,7 +358,7 @@ class Trainer:
         del values["data.cache"]
         text = self._texts.training
         files = "None" if text is None else f"text {text.digest[:16]}"
-        return {**values, "data.files": files}
+        return {**values, "data.files": files, **tied_names(self.sync.manifest)}
 
     # In a step.
 

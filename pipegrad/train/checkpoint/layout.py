@@ -33,12 +33,12 @@ def _locations_of(keys: set[str]) -> dict[str, set[str]]:
     """Returns keys without locations -> their locations."""
     locations: dict[str, set[str]] = {}
     for key in keys:
-        stem, location = _parted(key)
+        stem, location = parted(key)
         locations.setdefault(stem, set()).add(location)
     return locations
 
 
-def _parted(key: str) -> tuple[str, str]:
+def parted(key: str) -> tuple[str, str]:
     """Returns a key of a checkpoint without its location, and the location."""
     match = re.fullmatch(r"(.*?)(\[\w+=\d+(?:,\w+=\d+)*\])", key)
     return (match[1], match[2]) if match else (key, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from functools import cache
 
@@ -317,3 +319,22 @@ class Average(nn.Module):
 
 def averaging() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(256, 256), Average(), nn.Linear(256, 256))
+
+
+class Dying(nn.Module):
+    """Kills its process, rank 1, in a later step; not when the ranks were started again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if self.calls > 20 and is_first and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return hidden
+
+
+def dying() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), Dying())

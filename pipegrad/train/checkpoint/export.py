@@ -1,0 +1,70 @@
+"""Export: writes a state dict into one file, which appears under its name when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipegrad.errors import PipegradError, WeightsError, in_words
+from pipegrad.partition.weights.files import extra
+
+Write = Callable[[Mapping[str, Tensor], Path], None]
+
+
+def converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns a state dict with floating-point tensors of another dtype; shared ones stay so."""
+    own = {id(t): t.to(dtype) if t.is_floating_point() else t for t in state.values()}
+    return {name: own[id(tensor)] for name, tensor in state.items()}
+
+
+def write_file(state: Mapping[str, Tensor], path: Path, file_format: str) -> None:
+    """Writes a state dict into a new file.
+
+    Args:
+        state: Tied names share one tensor.
+        path: Of the file. Nothing may be there.
+        file_format: A key of `FORMATS`.
+
+    Raises:
+        WeightsError: If the file is there already, or cannot be written.
+        ConfigError: If a library is missing.
+    """
+    partial = path.parent / f"{path.name}.partial"
+    try:
+        if path.exists():
+            raise WeightsError(f"{path} is there already: name another file, or remove it")
+        FORMATS[file_format](state, partial)
+        partial.replace(path)
+    except PipegradError:
+        raise
+    except Exception as error:  # of torch or safetensors, and OSErrors
+        raise WeightsError(f"{str(path)!r} cannot be written: {in_words(error)}") from error
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            partial.unlink()
+
+
+def _write_torch(state: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(dict(state), file)
+
+
+def _write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a shared tensor once, under its first name; the metadata has its other names."""
+    # The file cannot share memory. `load_model` of safetensors, and transformers, know that a model
+    # ties names. The metadata is that of safetensors' own `save_model`.
+    first: dict[int, str] = {}
+    metadata = {"format": "pt"}  # transformers refuses files without it
+    for name, tensor in state.items():
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            metadata[name] = kept
+    tensors = {name: state[name].contiguous() for name in first.values()}
+    extra("safetensors.torch").save_file(tensors, path, metadata=metadata)
+
+
+FORMATS: dict[str, Write] = {"safetensors": _write_safetensors, "torch": _write_torch}
