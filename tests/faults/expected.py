@@ -1,0 +1,93 @@
+"""What each cell of the matrix must do, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.faults.cell import Cell
+
+Ends = Literal["fails", "finishes"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a cell must do.
+
+    Attributes:
+        ends: ``fails``: non-zero on every rank, with one report. ``finishes``: with code 0.
+        culprit: The rank that the report names first; None where no rank is to blame.
+        says: A part of the report.
+        why: For the table.
+    """
+
+    ends: Ends
+    culprit: int | None = None
+    says: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A cell that does not exist.
+
+    Attributes:
+        why: For the table.
+    """
+
+    why: str
+
+
+_NO_GRADIENT = "no gradient is there"
+_SENT = "the receiver takes what is sent: as in a forward"
+_FIXED = "the plan fixes its shape"
+_SAVED = "a checkpoint saves what there is"
+_NOT_FINITE = Expected("fails", None, "step 3", "the norm of the gradients is not finite")
+_LOSS = "the output does not fit to the targets: the rank of the loss raises"
+
+# Faults that change a value, or end nothing. All others end the job.
+_CHANGES: dict[tuple[str, str], Expected | Excluded] = {
+    ("no gradient", "construction"): Excluded(_NO_GRADIENT),
+    ("no gradient", "handler"): Excluded(_NO_GRADIENT),
+    ("no gradient", "first step"): Expected("finishes", why="it counts as zeros"),
+    ("no gradient", "forward"): Expected("finishes", why="it counts as zeros"),
+    ("no gradient", "backward"): Expected("finishes", why="it counts as zeros"),
+    ("no gradient", "transfer"): Excluded("a backward decides it"),
+    ("no gradient", "parameter sync"): Excluded(_NO_GRADIENT),
+    ("no gradient", "optimizer"): Expected("finishes", why="torch does not step the parameter"),
+    ("no gradient", "evaluation"): Excluded(_NO_GRADIENT),
+    ("no gradient", "checkpoint"): Excluded(_NO_GRADIENT),
+    ("no gradient", "writing"): Excluded(_NO_GRADIENT),
+    ("shape", "handler"): Excluded("it makes no tensor"),
+    ("shape", "transfer"): Excluded(_SENT),
+    ("shape", "reduction"): Excluded(_FIXED),
+    ("shape", "parameter sync"): Excluded(_FIXED),
+    ("shape", "checkpoint"): Excluded(_SAVED),
+    ("shape", "writing"): Excluded(_SAVED),
+    ("non-finite", "construction"): Expected("fails", None, "nan"),
+    ("non-finite", "handler"): Excluded("it makes no tensor"),
+    ("non-finite", "first step"): Expected("fails", None, "step 1"),
+    ("non-finite", "forward"): _NOT_FINITE,
+    ("non-finite", "backward"): _NOT_FINITE,
+    ("non-finite", "transfer"): Excluded(_SENT),
+    ("non-finite", "reduction"): _NOT_FINITE,
+    ("non-finite", "parameter sync"): Expected("fails", None, "step 4"),
+    ("non-finite", "optimizer"): Expected("fails", None, "step 4"),
+    ("non-finite", "evaluation"): Expected("finishes", why="the held-out loss is nan"),
+    ("non-finite", "checkpoint"): Excluded(_SAVED),
+    ("non-finite", "writing"): Excluded(_SAVED),
+}
+
+
+def expected(cell: Cell) -> Expected | Excluded:
+    """Returns what a cell must do."""
+    if cell.fault in ("", "slow"):
+        return Expected("finishes", why="the loss is that of a run without a fault")
+    if cell.fault == "shape" and cell.place in ("first step", "forward", "evaluation"):
+        # The last stage computes the loss.
+        return _shape_of_loss(cell)
+    return _CHANGES.get((cell.fault, cell.place), Expected("fails", cell.rank))
+
+
+def _shape_of_loss(cell: Cell) -> Expected:
+    return Expected("fails", 3, why=_LOSS)

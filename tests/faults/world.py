@@ -1,0 +1,235 @@
+"""Worlds: the ranks of one run as processes, and how each of them ends.
+
+Nobody ends a rank because another one has failed: each rank must end by itself. That is more than
+torchrun asks for. torchrun sends SIGTERM to all ranks as soon as one of them has failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from uuid import uuid4
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
+
+from tests.faults.network import Network, enter
+
+HIT, CUT = "hit", "cut"  # as in `inject`, which only ranks import
+MARK = "PIPEGRAD_TEST_WORLD"  # of the environment; what a rank starts has it too
+_PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.device_mesh",
+    "torch.distributed.pipelining",
+    "torch.export",
+    "pipegrad",
+    "pipegrad.cli",
+    "pipegrad.train.trainer",
+    "pipegrad_handlers.pipeline_shared",
+    "tests.faults.world",
+)
+_START_SECONDS = 90.0  # until the fault strikes, or a run without one ends
+_COMMAND = ("train", "job.toml")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a world ended.
+
+    Attributes:
+        codes: Exit code of each rank; negative for a signal, None for a rank that did not end.
+        seconds: From the fault to the end of the last rank that can end; None if some did not.
+        has_struck: Whether the fault struck.
+        stderr: Of all ranks.
+        leftover: Processes that were left.
+    """
+
+    codes: tuple[int | None, ...]
+    seconds: float | None
+    has_struck: bool
+    stderr: str
+    leftover: tuple[int, ...]
+
+
+def run_world(
+    folder: Path,
+    num_ranks: int,
+    *,
+    variables: Mapping[str, str],
+    bound_seconds: float,
+    stopped: Sequence[int] = (),
+    network: Network | None = None,
+    cut: int | None = None,
+) -> Ended:
+    """Runs the job of a folder; returns how its ranks ended.
+
+    Args:
+        folder: Has the job; files of the ranks are written there.
+        num_ranks: Number of ranks.
+        variables: Further environment of the ranks.
+        bound_seconds: After the fault, all ranks must end in this time. Then they are killed.
+        stopped: Ranks that cannot end, because they stop themselves.
+        network: Where ranks run; None for the loopback of this machine.
+        cut: The rank whose link is cut when its fault strikes.
+    """
+    mark = uuid4().hex
+    with _store(network) as rendezvous:
+        shared = {MARK: mark, **rendezvous, **variables}
+        ranks = [_Rank(folder, rank, num_ranks, shared, network) for rank in range(num_ranks)]
+        try:
+            struck, seconds = _follow(ranks, folder, bound_seconds, stopped, network, cut)
+            codes = tuple(rank.process.exitcode for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.process.join()
+        leftover = tuple(_processes(mark, {rank.process.pid for rank in ranks}))
+        for process in leftover:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    texts = [path.read_text() for path in sorted(folder.glob("*.err"))]
+    return Ended(codes, seconds, struck, "".join(texts), leftover)
+
+
+class _Rank:
+    """The process of a rank. It comes from a server that has imported torch."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        num_ranks: int,
+        shared: Mapping[str, str],
+        network: Network | None,
+    ) -> None:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+        if network is not None:
+            place = {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank}
+        place |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks if network is None else 1}
+        environment = {**shared, **{name: str(value) for name, value in place.items()}}
+        space = None if network is None else network.space_of(rank)
+        self.rank = rank
+        self.process: ForkServerProcess = _server().Process(
+            target=_be_rank, args=(folder, rank, environment, space)
+        )
+        self.process.start()
+
+
+def _be_rank(folder: Path, rank: int, environment: Mapping[str, str], space: str | None) -> None:
+    """Is one rank, as ``python -m pipegrad train`` would be."""
+    import torch
+
+    from pipegrad.cli import main
+
+    os.setsid()
+    os.chdir(folder)
+    if space is not None:
+        enter(space)
+    os.environ.update(environment)
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    with suppress(AttributeError):  # no names of hosts are looked up in a network
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+    torch.set_num_threads(1)
+    # multiprocessing prints tracebacks itself; a Python of its own would do so, too.
+    main(_COMMAND, prog_name="pipegrad")
+
+
+def _follow(
+    ranks: Sequence[_Rank],
+    folder: Path,
+    bound_seconds: float,
+    stopped: Sequence[int],
+    network: Network | None,
+    cut: int | None,
+) -> tuple[bool, float | None]:
+    """Waits for the ranks; returns whether the fault struck, and how long they then took."""
+    deadline, struck = time.time() + _START_SECONDS, None
+    waiting = {rank.process.sentinel: rank for rank in ranks if rank.rank not in stopped}
+    while waiting and time.time() < deadline:
+        for sentinel in wait(list(waiting), 0.02):
+            del waiting[sentinel]  # type: ignore[arg-type]
+        if struck is None and (folder / HIT).exists():
+            struck = float((folder / HIT).read_text())
+            deadline = struck + bound_seconds
+            if network is not None and cut is not None:
+                network.cut(cut)
+                (folder / CUT).touch()
+    seconds = None if waiting or struck is None else time.time() - struck
+    return struck is not None, seconds
+
+
+def _processes(mark: str, sessions: set[int | None]) -> Iterator[int]:
+    """Yields processes of a world: by their environment, or the session of a rank."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError, IndexError):
+            number = int(entry.name)
+            session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            if session in sessions or mark.encode() in (entry / "environ").read_bytes():
+                yield number
+
+
+@contextmanager
+def _store(network: Network | None) -> Iterator[dict[str, str]]:
+    """Yields the variables of a rendezvous. The store is here, as torchrun keeps it."""
+    if network is not None:  # rank 0 keeps it, as under Slurm
+        yield {"GLOO_SOCKET_IFNAME": network.device, **network.rendezvous}
+        return
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    yield {**variables, "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def run_torchrun(
+    folder: Path, num_ranks: int, *, variables: Mapping[str, str], limit_seconds: float
+) -> tuple[int | None, float, str, tuple[int, ...]]:
+    """Runs the job of a folder by torchrun.
+
+    Returns:
+        Its exit code, None if it did not end in time; seconds from the fault to its end; its
+        stderr; and processes that were left.
+    """
+    mark = uuid4().hex
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), "-m", "pipegrad", *_COMMAND]
+    with (folder / "torchrun.err").open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, MARK: mark, **variables},
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        code: int | None = None
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit_seconds)
+    ended = time.time()
+    leftover = tuple(number for number in _processes(mark, set()) if number != process.pid)
+    for number in (*leftover, *(() if code is not None else (process.pid,))):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    process.wait()
+    hit = folder / HIT
+    struck = float(hit.read_text()) if hit.exists() else ended
+    return code, ended - struck, (folder / "torchrun.err").read_text(), leftover
