@@ -26,12 +26,15 @@ from tests.faults.outcome import Outcome, outcome
 @click.option("--fault", "faults", multiple=True, type=click.Choice(list(FAULTS)))
 @click.option("--place", "places", multiple=True, type=click.Choice(list(PLACES)))
 @click.option("--layout", "layouts", multiple=True, type=click.Choice(list(LAYOUTS)))
+@click.option("--torchrun", "by_torchrun", is_flag=True, help="Let torchrun start the ranks.")
 @click.option("--results", type=Path, help="Where to write JSON; cells of an old file stay.")
 @click.option("--keep", type=Path, help="Where to leave the files of cells that fail.")
 def main(
+    *,
     faults: Sequence[str],
     places: Sequence[str],
     layouts: Sequence[str],
+    by_torchrun: bool,
     results: Path | None,
     keep: Path | None,
 ) -> None:
@@ -39,7 +42,7 @@ def main(
     num_failed = 0
     for cell in cells(faults or list(FAULTS), places or list(PLACES), layouts or list(LAYOUTS)):
         begin = time.monotonic()
-        found = run(cell, keep)
+        found = run(cell, keep, by_torchrun=by_torchrun)
         num_failed += bool(found.complaints)
         click.echo(described(found, time.monotonic() - begin))
         if results is not None:
@@ -47,9 +50,7 @@ def main(
     sys.exit(num_failed > 0)
 
 
-def cells(
-    faults: Sequence[str], places: Sequence[str], layouts: Sequence[str]
-) -> Iterator[Cell]:
+def cells(faults: Sequence[str], places: Sequence[str], layouts: Sequence[str]) -> Iterator[Cell]:
     """Yields the cells that exist."""
     for layout in layouts:
         for fault in faults:
@@ -57,27 +58,27 @@ def cells(
                 cell = Cell.of(fault, place, layout)
                 if isinstance(expected(cell), Excluded):
                     continue
-                if fault == "cut" and not can_cut():
-                    click.echo(f"{cell}: left out, it needs root and iproute2", err=True)
-                else:
+                if fault != "cut" or can_cut():
                     yield cell
+                else:
+                    click.echo(f"{cell}: left out, it needs root and iproute2", err=True)
 
 
-def run(cell: Cell, keep: Path | None = None) -> Outcome:
+def run(cell: Cell, keep: Path | None = None, *, by_torchrun: bool = False) -> Outcome:
     """Runs a cell, in a network if it cuts a link."""
     folder = None if keep is None else keep / str(cell).replace(" ", "-")
     if folder is not None:
         folder.mkdir(parents=True)
     with ExitStack() as stack:
         network = stack.enter_context(Network.made(4)) if cell.fault == "cut" else None
-        return outcome(cell, network, folder)
+        return outcome(cell, network=network, by_torchrun=by_torchrun, folder=folder)
 
 
 def described(found: Outcome, seconds: float) -> str:
     """Returns a line about a cell, and further lines if it is not as expected."""
     ended = found.ended
     took = "-" if ended.seconds is None else f"{ended.seconds:.1f}"
-    codes = " ".join("-" if code is None else str(code) for code in ended.codes)
+    codes = " ".join("-" if code is None else str(code) for code in ended.codes.values())
     words = "; ".join(found.complaints) or "ok"
     line = f"{found.cell!s:40} {took:>5} s of {seconds:4.0f}  codes {codes}  {words}"
     return f"{line}\n    {found.error[:200]}" if found.error else line

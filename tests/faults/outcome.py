@@ -16,8 +16,10 @@ from tests.faults.cell import LAYOUTS, STEPS, Cell
 from tests.faults.expected import Expected, expected
 from tests.faults.job import RUN, START_SECONDS, STEP_SECONDS, write_job
 from tests.faults.network import Network
-from tests.faults.world import Ended, run_world
+from tests.faults.world import LAUNCHER, Ended, World, run_torchrun
 
+START_BY_TORCHRUN_SECONDS = 60.0  # each rank imports torch
+TORCHRUN_GRACE_SECONDS = 30.0  # torchrun waits for ranks after SIGTERM, before it kills them
 GRACE_SECONDS = 5.0  # beyond a timeout: for four ranks on one core to report and end
 
 
@@ -50,20 +52,29 @@ def bound_seconds(cell: Cell) -> float:
     return (START_SECONDS if is_start else STEP_SECONDS) + GRACE_SECONDS
 
 
-def outcome(cell: Cell, network: Network | None = None, folder: Path | None = None) -> Outcome:
+def outcome(
+    cell: Cell,
+    *,
+    network: Network | None = None,
+    by_torchrun: bool = False,
+    folder: Path | None = None,
+) -> Outcome:
     """Runs a cell; returns how it ended.
 
     Args:
         cell: The cell.
         network: Where its ranks run.
+        by_torchrun: Whether torchrun starts and ends the ranks.
         folder: Where to leave its files; None for nowhere.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return outcome(cell, network, Path(temporary))
-    ended = _run(cell, network, folder)
+            return outcome(cell, network=network, by_torchrun=by_torchrun, folder=Path(temporary))
+    ended = _run_by_torchrun(cell, folder) if by_torchrun else _run(cell, network, folder)
     errors = re.findall(r"^Error.*$", ended.stderr, re.MULTILINE)
-    ranks = re.findall(r"\brank (\d+)", errors[0]) if errors else []
+    # An error of several ranks has a line for each, below the first one.
+    first = re.search(r"^Error.*\n?.*", ended.stderr, re.MULTILINE)
+    ranks = re.findall(r"\brank (\d+)", first[0]) if first else []
     found = Outcome(
         cell,
         ended,
@@ -82,7 +93,7 @@ def _run(cell: Cell, network: Network | None, folder: Path) -> Ended:
     pipeline, data = LAYOUTS[cell.layout]
     # A run that goes on after its fault makes all its steps.
     lasts = cell.fault == "" or getattr(expected(cell), "ends", "") == "finishes"
-    return run_world(
+    world = World(
         folder,
         pipeline * data,
         variables=cell.variables,
@@ -91,6 +102,16 @@ def _run(cell: Cell, network: Network | None, folder: Path) -> Ended:
         network=network,
         cut=cell.rank if cell.fault == "cut" else None,
     )
+    return world.run()
+
+
+def _run_by_torchrun(cell: Cell, folder: Path) -> Ended:
+    write_job(cell, folder)
+    pipeline, data = LAYOUTS[cell.layout]
+    limit = START_BY_TORCHRUN_SECONDS + bound_seconds(cell)
+    if cell.fault in ("stop", "stall"):
+        limit += TORCHRUN_GRACE_SECONDS
+    return run_torchrun(folder, pipeline * data, variables=cell.variables, limit_seconds=limit)
 
 
 @cache
@@ -107,7 +128,7 @@ def _complaints(found: Outcome, num_errors: int, wanted: object) -> Iterator[str
     cell, ended = found.cell, found.ended
     if cell.fault and not ended.has_struck:
         yield "the fault did not strike"
-    alive = [rank for rank, code in enumerate(ended.codes) if code is None]
+    alive = [rank for rank, code in ended.codes.items() if code is None]
     if cell.fault == "stop":
         alive = [rank for rank in alive if rank != cell.rank]
     if alive:
@@ -126,8 +147,8 @@ def _complaints(found: Outcome, num_errors: int, wanted: object) -> Iterator[str
 
 
 def _complaints_of_success(found: Outcome) -> Iterator[str]:
-    if any(found.ended.codes):
-        yield f"exit codes are {list(found.ended.codes)}, expected zeros"
+    if any(found.ended.codes.values()):
+        yield f"exit codes are {found.ended.codes}, expected zeros"
     elif found.loss is None or not math.isfinite(found.loss):
         yield f"the loss of the last step is {found.loss}"
     elif found.cell.fault == "slow" and found.loss != loss_without_fault(found.cell.layout):
@@ -137,7 +158,7 @@ def _complaints_of_success(found: Outcome) -> Iterator[str]:
 def _complaints_of_failure(found: Outcome, num_errors: int, wanted: Expected) -> Iterator[str]:
     cell, codes = found.cell, found.ended.codes
     # What a rank does to itself decides its own code.
-    others = {r: c for r, c in enumerate(codes) if r != cell.rank or cell.fault not in _OWN_CODE}
+    others = {r: c for r, c in codes.items() if r != cell.rank or cell.fault not in _OWN_CODE}
     silent = [rank for rank, code in others.items() if code == 0]
     if silent:
         yield f"silent: ranks {silent} end with code 0"
@@ -154,7 +175,7 @@ def _complaints_of_failure(found: Outcome, num_errors: int, wanted: Expected) ->
     if num_errors > (2 if cell.fault == "cut" else 1):
         yield f"{num_errors} reports, expected one"
     tracebacks = found.ended.stderr.count("Traceback (most recent call last)")
-    if tracebacks:
+    if tracebacks and LAUNCHER not in codes:  # torchrun prints one of its own
         yield f"{tracebacks} tracebacks"
 
 
@@ -181,5 +202,3 @@ def _loss(run: Path) -> float | None:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     last = json.loads(lines[-1]) if lines else {}
     return float(last["loss"]) if last.get("step") == STEPS else None
-
-

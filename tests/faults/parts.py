@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipegrad_handlers.pipeline_shared import PipelineShared
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.comm.work import Work
 from pipegrad.plugins.handler import FlatBucket, ReductionStep
+from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.faults import inject
 from tests.faults.inject import strikes
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +27,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
 from tests.faults.network import Network, enter
 
 HIT, CUT = "hit", "cut"  # as in `inject`, which only ranks import
+LAUNCHER = -1
+ERRORS = "stderr"  # the file with the stderr of all ranks
 MARK = "PIPEGRAD_TEST_WORLD"  # of the environment; what a rank starts has it too
 _PRELOADED = (
     "torch",
@@ -51,32 +53,25 @@ class Ended:
 
     Attributes:
         codes: Exit code of each rank; negative for a signal, None for a rank that did not end.
+            Under torchrun only that of torchrun itself, as `LAUNCHER`.
         seconds: From the fault to the end of the last rank that can end; None if some did not.
         has_struck: Whether the fault struck.
         stderr: Of all ranks.
         leftover: Processes that were left.
     """
 
-    codes: tuple[int | None, ...]
+    codes: dict[int, int | None]
     seconds: float | None
     has_struck: bool
     stderr: str
     leftover: tuple[int, ...]
 
 
-def run_world(
-    folder: Path,
-    num_ranks: int,
-    *,
-    variables: Mapping[str, str],
-    bound_seconds: float,
-    stopped: Sequence[int] = (),
-    network: Network | None = None,
-    cut: int | None = None,
-) -> Ended:
-    """Runs the job of a folder; returns how its ranks ended.
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run, before it begins.
 
-    Args:
+    Attributes:
         folder: Has the job; files of the ranks are written there.
         num_ranks: Number of ranks.
         variables: Further environment of the ranks.
@@ -85,36 +80,61 @@ def run_world(
         network: Where ranks run; None for the loopback of this machine.
         cut: The rank whose link is cut when its fault strikes.
     """
-    mark = uuid4().hex
-    with _store(network) as rendezvous:
-        shared = {MARK: mark, **rendezvous, **variables}
-        ranks = [_Rank(folder, rank, num_ranks, shared, network) for rank in range(num_ranks)]
-        try:
-            struck, seconds = _follow(ranks, folder, bound_seconds, stopped, network, cut)
-            codes = tuple(rank.process.exitcode for rank in ranks)
-        finally:
-            for rank in ranks:
-                rank.process.kill()
-                rank.process.join()
-        leftover = tuple(_processes(mark, {rank.process.pid for rank in ranks}))
-        for process in leftover:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-    texts = [path.read_text() for path in sorted(folder.glob("*.err"))]
-    return Ended(codes, seconds, struck, "".join(texts), leftover)
+
+    folder: Path
+    num_ranks: int
+    variables: Mapping[str, str]
+    bound_seconds: float
+    stopped: Sequence[int] = ()
+    network: Network | None = None
+    cut: int | None = None
+
+    @property
+    def errors(self) -> Path:
+        """The file with the stderr of all ranks."""
+        return self.folder / ERRORS
+
+    def run(self) -> Ended:
+        """Runs the job; returns how the ranks ended."""
+        mark = uuid4().hex
+        self.errors.touch()
+        with _store(self.network) as rendezvous:
+            shared = {MARK: mark, **rendezvous, **self.variables}
+            ranks = [_Rank(self, rank, shared) for rank in range(self.num_ranks)]
+            try:
+                struck, seconds = self._follow(ranks)
+                codes = {rank.rank: rank.process.exitcode for rank in ranks}
+                # Read now: ranks that are killed below make others fail.
+                text = self.errors.read_text()
+            finally:
+                for rank in ranks:
+                    rank.process.kill()
+                    rank.process.join()
+            leftover = _end(_processes(mark, {rank.process.pid for rank in ranks}))
+        return Ended(codes, seconds, struck, text, leftover)
+
+    def _follow(self, ranks: Sequence[_Rank]) -> tuple[bool, float | None]:
+        """Waits for the ranks; returns whether the fault struck, and how long they then took."""
+        deadline, struck = time.time() + _START_SECONDS, None
+        waiting = {r.process.sentinel: r.rank for r in ranks if r.rank not in self.stopped}
+        while waiting and time.time() < deadline:
+            for sentinel in wait(list(waiting), 0.02):
+                del waiting[sentinel]  # type: ignore[arg-type]
+            if struck is None and (self.folder / HIT).exists():
+                struck = float((self.folder / HIT).read_text())
+                deadline = struck + self.bound_seconds
+                if self.network is not None and self.cut is not None:
+                    self.network.cut(self.cut)
+                    (self.folder / CUT).touch()
+        seconds = None if waiting or struck is None else time.time() - struck
+        return struck is not None, seconds
 
 
 class _Rank:
     """The process of a rank. It comes from a server that has imported torch."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        num_ranks: int,
-        shared: Mapping[str, str],
-        network: Network | None,
-    ) -> None:
+    def __init__(self, world: World, rank: int, shared: Mapping[str, str]) -> None:
+        network, num_ranks = world.network, world.num_ranks
         place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
         if network is not None:
             place = {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank}
@@ -123,7 +143,7 @@ class _Rank:
         space = None if network is None else network.space_of(rank)
         self.rank = rank
         self.process: ForkServerProcess = _server().Process(
-            target=_be_rank, args=(folder, rank, environment, space)
+            target=_be_rank, args=(world.folder, rank, environment, space)
         )
         self.process.start()
 
@@ -139,8 +159,9 @@ def _be_rank(folder: Path, rank: int, environment: Mapping[str, str], space: str
     if space is not None:
         enter(space)
     os.environ.update(environment)
-    for number, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    # All ranks have one file, as they have one terminal: its lines are in the order of time.
+    for number, name in ((1, f"{rank}.out"), (2, ERRORS)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     with suppress(AttributeError):  # no names of hosts are looked up in a network
         ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
     torch.set_num_threads(1)
@@ -148,28 +169,13 @@ def _be_rank(folder: Path, rank: int, environment: Mapping[str, str], space: str
     main(_COMMAND, prog_name="pipegrad")
 
 
-def _follow(
-    ranks: Sequence[_Rank],
-    folder: Path,
-    bound_seconds: float,
-    stopped: Sequence[int],
-    network: Network | None,
-    cut: int | None,
-) -> tuple[bool, float | None]:
-    """Waits for the ranks; returns whether the fault struck, and how long they then took."""
-    deadline, struck = time.time() + _START_SECONDS, None
-    waiting = {rank.process.sentinel: rank for rank in ranks if rank.rank not in stopped}
-    while waiting and time.time() < deadline:
-        for sentinel in wait(list(waiting), 0.02):
-            del waiting[sentinel]  # type: ignore[arg-type]
-        if struck is None and (folder / HIT).exists():
-            struck = float((folder / HIT).read_text())
-            deadline = struck + bound_seconds
-            if network is not None and cut is not None:
-                network.cut(cut)
-                (folder / CUT).touch()
-    seconds = None if waiting or struck is None else time.time() - struck
-    return struck is not None, seconds
+def _end(processes: Iterable[int]) -> tuple[int, ...]:
+    """Kills processes; returns them."""
+    numbers = tuple(processes)
+    for number in numbers:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    return numbers
 
 
 def _processes(mark: str, sessions: set[int | None]) -> Iterator[int]:
@@ -202,17 +208,19 @@ def _server() -> ForkServerContext:
 
 def run_torchrun(
     folder: Path, num_ranks: int, *, variables: Mapping[str, str], limit_seconds: float
-) -> tuple[int | None, float, str, tuple[int, ...]]:
-    """Runs the job of a folder by torchrun.
+) -> Ended:
+    """Runs the job of a folder by torchrun; returns how torchrun ended.
 
-    Returns:
-        Its exit code, None if it did not end in time; seconds from the fault to its end; its
-        stderr; and processes that were left.
+    Args:
+        folder: Has the job; files are written there.
+        num_ranks: Number of ranks.
+        variables: Further environment of the ranks.
+        limit_seconds: After this time, with the start, all processes are killed.
     """
     mark = uuid4().hex
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "-m", "pipegrad", *_COMMAND]
-    with (folder / "torchrun.err").open("w") as errors:
+    with (folder / ERRORS).open("w") as errors:
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -221,15 +229,13 @@ def run_torchrun(
             stderr=errors,
             start_new_session=True,
         )
-        code: int | None = None
         with suppress(subprocess.TimeoutExpired):
-            code = process.wait(limit_seconds)
-    ended = time.time()
-    leftover = tuple(number for number in _processes(mark, set()) if number != process.pid)
-    for number in (*leftover, *(() if code is not None else (process.pid,))):
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
+            process.wait(limit_seconds)
+    code, ended, hit = process.poll(), time.time(), folder / HIT
+    leftover = _end(number for number in _processes(mark, set()) if number != process.pid)
+    process.kill()
     process.wait()
-    hit = folder / HIT
-    struck = float(hit.read_text()) if hit.exists() else ended
-    return code, ended - struck, (folder / "torchrun.err").read_text(), leftover
+    struck = float(hit.read_text()) if hit.exists() else None
+    seconds = None if code is None or struck is None else ended - struck
+    text = (folder / ERRORS).read_text()
+    return Ended({LAUNCHER: code}, seconds, struck is not None, text, leftover)
