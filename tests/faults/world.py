@@ -7,6 +7,7 @@ torchrun asks for. torchrun sends SIGTERM to all ranks as soon as one of them ha
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,7 @@ from tests.faults.network import Network, enter
 HIT, CUT = "hit", "cut"  # as in `inject`, which only ranks import
 LAUNCHER = -1
 ERRORS = "stderr"  # the file with the stderr of all ranks
+STACKS = "{rank}.stack"  # where a rank that hangs is
 MARK = "PIPEGRAD_TEST_WORLD"  # of the environment; what a rank starts has it too
 _PRELOADED = (
     "torch",
@@ -44,6 +46,7 @@ _PRELOADED = (
     "tests.faults.world",
 )
 _START_SECONDS = 90.0  # until the fault strikes, or a run without one ends
+_STACK_SECONDS = 0.5
 _COMMAND = ("train", "job.toml")
 
 
@@ -127,6 +130,10 @@ class World:
                     self.network.cut(self.cut)
                     (self.folder / CUT).touch()
         seconds = None if waiting or struck is None else time.time() - struck
+        if waiting:
+            for rank in ranks:
+                rank.write_stack()
+            time.sleep(_STACK_SECONDS)
         return struck is not None, seconds
 
 
@@ -147,6 +154,11 @@ class _Rank:
         )
         self.process.start()
 
+    def write_stack(self) -> None:
+        """Lets a rank that hangs write where it is."""
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, signal.SIGUSR2)
+
 
 def _be_rank(folder: Path, rank: int, environment: Mapping[str, str], space: str | None) -> None:
     """Is one rank, as ``python -m pipegrad train`` would be."""
@@ -164,6 +176,8 @@ def _be_rank(folder: Path, rank: int, environment: Mapping[str, str], space: str
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     with suppress(AttributeError):  # no names of hosts are looked up in a network
         ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+    stacks = os.open(STACKS.format(rank=rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     # multiprocessing prints tracebacks itself; a Python of its own would do so, too.
     main(_COMMAND, prog_name="pipegrad")
