@@ -26,6 +26,7 @@ from tests.faults.outcome import Outcome, outcome
 @click.option("--fault", "faults", multiple=True, type=click.Choice(list(FAULTS)))
 @click.option("--place", "places", multiple=True, type=click.Choice(list(PLACES)))
 @click.option("--layout", "layouts", multiple=True, type=click.Choice(list(LAYOUTS)))
+@click.option("--rank", type=int, help="Which rank has the fault. Rank 0 then keeps the store.")
 @click.option("--torchrun", "by_torchrun", is_flag=True, help="Let torchrun start the ranks.")
 @click.option("--results", type=Path, help="Where to write JSON; cells of an old file stay.")
 @click.option("--keep", type=Path, help="Where to leave the files of cells that fail.")
@@ -34,13 +35,16 @@ def main(
     faults: Sequence[str],
     places: Sequence[str],
     layouts: Sequence[str],
+    rank: int | None,
     by_torchrun: bool,
     results: Path | None,
     keep: Path | None,
 ) -> None:
     """Run the cells of the matrix, one after the other; exit 1 if one is not as expected."""
     num_failed = 0
-    for cell in cells(faults or list(FAULTS), places or list(PLACES), layouts or list(LAYOUTS)):
+    for cell in cells(
+        faults or list(FAULTS), places or list(PLACES), layouts or list(LAYOUTS), rank
+    ):
         begin = time.monotonic()
         found = run(cell, keep, by_torchrun=by_torchrun)
         num_failed += bool(found.complaints)
@@ -50,12 +54,14 @@ def main(
     sys.exit(num_failed > 0)
 
 
-def cells(faults: Sequence[str], places: Sequence[str], layouts: Sequence[str]) -> Iterator[Cell]:
+def cells(
+    faults: Sequence[str], places: Sequence[str], layouts: Sequence[str], rank: int | None = None
+) -> Iterator[Cell]:
     """Yields the cells that exist."""
     for layout in layouts:
         for fault in faults:
             for place in places:
-                cell = Cell.of(fault, place, layout)
+                cell = Cell.of(fault, place, layout, rank)
                 if isinstance(expected(cell), Excluded):
                     continue
                 if fault != "cut" or can_cut():

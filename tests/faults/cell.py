@@ -58,10 +58,11 @@ class Cell:
     rank: int
 
     @classmethod
-    def of(cls, fault: str, place: str, layout: str) -> Cell:
-        """Returns the cell, with a rank that comes to the place."""
+    def of(cls, fault: str, place: str, layout: str, rank: int | None = None) -> Cell:
+        """Returns the cell; by default with a rank that comes to the place."""
         # In a pipeline of four, only the first and the last rank hold the tied parameter.
-        return cls(fault, place, layout, 3 if place in ("reduction", "parameter sync") else 2)
+        usual = 3 if place in ("reduction", "parameter sync") else 2
+        return cls(fault, place, layout, usual if rank is None else rank)
 
     @classmethod
     def here(cls) -> Cell | None:
@@ -80,4 +81,6 @@ class Cell:
         return self.place not in ("construction", "handler", "first step")
 
     def __str__(self) -> str:
-        return f"{self.fault} x {self.place} x {self.layout}"
+        name = f"{self.fault} x {self.place} x {self.layout}"
+        is_usual = self == Cell.of(self.fault, self.place, self.layout)
+        return name if is_usual else f"{name} on rank {self.rank}"

@@ -82,6 +82,8 @@ class World:
         stopped: Ranks that cannot end, because they stop themselves.
         network: Where ranks run; None for the loopback of this machine.
         cut: The rank whose link is cut when its fault strikes.
+        keeps_store: Whether rank 0 keeps the store, as under Slurm; else this process does, as
+            torchrun does. In a network it is always rank 0.
     """
 
     folder: Path
@@ -91,6 +93,7 @@ class World:
     stopped: Sequence[int] = ()
     network: Network | None = None
     cut: int | None = None
+    keeps_store: bool = False
 
     @property
     def errors(self) -> Path:
@@ -101,7 +104,7 @@ class World:
         """Runs the job; returns how the ranks ended."""
         mark = uuid4().hex
         self.errors.touch()
-        with _store(self.network) as rendezvous:
+        with self._store() as rendezvous:
             shared = {MARK: mark, **rendezvous, **self.variables}
             ranks = [_Rank(self, rank, shared) for rank in range(self.num_ranks)]
             try:
@@ -115,6 +118,21 @@ class World:
                     rank.process.join()
             leftover = _end(_processes(mark, {rank.process.pid for rank in ranks}))
         return Ended(codes, seconds, struck, text, leftover)
+
+    @contextmanager
+    def _store(self) -> Iterator[dict[str, str]]:
+        """Yields the variables of a rendezvous."""
+        if self.network is not None:
+            yield {"GLOO_SOCKET_IFNAME": self.network.device, **self.network.rendezvous}
+            return
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        variables = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        variables["MASTER_PORT"] = str(store.port)
+        if self.keeps_store:
+            del store  # its port is free now
+        else:
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        yield variables
 
     def _follow(self, ranks: Sequence[_Rank]) -> tuple[bool, float | None]:
         """Waits for the ranks; returns whether the fault struck, and how long they then took."""
@@ -200,17 +218,6 @@ def _processes(mark: str, sessions: set[int | None]) -> Iterator[int]:
             session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
             if session in sessions or mark.encode() in (entry / "environ").read_bytes():
                 yield number
-
-
-@contextmanager
-def _store(network: Network | None) -> Iterator[dict[str, str]]:
-    """Yields the variables of a rendezvous. The store is here, as torchrun keeps it."""
-    if network is not None:  # rank 0 keeps it, as under Slurm
-        yield {"GLOO_SOCKET_IFNAME": network.device, **network.rendezvous}
-        return
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    yield {**variables, "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @cache
