@@ -44,10 +44,13 @@ _FIXED = "the plan fixes its shape"
 _SAVED = "a checkpoint saves what there is"
 _NOT_FINITE = Expected("fails", None, "step 3", "the norm of the gradients is not finite")
 _LOSS = "the output does not fit to the targets, and the loss raises"
+_NO_SAVE = Expected("finishes", why="the save fails, and a line says so")
 _ZEROS = Expected("finishes", why="it counts as zeros")
 
 # Faults that change a value, or end nothing. All others end the job.
 _CHANGES: dict[tuple[str, str], Expected | Excluded] = {
+    ("raise", "writing"): _NO_SAVE,
+    ("exit", "writing"): _NO_SAVE,
     ("no gradient", "construction"): Excluded(_NO_GRADIENT),
     ("no gradient", "handler"): Excluded(_NO_GRADIENT),
     ("no gradient", "first step"): _ZEROS,

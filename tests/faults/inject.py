@@ -21,6 +21,7 @@ from tests.faults.cell import FAULT_STEP, SLOW_SECONDS, Cell
 
 HIT, CUT = "hit", "cut"  # files: the fault strikes now; the link is down
 
+_FIRST_CHECKPOINT = Path("run/checkpoint-2/.metadata")
 _CELL = Cell.here()
 _RANK = int(os.environ.get("RANK", "0"))
 
@@ -57,6 +58,8 @@ def _is_time(cell: Cell) -> bool:
     _State.calls += 1
     if cell.place == "first step":
         return _State.step == 1
+    if cell.place == "writing" and not _FIRST_CHECKPOINT.exists():
+        return False  # it may be written while steps go on
     # The second call: then messages of the first microbatch are on their way.
     needs = 2 if cell.place in ("forward", "backward", "transfer", "writing") else 1
     return _State.step >= FAULT_STEP and _State.calls >= needs
