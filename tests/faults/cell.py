@@ -75,11 +75,6 @@ class Cell:
         """What the environment of the ranks has of it."""
         return {VARIABLE: json.dumps(asdict(self))}
 
-    @property
-    def is_after_a_checkpoint(self) -> bool:
-        """Whether the checkpoint of step 2 is there when the fault strikes."""
-        return self.place not in ("construction", "handler", "first step")
-
     def __str__(self) -> str:
         name = f"{self.fault} x {self.place} x {self.layout}"
         is_usual = self == Cell.of(self.fault, self.place, self.layout)

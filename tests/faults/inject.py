@@ -43,7 +43,7 @@ def strikes(place: str) -> str:
     if _State.has_struck and (_CELL.place != "construction" or _CELL.fault == "slow"):
         return ""
     if not _State.has_struck:
-        _note(HIT)
+        _note_hit()
     _State.has_struck = True
     act = _ACTS.get(_CELL.fault)
     if act is None:
@@ -65,11 +65,11 @@ def _is_time(cell: Cell) -> bool:
     return _State.step >= FAULT_STEP and _State.calls >= needs
 
 
-def _note(name: str) -> None:
-    """Writes the time into a file of the working folder. The file appears whole."""
-    unfinished = Path(f"{name}.{_RANK}")
-    unfinished.write_text(str(time.time()))
-    unfinished.rename(name)
+def _note_hit() -> None:
+    """Writes the time into a file, and whether there is a checkpoint. The file appears whole."""
+    unfinished = Path(f"{HIT}.{_RANK}")
+    unfinished.write_text(f"{time.time()} {int(_FIRST_CHECKPOINT.exists())}")
+    unfinished.rename(HIT)
 
 
 # What a rank does to itself.

@@ -16,7 +16,7 @@ from tests.faults.cell import LAYOUTS, STEPS, Cell
 from tests.faults.expected import Expected, expected
 from tests.faults.job import RUN, START_SECONDS, STEP_SECONDS, write_job
 from tests.faults.network import Network
-from tests.faults.world import LAUNCHER, Ended, World, run_torchrun
+from tests.faults.world import LAUNCHER, Ended, World, had_checkpoint, run_torchrun
 
 START_BY_TORCHRUN_SECONDS = 60.0  # each rank imports torch
 TORCHRUN_GRACE_SECONDS = 30.0  # torchrun waits for ranks after SIGTERM, before it kills them
@@ -33,6 +33,7 @@ class Outcome:
         error: The first line of the report; "" without one.
         culprit: The rank that this line names first; None without one.
         checkpoints: Folder -> whether it is whole; None if it does not claim to be.
+        had_checkpoint: Whether a whole one was there when the fault struck.
         loss: Of the last step, None if the run did not come to it.
         complaints: What was not as expected.
     """
@@ -42,6 +43,7 @@ class Outcome:
     error: str
     culprit: int | None
     checkpoints: dict[str, bool | None]
+    had_checkpoint: bool
     loss: float | None
     complaints: tuple[str, ...]
 
@@ -81,6 +83,7 @@ def outcome(
         error=errors[0] if errors else "",
         culprit=int(ranks[0]) if ranks else None,
         checkpoints=_checkpoints(folder / RUN),
+        had_checkpoint=had_checkpoint(folder),
         loss=_loss(folder / RUN),
         complaints=(),
     )
@@ -143,7 +146,7 @@ def _complaints(found: Outcome, num_errors: int, wanted: object) -> Iterator[str
     broken = [name for name, is_whole in found.checkpoints.items() if is_whole is False]
     if broken:
         yield f"leaves a checkpoint that looks whole and is not: {broken}"
-    if cell.is_after_a_checkpoint and not any(found.checkpoints.values()):
+    if found.had_checkpoint and not any(found.checkpoints.values()):
         yield "leaves no whole checkpoint"
 
 

@@ -141,8 +141,7 @@ class World:
         while waiting and time.time() < deadline:
             for sentinel in wait(list(waiting), 0.02):
                 del waiting[sentinel]  # type: ignore[arg-type]
-            if struck is None and (self.folder / HIT).exists():
-                struck = float((self.folder / HIT).read_text())
+            if struck is None and (struck := struck_at(self.folder)) is not None:
                 deadline = struck + self.bound_seconds
                 if self.network is not None and self.cut is not None:
                     self.network.cut(self.cut)
@@ -201,6 +200,18 @@ def _be_rank(folder: Path, rank: int, environment: Mapping[str, str], space: str
     main(_COMMAND, prog_name="pipegrad")
 
 
+def struck_at(folder: Path) -> float | None:
+    """Returns when the fault of a run struck; None if it did not yet."""
+    hit = folder / HIT
+    return float(hit.read_text().split()[0]) if hit.exists() else None
+
+
+def had_checkpoint(folder: Path) -> bool:
+    """Returns whether a whole checkpoint was there when the fault struck."""
+    hit = folder / HIT
+    return hit.exists() and hit.read_text().endswith("1")
+
+
 def _end(processes: Iterable[int]) -> tuple[int, ...]:
     """Kills processes; returns them."""
     numbers = tuple(processes)
@@ -252,11 +263,10 @@ def run_torchrun(
         )
         with suppress(subprocess.TimeoutExpired):
             process.wait(limit_seconds)
-    code, ended, hit = process.poll(), time.time(), folder / HIT
+    code, ended, struck = process.poll(), time.time(), struck_at(folder)
     leftover = _end(number for number in _processes(mark, set()) if number != process.pid)
     process.kill()
     process.wait()
-    struck = float(hit.read_text()) if hit.exists() else None
     seconds = None if code is None or struck is None else ended - struck
     text = (folder / ERRORS).read_text()
     return Ended({LAUNCHER: code}, seconds, struck is not None, text, leftover)
