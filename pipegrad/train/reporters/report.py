@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
@@ -23,6 +24,8 @@ from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.summary.explained import rendered_breakdown
 from pipegrad.train.tables import table
+
+_KEPT_STEPS = 1000
 
 
 def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +51,10 @@ class Report:
         self._console = console
         self._config = job.config
         self._reporters = {name: resolved.plugin for name, resolved in job.reporters.items()}
-        self._metrics: list[StepMetrics] = []
+        # A run may have millions of steps. So the summary is of the last ones.
+        self._first: StepMetrics | None = None
+        self._last = deque[StepMetrics](maxlen=_KEPT_STEPS)
+        self._num_steps = 0
 
     def begin(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         """Writes the manifest into a folder, and opens the reporters there.
@@ -71,7 +77,9 @@ class Report:
 
     def step(self, metrics: StepMetrics) -> None:
         """Gives the metrics of a step to the reporters. The run goes on without one that fails."""
-        self._metrics.append(metrics)
+        self._first = self._first or metrics
+        self._last.append(metrics)
+        self._num_steps += 1
         for name, reporter in list(self._reporters.items()):
             try:
                 reporter.report(metrics)
@@ -91,14 +99,15 @@ class Report:
             device: Kind of device that the ranks trained on.
             replicas: Result of `check_replicas` at the end.
         """
-        first, last, half = self._metrics[0], self._metrics[-1], len(self._metrics) // 2
+        first, last = self._first, self._last[-1]
+        assert first is not None
         # The first steps make communicators and fill caches. So times are taken from the second
-        # half of the run.
-        later = self._metrics[half:]
+        # half of the run, or from the last steps that are kept.
+        later = list(self._last)[-(self._num_steps - self._num_steps // 2) :]
         seconds = statistics.median(m.step_seconds for m in later)
         exposed = statistics.median(m.exposed_seconds for m in later)
         table_rows = {
-            "steps": f"{len(self._metrics)} on {device}",
+            "steps": f"{self._num_steps} on {device}",
             "loss": f"{first.loss:.4f} to {last.loss:.4f}",
             "step": f"{seconds * 1e3:.1f} ms (median), {exposed * 1e3:.1f} ms of it exposed",
             "tokens a second": f"{statistics.median(m.tokens_per_second for m in later):,.0f}",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import resource
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,36 @@ def test_metrics_on_a_full_disk_end_and_the_run_does_not(tmp_path: Path) -> None
     assert shown.getvalue().count(told) == 1
     run.close(tmp_path, "cpu", "bit-identical")
     assert "5 on cpu" in shown.getvalue()
+
+
+def test_a_long_run_keeps_few_metrics(tmp_path: Path) -> None:
+    """Rank 0 kept the metrics of all steps: 0.5 KB each, so weeks of steps filled its memory."""
+    shown = io.StringIO()
+    run = report(shown)
+    run.begin(tmp_path, {})
+    with run.running():
+        for number in range(1, 2502):
+            seconds = 9.0 if number < 2001 else 0.1 if number % 2 else 0.3
+            run.step(replace(metrics(number), loss=float(number), step_seconds=seconds))
+    kept = sum(type(thing) is StepMetrics for thing in gc.get_objects())
+    assert kept == 1001  # the first, and the last 1000
+    run.close(tmp_path, "cpu", "bit-identical")
+    said = shown.getvalue()
+    assert "2501 on cpu" in said
+    assert "1.0000 to 2501.0000" in said
+    assert "300.0 ms (median)" in said  # of the last 1000 steps; the last 1250 have 9 s
+
+
+@pytest.mark.parametrize(("num_steps", "median"), [(1, "1000.0"), (2, "2000.0"), (5, "4000.0")])
+def test_times_are_of_the_second_half_of_a_run(tmp_path: Path, num_steps: int, median: str) -> None:
+    shown = io.StringIO()
+    run = report(shown)
+    run.begin(tmp_path, {})
+    with run.running():
+        for number in range(1, num_steps + 1):
+            run.step(replace(metrics(number), step_seconds=float(number)))
+    run.close(tmp_path, "cpu", "bit-identical")
+    assert f"{median} ms (median)" in shown.getvalue()
 
 
 def test_what_was_not_measured_is_left_out_of_a_line(
