@@ -13,6 +13,9 @@ from pipegrad.plugins.handler import BUCKET_BYTES
 from pipegrad.plugins.options import complaints_of
 from pipegrad.topology import Topology
 
+# Comparing copies costs less than 0.1 % of a step then: benchmarks/overhead.
+CHECK_EVERY = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
@@ -33,6 +36,10 @@ class GradientOptions:
             the collectives. None: from the last stage to the first, as in all schedules like 1F1B.
         shared_ticks: The same for gradients that stages on several ranks hold. None:
             `stage_ticks`.
+        check_every: Steps between comparisons of the copies of each parameter; the first ones are
+            in steps 2, 4, 8 and so on. 0: never.
+        repair: Whether copies that differ get the values of most of them, or of the lowest rank,
+            and the run goes on. Otherwise they are an error.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -42,6 +49,8 @@ class GradientOptions:
     allow_unsynced: Sequence[str] = ()
     stage_ticks: Sequence[int] | None = None
     shared_ticks: Sequence[int] | None = None
+    check_every: int = CHECK_EVERY
+    repair: bool = False
 
     def __post_init__(self) -> None:
         for name in ("allow_unsynced", "stage_ticks", "shared_ticks"):
@@ -74,13 +83,18 @@ class GradientOptions:
         Raises:
             PlanError: If a value is wrong. It names the option and its value.
         """
-        for name in ("bucket_bytes", "comm_streams"):
+        for name in ("bucket_bytes", "comm_streams", "check_every"):
             if type(number := getattr(self, name)) is not int:
                 raise PlanError(f"{name} is {number!r}, expected a whole number")
         if self.bucket_bytes < 0 or self.comm_streams < 1:
             raise PlanError(
                 f"bucket_bytes={self.bucket_bytes} must be at least 0 and "
                 f"comm_streams={self.comm_streams} at least 1"
+            )
+        if self.check_every < 0 or type(self.repair) is not bool:
+            raise PlanError(
+                f"check_every={self.check_every} must be at least 0 and repair={self.repair!r} "
+                f"True or False"
             )
         for name in ("reduce_dtype", "master_dtype"):
             dtype = getattr(self, name)
