@@ -25,6 +25,7 @@ _WHY = (
     "clipping by the norm of one rank's gradients (call sync.clip_grad_norm_), values written on "
     "one rank, or behind publish(); or a bit has flipped in memory."
 )
+_GONE = "none that differs still, so they are written while they are compared"
 
 
 def is_compared(number: int, every: int) -> bool:
@@ -151,9 +152,9 @@ class DriftCheck:
             self._last_equal = number
             return
         odd = self._find_odd(differing)
-        listing = "; ".join(map(str, odd))
         last, self._last_equal = self._last_equal, number
         when = f"in step {number}" + ("" if last is None else f", and were equal in step {last}")
+        listing = "; ".join(map(str, odd)) or _GONE
         if not self._repairs:
             raise DriftError(
                 f"copies of one parameter have drifted apart: {listing}. They differ {when}. "
@@ -163,11 +164,11 @@ class DriftCheck:
             self._repair(each)
         self.num_repaired += sum(len(each.odd) for each in odd)
         if self._ranks[0] == dist.get_rank():
-            sources = ", ".join(sorted({f"rank {each.source}" for each in odd}))
+            remedies = "; ".join(each.remedy for each in odd) or _GONE
             warnings.warn(
-                f"copies of one parameter were different, and have the values of {sources} again: "
-                f"{listing}. They differed {when}. {_WHY} If it happens again, their optimizer's "
-                f"states differ too: go on from a checkpoint",
+                f"copies of one parameter were different, and are equal again: {remedies}. They "
+                f"differed {when}. {_WHY} If it happens again, their optimizer's states differ "
+                f"too: go on from a checkpoint",
                 stacklevel=4,
             )
 

@@ -49,6 +49,11 @@ class OddCopies:
             return f"{what} over ranks {list(self.ranks)}"
         return f"{what} on ranks {list(self.odd)}, of the copies on ranks {list(self.ranks)}"
 
+    @property
+    def remedy(self) -> str:
+        """What was done about them, in words."""
+        return f"{self}, now as on rank {self.source}"
+
 
 def find_odd(name: tuple[str, bool], facts: Mapping[int, Facts]) -> list[OddCopies]:
     """Returns the sets of copies that differ: one for each set of ranks that must be equal.
