@@ -61,14 +61,15 @@ def merge_non_finite(
         manifest: The agreed model.
         keys: Of each rank, as `non_finite_keys` returns them.
     """
-    names = uncut_names(manifest.parameters)
+    records = sorted(manifest.parameters, key=lambda record: (record.holders[0], record.position))
+    names = uncut_names(records)
     ranks_of: dict[str, list[int]] = {}
     for rank, own in sorted(keys.items()):
         for key in own:
             ranks_of.setdefault(key, []).append(rank)
     return tuple(
         NonFinite(names[record.key], record.holders, tuple(ranks_of[record.key]))
-        for record in manifest.parameters
+        for record in records
         if record.key in ranks_of
     )
 

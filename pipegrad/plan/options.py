@@ -14,7 +14,7 @@ from pipegrad.plugins.options import complaints_of
 from pipegrad.topology import Topology
 
 # Comparing copies costs less than 0.1 % of a step then: benchmarks/overhead.
-CHECK_EVERY = 100
+CHECK_EVERY = 500
 
 
 @dataclass(frozen=True, kw_only=True)
