@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -312,3 +313,26 @@ def test_every_0_is_never_and_a_resumed_run_goes_on_counting(four: list[dict[str
     for reply in four:
         assert reply["never"] == ["None"] * AT
         assert "They differ in step 1008, and were equal in step 1004. " in reply["resumed"]
+
+
+@on(FOUR)
+def two_kinds() -> Any:
+    """Ranks that may round differently: the last bit is no error, and a high one is."""
+    found = {}
+    for name, bit in BITS.items():
+        module = seeded(w=(33, 31))
+        kind = f"kind {rank() % 2}"
+        with mock.patch("pipegrad.gradients.negotiate.kind_of_machine", return_value=kind):
+            sync = replicated(module)
+        own = module.get_parameter("w")
+        flips = lambda own=own, bit=bit: flip(own, bit) if rank() == 2 else None  # noqa: E731
+        found[name] = trained(sync, module, flips)[-1]
+    return found
+
+
+def test_machines_of_two_kinds_may_round_differently(four: list[dict[str, Any]]) -> None:
+    for reply in four:
+        found = reply["two_kinds"]
+        assert found["lowest of the mantissa"] == "None"
+        for bit in ("exponent", "sign"):
+            assert ": '0.w' on ranks [2], of the copies on ranks [0, 1, 2, 3]. " in found[bit]
