@@ -15,6 +15,7 @@ from torch import nn
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import PlanError
+from pipegrad.gradients.machine import kind_of_machine
 from pipegrad.model.describe import check_stages, describe_rank, device_of
 from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.model.manifest import Manifest, RankManifest
@@ -82,6 +83,7 @@ class Agreed:
         plan: This rank's buckets and collectives.
         device: Of this rank's parameters.
         name: The same on all ranks. No other GradientSync has it.
+        rounds_alike: Whether all ranks that have parameters are machines of one kind.
         needs_parameter_sync: Whether any rank sends updated parameters, or has a master copy.
 
     Raises:
@@ -106,7 +108,8 @@ class Agreed:
         # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
         # have the same manifests, so the checks below raise the same error on all of them.
         replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
-        manifests = [manifest for _, manifest in replies]
+        manifests = [manifest for *_, manifest in replies]
+        self.rounds_alike = len({kind for _, kind, _ in replies if kind}) <= 1
         self.manifest = merge(manifests, topology, self._ties)
         refuse_main_shards(self.manifest, accessor, self.options.master_dtype)
         allowed = self.options.allow_unsynced
@@ -121,7 +124,7 @@ class Agreed:
             self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
         self.device = device_of(modules, manifests)
         # Ranks may have made different numbers of objects before. The largest number is new on all.
-        self.name = str(max(number for number, _ in replies))
+        self.name = str(max(number for number, *_ in replies))
         self.needs_parameter_sync = self.plan.syncs_parameters or any(
             record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
@@ -133,8 +136,11 @@ class Agreed:
         tied: Tied,
         handlers: Sequence[HandlerSpec],
         options: Mapping[str, Any],
-    ) -> tuple[int, RankManifest]:
-        """Returns the description of this rank, after the checks that need no other rank."""
+    ) -> tuple[int, str, RankManifest]:
+        """Returns a number for the name, the kind of this rank's machine, and its description.
+
+        It runs the checks that need no other rank before.
+        """
         check_stages(modules, self.topology)
         self.options = GradientOptions.of(options)
         self.options.check(self.topology)
@@ -157,7 +163,10 @@ class Agreed:
             "accessor": type(self.accessor).__qualname__,
             **self.options.settings(),
         }
-        return next(_instances), describe_rank(modules, self.accessor, settings, self._ties)
+        manifest = describe_rank(modules, self.accessor, settings, self._ties)
+        device = device_of(modules, [manifest])
+        kind = kind_of_machine(device) if manifest.device_type else ""
+        return next(_instances), kind, manifest
 
     def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
         """Makes this rank's plan; returns its digest, which must be equal on all ranks."""

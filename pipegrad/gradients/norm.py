@@ -101,8 +101,11 @@ def clip_(
         max_norm: The largest norm allowed.
         inverse_scale: Gradients are multiplied by this in the same pass; None for 1.
     """
-    # As torch does. The factor stays on the device, so the host waits for nothing.
+    # As torch does. The factor stays on the device, so the host waits for nothing. Unlike torch, a
+    # norm that is not a number leaves gradients as they are: all would become not a number, and
+    # nobody could see which of them was the first. An infinite norm makes the finite ones zero.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = factor.where(factor.isfinite(), torch.ones_like(factor))
     if inverse_scale is not None:
         _each(torch.Tensor.mul_, gradients, factor * inverse_scale)
         return

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
+from pipegrad.gradients.copies import Copies
 from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import GlobalNorm
@@ -96,11 +98,21 @@ def set_up(
         device=device,
     )
     drift = DriftCheck(
-        plan.packs,
-        lookup,
+        Copies(
+            plan.packs,
+            lookup,
+            partial(_master_copy, parameters),
+            _with_master_copies(agreed),
+            groups=groups,
+            device=device,
+        ),
         groups=groups,
         ranks=sorted(topology.ranks),
+        device=device,
         agree_seconds=agree_seconds,
+        every=agreed.options.check_every,
+        repairs=agreed.options.repair,
+        is_exact=agreed.rounds_alike,
     )
     step = Step(
         plan,
@@ -216,6 +228,21 @@ def _main_shards(agreed: Agreed) -> dict[str, MainShard]:
 
 def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
     return parameters[key].parameter
+
+
+def _with_master_copies(agreed: Agreed) -> frozenset[str]:
+    """Returns the keys of all parameters that have master copies, the same on all ranks."""
+    dtype = agreed.options.master_dtype
+    return frozenset(
+        record.key
+        for record in agreed.manifest.parameters
+        if record.requires_grad and master_dtype_of(record, dtype) != record.dtype
+    )
+
+
+def _master_copy(parameters: Mapping[str, LiveParameter], key: str) -> torch.Tensor | None:
+    main_shard = parameters[key].placed.main_shard
+    return main_shard.tensor if main_shard is not None and main_shard.copied else None
 
 
 def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:

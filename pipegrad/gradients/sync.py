@@ -19,6 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
 from pipegrad.errors import StepError
 from pipegrad.gradients.negotiate import Agreed
+from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
 from pipegrad.gradients.norm import clip_
 from pipegrad.gradients.replicas import make_equal
 from pipegrad.gradients.set_up import set_up
@@ -217,9 +219,12 @@ class GradientSync:
         """Waits until every gradient is in place.
 
         If no rank contributed to a gradient, it is None again, as in one process. In the steps 2,
-        4, 8, 16 and so on, all ranks compare the copies of each parameter, as `check_replicas`
-        does. Here, differences of a few roundings for each step are allowed, since machines of two
-        kinds may round differently. Steps that only accumulate do not count.
+        4, 8 and so on, and later every `check_every` steps, all ranks compare the copies of each
+        parameter by cheap checksums, and the master copies that are equal on several ranks. If the
+        machines of all ranks are of one kind, one bit that differs is an error. Machines of two
+        kinds may round differently, so there a few roundings for each step are allowed. With
+        `repair`, copies that differ are set right, with a warning on the lowest rank, and the step
+        goes on. Steps that only accumulate do not count.
 
         Args:
             divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
@@ -236,12 +241,12 @@ class GradientSync:
                 collectives block the host, otherwise after the timeout of their backend.
             StepError: If a stage is not final, a gradient changed after it was final, or the
                 divisor was given twice, never, or inside `accumulate`.
-            DriftError: On all ranks, if copies have drifted apart.
+            DriftError: On all ranks, if copies have drifted apart and `repair` is off.
         """
         with self.bounded("finish()"):
             if self._step.finish(divisor):
                 self.reshard()
-                self._parts.drift.refuse_growing(self._step.statistics.steps)
+                self._parts.drift.look()
 
     def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
         """Ends a failed step. All ranks can go on with the next step, and raise an error for this.
@@ -298,11 +303,7 @@ class GradientSync:
                 "clip_grad_norm_() after optimizer.step(), which has used the gradients: call it "
                 "before"
             )
-        gradients = {
-            key: gradient
-            for key, parameter in self._parameters.items()
-            if (gradient := parameter.main_gradient) is not None
-        }
+        gradients = self._main_gradients()
         scaler = self._step.watch.scaler()
         inverse_scale = None
         with self.bounded("clip_grad_norm_()"):
@@ -316,6 +317,50 @@ class GradientSync:
             for key in gradients:
                 self._parameters[key].mark_reduced()
         return norm
+
+    @outside_of_graphs
+    def non_finite(self) -> tuple[NonFinite, ...]:
+        """Returns the parameters whose gradient is not finite, by stage; the same on all ranks.
+
+        Call it if the norm that `clip_grad_norm_` returns is not finite. All ranks have the same
+        norm, so all of them call it, or none. It is empty if each gradient is finite, and the norm
+        is too large for its dtype. Clipping to a number makes the others zero if the norm is
+        infinite, and leaves them if it is not a number. Whether you skip this step is your choice::
+
+            norm = sync.clip_grad_norm_(1.0)
+            if norm.isfinite():
+                optimizer.step()
+            else:
+                print("skipped:", *sync.non_finite())
+            optimizer.zero_grad()
+
+        The next step compares copies: a copy that was changed is one cause.
+
+        Sync: on the current stream, for which the host waits. It sends names over the store, no
+        tensors. Every rank must call it, outside of a step.
+
+        Raises:
+            StepError: Inside a step.
+            AgreementError: On all ranks, if a rank does not call it.
+        """
+        self._step.check("non_finite")
+        ranks = sorted(self.topology.ranks)
+        replies = agree(
+            "non_finite",
+            lambda: non_finite_keys(self._main_gradients()),
+            ranks=ranks,
+            timeout_seconds=self._agree_seconds,
+        )
+        self._parts.drift.look_next_step()
+        return merge_non_finite(self.manifest, dict(zip(ranks, replies, strict=True)))
+
+    def _main_gradients(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients of this rank's main parameters, by key."""
+        return {
+            key: gradient
+            for key, parameter in self._parameters.items()
+            if (gradient := parameter.main_gradient) is not None
+        }
 
     def scale_by(self, scaler: GradScaler) -> None:
         """Makes `scaler` the scaler of these gradients, as long as the caller keeps it.
@@ -584,11 +629,15 @@ class GradientSync:
     def check_replicas(self) -> None:
         """Raises an error on every rank if copies of a parameter differ in a single bit.
 
-        Sync: sends two integers for each parameter, and one flag. Every rank must call it, outside
-        of a step.
+        It compares parameters, also frozen ones, and master copies that are equal on several ranks.
+        It compares neither buffers nor the optimizer's state. With the option `repair`, copies that
+        differ get the values of most of them, or of the lowest rank, and a warning says which.
+
+        Sync: sends a few integers for each parameter, and one flag. Every rank must call it,
+        outside of a step.
 
         Raises:
-            DriftError: If copies differ. It names parameters and ranks.
+            DriftError: If copies differ, and `repair` is off. It names parameters and ranks.
         """
         self._step.check("check_replicas")
         self.publish_if_due()
@@ -596,6 +645,14 @@ class GradientSync:
             self._parameter_sync.wait()
             self.reshard()
             self._parts.drift.refuse()
+
+    def continue_from(self, num_steps: int) -> None:
+        """Counts steps from `num_steps` on in messages about copies, for a run that was resumed.
+
+        Args:
+            num_steps: How many steps there were so far. The same on all ranks.
+        """
+        self._parts.drift.continue_from(num_steps)
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
         """Returns the parameter of a record that is in its module now."""
@@ -625,7 +682,7 @@ class GradientSync:
 
     def statistics(self) -> Statistics:
         """Returns numbers of the last finished step."""
-        return self._step.statistics
+        return replace(self._step.statistics, repaired=self._parts.drift.num_repaired)
 
     def close(self) -> None:
         """Ends threads and destroys the process groups of comm streams. Every rank must call it.

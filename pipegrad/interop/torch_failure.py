@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import ReduceError, StepError, root_of
+from pipegrad.errors import DriftError, ReduceError, StepError, root_of
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards
 from pipegrad.interop.torch_schedule import TorchSchedule, replace, stages_of
@@ -126,10 +126,11 @@ class TorchFailure:
             return
         self._schedule._internal_losses.clear()
         # An interrupt stays an interrupt, even if another rank failed first. An error before the
-        # step has begun, such as that of a wrong batch, is this rank's own.
-        is_interrupt = not isinstance(error, Exception)
+        # step has begun, such as that of a wrong batch, is this rank's own. All ranks raise
+        # DriftError.
+        is_own = not isinstance(error, Exception) or isinstance(error, DriftError)
         counts = self._begun or not self._schedule._has_backward
-        if self._cause is not None and counts and not is_interrupt:
+        if self._cause is not None and counts and not is_own:
             raise ReduceError(f"{FAILED_ELSEWHERE}: {self._cause}") from error
         raise error
 

@@ -14,6 +14,8 @@ from pipegrad.plugins.options import complaints_of
 from pipegrad.topology import Topology
 
 STEP_SECONDS = 600.0
+# Comparing copies costs less than 0.1 % of a step then: benchmarks/overhead.
+CHECK_EVERY = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class GradientOptions:
         step_timeout_seconds: How long a step, or another verb, may take on a rank. If it takes
             longer, the job ends on all ranks with a report: `pipegrad.errors.StallError`. Infinity
             waits for ever.
+        check_every: Steps between comparisons of the copies of each parameter; the first ones are
+            in steps 2, 4, 8 and so on. 0: never.
+        repair: Whether copies that differ get the values of most of them, or of the lowest rank,
+            and the run goes on. Otherwise they are an error.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -48,6 +54,8 @@ class GradientOptions:
     stage_ticks: Sequence[int] | None = None
     shared_ticks: Sequence[int] | None = None
     step_timeout_seconds: float = STEP_SECONDS
+    check_every: int = CHECK_EVERY
+    repair: bool = False
 
     def __post_init__(self) -> None:
         for name in ("allow_unsynced", "stage_ticks", "shared_ticks"):
@@ -80,7 +88,7 @@ class GradientOptions:
         Raises:
             PlanError: If a value is wrong. It names the option and its value.
         """
-        for name in ("bucket_bytes", "comm_streams"):
+        for name in ("bucket_bytes", "comm_streams", "check_every"):
             if type(number := getattr(self, name)) is not int:
                 raise PlanError(f"{name} is {number!r}, expected a whole number")
         if self.bucket_bytes < 0 or self.comm_streams < 1:
@@ -91,6 +99,11 @@ class GradientOptions:
         seconds: Any = self.step_timeout_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise PlanError(f"step_timeout_seconds is {seconds!r}, expected a number above 0")
+        if self.check_every < 0 or type(self.repair) is not bool:
+            raise PlanError(
+                f"check_every={self.check_every} must be at least 0 and repair={self.repair!r} "
+                f"True or False"
+            )
         for name in ("reduce_dtype", "master_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):

@@ -227,7 +227,7 @@ class Job:
     @property
     def gradient_options(self) -> dict[str, Any]:
         """The fields of `GradientOptions` that the configuration has, by name."""
-        options = self.config.gradients.model_dump(exclude={"clip_norm"})
+        options = self.config.gradients.model_dump(exclude={"clip_norm", "non_finite"})
         return {
             name: getattr(torch, value) if value and name.endswith("_dtype") else value
             for name, value in options.items()

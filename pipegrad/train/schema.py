@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from pipegrad.plan.options import STEP_SECONDS
+from pipegrad.plan.options import CHECK_EVERY, STEP_SECONDS
 from pipegrad.plugins.handler import BUCKET_BYTES
 
 
@@ -109,6 +109,22 @@ class Gradients(Table):
         default=None,
         gt=0,
         description="largest global gradient norm, all ranks together; else no clipping",
+    )
+    non_finite: Literal["raise", "skip"] = Field(
+        default="raise",
+        description="if gradients are not finite, on any rank: 'raise' ends the run, 'skip' leaves "
+        "the update of this step out on all ranks; 100 in a row end the run",
+    )
+    check_every: int = Field(
+        default=CHECK_EVERY,
+        ge=0,
+        description="steps between comparisons of the copies of each parameter; the first ones are "
+        "in steps 2, 4, 8 and so on; 0: never",
+    )
+    repair: bool = Field(
+        default=False,
+        description="true: copies that differ get the values of most of them, or of the lowest "
+        "rank, and the run goes on; false: they end the run",
     )
 
 
@@ -322,9 +338,10 @@ class Train(Table):
         default=[Named(name="jsonl"), Named(name="terminal")],
         description="names that `pipegrad reporters` lists, or tables of name and options",
     )
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="'fp32', or 'bf16': forward under autocast, parameters stay fp32",
+        description="'fp32'; or 'bf16' or 'fp16': forward under autocast, parameters stay fp32; "
+        "with 'fp16' the loss is scaled, and a step whose gradients overflow is skipped",
     )
     recompute: bool = Field(
         default=False,

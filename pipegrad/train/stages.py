@@ -32,6 +32,7 @@ from pipegrad.train.preflight import (
 )
 
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make the model
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def build_stages(
     def place() -> None:
         for stage in own:
             stage.module.to(device)
-            if job.config.train.precision == "bf16":
-                autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+            if (dtype := _AUTOCAST.get(job.config.train.precision)) is not None:
+                autocast = torch.autocast(device.type, dtype=dtype)
                 stage.module.forward = autocast(stage.module.forward)
 
     agree("placing the stages", place, timeout_seconds=_PREPARE_SECONDS)

@@ -13,14 +13,13 @@ not leave its peers in a collective: all ranks raise the same error. The order m
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.comm.watch.watch import Bounded
-from pipegrad.errors import StepError
+from pipegrad.gradients.grad_scaler import GradScaler
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
@@ -52,6 +51,7 @@ from pipegrad.train.stages import build_stages
 from pipegrad.train.summary.summary import make_summary
 from pipegrad.train.summary.text import rendered
 from pipegrad.train.tracing import Tracing
+from pipegrad.train.update import Update
 
 _RUN_KEYS = (
     "train.seed",
@@ -77,6 +77,7 @@ class Trainer:
         tracing: Records steps, unless that is not wanted.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         sync: The gradient layer.
+        scaler: Of the loss, the same on all ranks; None unless ``train.precision = "fp16"``.
         summary: Summary of the job, as plain data; empty on other ranks than 0.
         notes: Notes for the user about the checkpoint that the job goes on from.
 
@@ -109,6 +110,7 @@ class Trainer:
         self._optimizer = make_optimizer(
             config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
         )
+        self.scaler = GradScaler(self.sync) if config.train.precision == "fp16" else None
         agree("the learning rate", self._make_learning_rate)
         agree("the outline", self._summarize)
         self.first_step = 1
@@ -124,7 +126,8 @@ class Trainer:
         """Trains on the batch of a step; returns its metrics, the same on every rank.
 
         Raises:
-            StepError: If the gradients are not finite. On all ranks, and parameters are unchanged.
+            StepError: If the gradients are not finite, unless such steps are skipped. On all
+                ranks, and parameters are unchanged.
             PipegradError: As `GradientSync` does.
         """
         with self.sync.bounded(f"step {number}"):
@@ -145,16 +148,7 @@ class Trainer:
         # A device still computes while the host fetches the next batch.
         if number < config.train.steps:
             self._feed.fetch(number + 1)
-        clip = config.gradients.clip_norm
-        norm = self.sync.clip_grad_norm_(math.inf if clip is None else clip).item()
-        if not math.isfinite(norm):
-            self._refuse_step(number, norm)
-        # Parameters are sent as soon as they are stepped. They arrive during the next forwards.
-        learning_rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._learning_rate is not None:
-            self._learning_rate.step()
+        update = self._update.make(number)
         loss = result.loss.item()
         if number == config.train.steps:  # what follows, as a checkpoint, is not of this step
             self.tracing.stop()
@@ -175,16 +169,19 @@ class Trainer:
         return StepMetrics(
             step=number,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=update.grad_norm,
             step_seconds=max(seconds),
             tokens_per_second=self._feed.elements / max(seconds),
             collectives=int(sum(collectives)),
             bytes_reduced=int(sum(nbytes)),
             exposed_seconds=max(exposed),
-            learning_rate=learning_rate,
+            learning_rate=update.learning_rate,
             tokens_seen=self._feed.elements_seen,
             elapsed_seconds=max(elapsed),
             peak_memory_bytes=int(max(memory)),
+            skipped=self._update.skipped,
+            repaired=statistics.repaired,
+            note=update.note,
         )
 
     def save(self, folder: Path, number: int) -> None:
@@ -324,6 +321,9 @@ class Trainer:
 
     def _make_learning_rate(self) -> None:
         self._learning_rate = make_learning_rate(self.job.config, self._optimizer)
+        self._update = Update(
+            self.job.config, self.sync, self._optimizer, self._learning_rate, self.scaler
+        )
         self._state = TrainingState(self.sync, self._modules, self._optimizer)
 
     def _resume(self, config: Config) -> None:
@@ -333,6 +333,7 @@ class Trainer:
         )
         self.notes += tuple(notes)
         self.first_step = num_steps + 1
+        self.sync.continue_from(num_steps)
         if num_steps >= config.train.steps:
             config.refuse(
                 "train.steps", f"the checkpoint is of step {num_steps}: nothing is left to do"
@@ -359,12 +360,3 @@ class Trainer:
         text = self._texts.training
         files = "None" if text is None else f"text {text.digest[:16]}"
         return {**values, "data.files": files, **tied_names(self.sync.manifest)}
-
-    # In a step.
-
-    def _refuse_step(self, number: int, norm: float) -> NoReturn:
-        raise StepError(
-            f"step {number}: the norm of the gradients is {norm}, and this update would destroy "
-            f"the parameters: lower optimizer.lr, set gradients.clip_norm, warm up, or look at "
-            f"what the handlers send"
-        )

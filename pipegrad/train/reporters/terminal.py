@@ -41,6 +41,8 @@ class Terminal(Reporter):
         is_due = metrics.step in (1, train.steps) or metrics.step % train.log_every == 0
         if is_due and not self._console.is_terminal:
             self._print(f"step {metrics.step:5}  {line}")
+        if metrics.note is not None:
+            self._print(f"step {metrics.step:5}  {metrics.note}")
         if metrics.held_out_loss is not None:
             perplexity = metrics.perplexity
             words = "" if perplexity is None else f", perplexity {perplexity:,.2f}"

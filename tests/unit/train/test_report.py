@@ -106,13 +106,15 @@ def test_what_was_not_measured_is_left_out_of_a_line(
     run.begin(tmp_path, {})
     with run.running():
         run.step(metrics(1))
-        run.step(metrics(2, held_out_loss=1.0, perplexity=2.718, sample="a\nb"))
+        run.step(metrics(2, held_out_loss=1.0, perplexity=2.718, sample="a\nb", note="skipped: x"))
     first, second = (
         json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     )
-    assert {*second} - {*first} == {"held_out_loss", "perplexity", "sample"}
+    assert {*second} - {*first} == {"held_out_loss", "perplexity", "sample", "note"}
+    assert (first["skipped"], first["repaired"]) == (0, 0)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == [
+    assert lines[-3:] == [
+        "step     2  skipped: x",
         "step     2  held-out loss 1.0000, perplexity 2.72",
         r"step     2  sample: 'a\nb'",
     ]

@@ -1,0 +1,83 @@
+"""Gradients that are not finite, by name; and what clipping leaves of the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipegrad import Topology
+from pipegrad.gradients.non_finite import (
+    NonFinite,
+    in_a_sentence,
+    merge_non_finite,
+    non_finite_keys,
+)
+from pipegrad.gradients.norm import clip_
+from pipegrad.model.merge import make_manifest
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_any_element_counts(dtype: torch.dtype) -> None:
+    gradients = {
+        "fine": torch.ones(5, dtype=dtype),
+        "infinite": torch.tensor([1.0, -INF], dtype=dtype),
+        "no number": torch.tensor([[NAN]], dtype=dtype),
+        "empty": torch.zeros(0, 3, dtype=dtype),
+    }
+    assert non_finite_keys(gradients) == ["infinite", "no number"]
+    assert non_finite_keys({}) == []
+
+
+def test_sparse_gradients_are_looked_into() -> None:
+    rows, values = torch.tensor([[1, 1]]), torch.tensor([[INF, 1.0], [2.0, 3.0]])
+    gradients = {
+        "spoiled": torch.sparse_coo_tensor(rows, values, (3, 2), check_invariants=True),
+        "fine": torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2), check_invariants=True),
+    }
+    assert non_finite_keys(gradients) == ["spoiled"]
+
+
+def test_names_are_in_the_order_of_the_model_with_all_ranks() -> None:
+    stages = {0: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 1: nn.Linear(2, 2)}
+    topology = Topology.build(axes=(("pp", 2), ("dp", 2)), stage_to_rank=(0, 1))
+    manifest = make_manifest(stages, topology, tied=[])
+    found = merge_non_finite(manifest, {3: ["1.bias"], 2: ["1.bias"], 1: ["0.1.weight"], 0: []})
+    assert found == (NonFinite("1.weight", (0,), (1,)), NonFinite("bias", (1,), (2, 3)))
+    assert [str(each) for each in found] == [
+        "'1.weight' (stage 0, rank 1)",
+        "'bias' (stage 1, ranks [2, 3])",
+    ]
+
+
+def test_the_sentence_has_the_first_and_how_many_others() -> None:
+    first, other = NonFinite("a", (0, 3), (0, 3)), NonFinite("b", (1,), (1,))
+    assert (
+        in_a_sentence([first]) == "the gradient of 'a' (stages [0, 3], ranks [0, 3]) is not finite"
+    )
+    both = "the gradients of 'a' (stages [0, 3], ranks [0, 3]) and"
+    assert in_a_sentence([first, other]) == f"{both} 1 other are not finite"
+    assert in_a_sentence([first, other, other]) == f"{both} 2 others are not finite"
+    assert in_a_sentence([]) == "each gradient is finite, and the sum of their squares overflows"
+
+
+@pytest.mark.parametrize(
+    ("bad", "norm", "scale", "expected"),
+    [
+        (INF, INF, None, [0.0, 0.0]),
+        (NAN, NAN, None, [3.0, 4.0]),
+        (INF, INF, 0.5, [0.0, 0.0]),
+        (NAN, NAN, 0.5, [1.5, 2.0]),
+    ],
+)
+def test_clipping_leaves_it_to_be_seen_which_gradient_was_not_finite(
+    bad: float, norm: float, scale: float | None, expected: list[float]
+) -> None:
+    """A norm that is not a number made every gradient one, so each parameter was named."""
+    fine, spoiled = torch.tensor([3.0, 4.0]), torch.tensor([1.0, bad])
+    inverse = None if scale is None else torch.tensor(scale)
+    clip_([fine, spoiled], torch.tensor(norm), 1.0, inverse)
+    assert fine.tolist() == expected
+    assert non_finite_keys({"fine": fine, "spoiled": spoiled}) == ["spoiled"]
