@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipegrad.commands.options import explained
+from pipegrad.commands.options import explained, saving
 from pipegrad.errors import PipegradError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
                 if dist.get_rank() == 0:
                     _show(found, as_json=as_json)
                     if save:
-                        found.costs.save(save)
+                        saving(save, found.costs.save)
             except (PipegradError, RuntimeError, OSError) as error:
                 message = f"Error: {explained(error)}"
                 once_a_machine(lambda: click.echo(message, err=True))

@@ -139,6 +139,18 @@ def usage_errors() -> Iterator[None]:
         raise click.ClickException(explained(error)) from error
 
 
+def saving(path: Path, save: Callable[[Path], None]) -> None:
+    """Saves into the file of the option --save.
+
+    Raises:
+        OSError: If that fails. The message names the option and the file.
+    """
+    try:
+        save(path)
+    except OSError as error:
+        raise OSError(f"--save {path}: {error.strerror or error}") from error
+
+
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
     """Prints parts; a part that is text is not wrapped."""
     for part in parts:

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import explained, sized
+from pipegrad.commands.options import explained, saving, sized
 from pipegrad.errors import PipegradError
 
 # What these need takes time to import, as numbers of torch do: it is imported when a command runs.
@@ -108,7 +108,7 @@ def simulate(
         assert simulation.timeline is not None
         explanation = explain(simulation.timeline, program=program, costs=costs)
         if save:
-            simulation.timeline.save(save)
+            saving(save, simulation.timeline.save)
         drawing.write([simulation.timeline])
     except (PipegradError, OSError) as error:
         raise click.UsageError(explained(error)) from error

@@ -241,7 +241,9 @@ class Registry(Generic[T]):
         """Returns `loaded` if it is a concrete subclass of `base`; otherwise raises."""
         expected = f"expected a concrete subclass of {_value(self.base)}"
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
-            raise PluginContractError(f"plug-in {plugin} is {loaded!r}: {expected}")
+            # An address in memory would differ from rank to rank, and so would the error.
+            found = re.sub(r" at 0x[0-9a-f]+", "", repr(loaded))
+            raise PluginContractError(f"plug-in {plugin} is {found}: {expected}")
         if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
             raise PluginContractError(f"plug-in {plugin} lacks {', '.join(missing)}(): {expected}")
         return loaded

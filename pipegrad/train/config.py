@@ -92,12 +92,20 @@ class Config(Table):
                 value = value[part]
             else:
                 value = value[int(part)] if isinstance(value, list) else getattr(value, part)
-        if isinstance(value, Named):
-            value = value.spec if value.options else value.name
+        value = _as_written(value)
         if isinstance(value, Model):
             value = value.model_dump(exclude_none=True)
         source = _source(key, self._path, self._sources)
         raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
+
+
+def _as_written(value: object) -> object:
+    """Returns a value in the short form that a user may have written."""
+    if isinstance(value, list):
+        return [_as_written(part) for part in value]
+    if isinstance(value, Named):
+        return value.spec if value.options else value.name
+    return value
 
 
 def beside(config: Config, text: str) -> Path:
@@ -155,13 +163,29 @@ def load(
 def _read(path: Path) -> dict[str, Any]:
     try:
         # Editors on Windows may write a byte order mark.
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return _parsed(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file: give the path of a TOML file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+    except ValueError as error:  # a null character
+        raise ConfigError(f"{str(path)!r} is no path: {error}") from error
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Returns the values of a TOML text.
+
+    Raises:
+        tomllib.TOMLDecodeError: Also if it is too deep for Python, or has a number too long for it.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise tomllib.TOMLDecodeError(str(error)) from error
 
 
 def parsed_setting(setting: str) -> tuple[list[str], Any]:
@@ -186,7 +210,7 @@ def parsed_setting(setting: str) -> tuple[list[str], Any]:
         [(location, nested)] = nested.items()
         locations.append(location)
     try:
-        return locations, tomllib.loads(f"value = {text}")["value"]
+        parsed = _parsed(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text.strip().lower() in _NEARLY_TOML:
             raise ConfigError(
@@ -199,6 +223,11 @@ def parsed_setting(setting: str) -> tuple[list[str], Any]:
                 f"--set \"data.files=['a.txt']\""
             ) from error
         return locations, text
+    # A line after the value would be lost.
+    if len(parsed) > 1:
+        first = setting.partition("\n")[0]
+        raise ConfigError(f"--set {first}: another key follows: repeat --set for several")
+    return locations, parsed["value"]
 
 
 def _assign(table: dict[str, Any], locations: Sequence[str], value: object) -> None:

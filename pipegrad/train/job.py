@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.errors import PlanError, TopologyError, in_words
+from pipegrad.errors import ConfigError, PlanError, TopologyError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
 from pipegrad.optimizer.main_params import refuse_unless_elementwise
@@ -350,5 +350,7 @@ class Job:
         """Returns the function's result; its errors become errors about the key."""
         try:
             return function(*arguments)
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a plug-in
             self.config.refuse(key, in_words(error), cause=error)

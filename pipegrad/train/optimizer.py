@@ -40,6 +40,8 @@ def make_optimizer(
     if complaint := complaints_of(kind, choice.options, given=("params",)):
         config.refuse("optimizer", f"{choice.name} {complaint}")
     for option, value in choice.options.items():
+        if option == "lr" and isinstance(value, bool):  # Python would count it as a number
+            config.refuse("optimizer.lr", "should be a finite number")
         if isinstance(value, float) and not math.isfinite(value):
             config.refuse(f"optimizer.{option}", "should be a finite number")
     # An option that has no effect is an error: the user believes that it works.

@@ -48,6 +48,8 @@ def device_of_rank(config: Config) -> torch.device:
         device = automatic_kind()
     kind, _, index = device.partition(":")
     if kind == "cpu":
+        if index:
+            config.refuse("train.device", "all ranks of a machine share its cores: write 'cpu'")
         return torch.device("cpu")
     if accelerator is None or kind != accelerator.type:
         available = "cpu" if accelerator is None else f"{accelerator.type} or cpu"

@@ -69,6 +69,12 @@ def _check_dimensions(value: object) -> object:
     return value
 
 
+def _check_boundary(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise PydanticCustomError("boundary", "should be an index or a name of a layer")
+    return value
+
+
 def _check_function(value: Named) -> Named:
     if not re.fullmatch(FUNCTION, value.name):
         raise PydanticCustomError("function", "should look like 'module:function'")
@@ -205,7 +211,7 @@ class Parallel(Table):
         description="a name that `pipegrad schedules` lists, or a table of name and options",
     )
     microbatches: int = Field(default=4, ge=1, description="microbatches a step, on every replica")
-    boundaries: list[int | str] | None = Field(
+    boundaries: list[Annotated[int | str, BeforeValidator(_check_boundary)]] | None = Field(
         default=None,
         description="index or name of the first layer of every stage but the first; by default the "
         "stages hold as equal numbers of parameters as can be",

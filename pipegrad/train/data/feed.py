@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import StepError
+from pipegrad.errors import PipegradError, StepError, in_words
 from pipegrad.topology import Topology
 from pipegrad.train.data.pairs import Inputs, Pair
 
@@ -147,8 +147,14 @@ class Feed:
         )
 
     def _raise(self) -> None:
-        if self._error is not None:
+        if self._error is None:
+            return
+        if isinstance(self._error, PipegradError):
             raise self._error
+        # A function of the user has errors in words already. This may be too little memory.
+        raise StepError(
+            f"batch {self.number} of {self.what} cannot be made: {in_words(self._error)}"
+        ) from self._error
 
 
 def placed(inputs: Inputs, device: torch.device) -> Inputs:
