@@ -10,8 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipegrad import GradientSync, Topology
+from pipegrad.model.dtensor import local
 from tests.support.gradients.cases import (
     DATA,
     SHARED,
@@ -336,3 +339,39 @@ def test_machines_of_two_kinds_may_round_differently(four: list[dict[str, Any]])
         assert found["lowest of the mantissa"] == "None"
         for bit in ("exponent", "sign"):
             assert ": '0.w' on ranks [2], of the copies on ranks [0, 1, 2, 3]. " in found[bit]
+
+
+@on(FOUR)
+def shards_of_dtensors() -> Any:
+    """A tied weight that both stages cut over "dp": copies are on (0, 2) and on (1, 3)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    found = {}
+    for repairs in (False, True):
+        topology = Topology.from_mesh(mesh)
+        at = topology.coordinate("pp")
+        whole = seeded(w=(33, 31)).get_parameter("w").detach()
+        module = stage(w=distribute_tensor(whole, mesh["dp"], [Shard(0)]))
+        sync = GradientSync({at: module}, topology, tied=[["w"]], handlers=[SHARED], repair=repairs)
+        own = local(module.get_parameter("w"))
+        before = own.clone()
+
+        def flips(own: torch.Tensor = own, before: torch.Tensor = before) -> None:
+            if rank() == 3:
+                flip(own, 31)
+            before.copy_(own)
+
+        said = trained(sync, module, flips)[-1]
+        found[repairs] = (said, len(own), before.tolist(), sync.statistics().repaired)
+        if repairs:
+            sync.check_replicas()
+    return found
+
+
+def test_shards_of_dtensors_are_compared_part_by_part(four: list[dict[str, Any]]) -> None:
+    said = [reply["shards_of_dtensors"] for reply in four]
+    for each in said:
+        assert ": '0.w' over ranks [1, 3]. They differ in step 8" in each[False][0]
+        assert each[True][3] == 1
+    assert [each[True][1] for each in said] == [17, 16, 17, 16]
+    assert said[1][True][2] != said[3][True][2]
+    assert "'0.w' over ranks [1, 3], now as on rank 1. " in said[0][True][0]

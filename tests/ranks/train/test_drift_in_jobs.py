@@ -29,10 +29,7 @@ def flip(trainer: Trainer, name: str) -> None:
 
 
 def run(settings: list[str], name: str, *, flips: bool = True) -> Any:
-    """Runs seven steps; before the sixth one bit of one copy flips on rank 3.
-
-    Earlier the parameter sync would set the tied weight right: its owner sends it after each step.
-    """
+    """Runs seven steps; before the sixth one bit of one copy flips on rank 3."""
     trainer = Trainer(partial(load, Path("small.toml"), [*JOB, *settings]))
     found: list[Any] = []
     try:
