@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ class Saving:
         self._saver: Saver | None = None
         self._folder: Path | None = None
         self._note: Note = _nothing
+        self._has_waited = False  # for a save before another one
         self._nbytes = 0  # of a checkpoint, about; on rank 0
 
     def begin_run(self, folder: Path, first_step: int, note: Note) -> None:
@@ -88,13 +90,15 @@ class Saving:
         assert self._folder is not None
         saver = self._made()
         if saver.is_busy:
-            self._note(
+            self._warn_once(
                 f"step {number}: the checkpoint before this one is still being written, and the "
                 f"training waits for it: set train.save_every higher"
             )
             self._say(saver.wait())
         self._warn()
-        saver.begin(checkpoint_folder(self._folder, number), self._state.state_dict(number))
+        saver.begin(
+            checkpoint_folder(self._folder, number), number, partial(self._state.state_dict, number)
+        )
 
     def wait_copied(self) -> None:
         """Orders the current stream behind the copies of a save.
@@ -123,7 +127,8 @@ class Saving:
         Raises:
             ConfigError: If a rank cannot write it; on all ranks.
         """
-        if complaint := self._made().save(folder, self._state.state_dict(number)):
+        collect = partial(self._state.state_dict, number)
+        if complaint := self._made().save(folder, number, collect):
             self._config.refuse(
                 "train.output",
                 f"{prefix}{complaint}: make room, and go on with train.resume from the last "
@@ -147,6 +152,11 @@ class Saving:
         train = self._config.train
         if folder.parent == self._folder:
             prune(folder.parent, keep_last=train.keep_last, keep_every=train.keep_every)
+
+    def _warn_once(self, line: str) -> None:
+        if not self._has_waited:
+            self._note(line)
+        self._has_waited = True
 
     def _say(self, complaint: str) -> None:
         if complaint:

@@ -39,7 +39,6 @@ from pipegrad.train.checkpoint.validate import check_names
 from pipegrad.train.config import Config
 
 STEP = "step"
-_PACK_SECONDS = 600.0  # timeout for the slowest rank to pack its error feedback
 
 
 class TrainingState:
@@ -123,20 +122,17 @@ class TrainingState:
         return sizes
 
     def state_dict(self, step: int) -> dict[str, Tensor]:
-        """Returns what a checkpoint has after a step; every rank must call it.
+        """Returns what this rank writes of a checkpoint after a step. Local.
 
         Values are not copied, but those of buffers: a forward writes them, and a forward does not
         wait for a checkpoint.
 
         Raises:
-            PlanError: If the state of a handler could not be read again; on all ranks.
+            PlanError: If the state of a handler could not be read again. Perhaps on this rank
+                alone.
         """
-        # The parameter sync of the last step may still write. Handler state is packed inside of
-        # `agree`, because one rank alone may fail with it.
+        # The parameter sync of the last step may still write.
         self._sync.wait_parameters()
-        handler_state: dict[str, Tensor] = {}
-        subject = "what handlers keep"
-        agree(subject, lambda: handler_state.update(self._pack()), timeout_seconds=_PACK_SECONDS)
         own = {f"model.{name}" for name in self._parameters}
         model = {key: t if key in own else t.clone() for key, t in self.tensors().items()}
         state: dict[str, Any] = {STEP: torch.tensor(step), **model}
@@ -152,7 +148,7 @@ class TrainingState:
                     _chunk(main, tensor) if is_per_element else tensor
                 )
         state[self._random_states.key] = self._random_states.packed()
-        return {**state, **self._learning_rate.packed(), **handler_state}
+        return {**state, **self._learning_rate.packed(), **self._pack()}
 
     def _pack(self) -> dict[str, Tensor]:
         """Returns the packed state of this rank's handlers by its key; empty without state."""

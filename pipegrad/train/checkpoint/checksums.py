@@ -82,11 +82,25 @@ class CheckedWriter(FileSystemWriter):
     Args:
         folder: The folder of the checkpoint. It is there when everything is written.
         run: Values of the run, as text.
+        error: Why this rank has nothing to write, if so. It fails the save of all ranks.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, run: Mapping[str, str], error: Exception | None = None
+    ) -> None:
         super().__init__(unfinished(folder))
+        self._error = error
         self._target, self._folder, self._run = folder, unfinished(folder), run
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan of this rank.
+
+        Raises:
+            Exception: If this rank has nothing to write.
+        """
+        if self._error is not None:
+            raise self._error
+        return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Removes what another run left there, on the coordinator; returns the plans."""

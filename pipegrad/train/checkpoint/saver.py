@@ -7,7 +7,9 @@
    the collectives of the training.
 3. Each rank sends the status of its thread in the message of metrics that every step makes. All
    ranks see the same statuses after the same step, and so they end the save together.
-4. If a rank fails, torch tells all ranks in the save. The run goes on, without this checkpoint.
+4. If a rank fails, torch tells all ranks in the save. The run goes on, without this checkpoint. A
+   rank that cannot even collect its state brings the error into the save. So ranks never wait for
+   each other outside of the save.
 
 torch's own ``async_save`` is not used. Its stager copies tensors by type and does not know `Chunk`,
 and Python waits for its threads at exit, also if the other ranks are gone.
@@ -30,13 +32,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.comm.ending import Ending
-from pipegrad.errors import in_words
-from pipegrad.train.checkpoint.checkpoint import STEP
+from pipegrad.errors import PlanError, in_words
 from pipegrad.train.checkpoint.checksums import CheckedWriter
 from pipegrad.train.checkpoint.folders import unfinished
 from pipegrad.train.checkpoint.staging import Staging
 
 _WRITE_SECONDS = 1800.0  # timeout for the slowest rank to write its part
+
+
+Collect = Callable[[], Mapping[str, Tensor]]
 
 
 class Status(IntEnum):
@@ -81,32 +85,48 @@ class Saver:
         """Whether a save is not settled. The same on all ranks."""
         return self._save is not None
 
-    def save(self, folder: Path, state: Mapping[str, Tensor]) -> str:
+    def save(self, folder: Path, step: int, collect: Collect) -> str:
         """Writes a checkpoint, and returns when it is whole; returns why it failed, or "".
 
-        A failure is one of all ranks.
+        Args:
+            folder: Of the checkpoint.
+            step: After which it is written.
+            collect: Returns what this rank writes.
+
+        Raises:
+            PlanError: If `collect` has raised it on some rank. On all ranks.
         """
+        state, error = _collected(collect)
         try:
-            self._write(folder, state)
-        except CheckpointException as error:
-            return _complaint(folder, int(state[STEP]), error)
+            self._write(folder, state, error)
+        except CheckpointException as failure:
+            cause, _ = failure.failures[min(failure.failures)]
+            if isinstance(cause, PlanError):
+                raise cause from failure
+            return _complaint(folder, step, failure)
         return ""
 
-    def begin(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+    def begin(self, folder: Path, step: int, collect: Collect) -> None:
         """Copies a state, and begins to write it; see [Note: a save beside the steps].
+
+        Args:
+            folder: Of the checkpoint.
+            step: After which it is written.
+            collect: Returns what this rank writes.
 
         Sync: as `Staging.copy`. Call `wait_copied` before anything overwrites the state.
         """
         assert self._save is None
+        state, error = _collected(collect)
         staged = self._staging.copy(state)
 
         def write() -> None:
             if self._device.type != "cpu":
                 torch.accelerator.set_device_index(self._device.index)
             self._staging.finish()
-            self._write(folder, staged)
+            self._write(folder, staged, error)
 
-        self._save = _Save(folder, int(state[STEP]), write)
+        self._save = _Save(folder, step, write)
         self._threads[:] = [self._save]
         self._save.start()
 
@@ -147,12 +167,12 @@ class Saver:
         """Ends the process group; every rank must call it."""
         self._ending.end()
 
-    def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+    def _write(self, folder: Path, state: Mapping[str, Tensor], error: Exception | None) -> None:
         is_first = dist.get_rank() == 0
         try:
             save(
                 dict(state),
-                storage_writer=CheckedWriter(folder, self._run),
+                storage_writer=CheckedWriter(folder, self._run, error),
                 process_group=self._group,
             )
         except BaseException:
@@ -208,6 +228,14 @@ class _Save:
             self.error = error
         finally:
             self._has_ended.set()
+
+
+def _collected(collect: Collect) -> tuple[Mapping[str, Tensor], Exception | None]:
+    """Returns what this rank writes, or why it cannot."""
+    try:
+        return collect(), None
+    except Exception as error:  # noqa: BLE001 - all ranks get it in the save
+        return {}, error
 
 
 def _complaint(folder: Path, step: int, error: BaseException) -> str:
