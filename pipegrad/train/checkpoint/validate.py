@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pipegrad.train.checkpoint.checksums import (
+    CHECKSUMS,
     METADATA,
     Checksums,
     DamageError,
@@ -37,7 +38,9 @@ def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
     # user can do.
     try:
         checksums = read_checksums(folder)
-        return read_pickled_metadata(folder / METADATA), checksums
+        metadata = read_pickled_metadata(folder / METADATA)
+        _refuse_other_pieces(metadata, checksums)
+        return metadata, checksums
     except DamageError as error:
         raise DamageError(damage_of([str(error)])) from error
     except FileNotFoundError as error:
@@ -48,6 +51,15 @@ def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
     except OSError as error:
         complaint = f"{error.filename} cannot be read: {error.strerror}"
         raise DamageError(f"expected the folder of a checkpoint: {complaint}") from error
+
+
+def _refuse_other_pieces(metadata: Metadata, checksums: Checksums | None) -> None:
+    """Refuses checksums that are not of all pieces: some bytes would not be verified."""
+    if checksums is None:
+        return
+    stored = {(i.relative_path, i.offset, i.length) for i in metadata.storage_data.values()}
+    if stored != {(piece.file, piece.offset, piece.length) for piece in checksums.pieces}:
+        raise DamageError(f"{CHECKSUMS} is of another checkpoint")
 
 
 def damage_of(messages: Sequence[str]) -> str:
