@@ -36,6 +36,7 @@ from pipegrad.schedules.schedule import MOST_CELLS
 from pipegrad.simulation.auto import Auto
 from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
+from pipegrad.train.checkpoint.kept import check_kept
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
@@ -76,6 +77,7 @@ class Job:
         self.config = config
         self._costs = costs
         check_data(config)
+        check_kept(config)
         parallel = config.parallel
         inside = math.prod(parallel.dimensions.values())
         self.num_ranks = num_ranks or (parallel.pipeline or 1) * (parallel.data or 1) * inside

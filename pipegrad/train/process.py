@@ -26,6 +26,7 @@ from pipegrad.comm.watch.watch import watch
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
 from pipegrad.train.last_words import fail
+from pipegrad.train.start import store_of_start
 
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -189,6 +190,8 @@ def _join(timeout_seconds: float | None) -> None:
     try:
         joining = rendezvous("env://", timeout=timedelta(seconds=timeout_seconds or _JOIN_SECONDS))
         store, of_rank, of_size = next(joining)
+        # torchrun's store has keys of ranks that were killed.
+        store = store_of_start(store, of_rank, of_size, timeout_seconds or _JOIN_SECONDS)
         # The timeout to join must not become the timeout of every later use of the store.
         store.set_timeout(timedelta(minutes=30))  # as torch does
         dist.init_process_group(

@@ -1,13 +1,28 @@
-"""The folder of a run: it is always new, so no run overwrites another."""
+"""The folder of a run. A new run has a new one, so no run overwrites another."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+
+from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
+from pipegrad.train.checkpoint.folders import checkpoints, put_aside, remove_unfinished, step_of
 from pipegrad.train.config import Config, path_of
+from pipegrad.train.origin import MANIFEST, launch_of
+
+METRICS = "metrics.jsonl"
+_SEEN_SECONDS = 5.0  # for a network file system to show a new file
 
 
 def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
@@ -24,8 +39,8 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
         ConfigError: If the folder cannot be made, or `begin` fails.
     """
     output, number = path_of(config.train.output), 1
-    # Runs that start at the same time try the same names. `mkdir` and the exclusive open in `begin`
-    # fail for all but one of them, and the others try the next number.
+    # Runs that start at the same time try the same names. `mkdir` fails for all but one of them,
+    # and the others try the next number.
     while True:
         try:
             working = Path.cwd()
@@ -50,9 +65,113 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
             return str(folder)
 
 
-def free_space(folder: Path) -> str:
-    """Returns the free bytes of a folder's disk as text; "" if they are not known."""
+def continue_run_folder(
+    config: Config, folder: Path, step: int, begin: Callable[[Path], None]
+) -> str:
+    """Prepares the folder of a run that goes on after a step; returns its path.
+
+    Removes what the run did after this step: rows of its metrics, and unfinished checkpoints.
+
+    Raises:
+        ConfigError: If the folder cannot be written, or `begin` fails.
+    """
     try:
-        return f"; {shutil.disk_usage(folder).free:,} bytes are free there"
-    except OSError:
-        return ""
+        remove_unfinished(folder)
+        for later in checkpoints(folder):
+            # These are damaged. Otherwise the run would go on from one of them.
+            if (step_of(later) or 0) > step:
+                put_aside(later)
+        cut_rows(folder / METRICS, step)
+        begin(folder)
+    except (OSError, ValueError) as error:
+        config.refuse("train.output", f"{folder} cannot be written: {error}", cause=error)
+    return str(folder)
+
+
+def cut_rows(path: Path, step: int) -> None:
+    """Removes the rows of later steps from a file of metrics, and a row that is not whole."""
+    if not path.exists():
+        return
+    kept = list[bytes]()
+    for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(ValueError, TypeError, KeyError):
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+    replace(path, b"".join(kept))
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes a file. It has its old content or the new one, whenever this process is killed."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def with_launch(
+    folder: Path, manifest: Mapping[str, Any], *, first_step: int, checkpoint: Path | None
+) -> dict[str, Any]:
+    """Returns the manifest of a run, with a note of this launch.
+
+    Args:
+        folder: Of the run. If it has a manifest, that one is kept.
+        manifest: Of a new run.
+        first_step: The first step that this launch makes.
+        checkpoint: What it goes on from, if anything.
+    """
+    found: dict[str, Any] = dict(manifest)
+    with suppress(OSError, ValueError):
+        found = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    launch = {
+        "launch": launch_of(),
+        "started": datetime.now(UTC).isoformat(),
+        "first_step": first_step,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+    }
+    return {**found, "launches": [*found.get("launches", []), launch]}
+
+
+def refuse_unseen(config: Config, folder: Path) -> None:
+    """Refuses the folder of a run that some rank does not see; every rank must call it.
+
+    Raises:
+        ConfigError: If a rank does not see it; on all ranks.
+    """
+
+    # A rank of another machine may have a folder of this name on a disk of its own. The manifest
+    # says when it was written, so it is another one there.
+    def digest() -> str:
+        return _digest(folder) if dist.get_rank() == 0 else ""
+
+    expected = agree("the manifest of the run", digest)[0]
+    replies = agree("the folder of the run", lambda: (_sees(folder, expected), _machine()))
+    blind = {rank: machine for rank, (sees, machine) in enumerate(replies) if not sees}
+    if blind:
+        machines = sorted(set(blind.values()))
+        config.refuse(
+            "train.output",
+            f"ranks {sorted(blind)} on {', '.join(machines)} do not see {folder}, which rank 0 on "
+            f"{replies[0][1]} has made, and each rank writes a part of each checkpoint: choose a "
+            f"folder that all machines share, or set train.save = false",
+        )
+
+
+def _sees(folder: Path, expected: str) -> bool:
+    # A network file system may show a new file late.
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while (found := _digest(folder)) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found == expected
+
+
+def _digest(folder: Path) -> str:
+    with suppress(OSError):
+        path = folder / MANIFEST
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return ""
+
+
+def _machine() -> str:
+    return f"{socket.gethostname()} in {Path.cwd()}"

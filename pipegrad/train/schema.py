@@ -363,14 +363,36 @@ class Train(Table):
         min_length=1,
         description="folder of the run; one that exists is kept, and -2, -3, ... added",
     )
+    save: bool = Field(
+        default=True,
+        description="write a checkpoint into the run's folder at the end, also if a signal ends "
+        "the run; false: write none at all",
+    )
     save_every: int | None = Field(
         default=None,
         ge=1,
-        description="steps between checkpoints in the run's folder, and one at the end; else none",
+        description="steps between further checkpoints, written while the training goes on; else "
+        "none",
+    )
+    keep_last: int = Field(
+        default=2, ge=1, description="number of the newest checkpoints that are kept"
+    )
+    keep_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between older checkpoints that are kept, too; else none",
     )
     resume: str | None = Field(
         default=None,
-        description="folder of a checkpoint to go on from, of any cut of the same model",
+        min_length=1,
+        description="what to go on from, on any cut of the same model: the folder of a checkpoint; "
+        "or the folder of a run, whose newest checkpoint is taken and which goes on there; or "
+        "'auto', the newest run of train.output, if there is one",
+    )
+    fallback: bool = Field(
+        default=False,
+        description="if the checkpoint to go on from is damaged, take the one before it; a note "
+        "says so",
     )
     trace: bool = Field(
         default=True,
@@ -392,5 +414,5 @@ class Train(Table):
 
     def saves_after(self, number: int) -> bool:
         """True if a checkpoint is written after a step."""
-        every = self.save_every
-        return every is not None and (number % every == 0 or number == self.steps)
+        is_due = self.save_every is not None and number % self.save_every == 0
+        return self.save and (is_due or number == self.steps)

@@ -14,7 +14,6 @@ not leave its peers in a collective: all ranks raise the same error. The order m
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import RenderableType
-from torch.distributed.checkpoint.api import CheckpointException
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.comm.watch.watch import Bounded
@@ -34,7 +32,9 @@ from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.resume import failure_message, resume
+from pipegrad.train.checkpoint.learning_rate import LearningRateState
+from pipegrad.train.checkpoint.random_states import RandomStates
+from pipegrad.train.checkpoint.resume import resume
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
@@ -43,10 +43,18 @@ from pipegrad.train.evaluation import Evaluation
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics, every_rank, peak_memory_bytes
 from pipegrad.train.models.transformers_model import save_model
-from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
+from pipegrad.train.optimizer import (
+    group_of,
+    make_learning_rate,
+    make_optimizer,
+    state_numel,
+)
+from pipegrad.train.origin import Origin, find_origin
 from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
-from pipegrad.train.run_folder import free_space, make_run_folder
+from pipegrad.train.run_folder import continue_run_folder, make_run_folder, refuse_unseen
+from pipegrad.train.saving import Saving
+from pipegrad.train.signals import Signals
 from pipegrad.train.stages import build_stages
 from pipegrad.train.summary.summary import make_summary
 from pipegrad.train.summary.text import rendered
@@ -75,7 +83,11 @@ class Trainer:
     Attributes:
         job: The configuration applied to all ranks.
         tracing: Records steps, unless that is not wanted.
+        saving: Writes the checkpoints of a run.
+        signals: What this process is asked to do.
+        ended_by: Number of a signal that some rank has received; 0 if there was none.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
+        checkpoint: The checkpoint that the job goes on from; None if it begins.
         sync: The gradient layer.
         scaler: Of the loss, the same on all ranks; None unless ``train.precision = "fp16"``.
         summary: Summary of the job, as plain data; empty on other ranks than 0.
@@ -114,11 +126,12 @@ class Trainer:
         agree("the learning rate", self._make_learning_rate)
         agree("the outline", self._summarize)
         self.first_step = 1
+        self.checkpoint: Path | None = None
+        self.signals, self.ended_by = Signals(), 0
         self.notes: tuple[str, ...] = ()
         if self._feed.is_repeated:
             self.notes = (f"{self._feed.what}: all data ranks have the same first batch: {_ALIKE}",)
-        if config.train.resume is not None:
-            self._resume(config)
+        self._resume(config)
         self._begin = time.perf_counter()
         self.tracing = Tracing(config, self._scheduler)
 
@@ -148,6 +161,8 @@ class Trainer:
         # A device still computes while the host fetches the next batch.
         if number < config.train.steps:
             self._feed.fetch(number + 1)
+        # A checkpoint of the step before may still be copied, and this overwrites what it reads.
+        self.saving.wait_copied()
         update = self._update.make(number)
         loss = result.loss.item()
         if number == config.train.steps:  # what follows, as a checkpoint, is not of this step
@@ -161,11 +176,16 @@ class Trainer:
             statistics.reduced_bytes,
             peak_memory_bytes(self._device),
             now - self._begin,
+            self.signals.received,
+            self.saving.status,
         ]
         all_measured = every_rank([*measured, *self._feed.found], self._device)
         self._feed.replies = [of_rank[len(measured) :] for of_rank in all_measured]
         columns = list(zip(*all_measured, strict=True))
-        seconds, exposed, collectives, nbytes, memory, elapsed, *_ = columns
+        seconds, exposed, collectives, nbytes, memory, elapsed, signals, statuses, *_ = columns
+        # All ranks have the same numbers, so they stop, and end a save, after the same step.
+        self.ended_by = int(max(signals))
+        self.saving.settle(max(statuses))
         return StepMetrics(
             step=number,
             loss=loss,
@@ -185,21 +205,12 @@ class Trainer:
         )
 
     def save(self, folder: Path, number: int) -> None:
-        """Writes a checkpoint after a step; every rank must call it.
+        """Writes a checkpoint after a step, whole when it returns; every rank must call it.
 
         Raises:
             ConfigError: If a rank cannot write it; on all ranks.
         """
-        try:
-            self._state.save(folder, number, self._run)
-        except CheckpointException as error:
-            self.job.config.refuse(
-                "train.output",
-                f"the checkpoint of step {number} cannot be written into {folder}: "
-                f"{failure_message(error)}{free_space(folder)}: make room, and go on with "
-                f"train.resume from the last checkpoint that is whole",
-                cause=error,
-            )
+        self.saving.save(folder, number)
 
     def save_model(self, folder: Path) -> None:
         """Writes a model of transformers as it reads one; every rank must call it.
@@ -212,19 +223,28 @@ class Trainer:
         save_model(self.job.config, self._cut, folder)
 
     def make_folder(self, begin: Callable[[Path], None]) -> Path:
-        """Returns the run's folder, which rank 0 makes. The folder is always new.
+        """Returns the run's folder, which rank 0 makes: a new one, or that of the run that goes on.
 
         Args:
             begin: Called on rank 0 with the folder, to open the files of the run.
 
         Raises:
-            ConfigError: If the folder cannot be made, or `begin` fails; on all ranks.
+            ConfigError: If the folder cannot be made, `begin` fails, or a rank that saves does not
+                see the folder; on all ranks.
         """
+        config, own = self.job.config, self._origin.folder
 
         def make() -> str:
-            return make_run_folder(self.job.config, begin) if dist.get_rank() == 0 else ""
+            if dist.get_rank():
+                return ""
+            if own is None:
+                return make_run_folder(config, begin)
+            return continue_run_folder(config, own, self.first_step - 1, begin)
 
-        return Path(agree("the output folder", make)[0])
+        folder = Path(agree("the output folder", make)[0])
+        if config.train.save:
+            refuse_unseen(config, folder)
+        return folder
 
     def printed_summary(self) -> Iterable[RenderableType]:
         """Returns the summary as parts that rich prints; nothing on other ranks than 0."""
@@ -232,6 +252,7 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the comm streams and destroys their process groups; every rank must call it."""
+        self.saving.close()
         self._scheduler.close()
         choose_algorithms(deterministic=self._were_deterministic)
 
@@ -320,32 +341,53 @@ class Trainer:
             self.job.check_optimizer()
 
     def _make_learning_rate(self) -> None:
-        self._learning_rate = make_learning_rate(self.job.config, self._optimizer)
-        self._update = Update(
-            self.job.config, self.sync, self._optimizer, self._learning_rate, self.scaler
+        config = self.job.config
+        self._learning_rate = make_learning_rate(config, self._optimizer)
+        self._update = Update(config, self.sync, self._optimizer, self._learning_rate, self.scaler)
+        self._state = TrainingState(
+            self.sync,
+            self._modules,
+            self._optimizer,
+            learning_rate=LearningRateState(config, self._optimizer, self._learning_rate),
+            random_states=RandomStates(self._topology, config.train.seed, self._device),
         )
-        self._state = TrainingState(self.sync, self._modules, self._optimizer)
+        self.saving = Saving(
+            config, self._state, self._device, self._run, state_numel=state_numel(config)
+        )
 
     def _resume(self, config: Config) -> None:
-        """Goes on from the checkpoint ``train.resume``."""
-        num_steps, notes = resume(
-            config, self._state, self.sync, state_names=self._state_names, run=self._run
+        """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""
+
+        def found() -> Origin | None:
+            return find_origin(config) if dist.get_rank() == 0 else None
+
+        origin = agree("train.resume", found)[0]
+        assert origin is not None
+        self._origin = origin
+        if origin.complaint:
+            config.refuse("train.resume", origin.complaint)
+        if not origin.checkpoints:
+            return
+        num_steps, self.checkpoint, notes = resume(
+            config,
+            self._state,
+            self.sync,
+            origin.checkpoints,
+            state_names=self._state_names,
+            run=self._run,
         )
         self.notes += tuple(notes)
         self.first_step = num_steps + 1
         self.sync.continue_from(num_steps)
-        if num_steps >= config.train.steps:
+        if num_steps >= config.train.steps and origin.folder is None:
             config.refuse(
                 "train.steps", f"the checkpoint is of step {num_steps}: nothing is left to do"
             )
-        # Learning-rate schedules are not in a checkpoint, because another configuration may have
-        # others. They make the steps that have been made.
-        if self._learning_rate is not None:
-            with warnings.catch_warnings():
-                # torch warns, because the optimizer makes no step between these.
-                warnings.simplefilter("ignore")
-                for _ in range(num_steps):
-                    self._learning_rate.step()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job goes on in the folder of the run that it goes on from."""
+        return self._origin.folder is not None
 
     @property
     def _run(self) -> dict[str, str]:

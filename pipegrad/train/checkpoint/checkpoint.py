@@ -1,10 +1,12 @@
 """Checkpoints by torch.distributed.checkpoint. Names are those of the uncut model.
 
 [Note: any cut reads any checkpoint] A checkpoint has parameters, buffers, optimizer state, the
-step, and the state of handlers. Keys are names of the uncut model, so another cut finds them. The
-optimizer's state of a parameter is flat. Each rank writes the chunk that it steps, and reads the
-chunk that it steps, so chunks of writer and reader may differ. The state of handlers belongs to one
-plan, and only a run with the same plan reads it. Everything else comes from the configuration.
+step, the learning-rate schedule, random states, and the state of handlers. Keys are names of the
+uncut model, so another cut finds them. The optimizer's state of a parameter is flat. Each rank
+writes the chunk that it steps, and reads the chunk that it steps, so chunks of writer and reader
+may differ. The state of handlers belongs to one plan, and random states to one layout of ranks:
+only the same plan or layout reads them. The position in the data follows from the step.
+Everything else comes from the configuration.
 
 Tensor-parallel shards and experts differ along a dimension of the mesh. Their keys have a location:
 ``name[tp=1]``. Only a run with the same sizes reads them.
@@ -12,7 +14,6 @@ Tensor-parallel shards and experts differ along a dimension of the mesh. Their k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
@@ -28,20 +28,17 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.optimizer.chunks import Chunk
 from pipegrad.optimizer.main_params import MainParameter
 from pipegrad.optimizer.names import Locations
-from pipegrad.train.checkpoint.checksums import CheckedWriter, Checksums
-from pipegrad.train.checkpoint.handler_state import (
-    empty_like_saved,
-    own_key,
-    pack,
-    readable_key,
-    unpack,
-)
+from pipegrad.train.checkpoint import learning_rate
+from pipegrad.train.checkpoint.handler_state import PREFIX, own_key, pack, readable_key, unpack
 from pipegrad.train.checkpoint.layout import check_locations
-from pipegrad.train.checkpoint.validate import check_names, read_metadata
-from pipegrad.train.config import Config, path_of
+from pipegrad.train.checkpoint.learning_rate import LearningRateState
+from pipegrad.train.checkpoint.metadata import CheckpointReader
+from pipegrad.train.checkpoint.packed import empty_like_saved
+from pipegrad.train.checkpoint.random_states import RandomStates
+from pipegrad.train.checkpoint.validate import check_names
+from pipegrad.train.config import Config
 
 STEP = "step"
-_PACK_SECONDS = 600.0  # timeout for the slowest rank to pack its error feedback
 
 
 class TrainingState:
@@ -51,6 +48,8 @@ class TrainingState:
         sync: The gradient layer. It has the parameters and their keys.
         modules: Stage -> module, for the stages of this rank.
         optimizer: Made by ``sync.optimizer``.
+        learning_rate: The schedules of the optimizer.
+        random_states: The generators of this rank.
 
     Attributes:
         handler_state: State of the handlers that `unpack_handler_state` has read.
@@ -64,11 +63,14 @@ class TrainingState:
         sync: GradientSync,
         modules: dict[int, torch.nn.Module],
         optimizer: torch.optim.Optimizer,
+        *,
+        learning_rate: LearningRateState,
+        random_states: RandomStates,
     ) -> None:
         self._optimizer = optimizer
         self._sync = sync
-        # Handler state as it was read: its bytes, and whether they are of this rank.
-        self._packed_handler_state: tuple[Tensor, bool] | None = None
+        self._learning_rate, self._random_states = learning_rate, random_states
+        self._read: dict[str, Tensor] = {}  # what `load` has read of the state that is packed
         self.handler_state: dict[str, Any] = {}
         # A key is "stage.name" at the lowest holder. Its name is that of the uncut model.
         locations = Locations(sync.topology, sync.plan)
@@ -105,26 +107,35 @@ class TrainingState:
         """Returns the keys of `tensors`."""
         return list(self.tensors())
 
-    def save(self, folder: Path, step: int, run: Mapping[str, str]) -> None:
-        """Writes a checkpoint; every rank must call it. It is whole when it has ``.metadata``.
+    def nbytes(self) -> dict[str, tuple[int, int]]:
+        """Returns for each key of `tensors` its bytes in a checkpoint.
 
-        Args:
-            folder: The folder of the checkpoint.
-            step: Number of steps that have been made.
-            run: Values of the run, as text. A run that reads the checkpoint compares them.
+        Returns:
+            Key -> bytes of the tensor and of its master copy; and bytes for each element that the
+            optimizer keeps for an element of it, 0 if this rank does not step it.
+        """
+        sizes = {key: (tensor.nbytes, 0) for key, tensor in self.tensors().items()}
+        for name, main in self._main_parameters.items():
+            kept = main.record.numel * main.tensor.element_size()
+            own, _ = sizes[f"model.{name}"]
+            sizes[f"model.{name}"] = own + (kept if main.copied else 0), kept
+        return sizes
+
+    def state_dict(self, step: int) -> dict[str, Tensor]:
+        """Returns what this rank writes of a checkpoint after a step. Local.
+
+        Values are not copied, but those of buffers: a forward writes them, and a forward does not
+        wait for a checkpoint.
 
         Raises:
-            CheckpointException: If a rank cannot write; on all ranks.
-            PlanError: If the state of a handler could not be read again. On all ranks, and nothing
-                is written.
+            PlanError: If the state of a handler could not be read again. Perhaps on this rank
+                alone.
         """
-        # The parameter sync of the last step may still write. Handler state is packed inside of
-        # `agree`, because one rank alone may fail with it.
+        # The parameter sync of the last step may still write.
         self._sync.wait_parameters()
-        handler_state: dict[str, Tensor] = {}
-        subject = "what handlers keep"
-        agree(subject, lambda: handler_state.update(self._pack()), timeout_seconds=_PACK_SECONDS)
-        state: dict[str, Any] = {STEP: torch.tensor(step), **self.tensors()}
+        own = {f"model.{name}" for name in self._parameters}
+        model = {key: t if key in own else t.clone() for key, t in self.tensors().items()}
+        state: dict[str, Any] = {STEP: torch.tensor(step), **model}
         # State with the shape of a main parameter is written as a chunk of the whole parameter.
         # Other state, such as a step count, has no elements to divide and is written whole.
         for name, main in self._main_parameters.items():
@@ -136,7 +147,8 @@ class TrainingState:
                 state[f"optimizer.{name}.{key}"] = (
                     _chunk(main, tensor) if is_per_element else tensor
                 )
-        save({**state, **handler_state}, storage_writer=CheckedWriter(folder, run))
+        state[self._random_states.key] = self._random_states.packed()
+        return {**state, **self._learning_rate.packed(), **self._pack()}
 
     def _pack(self) -> dict[str, Tensor]:
         """Returns the packed state of this rank's handlers by its key; empty without state."""
@@ -144,20 +156,19 @@ class TrainingState:
         return {own_key(): pack(handler_state)} if handler_state else {}
 
     def check(
-        self, config: Config, own_names: set[str], held: set[str]
-    ) -> tuple[Metadata, Checksums | None]:
-        """Returns metadata and checksums of the checkpoint ``train.resume``. Local.
+        self, config: Config, metadata: Metadata, own_names: set[str], held: set[str]
+    ) -> None:
+        """Refuses a checkpoint of another model or optimizer. Local.
 
         Args:
             config: The configuration.
+            metadata: Of the checkpoint.
             own_names: Names of the state that the optimizer of this run keeps for a matrix.
             held: The `keys` of all ranks.
 
         Raises:
-            ConfigError: If it cannot be read, or if it is of another model or optimizer.
+            ConfigError: If it is.
         """
-        folder = path_of(config.train.resume or "")
-        metadata, checksums = read_metadata(config, folder)
         check_locations(config, set(metadata.state_dict_metadata), held)
         check_names(config, set(metadata.state_dict_metadata), held)
         for key, tensor in self.tensors().items():
@@ -183,7 +194,6 @@ class TrainingState:
                     f"it keeps {sorted(own_names)} of {name!r}, but the optimizer of the "
                     f"checkpoint kept {sorted(names)}: choose the same",
                 )
-        return metadata, checksums
 
     def _check_shapes(self, config: Config, metadata: Metadata) -> None:
         """Refuses optimizer state of a sharded parameter whose shape is not flat."""
@@ -221,13 +231,12 @@ class TrainingState:
                 state[key] = (
                     _chunk(main, empty) if is_per_element else torch.empty(saved.size, dtype=dtype)
                 )
-        key_of_handlers = readable_key(metadata)
-        if key_of_handlers is not None:
-            state[key_of_handlers] = empty_like_saved(key_of_handlers, metadata)
-        load(state, checkpoint_id=folder)
-        self._packed_handler_state = (
-            (state[key_of_handlers], key_of_handlers == own_key()) if key_of_handlers else None
-        )
+        packed = [*self._random_states.keys_to_read(metadata), readable_key(metadata)]
+        if learning_rate.KEY in metadata.state_dict_metadata:
+            packed.append(learning_rate.KEY)
+        self._read = {key: empty_like_saved(key, metadata) for key in packed if key is not None}
+        state.update(self._read)
+        load(state, storage_reader=CheckpointReader(folder))
         for key, tensor in held.items():
             # An expanded constant cannot be written to. If its value is right, it stays.
             if not torch.equal(tensor, state[key]):
@@ -242,11 +251,26 @@ class TrainingState:
         self._restore(self._optimizer, state)
         return int(state[STEP])
 
+    def restore(self, step: int) -> list[str]:
+        """Sets learning rate and generators to what `load` has read; returns notes.
+
+        Every rank must call it.
+
+        Raises:
+            PipegradError: If they cannot be read; on all ranks.
+        """
+        read = self._read.get(learning_rate.KEY)
+        agree("the learning rate", lambda: self._learning_rate.restore(read, step))
+        own = {key: self._read[key] for key in self._read if key.startswith(RandomStates.PREFIX)}
+        return self._random_states.restore(own, step)
+
     def unpack_handler_state(self) -> str:
         """Sets `handler_state` from the checkpoint; returns the reason if it cannot, else ""."""
-        read, self._packed_handler_state = self._packed_handler_state, None
+        read = {key: self._read[key] for key in self._read if key.startswith(PREFIX)}
+        self.handler_state = {}
         try:
-            self.handler_state = unpack(read[0], is_own=read[1]) if read else {}
+            for key, tensor in read.items():
+                self.handler_state = unpack(tensor, is_own=key == own_key())
         except PlanError as error:
             return str(error)
         return ""

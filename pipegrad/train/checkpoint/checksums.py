@@ -23,11 +23,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pipegrad.errors import PipegradError
+from pipegrad.errors import PipegradError, in_words
+from pipegrad.train.checkpoint.folders import publish, unfinished
+from pipegrad.train.checkpoint.space import free_space
 
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 _CHUNK_BYTES = 16 * 2**20
+
+
+class WriteError(PipegradError, OSError):
+    """A rank cannot write its part of a checkpoint."""
 
 
 class DamageError(PipegradError, ValueError):
@@ -71,21 +77,49 @@ class Checksums:
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes a checkpoint into a folder, and then its checksums.
+    """Writes a checkpoint and its checksums; see [Note: whole or not there].
 
     Args:
-        folder: The folder.
+        folder: The folder of the checkpoint. It is there when everything is written.
         run: Values of the run, as text.
+        error: Why this rank has nothing to write, if so. It fails the save of all ranks.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, str]) -> None:
-        super().__init__(folder)
-        self._folder, self._run = folder, run
+    def __init__(
+        self, folder: Path, run: Mapping[str, str], error: Exception | None = None
+    ) -> None:
+        super().__init__(unfinished(folder))
+        self._error = error
+        self._target, self._folder, self._run = folder, unfinished(folder), run
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan of this rank.
+
+        Raises:
+            Exception: If this rank has nothing to write.
+        """
+        if self._error is not None:
+            raise self._error
+        return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Removes what another run left there, on the coordinator; returns the plans."""
+        # All ranks have made their local plan, and no rank writes before it has this one.
+        for left in self._folder.iterdir():
+            left.unlink()
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's pieces, and reads them back for their checksums."""
+        """Writes this rank's pieces, and reads them back for their checksums.
+
+        Raises:
+            WriteError: If that fails. It has the free bytes that this rank sees.
+        """
         # The file is read, not the tensor: so an error on the way to the disk is found as well.
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except Exception as error:
+            raise WriteError(f"{in_words(error)}{free_space(self._folder)}") from error
         checked: Future[list[WriteResult]] = Future()
         # The coordinator collects the storage data of all ranks. The checksums travel with it.
         checked.set_result(
@@ -94,7 +128,10 @@ class CheckedWriter(FileSystemWriter):
         return checked
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes ``.metadata``, then the checksums of all ranks, on the coordinator."""
+        """Writes ``.metadata``, then the checksums of all ranks, on the coordinator.
+
+        torch tells all ranks if it fails. So the folder gets its name here, and not later.
+        """
         every = [result for of_rank in results for result in of_rank]
         plain = [replace(result, storage_data=result.storage_data[0]) for result in every]
         super().finish(metadata, [plain])
@@ -110,12 +147,13 @@ class CheckedWriter(FileSystemWriter):
             pieces=sorted(pieces),
         )
         # The file appears under its name only when it is whole and on the disk.
-        unfinished = self._folder / f"{CHECKSUMS}.tmp"
-        with unfinished.open("w", encoding="utf-8") as file:
+        partial = self._folder / f"{CHECKSUMS}.tmp"
+        with partial.open("w", encoding="utf-8") as file:
             json.dump(asdict(checksums), file)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(self._folder / CHECKSUMS)
+        partial.replace(self._folder / CHECKSUMS)
+        publish(self._target)
 
     def _crc(self, result: WriteResult) -> int:
         storage = result.storage_data

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pipegrad.errors import PlanError, in_words
+from pipegrad.train.checkpoint import packed
 
-_PREFIX = "kept."  # followed by the rank
+PREFIX = "kept."  # followed by the rank
 
 
 def own_key() -> str:
     """Returns the key of this rank's handler state in a checkpoint."""
-    return f"{_PREFIX}{dist.get_rank()}"
+    return f"{PREFIX}{dist.get_rank()}"
 
 
 def readable_key(metadata: Metadata) -> str | None:
     """Returns the key of the handler state that this rank reads; None if a checkpoint has none."""
     # A rank without state of its own reads that of another rank. It says which plan the state
     # belongs to, and all ranks must refuse another plan alike.
-    keys = sorted(key for key in metadata.state_dict_metadata if key.startswith(_PREFIX))
+    keys = sorted(key for key in metadata.state_dict_metadata if key.startswith(PREFIX))
     return own_key() if own_key() in keys else next(iter(keys), None)
-
-
-def empty_like_saved(key: str, metadata: Metadata) -> Tensor:
-    """Returns an empty tensor with the size and dtype of a saved tensor."""
-    saved = metadata.state_dict_metadata[key]
-    assert isinstance(saved, TensorStorageMetadata)
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
 def pack(state: dict[str, Any]) -> Tensor:
@@ -42,30 +34,24 @@ def pack(state: dict[str, Any]) -> Tensor:
         PlanError: If it could not be read again.
     """
     # The state belongs to one rank and one plan, and no other cut could use parts of it. So it is
-    # one tensor of bytes. It is read back at once, because an error at the next resume is too late.
-    file = io.BytesIO()
+    # one tensor of bytes.
     try:
-        torch.save(state, file)
-        packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        unpack(packed, is_own=True)
+        return packed.pack(state)
     except Exception as error:
         raise PlanError(
             f"no checkpoint can be written: what handlers {sorted(state['handlers'])} keep from "
             f"step to step is not of numbers, strings and CPU tensors alone: {in_words(error)}"
         ) from error
-    return packed
 
 
-def unpack(packed: Tensor, *, is_own: bool) -> dict[str, Any]:
+def unpack(tensor: Tensor, *, is_own: bool) -> dict[str, Any]:
     """Returns handler state from bytes; of another rank only the description of its plan.
 
     Raises:
         PlanError: If torch cannot read it.
     """
-    # `weights_only`: a checkpoint must not run code when it is read.
     try:
-        file = io.BytesIO(packed.numpy().tobytes())
-        state: dict[str, Any] = torch.load(file, weights_only=True)
+        state = packed.unpack(tensor)
     except Exception as error:
         reason = error.__context__ or error  # torch's own error only adds advice to it
         raise PlanError(f"what handlers kept cannot be read again: {reason}") from error

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import PlanError, in_words
+from pipegrad.errors import PlanError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums
-from pipegrad.train.checkpoint.validate import refuse_damaged, verify
+from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums, DamageError
+from pipegrad.train.checkpoint.saver import failure_message
+from pipegrad.train.checkpoint.validate import damage_of, read_metadata, verify
 from pipegrad.train.config import Config, path_of
 
 _VERIFY_SECONDS = 600.0  # timeout for the slowest rank to read its pieces
@@ -22,21 +24,24 @@ def resume(
     config: Config,
     state: TrainingState,
     sync: GradientSync,
+    folders: Sequence[Path],
     *,
     state_names: set[str],
     run: Mapping[str, str],
-) -> tuple[int, list[str]]:
-    """Loads the checkpoint ``train.resume``; every rank must call it.
+) -> tuple[int, Path, list[str]]:
+    """Loads a checkpoint; every rank must call it.
 
     Args:
         config: The configuration.
         state: The state of this rank, which takes the values of the checkpoint.
         sync: The gradient layer, which takes the state of handlers.
+        folders: The checkpoint, and those before it. They are read only with ``train.fallback``, if
+            the first is damaged.
         state_names: Names of the state that the optimizer keeps for a matrix.
         run: Values of this run, as text.
 
     Returns:
-        How many steps the checkpoint has made, and notes for the user.
+        How many steps the checkpoint has made, its folder, and notes for the user.
 
     Raises:
         ConfigError: If the checkpoint is damaged, cannot be read, or is of another model; on all
@@ -44,29 +49,78 @@ def resume(
     """
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
+    folder, metadata, checksums, notes = _first_whole(config, folders)
     keys = {key for own in agree("what is held", state.keys) for key in own}
-    folder = path_of(config.train.resume or "")
-    metadata, checksums = agree("the checkpoint", lambda: state.check(config, state_names, keys))[0]
-    notes = _verify(config, folder, checksums, run)
+    agree("the checkpoint", lambda: state.check(config, metadata, state_names, keys))
+    notes += _differences(folder, checksums, run)
     try:
         num_steps = state.load(folder, metadata)
+        notes += state.restore(num_steps)
     except CheckpointException as error:
-        config.refuse("train.resume", f"cannot be read: {failure_message(error)}", cause=error)
-    return num_steps, [*notes, *_resume_handlers(state, sync)]
+        complaint = f"{_named(config, folder)}cannot be read: {failure_message(error)}"
+        config.refuse("train.resume", complaint.partition("\n")[0], cause=error)
+    except DamageError as error:
+        complaint = f"{_named(config, folder)}{damage_of([str(error)])}"
+        config.refuse("train.resume", complaint, cause=error)
+    return num_steps, folder, [*notes, *_resume_handlers(state, sync)]
 
 
-def _verify(
-    config: Config, folder: Path, checksums: Checksums | None, run: Mapping[str, str]
-) -> list[str]:
-    """Refuses a checkpoint whose bytes have changed; returns notes on differences of this run."""
+def _first_whole(
+    config: Config, folders: Sequence[Path]
+) -> tuple[Path, Metadata, Checksums | None, list[str]]:
+    """Returns the first checkpoint that is whole, what it has, and notes on those before it."""
+    notes = list[str]()
+    for folder, before in zip(folders, [*folders[1:], None], strict=True):
+        read: list[tuple[Metadata, Checksums | None]] = []
+        complaint = _damage(folder, read)
+        if not complaint:
+            return folder, *read[0], notes
+        if not config.train.fallback or before is None:
+            more = "" if before is None else "; or set train.fallback = true"
+            config.refuse("train.resume", f"{_named(config, folder)}{complaint}{more}")
+        notes.append(f"train.resume: {folder} {complaint}; this run goes on from {before}")
+    raise AssertionError("there is a checkpoint to read")
+
+
+def _damage(folder: Path, read: list[tuple[Metadata, Checksums | None]]) -> str:
+    """Verifies a checkpoint on all ranks; returns the damage, the same on all ranks, or "".
+
+    Args:
+        folder: The checkpoint.
+        read: Takes its metadata and checksums.
+    """
+
+    def complaint() -> str:
+        try:
+            read.append(read_metadata(folder))
+        except DamageError as error:
+            return str(error)
+        return ""
+
+    # One rank alone may find the damage, as on another machine.
+    complaints = [found for found in agree("the checkpoint", complaint) if found]
+    if complaints:
+        return complaints[0]
+    checksums = read[0][1]
     if checksums is None:
-        note = f"train.resume: {folder} has no {CHECKSUMS}, so its bytes were not verified: "
-        return [f"{note}an older version wrote it, or the file was removed"]
+        return ""
     replies = agree(
         "the checksums", lambda: verify(folder, checksums), timeout_seconds=_VERIFY_SECONDS
     )
-    if messages := sorted({message for of_rank in replies for message in of_rank}):
-        refuse_damaged(config, messages)
+    messages = sorted({message for of_rank in replies for message in of_rank})
+    return damage_of(messages) if messages else ""
+
+
+def _named(config: Config, folder: Path) -> str:
+    """Returns the folder for a message, unless the value of the key is the folder."""
+    return "" if folder == path_of(config.train.resume or "") else f"{folder}: "
+
+
+def _differences(folder: Path, checksums: Checksums | None, run: Mapping[str, str]) -> list[str]:
+    """Returns notes on differences between this run and the one that wrote a checkpoint."""
+    if checksums is None:
+        note = f"train.resume: {folder} has no {CHECKSUMS}, so its bytes were not verified: "
+        return [f"{note}an older version wrote it, or the file was removed"]
     saved = checksums.run
     changed = [
         f"{key} was {saved.get(key, '(default)')}, and is {run.get(key, '(default)')}"
@@ -90,15 +144,3 @@ def _resume_handlers(state: TrainingState, sync: GradientSync) -> list[str]:
     except PlanError as error:
         reasons = [str(error)]
     return [f"train.resume: error feedback starts afresh: {reasons[0]}"] if reasons else []
-
-
-def failure_message(error: CheckpointException) -> str:
-    """Returns the message of the first rank that failed.
-
-    Raises:
-        KeyboardInterrupt: If that rank was interrupted.
-    """
-    rank, (cause, _) = min(error.failures.items(), key=lambda failed: failed[0])
-    if isinstance(cause, KeyboardInterrupt):
-        raise cause from error
-    return f"rank {rank}: {in_words(cause)}"

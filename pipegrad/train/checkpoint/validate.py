@@ -4,67 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pipegrad.train.checkpoint.checksums import (
+    CHECKSUMS,
     METADATA,
     Checksums,
     DamageError,
     damaged,
     read_checksums,
 )
+from pipegrad.train.checkpoint.folders import is_unfinished
+from pipegrad.train.checkpoint.metadata import read_pickled_metadata
 from pipegrad.train.config import Config
 
 _NAMES_SHOWN = 4  # names that a message lists
 
 
-def read_metadata(config: Config, folder: Path) -> tuple[Metadata, Checksums | None]:
+def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
     """Returns the metadata of a checkpoint, and its checksums if it has any.
 
     Raises:
-        ConfigError: If the folder is not a whole checkpoint, or a file is damaged.
+        DamageError: If the folder is not a whole checkpoint, or a file is damaged. The message says
+            all of that.
     """
     if "\0" in str(folder):
-        config.refuse("train.resume", "is no path: it has a null character")
-    # Checksums come first: they verify `.metadata`, which torch unpickles. Each error names what is
-    # wrong and what the user can do.
+        raise DamageError("is no path: it has a null character")
+    if is_unfinished(folder):
+        raise DamageError("is not a whole checkpoint: the run that wrote it did not finish it")
+    # Checksums come first: they verify `.metadata`. Each error names what is wrong and what the
+    # user can do.
     try:
         checksums = read_checksums(folder)
-        return FileSystemReader(folder).read_metadata(), checksums
+        metadata = read_pickled_metadata(folder / METADATA)
+        _refuse_other_pieces(metadata, checksums)
+        return metadata, checksums
     except DamageError as error:
-        refuse_damaged(config, [str(error)], cause=error)
+        raise DamageError(damage_of([str(error)])) from error
     except FileNotFoundError as error:
         complaint = f"is not a whole checkpoint: it has no {METADATA}"
         if not folder.exists():
             complaint = "there is no such folder, seen from the working directory"
-        config.refuse("train.resume", complaint, cause=error)
+        raise DamageError(complaint) from error
     except OSError as error:
         complaint = f"{error.filename} cannot be read: {error.strerror}"
-        config.refuse(
-            "train.resume", f"expected the folder of a checkpoint: {complaint}", cause=error
-        )
-    except Exception as error:  # noqa: BLE001 - whatever pickle says of a damaged file
-        refuse_damaged(config, [f"{METADATA} cannot be read: {error!r}"], cause=error)
+        raise DamageError(f"expected the folder of a checkpoint: {complaint}") from error
 
 
-def refuse_damaged(
-    config: Config, messages: Sequence[str], *, cause: Exception | None = None
-) -> NoReturn:
-    """Refuses a checkpoint whose bytes are damaged, with the first of some messages.
+def _refuse_other_pieces(metadata: Metadata, checksums: Checksums | None) -> None:
+    """Refuses checksums that are not of all pieces: some bytes would not be verified."""
+    if checksums is None:
+        return
+    stored = {(i.relative_path, i.offset, i.length) for i in metadata.storage_data.values()}
+    if stored != {(piece.file, piece.offset, piece.length) for piece in checksums.pieces}:
+        raise DamageError(f"{CHECKSUMS} is of another checkpoint")
 
-    Raises:
-        ConfigError: Always.
-    """
+
+def damage_of(messages: Sequence[str]) -> str:
+    """Returns what is wrong with a checkpoint, with the first of some messages."""
     more = f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""
-    config.refuse(
-        "train.resume",
-        f"is damaged: {messages[0]}{more}: restore the files, or go on from another checkpoint",
-        cause=cause,
-    )
+    return f"is damaged: {messages[0]}{more}: restore the files, or go on from another checkpoint"
 
 
 def verify(folder: Path, checksums: Checksums) -> list[str]:

@@ -15,8 +15,9 @@ class JsonLines(Reporter):
     """Writes ``metrics.jsonl`` into the run's folder, a line for each step."""
 
     def open(self, folder: Path, config: Config) -> None:
-        # Without a buffer each line is in the file when its step ends.
-        self._lines = (folder / "metrics.jsonl").open("xb", buffering=0)
+        # Without a buffer each line is in the file when its step ends. The file of a run that goes
+        # on has the rows of the steps before.
+        self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
 
     def report(self, metrics: StepMetrics) -> None:
         line, begin = f"{json.dumps(metrics.known())}\n".encode(), self._lines.tell()

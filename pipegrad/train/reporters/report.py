@@ -22,6 +22,8 @@ from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.origin import MANIFEST
+from pipegrad.train.run_folder import replace
 from pipegrad.train.summary.explained import rendered_breakdown
 from pipegrad.train.tables import table
 
@@ -56,15 +58,21 @@ class Report:
         self._last = deque[StepMetrics](maxlen=_KEPT_STEPS)
         self._num_steps = 0
 
-    def begin(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+    def begin(self, folder: Path, manifest: Mapping[str, Any], first_step: int = 1) -> None:
         """Writes the manifest into a folder, and opens the reporters there.
+
+        Args:
+            folder: The run's folder.
+            manifest: Is written whole, or not at all.
+            first_step: Number of the first step.
 
         Raises:
             OSError: If a reporter cannot write there. No reporter is open then.
         """
-        (folder / "manifest.json").write_text(f"{json.dumps(manifest, indent=2)}\n")
+        replace(folder / MANIFEST, f"{json.dumps(manifest, indent=2)}\n".encode())
         with ExitStack() as opened:
             for reporter in self._reporters.values():
+                reporter.first_step = first_step
                 reporter.open(folder, self._config)
                 opened.callback(reporter.close)
             self._open = opened.pop_all()
@@ -115,7 +123,8 @@ class Report:
             f"collectives, all ranks counted",
             "replicas": replicas,
             "files": f"{folder}/{'metrics.jsonl, ' if 'jsonl' in self._reporters else ''}"
-            f"manifest.json{', model' if self._config.model.is_transformers else ''}",
+            f"manifest.json{f', checkpoint-{last.step}' if self._config.train.save else ''}"
+            f"{', model' if self._config.model.is_transformers else ''}",
         }
         self._console.print(table(["run", ""], table_rows.items()))
 

@@ -16,14 +16,20 @@ class Reporter(ABC):
     Every rank constructs it, with the options of ``train.reporters``. Only rank 0 opens it, and
     calls the other methods. If a method fails in a run, the run goes on without this reporter, and
     a line says so.
+
+    Attributes:
+        first_step: Number of the first step that it is given. It is set before `open`; more than 1
+            if the run goes on, perhaps in a folder where this reporter has written before.
     """
+
+    first_step: int = 1
 
     @abstractmethod
     def open(self, folder: Path, config: Config) -> None:
         """Prepares for a run, before its first step.
 
         Args:
-            folder: The run's folder. It is new.
+            folder: The run's folder. It is new, unless the run goes on in it.
             config: The configuration.
 
         Raises:

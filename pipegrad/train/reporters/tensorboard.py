@@ -20,7 +20,9 @@ class TensorBoard(Reporter):
     """Writes events for TensorBoard into the run's folder."""
 
     def open(self, folder: Path, config: Config) -> None:
-        self._writer = SummaryWriter(str(folder))
+        # TensorBoard hides what an ended process wrote of the steps that are made again.
+        purged = self.first_step if self.first_step > 1 else None
+        self._writer = SummaryWriter(str(folder), purge_step=purged)
 
     def report(self, metrics: StepMetrics) -> None:
         for name, value in metrics.known().items():

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 import shutil
+import warnings
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.errors import PipegradError
 from pipegrad.testing import run_ranks
@@ -53,11 +60,75 @@ def cut_unverified(folder: Path) -> None:
     (folder / "checksums.json").unlink()
 
 
+def without_pieces(folder: Path) -> None:
+    checksums = json.loads((folder / "checksums.json").read_text())
+    (folder / "checksums.json").write_text(json.dumps(checksums | {"pieces": []}))
+
+
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
 def no_folder(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("")
 
 
+class Malicious:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (EXECUTED,)
+
+
+def put_metadata(folder: Path, content: object) -> None:
+    """Replaces .metadata, with a checksum that is right."""
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    checksums = json.loads((folder / "checksums.json").read_text())
+    checksums["metadata"] = zlib.crc32((folder / ".metadata").read_bytes())
+    (folder / "checksums.json").write_text(json.dumps(checksums))
+
+
+def changed_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
+    metadata = FileSystemReader(folder).read_metadata()
+    change(metadata)
+    put_metadata(folder, metadata)
+
+
+def outside(metadata: Metadata) -> None:
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index].relative_path = "../whole/__0_0.distcp"
+
+
+def with_object(metadata: Metadata) -> None:
+    """torch would read this entry with a pickle that may execute anything."""
+    metadata.state_dict_metadata["step"] = BytesStorageMetadata()
+
+
+def of_another_run(folder: Path) -> None:
+    shutil.copy("other/checksums.json", folder)
+
+
+def foreign(folder: Path) -> None:
+    """A checkpoint as other programs write it with torch."""
+    shutil.rmtree(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it writes in one process
+        save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
+
+
+def no_checkpoint(folder: Path) -> None:
+    shutil.rmtree(folder)
+    torch.save({"model": torch.ones(3)}, folder)
+
+
+def unpickled_by(path: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
+    (path / "checksums.json").unlink()
+
+
+EXECUTED = "executed"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "40 bytes of a weight": (
         lambda folder: flip_piece(folder, "model.0.weight"),
@@ -97,6 +168,35 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / ".metadata").unlink(),
         "is not a whole checkpoint: it has no .metadata",
     ),
+    "an unfinished one.partial": (
+        lambda _: None,
+        "is not a whole checkpoint: the run that wrote it did not finish it",
+    ),
+    "a .metadata that executes": (
+        lambda folder: put_metadata(folder, Malicious()),
+        f"{IS_DAMAGED}.metadata names posix.mkdir, which no checkpoint needs, and to read it would",
+    ),
+    "a .metadata that executes, unverified": (unpickled_by, ".metadata names posix.mkdir, which"),
+    "a .metadata of something else": (
+        lambda folder: put_metadata(folder, ["no metadata"]),
+        ".metadata is not the metadata of a checkpoint",
+    ),
+    "files outside of the folder": (
+        lambda folder: changed_metadata(folder, outside),
+        ".metadata names the file '../whole/__0_0.distcp', outside of it",
+    ),
+    "an object that would be unpickled": (
+        lambda folder: changed_metadata(folder, with_object),
+        f"{IS_DAMAGED}its 'step' is no tensor: another program wrote it",
+    ),
+    "checksums of another run": (of_another_run, "the bytes of .metadata are not those that were"),
+    "checksums of nothing": (
+        without_pieces,
+        f"{IS_DAMAGED}checksums.json is of another checkpoint",
+    ),
+    "of another program": (foreign, "it is of another model: the checkpoint holds 'w', which"),
+    "a file of torch.save": (no_checkpoint, "expected the folder of a checkpoint: "),
+    "an empty folder": (emptied, "is not a whole checkpoint: it has no .metadata"),
 }
 OF_ANOTHER_MODEL = {
     "fewer layers here": (
@@ -139,6 +239,7 @@ def refused(settings: list[str]) -> str:
 def histories(folder: str) -> dict[str, Any]:
     os.chdir(folder)
     trained(SHARDED, 1, "whole")
+    trained(["train.seed=7"], 1, "other")
     first = dist.get_rank() == 0
     found: dict[str, Any] = {}
     for name, (damage, _) in DAMAGES.items():
@@ -147,6 +248,8 @@ def histories(folder: str) -> dict[str, Any]:
             damage(Path(name))
         dist.barrier()
         found[name] = refused([f"train.resume={name!r}"])  # in another cut
+    found["executed"] = Path(EXECUTED).exists()
+    found |= with_fallback(first=first)
     for name, (settings, _) in OF_ANOTHER_MODEL.items():
         found[name] = refused([*settings, "train.resume=whole"])
     if first:
@@ -168,6 +271,36 @@ def histories(folder: str) -> dict[str, Any]:
         found["full"] = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return found
+
+
+def with_fallback(*, first: bool) -> dict[str, Any]:
+    """A run of three checkpoints; the newest two are damaged, and one was never finished."""
+    if first:
+        for step in (1, 2, 3):
+            shutil.copytree("whole", f"run/checkpoint-{step}")
+        flip_piece(Path("run/checkpoint-3"), "model.0.weight")
+        (Path("run/checkpoint-2") / ".metadata").unlink()
+        shutil.copytree("whole", "run/checkpoint-4.partial")
+        shutil.copytree("run", "run without")
+        shutil.rmtree("run without/checkpoint-1")
+    dist.barrier()
+    found: dict[str, Any] = {"fallback": {}}
+    for name, settings in FALLBACKS.items():
+        try:
+            trainer = trained(settings, 1)
+            found["fallback"][name] = str(trainer.checkpoint), trainer.notes
+        except PipegradError as error:
+            found["fallback"][name] = str(error)
+    return found
+
+
+FALLBACKS = {
+    "no": ["train.resume=run"],
+    "a run": ["train.resume=run", "train.fallback=true", *SHARDED],
+    "a checkpoint": ["train.resume=run/checkpoint-3", "train.fallback=true", *SHARDED],
+    "none left": ["train.resume='run without'", "train.fallback=true"],
+    "auto": ["train.resume=auto", "train.output=run", "train.fallback=true", *SHARDED],
+}
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +357,29 @@ def test_a_full_disk_is_said_in_one_line(replies: list[dict[str, Any]]) -> None:
     assert "the checkpoint of step 1 cannot be written into full: rank 1: " in first
     assert "bytes are free there" in first
     assert "\n" not in first
+
+
+def test_reading_executes_nothing(replies: list[dict[str, Any]]) -> None:
+    assert [reply["executed"] for reply in replies] == [False, False]
+
+
+@pytest.mark.parametrize("name", ["a run", "a checkpoint", "auto"])
+def test_a_damaged_checkpoint_falls_back(replies: list[dict[str, Any]], name: str) -> None:
+    first, second = (reply["fallback"][name] for reply in replies)
+    assert first == second
+    checkpoint, (newest, older) = first
+    assert checkpoint == "run/checkpoint-1"
+    assert newest.startswith("train.resume: run/checkpoint-3 is damaged: ")
+    assert newest.endswith("; this run goes on from run/checkpoint-2")
+    assert older.startswith("train.resume: run/checkpoint-2 is not a whole checkpoint: ")
+    assert older.endswith("; this run goes on from run/checkpoint-1")
+
+
+def test_nothing_falls_back_unasked(replies: list[dict[str, Any]]) -> None:
+    first, second = (reply["fallback"]["no"] for reply in replies)
+    assert first == second
+    assert "train.resume = 'run': run/checkpoint-3: is damaged: " in first
+    assert first.endswith("; or set train.fallback = true")
+    assert "\n" not in first
+    none_left = replies[0]["fallback"]["none left"]
+    assert "'run without': run without/checkpoint-2: is not a whole checkpoint: " in none_left

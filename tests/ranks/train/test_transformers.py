@@ -226,7 +226,7 @@ def test_the_command_leaves_a_folder_for_transformers(
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(main, ["train", "job.toml", "--set", "train.steps=1"])
     assert result.exit_code == 0, result.output
-    assert "manifest.json, model" in result.output
+    assert "manifest.json, checkpoint-1, model" in result.output
     read = transformers.AutoModelForCausalLM.from_pretrained("runs/run/model")
     start = uncut(Path("config.json"))
     moved = read.lm_head.weight - start.lm_head.weight

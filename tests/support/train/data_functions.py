@@ -34,6 +34,16 @@ def listed(
     return kinds[kind]
 
 
+def endless() -> Iterator[Tensor]:
+    """Each batch has numbers of all generators, and there is no end."""
+    while True:
+        words = [random.randrange(256) for _ in range(ROWS * (LENGTH + 1))]
+        batch = torch.tensor(words).view(ROWS, LENGTH + 1)
+        batch[0] = torch.from_numpy(np.random.randint(0, 256, LENGTH + 1))
+        batch[1] = torch.randint(256, (LENGTH + 1,))
+        yield batch
+
+
 def generated(*, data_rank: int = 0, num_data_ranks: int = 1) -> Iterator[Tensor]:
     yield from listed(data_rank=data_rank, num_data_ranks=num_data_ranks)
 

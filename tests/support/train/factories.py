@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from functools import cache
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +22,20 @@ def tied(*, width: int = 8, layers: int = 2, dropout: float = 0.0) -> nn.Sequent
     head.weight = embedding.weight
     blocks = [nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout)) for _ in range(layers)]
     return nn.Sequential(embedding, *blocks, nn.LayerNorm(width), head)
+
+
+class Draws(nn.Module):
+    """Adds a number of each generator of random numbers to what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * (random.random() + np.random.rand() + float(torch.rand(())))
+
+
+def drawing(*, width: int = 8) -> nn.Sequential:
+    embedding, head = nn.Embedding(256, width), nn.Linear(width, 256, bias=False)
+    head.weight = embedding.weight
+    parts = [nn.Sequential(nn.Linear(width, width), Draws(), nn.Dropout(0.1)) for _ in range(2)]
+    return nn.Sequential(embedding, *parts, nn.LayerNorm(width), head)
 
 
 @cache

@@ -1,0 +1,199 @@
+"""What is in the folder of a run, and which folder a run goes on in."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipegrad.errors import ConfigError
+from pipegrad.train.checkpoint.folders import (
+    checkpoints,
+    prune,
+    publish,
+    remove_unfinished,
+    unfinished,
+)
+from pipegrad.train.checkpoint.kept import check_kept, kept
+from pipegrad.train.config import Config
+from pipegrad.train.origin import Origin, find_origin, launch_of
+from pipegrad.train.run_folder import cut_rows, make_run_folder, with_launch
+from pipegrad.train.schema import Model, Train
+
+
+def config(**train: Any) -> Config:
+    return Config(model=Model(factory="a:b"), train=Train(**train))
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def with_checkpoints(run: Path, *steps: int) -> Path:
+    for number in steps:
+        (run / f"checkpoint-{number}").mkdir(parents=True)
+        (run / f"checkpoint-{number}" / "piece").write_text(str(number))
+    return run
+
+
+def test_checkpoints_are_sorted_by_their_step(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path, 9, 10, 2)
+    for other in ("checkpoint-11.partial", "checkpoint-12.damaged", "checkpoint-", "model"):
+        (run / other).mkdir()
+    assert [path.name for path in checkpoints(run)] == [
+        "checkpoint-10",
+        "checkpoint-9",
+        "checkpoint-2",
+    ]
+    assert checkpoints(tmp_path / "nowhere") == []
+
+
+def test_a_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
+    folder = with_checkpoints(tmp_path, 4) / "checkpoint-4"
+    unfinished(folder).mkdir()
+    (unfinished(folder) / "piece").write_text("new")
+    publish(folder)
+    assert names(tmp_path) == ["checkpoint-4"]
+    assert (folder / "piece").read_text() == "new"
+
+
+def test_unfinished_ones_are_removed(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path, 4)
+    (run / "checkpoint-8.partial").mkdir()
+    (run / "checkpoint-2.old.partial").mkdir()
+    remove_unfinished(run)
+    assert names(run) == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "left"),
+    [(1, None, [10]), (2, None, [8, 10]), (9, None, [2, 4, 6, 8, 10]), (1, 4, [4, 8, 10])],
+)
+def test_old_ones_are_removed(
+    tmp_path: Path, last: int, every: int | None, left: list[int]
+) -> None:
+    prune(with_checkpoints(tmp_path, 2, 4, 6, 8, 10), keep_last=last, keep_every=every)
+    assert sorted(int(name.partition("-")[2]) for name in names(tmp_path)) == left
+
+
+@pytest.mark.parametrize(
+    ("train", "number"),
+    [
+        ({}, 1),
+        ({"save": False}, 0),
+        ({"save_every": 10}, 3),  # the two that are kept, and the one that is written
+        ({"save_every": 60}, 2),
+        ({"save_every": 10, "keep_last": 20}, 10),
+        ({"save_every": 10, "keep_every": 20}, 3 + 3),  # 20, 40 and 60 beside the last three
+    ],
+)
+def test_how_many_are_there_at_once(train: dict[str, Any], number: int) -> None:
+    assert kept(config(steps=100, **train), 1) == number
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ({"save": False, "save_every": 3}, "train.save_every = 3: has no effect: train.save"),
+        ({"save": False, "keep_last": 3}, "train.keep_last = 3: has no effect: train.save"),
+        ({"keep_every": 6}, "train.keep_every = 6: has no effect without train.save_every"),
+        ({"save_every": 4, "keep_every": 6}, "should be a multiple of train.save_every, 4"),
+    ],
+)
+def test_keys_that_contradict_each_other(train: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_kept(config(**train))
+    check_kept(config(save_every=4, keep_every=8))
+
+
+def test_later_rows_and_half_rows_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"step": step, "loss": 0.5}) for step in (1, 2, 3)]
+    path.write_text("\n".join(rows) + '\n{"step": 2, "lo')
+    cut_rows(path, 2)
+    assert path.read_text().splitlines() == rows[:2]
+    assert names(tmp_path) == ["metrics.jsonl"]
+    cut_rows(tmp_path / "none", 2)
+
+
+def run_of(folder: Path, launch: str | None, *steps: int, age: int = 0) -> Path:
+    """Makes the folder of a run."""
+    with_checkpoints(folder, *steps)
+    folder.mkdir(exist_ok=True, parents=True)
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({"launches": [{"launch": "another"}, {"launch": launch}]}))
+    for path in (manifest, *checkpoints(folder)):
+        os.utime(path, (10**9 - age, 10**9 - age))
+    return folder
+
+
+RESTARTED = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    older = run_of(output, "job", 2, 4, age=9)
+    newer = run_of(tmp_path / "run-2", None, 3, 10)
+    run_of(tmp_path / "run-3", None)
+    run_of(tmp_path / "run-other", None, 50)
+
+    def origin(**train: Any) -> Origin:
+        return find_origin(config(output=str(output), **train), {})
+
+    assert origin() == Origin()
+    found = Origin(newer, (newer / "checkpoint-10", newer / "checkpoint-3"))
+    assert origin(resume="auto") == found
+    assert origin(resume=str(newer)) == found
+    named = str(older / "checkpoint-4")
+    assert origin(resume=named) == Origin(None, (older / "checkpoint-4", older / "checkpoint-2"))
+    assert "has no whole checkpoint" in origin(resume=str(tmp_path / "run-3")).complaint
+    nowhere = str(tmp_path / "nowhere")
+    assert origin(resume=nowhere) == Origin(None, (Path(nowhere),))
+    assert find_origin(config(output=nowhere, resume="auto"), {}) == Origin()
+
+
+def test_a_restart_goes_on_with_the_run_of_its_launch(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    own, other = run_of(output, "job", 4, age=9), run_of(tmp_path / "run-2", "another job", 8)
+    went_on = Origin(own, (own / "checkpoint-4",))
+    for resume in (None, str(other), "auto", str(tmp_path / "nowhere")):
+        values = config(output=str(output), resume=resume)
+        assert find_origin(values, RESTARTED) == went_on
+    first = {**RESTARTED, "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert find_origin(config(output=str(output)), first) == Origin()
+    assert find_origin(config(output=str(tmp_path / "new")), RESTARTED) == Origin()
+
+
+def test_a_restart_before_the_first_checkpoint_begins_as_configured(tmp_path: Path) -> None:
+    own, other = run_of(tmp_path / "run", "job"), run_of(tmp_path / "other", None, 8)
+    for resume, checkpoint in ((None, ()), (str(other), (other / "checkpoint-8",))):
+        found = find_origin(config(output=str(own), resume=resume), RESTARTED)
+        assert found == Origin(own, checkpoint)
+
+
+def test_a_launch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch_of({}) is None
+    assert launch_of({"TORCHELASTIC_RUN_ID": "job"}) == "job"
+    unnamed = {"TORCHELASTIC_RUN_ID": "none"}
+    assert launch_of(unnamed) == launch_of(unnamed)
+    assert str(os.getppid()) in str(launch_of(unnamed))
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launch_of(unnamed) != launch_of({"TORCHELASTIC_RUN_ID": "job"})
+
+
+def test_a_manifest_is_kept_with_a_note(tmp_path: Path) -> None:
+    first = with_launch(tmp_path, {"a": 1}, first_step=1, checkpoint=None)
+    (tmp_path / "manifest.json").write_text(json.dumps(first))
+    second = with_launch(tmp_path, {"a": 2}, first_step=5, checkpoint=Path("run/checkpoint-4"))
+    assert second["a"] == 1
+    assert [launch["first_step"] for launch in second["launches"]] == [1, 5]
+    assert second["launches"][1]["checkpoint"] == "run/checkpoint-4"
+
+
+def test_runs_that_start_together_have_folders_of_their_own(tmp_path: Path) -> None:
+    values = config(output=str(tmp_path / "run"))
+    made = [make_run_folder(values, lambda _: None) for _ in range(3)]
+    assert [Path(folder).name for folder in made] == ["run", "run-2", "run-3"]
