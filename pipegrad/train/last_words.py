@@ -51,18 +51,6 @@ def fail(error: BaseException, *, folder: Path | None, shows_traceback: bool) ->
     return FAILED
 
 
-def end_after_alarm() -> int | None:
-    """Returns the exit code of a rank that a signal ends because another rank has failed.
-
-    A launcher that sees one rank end sends SIGTERM to all others. Their last words are then the
-    report. None if no rank has failed.
-    """
-    watched = watch() if dist.is_initialized() else None
-    if watched is None or not watched.look_beside():
-        return None
-    return _end(watched.report())
-
-
 def _end(report: FailureReport) -> int:
     if report.kind == "common":
         once_a_machine(partial(_print, report.cause))

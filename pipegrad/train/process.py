@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from pipegrad.comm.watch.watch import watch
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
 from pipegrad.train.last_words import fail
+from pipegrad.train.signals import Signals, exit_code
 from pipegrad.train.start import store_of_start
 
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -115,7 +117,8 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     # torchrun decides by it whether the job has failed.
     code = 0
     try:
-        yield
+        with Signals(_end_at_once):
+            yield
         if watched is not None:
             watched.leave()
         dist.destroy_process_group()
@@ -135,6 +138,18 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_at_once(number: int) -> None:
+    """Ends this process by a signal, outside of the steps of a run: there is nothing to save."""
+    watched = watch()
+    # A launcher that sees one rank end sends SIGTERM to all others. Then the last words of this
+    # process are the report, and the watch ends the process if the main thread does not.
+    if watched is not None and watched.look_beside():
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(exit_code(number))
 
 
 def _check_environment(variables: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -29,14 +30,19 @@ _ECHO_SECONDS = 1.0
 class Signals:
     """Takes SIGINT, SIGTERM and SIGUSR1 inside of ``with signals``, in the main thread.
 
-    The first one sets `received`. A second one ends the process at once.
+    The first one sets `received`. A second one ends the process at once. Contexts may be nested:
+    the innermost one takes the signals.
+
+    Args:
+        end: Called by a thread with the first signal, to end the process. By default nothing is.
 
     Attributes:
         received: Number of the first signal; 0 if there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[int], object] | None = None) -> None:
         self.received = 0
+        self._end = end
         self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._sockets: tuple[socket.socket, socket.socket] | None = None
@@ -81,6 +87,8 @@ class Signals:
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now
+            if self._end is not None:
+                self._end(number)
         elif now - self._since > _ECHO_SECONDS:
             name = signal.Signals(number).name
             line = f"{name} came after {signal.Signals(self.received).name}: ended at once\n"

@@ -20,6 +20,7 @@ from typing import Literal
 from pipegrad.comm.watch.rank_state import RankState, Wait
 
 Kind = Literal["common", "raised", "lost"]
+_MOST_CHARACTERS = 160  # of an error in the table
 _MOST_ROWS = 32  # of the table; with more ranks, those that say most
 
 
@@ -88,7 +89,7 @@ def _cause(
     if silent := [rank for rank in range(num_ranks) if rank not in states]:
         words = "; ".join(f"rank {rank} {signs.get(rank, _UNKNOWN)}" for rank in silent[:4])
         more = f"; and {len(silent) - 4} more" if len(silent) > 4 else ""
-        return silent, f"{words}{more}. {alarm}"
+        return silent, _sentences(f"{words}{more}", alarm)
     if absent := sorted({rank for state in raised for rank in state.absent}):
         words = "; ".join(f"rank {rank} {_words(states[rank])}" for rank in absent[:4])
         return absent, f"{words}. Rank {raised[0].rank}: {raised[0].error}"
@@ -114,19 +115,22 @@ def _stalled(
     free.sort(key=lambda r: (states[r].is_in_torch, r not in awaited, -states[r].seconds, r))
     if free:
         rank = free[0]
-        return [rank], f"rank {rank} {_words(states[rank])}; other ranks wait for it. {alarm}"
+        words = f"rank {rank} {_words(states[rank])}; other ranks wait for it"
+        return [rank], _sentences(words, alarm)
     if together := [rank for rank in sorted(states) if not edges[rank]]:
         what = _first_wait(states[together[0]])
-        return together, (
-            f"{_numbers(together)} are in {what!r}, and it does not end: look at the network "
-            f"between them. {alarm}"
-        )
+        words = f"{_numbers(together)} are in {what!r}, and it does not end: look at the network"
+        return together, _sentences(f"{words} between them", alarm)
     circle = _circle(edges)
     words = "; ".join(
         f"rank {rank} waits for {_numbers(edges[rank])}: {_first_wait(states[rank])}"
         for rank in circle
     )
-    return circle, f"ranks wait for each other in a circle: {words}. {alarm}"
+    return circle, _sentences(f"ranks wait for each other in a circle: {words}", alarm)
+
+
+def _sentences(*parts: str) -> str:
+    return ". ".join(part for part in parts if part)
 
 
 def _circle(edges: Mapping[int, Sequence[int]]) -> list[int]:
@@ -165,7 +169,8 @@ def _words(state: RankState) -> str:
     doing = ", ".join(dict.fromkeys(text for text in (*state.doing, state.item) if text))
     if not doing:
         return f"was outside of pipegrad{where}"
-    return f"was in {doing}, for {state.seconds:.1f} s{where}"
+    seconds = "" if state.error else f", for {state.seconds:.1f} s"
+    return f"was in {doing}{seconds}{where}"
 
 
 def _first_wait(state: RankState) -> str:
@@ -191,7 +196,9 @@ def _line(rank: int, state: RankState | None, signs: Mapping[int, str]) -> str:
         if wait.what not in (state.item, *state.doing):
             others = _numbers([r for r in wait.ranks if r != rank])
             words += f"; waits {wait.seconds:.1f} s with {others}: {wait.what}"
-    return f"{words}; it raised {state.error}" if state.error else words
+    if len(error := state.error) > _MOST_CHARACTERS:
+        error = f"{error[:_MOST_CHARACTERS]}..."
+    return f"{words}; it raised {error}" if error else words
 
 
 def _numbers(ranks: Sequence[int]) -> str:

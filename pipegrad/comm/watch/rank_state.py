@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pipegrad.comm.activity import Activity, Details, activities, last_failed
 from pipegrad.comm.failures import Failure
 
-_OWN = f"{Path(__file__).parent.parent}{os.sep}"
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{os.sep}torch{os.sep}"
 # Threads and entry points of Python have no line that helps.
 _SKIPPED = (_OWN, _TORCH, f"{os.sep}click{os.sep}", "<")
