@@ -15,7 +15,7 @@ from torch import nn
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import PlanError
-from pipegrad.gradients.machine import kind_of_machine
+from pipegrad.gradients.drift.machine import kind_of_machine
 from pipegrad.model.describe import check_stages, describe_rank, device_of
 from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.model.manifest import Manifest, RankManifest

@@ -12,8 +12,8 @@ from torch import nn
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
-from pipegrad.gradients.copies import Copies
-from pipegrad.gradients.drift import DriftCheck
+from pipegrad.gradients.drift.copies import Copies
+from pipegrad.gradients.drift.drift import DriftCheck
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import GlobalNorm
 from pipegrad.gradients.optimizer_watch import steps_alike

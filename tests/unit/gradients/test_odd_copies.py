@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipegrad.gradients.drift import is_compared
-from pipegrad.gradients.odd_copies import Facts, OddCopies, find_odd
+from pipegrad.gradients.drift.drift import is_compared
+from pipegrad.gradients.drift.odd_copies import Facts, OddCopies, find_odd
 
 NAME = ("0.w", False)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
-from pipegrad.gradients.checksum import bytes_of, checksum, full_checksum
-from pipegrad.gradients.copies import Copies, Copy
-from pipegrad.gradients.odd_copies import Facts, OddCopies, find_odd
+from pipegrad.gradients.drift.checksum import bytes_of, checksum, full_checksum
+from pipegrad.gradients.drift.copies import Copies, Copy
+from pipegrad.gradients.drift.odd_copies import Facts, OddCopies, find_odd
 
 T = TypeVar("T")
 
