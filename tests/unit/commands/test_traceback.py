@@ -1,4 +1,4 @@
-"""--traceback shows where an error came from; without it one line does, and says how to see more."""
+"""--traceback shows where an error came from. Without it one line does, with a hint."""
 
 from __future__ import annotations
 
