@@ -128,6 +128,11 @@ def _command(command: str) -> str:
         words = words[1:]
     target = words.pop() if ">" in words else None
     program, *words = [word for word in words if word != ">"]
+    if (program, *words[:2]) == ("pipegrad", "launch", "-n"):
+        program, words = (
+            "torchrun",
+            ["--nproc-per-node", words[2], "-m", "pipegrad", "train", *words[3:]],
+        )
     if program == "torchrun":
         return _on_all_ranks(lambda: _torchrun(words))
     known = {"pipegrad": _pipegrad, "python": _python, "pip": _pip}

@@ -257,23 +257,34 @@ def test_options_there_are() -> None:
     changes = ["--handler", "--schedule", "--set", "config"]
     drawings = ["--html", "--perfetto", "--png", "--svg"]
     assert found == {
-        "train": sorted(["--dry-run", *changes]),
+        "train": sorted(["--dry-run", "--traceback", *changes]),
         "plan": sorted(
-            ["--costs", "--json", "--profile", "--rank", "--ranks", *changes, *drawings]
+            [
+                *("--costs", "--json", "--profile", "--rank", "--ranks", "--traceback"),
+                *changes,
+                *drawings,
+            ]
         ),
-        "trace": sorted(["--against", "--json", "--step", "run", *drawings]),
-        "doctor": ["--device", "--json", "--save", "--timeout"],
+        "trace": sorted(["--against", "--json", "--step", "--traceback", "run", *drawings]),
+        "doctor": ["--device", "--json", "--save", "--timeout", "--traceback"],
         "simulate": sorted(
             [
                 *("--backward-ms", "--costs", "--forward-ms", "--gbit", "--json", *drawings),
                 *("--latency-us", "--mib", "--microbatches", "--ranks", "--save", "--set"),
-                *("--steps", "--weight-ms", "schedule"),
+                *("--steps", "--traceback", "--weight-ms", "schedule"),
             ]
         ),
         "handlers": ["--json"],
         "schedules": ["--json"],
-        "schedule": ["--format", "--microbatches", "--ranks", "--set", "name"],
+        "schedule": ["--format", "--microbatches", "--ranks", "--set", "--traceback", "name"],
         "reporters": ["--json"],
+        "export": ["--dtype", "--format", "--output", "--traceback", "checkpoint"],
+        "launch": sorted(
+            [
+                *("-n", "--log-dir", "--max-restarts", "--nodes", "--rendezvous", "--traceback"),
+                *("arguments", "config"),
+            ]
+        ),
     }
 
 

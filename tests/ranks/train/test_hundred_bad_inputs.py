@@ -249,7 +249,7 @@ UNDER_TORCHRUN = [
     "data.files=['/']",
     "data.batch_size=1000000000000",
     "train.resume=small.toml",
-    "train.output=/proc/x",
+    "parallel.boundaries=[1.5]",
 ]
 
 
