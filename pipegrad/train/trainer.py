@@ -49,17 +49,17 @@ from pipegrad.train.optimizer import (
     make_optimizer,
     state_numel,
 )
-from pipegrad.train.origin import Origin, find_origin
 from pipegrad.train.preflight import try_out_optimizer
-from pipegrad.train.process import choose_algorithms, device_of_rank
-from pipegrad.train.run_folder import continue_run_folder, make_run_folder, refuse_unseen
-from pipegrad.train.saving import Saving
-from pipegrad.train.signals import Signals
+from pipegrad.train.process.process import choose_algorithms, device_of_rank
+from pipegrad.train.process.signals import Signals
+from pipegrad.train.run.origin import Origin, find_origin
+from pipegrad.train.run.run_folder import continue_run_folder, make_run_folder, refuse_unseen
+from pipegrad.train.run.saving import Saving
+from pipegrad.train.run.tracing import Tracing
+from pipegrad.train.run.update import Update
 from pipegrad.train.stages import build_stages
 from pipegrad.train.summary.summary import make_summary
 from pipegrad.train.summary.text import rendered
-from pipegrad.train.tracing import Tracing
-from pipegrad.train.update import Update
 
 _RUN_KEYS = (
     "train.seed",

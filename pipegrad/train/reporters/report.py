@@ -22,8 +22,8 @@ from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
-from pipegrad.train.origin import MANIFEST
-from pipegrad.train.run_folder import replace
+from pipegrad.train.run.origin import MANIFEST
+from pipegrad.train.run.run_folder import replace
 from pipegrad.train.summary.explained import rendered_breakdown
 from pipegrad.train.tables import table
 

@@ -18,7 +18,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import AgreementError
 from pipegrad.observe import clocks, links
 from pipegrad.observe.doctor import examine
-from pipegrad.train.tracing import Tracing
+from pipegrad.train.run.tracing import Tracing
 from tests.support.gradients.cases import Case, Replies, on, rank, replies
 
 THREE: list[Case] = []

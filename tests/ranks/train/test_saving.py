@@ -25,7 +25,7 @@ from pipegrad.train.checkpoint.checksums import CheckedWriter
 from pipegrad.train.checkpoint.folders import checkpoints
 from pipegrad.train.config import load
 from pipegrad.train.reporters.report import Report
-from pipegrad.train.run import run
+from pipegrad.train.run.run import run
 from pipegrad.train.trainer import Trainer
 from tests.support.train import data_functions, restarts
 from tests.support.train.jobs import with_job

@@ -80,7 +80,7 @@ def jobs(folder: str) -> dict[Any, Any]:
     found["sharded"] = spoiled([*TWO_BY_TWO, SKIP, SHARDED], "3.weight")
     found["fp16"] = spoiled([*TWO_BY_TWO, "train.precision=fp16"], "3.weight")
     found["fp16, sharded"] = spoiled([*TWO_BY_TWO, "train.precision=fp16", SHARDED], "3.weight")
-    with mock.patch("pipegrad.train.update.MOST_SKIPPED", 2):
+    with mock.patch("pipegrad.train.run.update.MOST_SKIPPED", 2):
         found["many"] = spoiled([*TWO_BY_TWO, SKIP], "3.weight")
     return found
 

@@ -19,8 +19,8 @@ from pipegrad.train.checkpoint.folders import (
 )
 from pipegrad.train.checkpoint.kept import check_kept, kept
 from pipegrad.train.config import Config
-from pipegrad.train.origin import Origin, find_origin, launch_of
-from pipegrad.train.run_folder import cut_rows, make_run_folder, with_launch
+from pipegrad.train.run.origin import Origin, find_origin, launch_of
+from pipegrad.train.run.run_folder import cut_rows, make_run_folder, with_launch
 from pipegrad.train.schema import Model, Train
 
 

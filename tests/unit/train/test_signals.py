@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from pipegrad.train.signals import ENDING, Signals, exit_code
+from pipegrad.train.process.signals import ENDING, Signals, exit_code
 
 
 def wait_for(signals: Signals) -> int:
@@ -47,7 +47,7 @@ def test_another_thread_changes_no_handler() -> None:
 
 STUCK = """
 import ctypes, os, signal, threading, time
-from pipegrad.train import signals
+from pipegrad.train.process import signals
 signals._ECHO_SECONDS = 0.0
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public
 
-from pipegrad.train.start import store_of_start
+from pipegrad.train.process.start import store_of_start
 
 SIZE = 3
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipegrad.errors import DriftError, PipegradError, in_words
+from pipegrad.train.process.signals import exit_code
 from pipegrad.train.reporters.report import Report, manifest_of
-from pipegrad.train.run_folder import with_launch
-from pipegrad.train.signals import exit_code
+from pipegrad.train.run.run_folder import with_launch
 from pipegrad.train.trainer import Trainer
 
 

@@ -26,9 +26,9 @@ from torch.distributed.rendezvous import rendezvous
 from pipegrad.comm.watch.watch import watch
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
-from pipegrad.train.last_words import fail
-from pipegrad.train.signals import Signals, exit_code
-from pipegrad.train.start import store_of_start
+from pipegrad.train.process.last_words import fail
+from pipegrad.train.process.signals import Signals, exit_code
+from pipegrad.train.process.start import store_of_start
 
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

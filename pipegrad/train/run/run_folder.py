@@ -19,7 +19,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
 from pipegrad.train.checkpoint.folders import checkpoints, put_aside, remove_unfinished, step_of
 from pipegrad.train.config import Config, path_of
-from pipegrad.train.origin import MANIFEST, launch_of
+from pipegrad.train.run.origin import MANIFEST, launch_of
 
 METRICS = "metrics.jsonl"
 _SEEN_SECONDS = 5.0  # for a network file system to show a new file
