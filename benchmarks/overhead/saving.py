@@ -3,9 +3,9 @@
 python benchmarks/overhead/saving.py [--steps 120] [--width 512] [--layers 8]
 
 Two ranks train a small transformer as `pipegrad train` does. Blocks of steps take turns: in one
-block a checkpoint is being written, in the next one none. Each block of the first kind begins with a
-save, and ends when the checkpoint is whole. A ratio is of medians of steps. What holds the optimizer
-up is the time in which the training itself copies the values.
+block a checkpoint is being written, in the next one none. Each block of the first kind begins with
+a save, and ends when the checkpoint is whole. A ratio is of medians of steps. What holds the
+optimizer up is the time in which the training itself copies the values.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ def measured(folder: str, steps: int) -> Measured:
         copies.append(time.perf_counter() - began)
         # All ranks see the same status after the same step, so they make the same steps.
         while True:
-            seconds = step()
+            saving.append(step())
             if not trainer.saving.is_busy:
                 break  # the save has ended somewhere in this step
-            saving.append(seconds)
         saves.append(time.perf_counter() - began)
     assert trainer.saving.status is Status.IDLE
     last = max(Path(folder).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
