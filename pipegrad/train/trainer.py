@@ -32,7 +32,7 @@ from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.learning_rate import LearningRateState
+from pipegrad.train.checkpoint.common_state import CommonState
 from pipegrad.train.checkpoint.random_states import RandomStates
 from pipegrad.train.checkpoint.resume import resume
 from pipegrad.train.checkpoint.uncut import tied_names
@@ -348,7 +348,7 @@ class Trainer:
             self.sync,
             self._modules,
             self._optimizer,
-            learning_rate=LearningRateState(config, self._optimizer, self._learning_rate),
+            common=CommonState(config, self._optimizer, self._learning_rate, self._update),
             random_states=RandomStates(self._topology, config.train.seed, self._device),
         )
         self.saving = Saving(

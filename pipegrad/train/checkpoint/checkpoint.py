@@ -1,11 +1,11 @@
 """Checkpoints by torch.distributed.checkpoint. Names are those of the uncut model.
 
 [Note: any cut reads any checkpoint] A checkpoint has parameters, buffers, optimizer state, the
-step, the learning-rate schedule, random states, and the state of handlers. Keys are names of the
-uncut model, so another cut finds them. The optimizer's state of a parameter is flat. Each rank
-writes the chunk that it steps, and reads the chunk that it steps, so chunks of writer and reader
-may differ. The state of handlers belongs to one plan, and random states to one layout of ranks:
-only the same plan or layout reads them. The position in the data follows from the step.
+step, learning-rate schedules, the loss scale, random states, and the state of handlers. Keys are
+names of the uncut model, so another cut finds them. The optimizer's state of a parameter is flat.
+Each rank writes the chunk that it steps, and reads the chunk that it steps, so chunks of writer and
+reader may differ. The state of handlers belongs to one plan, and random states to one layout of
+ranks: only the same plan or layout reads them. The position in the data follows from the step.
 Everything else comes from the configuration.
 
 Tensor-parallel shards and experts differ along a dimension of the mesh. Their keys have a location:
@@ -28,10 +28,10 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.optimizer.chunks import Chunk
 from pipegrad.optimizer.main_params import MainParameter
 from pipegrad.optimizer.names import Locations
-from pipegrad.train.checkpoint import learning_rate
+from pipegrad.train.checkpoint import common_state
+from pipegrad.train.checkpoint.common_state import CommonState
 from pipegrad.train.checkpoint.handler_state import PREFIX, own_key, pack, readable_key, unpack
 from pipegrad.train.checkpoint.layout import check_locations
-from pipegrad.train.checkpoint.learning_rate import LearningRateState
 from pipegrad.train.checkpoint.metadata import CheckpointReader
 from pipegrad.train.checkpoint.packed import empty_like_saved
 from pipegrad.train.checkpoint.random_states import RandomStates
@@ -48,7 +48,7 @@ class TrainingState:
         sync: The gradient layer. It has the parameters and their keys.
         modules: Stage -> module, for the stages of this rank.
         optimizer: Made by ``sync.optimizer``.
-        learning_rate: The schedules of the optimizer.
+        common: What all ranks have alike.
         random_states: The generators of this rank.
 
     Attributes:
@@ -64,12 +64,12 @@ class TrainingState:
         modules: dict[int, torch.nn.Module],
         optimizer: torch.optim.Optimizer,
         *,
-        learning_rate: LearningRateState,
+        common: CommonState,
         random_states: RandomStates,
     ) -> None:
         self._optimizer = optimizer
         self._sync = sync
-        self._learning_rate, self._random_states = learning_rate, random_states
+        self._common, self._random_states = common, random_states
         self._read: dict[str, Tensor] = {}  # what `load` has read of the state that is packed
         self.handler_state: dict[str, Any] = {}
         # A key is "stage.name" at the lowest holder. Its name is that of the uncut model.
@@ -148,7 +148,7 @@ class TrainingState:
                     _chunk(main, tensor) if is_per_element else tensor
                 )
         state[self._random_states.key] = self._random_states.packed()
-        return {**state, **self._learning_rate.packed(), **self._pack()}
+        return {**state, common_state.KEY: self._common.packed(), **self._pack()}
 
     def _pack(self) -> dict[str, Tensor]:
         """Returns the packed state of this rank's handlers by its key; empty without state."""
@@ -232,8 +232,8 @@ class TrainingState:
                     _chunk(main, empty) if is_per_element else torch.empty(saved.size, dtype=dtype)
                 )
         packed = [*self._random_states.keys_to_read(metadata), readable_key(metadata)]
-        if learning_rate.KEY in metadata.state_dict_metadata:
-            packed.append(learning_rate.KEY)
+        if common_state.KEY in metadata.state_dict_metadata:
+            packed.append(common_state.KEY)
         self._read = {key: empty_like_saved(key, metadata) for key in packed if key is not None}
         state.update(self._read)
         load(state, storage_reader=CheckpointReader(folder))
@@ -252,15 +252,15 @@ class TrainingState:
         return int(state[STEP])
 
     def restore(self, step: int) -> list[str]:
-        """Sets learning rate and generators to what `load` has read; returns notes.
+        """Sets common state and generators to what `load` has read; returns notes.
 
         Every rank must call it.
 
         Raises:
             PipegradError: If they cannot be read; on all ranks.
         """
-        read = self._read.get(learning_rate.KEY)
-        agree("the learning rate", lambda: self._learning_rate.restore(read, step))
+        read = self._read.get(common_state.KEY)
+        agree("what all ranks have alike", lambda: self._common.restore(read, step))
         own = {key: self._read[key] for key in self._read if key.startswith(RandomStates.PREFIX)}
         return self._random_states.restore(own, step)
 

@@ -37,7 +37,7 @@ from pipegrad.train.checkpoint.checksums import CheckedWriter
 from pipegrad.train.checkpoint.folders import unfinished
 from pipegrad.train.checkpoint.staging import Staging
 
-_WRITE_SECONDS = 1800.0  # timeout for the slowest rank to write its part
+WRITE_SECONDS = 1800.0  # timeout for the slowest rank to write its part
 
 
 Collect = Callable[[], Mapping[str, Tensor]]
@@ -73,7 +73,7 @@ class Saver:
         self._save: _Save | None = None
         self.status = Status.IDLE
         self._threads: list[_Save] = []
-        timeout = timedelta(seconds=_WRITE_SECONDS)
+        timeout = timedelta(seconds=WRITE_SECONDS)
         group = dist.new_group(timeout=timeout, backend="gloo", group_desc="pipegrad checkpoint")
         self._group = cast("dist.ProcessGroup", group)
         # A thread that waits for a rank that is gone ends with the process; see

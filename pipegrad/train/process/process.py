@@ -176,15 +176,6 @@ def _check_environment(variables: Mapping[str, str]) -> None:
         raise ConfigError(f"{complaint}. {_START}")
 
 
-def _attempt() -> str:
-    """Returns what tells this start of the ranks from those before, for names in the store."""
-    # torchrun keeps its store when it starts the ranks again. Without a name of its own, gloo would
-    # find the addresses of the ranks that are gone. Launchers of several machines count starts
-    # differently, so their ranks would not meet under such names.
-    is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
-    return f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if is_alone else ""
-
-
 def _join(timeout_seconds: float | None) -> None:
     """Makes the default process group of the ranks that the environment describes.
 
@@ -210,7 +201,7 @@ def _join(timeout_seconds: float | None) -> None:
         # The timeout to join must not become the timeout of every later use of the store.
         store.set_timeout(timedelta(minutes=30))  # as torch does
         dist.init_process_group(
-            store=PrefixStore(f"default_pg{_attempt()}", store),
+            store=PrefixStore("default_pg", store),
             rank=of_rank,
             world_size=of_size,
             timeout=None if timeout_seconds is None else timedelta(seconds=timeout_seconds),

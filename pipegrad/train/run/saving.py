@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
+from pipegrad.comm.watch.watch import Bounded
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.folders import checkpoint_folder, prune
 from pipegrad.train.checkpoint.kept import kept
-from pipegrad.train.checkpoint.saver import Saver, Status
+from pipegrad.train.checkpoint.saver import WRITE_SECONDS, Saver, Status
 from pipegrad.train.checkpoint.space import shortage
 from pipegrad.train.config import Config
 
@@ -73,6 +74,11 @@ class Saving:
         """What the save of this rank does, for the message of metrics."""
         return Status.IDLE if self._saver is None else self._saver.poll()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written. The same on all ranks."""
+        return self._saver is not None and self._saver.is_busy
+
     def settle(self, status: float) -> None:
         """Ends a save if all ranks have.
 
@@ -94,7 +100,7 @@ class Saving:
                 f"step {number}: the checkpoint before this one is still being written, and the "
                 f"training waits for it: set train.save_every higher"
             )
-            self._say(saver.wait())
+            self._say(self._waited())
         self._warn()
         saver.begin(
             checkpoint_folder(self._folder, number), number, partial(self._state.state_dict, number)
@@ -115,7 +121,7 @@ class Saving:
             ConfigError: If a rank cannot write it; on all ranks.
         """
         assert self._folder is not None
-        self._say(self._made().wait())
+        self._say(self._waited())
         self._warn()
         folder = checkpoint_folder(self._folder, number)
         self.save(folder, number, "the last checkpoint of this run is lost: ")
@@ -128,7 +134,9 @@ class Saving:
             ConfigError: If a rank cannot write it; on all ranks.
         """
         collect = partial(self._state.state_dict, number)
-        if complaint := self._made().save(folder, number, collect):
+        with _bounded(f"the checkpoint of step {number}"):
+            complaint = self._made().save(folder, number, collect)
+        if complaint:
             self._config.refuse(
                 "train.output",
                 f"{prefix}{complaint}: make room, and go on with train.resume from the last "
@@ -140,6 +148,11 @@ class Saving:
         if self._saver is not None:
             self._say(self._saver.wait())
             self._saver.close()
+
+    def _waited(self) -> str:
+        """Waits for a save that was begun; returns why it failed, or ""."""
+        with _bounded("the checkpoint that is being written"):
+            return self._made().wait()
 
     def _made(self) -> Saver:
         """Returns the saver. The first save makes it, on all ranks."""
@@ -165,6 +178,10 @@ class Saving:
     def _warn(self, number: int = 1) -> None:
         if self._folder is not None and (warning := shortage(self._folder, self._nbytes, number)):
             self._note(warning)
+
+
+def _bounded(what: str) -> Bounded:
+    return Bounded(what, WRITE_SECONDS)
 
 
 def _nothing(_: str) -> None:

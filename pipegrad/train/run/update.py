@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,6 +65,17 @@ class Update:
         self._learning_rate = learning_rate
         self._scaler = scaler
         self._in_a_row = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps. All ranks have the same."""
+        scaler = {} if self._scaler is None else self._scaler.state_dict()
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row, "scaler": scaler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets what a checkpoint has kept; a run without a loss scale leaves that out."""
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
 
     def make(self, number: int) -> Updated:
         """Updates the parameters with the gradients of a step, or skips that on all ranks.
