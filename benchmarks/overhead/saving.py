@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.saver import Status
+from pipegrad.train.checkpoint.writer.saver import Status
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 

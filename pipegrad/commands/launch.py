@@ -21,6 +21,7 @@ from uuid import uuid4
 import click
 
 from pipegrad.commands.options import usage_errors, wants_traceback
+from pipegrad.commands.rank import LAUNCHER
 from pipegrad.commands.train import train
 from pipegrad.errors import ConfigError
 
@@ -214,7 +215,8 @@ def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> in
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    rank = ("-u", "-m", "pipegrad.commands.rank", str(os.getpid()), *words)
+    os.environ[LAUNCHER] = str(os.getpid())
+    rank = ("-u", "-m", "pipegrad", *words)
     try:
         with _quiet(), _ended_with_terminal():
             elastic_launch(config, sys.executable)(*rank)

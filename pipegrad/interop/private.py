@@ -155,3 +155,16 @@ def arguments_of(operator: object) -> list[tuple[str, bool]]:
     schema = getattr(operator, "_schema", None)
     arguments: Any = schema.arguments if schema else ()
     return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments]
+
+
+def pickled_in_checkpoints() -> tuple[type, Callable[[str], torch.layout]]:
+    """Returns what a checkpoint's metadata names that is private.
+
+    Returns:
+        The class of where a tensor is stored, and what finds a layout of torch by its name.
+    """
+    # These import DTensor, which most users of this file do not need.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.serialization import _get_layout
+
+    return _StorageInfo, _get_layout

@@ -36,7 +36,7 @@ from pipegrad.schedules.schedule import MOST_CELLS
 from pipegrad.simulation.auto import Auto
 from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.kept import check_kept
+from pipegrad.train.checkpoint.writer.kept import check_kept
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options

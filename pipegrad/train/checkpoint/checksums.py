@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from pipegrad.errors import PipegradError, in_words
 from pipegrad.train.checkpoint.folders import publish, unfinished
-from pipegrad.train.checkpoint.space import free_space
+from pipegrad.train.checkpoint.writer.space import free_space
 
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipegrad.train.checkpoint.checksums import DamageError
 from pipegrad.train.checkpoint.packed import pack, unpack_entry
 from pipegrad.train.config import Config
-from pipegrad.train.update import Update
+from pipegrad.train.run.update import Update
 
 KEY = "common"
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.serialization import _get_layout
 
+from pipegrad.interop.private import pickled_in_checkpoints
 from pipegrad.train.checkpoint.checksums import METADATA, DamageError
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
+_STORAGE_INFO, _layout_of_name = pickled_in_checkpoints()
 _KNOWN: dict[tuple[str, str], Any] = {
     **{
         ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
@@ -42,8 +43,11 @@ _KNOWN: dict[tuple[str, str], Any] = {
             "_MEM_FORMAT_ENCODING",
         )
     },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): _get_layout,  # looks a name up among torch's layouts
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _STORAGE_INFO,
+    (
+        "torch.serialization",
+        "_get_layout",
+    ): _layout_of_name,  # by its name
     ("torch", "Size"): torch.Size,
     # A path is only text here. Python 3.13 names the class by another module.
     ("pathlib", "PosixPath"): PurePosixPath,
@@ -100,7 +104,7 @@ def _is_metadata(found: object) -> TypeIs[Metadata]:
     return (
         isinstance(found, Metadata)
         and _is_dict_of(found.state_dict_metadata, str, object)
-        and _is_dict_of(found.storage_data, MetadataIndex, filesystem._StorageInfo)
+        and _is_dict_of(found.storage_data, MetadataIndex, _STORAGE_INFO)
     )
 
 

@@ -13,8 +13,8 @@ from pipegrad.errors import PlanError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums, DamageError
-from pipegrad.train.checkpoint.saver import failure_message
 from pipegrad.train.checkpoint.validate import damage_of, read_metadata, verify
+from pipegrad.train.checkpoint.writer.saver import failure_message
 from pipegrad.train.config import Config, path_of
 
 _VERIFY_SECONDS = 600.0  # timeout for the slowest rank to read its pieces

@@ -13,9 +13,9 @@ from pipegrad.comm.agreement import agree
 from pipegrad.comm.watch.watch import Bounded
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.folders import checkpoint_folder, prune
-from pipegrad.train.checkpoint.kept import kept
-from pipegrad.train.checkpoint.saver import WRITE_SECONDS, Saver, Status
-from pipegrad.train.checkpoint.space import shortage
+from pipegrad.train.checkpoint.writer.kept import kept
+from pipegrad.train.checkpoint.writer.saver import WRITE_SECONDS, Saver, Status
+from pipegrad.train.checkpoint.writer.space import shortage
 from pipegrad.train.config import Config
 
 Note = Callable[[str], object]

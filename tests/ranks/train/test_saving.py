@@ -167,7 +167,7 @@ def stop_after(step: int) -> Hook:
 
 
 def no_room() -> dict[str, Any]:
-    with mock.patch("pipegrad.train.checkpoint.space.free_bytes", return_value=20_000):
+    with mock.patch("pipegrad.train.checkpoint.writer.space.free_bytes", return_value=20_000):
         return trained(at("no room", "train.save_every=4"))
 
 

@@ -17,7 +17,7 @@ from pipegrad.train.checkpoint.folders import (
     remove_unfinished,
     unfinished,
 )
-from pipegrad.train.checkpoint.kept import check_kept, kept
+from pipegrad.train.checkpoint.writer.kept import check_kept, kept
 from pipegrad.train.config import Config
 from pipegrad.train.run.origin import Origin, find_origin, launch_of
 from pipegrad.train.run.run_folder import cut_rows, make_run_folder, with_launch

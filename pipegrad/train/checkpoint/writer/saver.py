@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
+from threading import Event
 from typing import cast
 
 import torch
@@ -35,7 +36,7 @@ from pipegrad.comm.ending import Ending
 from pipegrad.errors import PlanError, in_words
 from pipegrad.train.checkpoint.checksums import CheckedWriter
 from pipegrad.train.checkpoint.folders import unfinished
-from pipegrad.train.checkpoint.staging import Staging
+from pipegrad.train.checkpoint.writer.staging import Staging
 
 WRITE_SECONDS = 1800.0  # timeout for the slowest rank to write its part
 
@@ -201,7 +202,7 @@ class _Save:
         self._thread = threading.Thread(
             target=self._run, name="pipegrad checkpoint", daemon=True
         )  # fmt: skip
-        self._has_ended = threading.Event()
+        self._has_ended = Event()
 
     def start(self) -> None:
         self._thread.start()
