@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import NamedTuple
 
+from torch.distributed.distributed_c10d import Store
+
 _stacks: dict[int, list[Activity]] = {}  # by thread, outermost first
 
 
@@ -40,12 +42,22 @@ class Activity:
         details: Returns more, when a report is made; any thread may call it.
         drawing: Returns the grid of a pipeline with marked cells, by row.
         position: Returns a number that changes when it goes on.
+        absent: Returns which of the ranks have not come yet, as a key-value store knows.
 
     Attributes:
         since: When it began, on the monotonic clock.
     """
 
-    __slots__ = ("details", "drawing", "position", "ranks", "since", "what", "within_seconds")
+    __slots__ = (
+        "absent",
+        "details",
+        "drawing",
+        "position",
+        "ranks",
+        "since",
+        "what",
+        "within_seconds",
+    )
 
     def __init__(
         self,
@@ -56,6 +68,7 @@ class Activity:
         details: Callable[[], Details] | None = None,
         drawing: Callable[[Mapping[int, str]], str] | None = None,
         position: Callable[[], int] | None = None,
+        absent: Callable[[Store], list[int]] | None = None,
     ) -> None:
         self.what = what
         self.ranks = ranks
@@ -63,6 +76,7 @@ class Activity:
         self.details = details
         self.drawing = drawing
         self.position = position
+        self.absent = absent
 
     def __enter__(self) -> Activity:
         self.since = time.monotonic()

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -176,12 +177,12 @@ def _exchange(
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
-        with Activity(subject, ranks):
+        with Activity(subject, ranks, absent=partial(_absent, keys)):
             kv.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
     except dist.DistNetworkError:
         raise
     except RuntimeError as error:  # a FileStore raises this after its timeout
-        missing = [rank for rank, key in keys.items() if not kv.check([key])]
+        missing = _absent(keys, kv)
         if not missing:
             raise
         verdict, cause = (
@@ -196,7 +197,7 @@ def _exchange(
     verdict = kv.compare_set(f"{prefix}/verdict", "", verdict).decode()
     if verdict != _COMPLETE:
         missing_ranks = AgreementError(verdict)
-        missing_ranks.absent = tuple(rank for rank, key in keys.items() if not kv.check([key]))
+        missing_ranks.absent = tuple(_absent(keys, kv))
         raise missing_ranks from cause
     replies = {rank: kv.get(key).decode().split(" ", 1) for rank, key in keys.items()}
     if len({other for _, other in replies.values()}) > 1:
@@ -205,6 +206,10 @@ def _exchange(
     digests = [digest for digest, _ in replies.values()]
     payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
     return [payloads[d] for d in digests]
+
+
+def _absent(keys: Mapping[int, str], kv: Store) -> list[int]:
+    return [rank for rank, key in keys.items() if not kv.check([key])]
 
 
 def _meeting(ranks: tuple[int, ...], name: str | None) -> str:

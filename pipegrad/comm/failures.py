@@ -286,12 +286,14 @@ class Failure:
         follows: Whether it follows from another rank's failure.
         time: In seconds since the epoch.
         absent: The ranks for which it has waited in vain.
+        note: Follows the error in a report, if it is the cause.
     """
 
     error: str
     follows: bool
     time: float
     absent: tuple[int, ...] = ()
+    note: str = ""
 
 
 def failure_of(error: BaseException) -> Failure:

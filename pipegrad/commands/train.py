@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipegrad.commands.options import configured, print_parts, usage_errors
+from pipegrad.commands.options import configured, print_parts, usage_errors, wants_traceback
 from pipegrad.errors import StepError, in_words
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
 
     with usage_errors(), process_group():
         console = make_console(quiet=dist.get_rank() != 0)
-        code = 0
+        code, trainer = 0, None
         try:
             trainer = Trainer(loaded)
             print_parts(console, trainer.notes)
@@ -48,15 +48,17 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             console.print("stopped; the run's folder holds what was done")
             sys.exit(_INTERRUPTED)
         except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
-            sys.exit(fail(_in_place_of(error), folder=None, shows_traceback=False))
+            sys.exit(fail(_in_place_of(error), trainer, shows_traceback=wants_traceback()))
         except Exception as error:  # noqa: BLE001 - code of the user, too
-            sys.exit(fail(error, folder=None, shows_traceback=False))
+            sys.exit(fail(error, trainer, shows_traceback=wants_traceback()))
         trainer.close()
         if code:  # of a signal
             sys.exit(code)
 
 
 def _in_place_of(error: SystemExit) -> StepError:
-    return StepError(
+    """Returns an error that stands for an exit, with its traceback."""
+    instead = StepError(
         f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
     )
+    return instead.with_traceback(error.__traceback__)

@@ -50,6 +50,7 @@ from pipegrad.train.optimizer import (
     state_numel,
 )
 from pipegrad.train.preflight import try_out_optimizer
+from pipegrad.train.process.last_words import show_in
 from pipegrad.train.process.process import choose_algorithms, device_of_rank
 from pipegrad.train.process.signals import Signals
 from pipegrad.train.run.origin import Origin, find_origin
@@ -83,6 +84,7 @@ class Trainer:
     Attributes:
         job: The configuration applied to all ranks.
         tracing: Records steps, unless that is not wanted.
+        folder: Of the run, when `make_folder` has made it.
         saving: Writes the checkpoints of a run.
         signals: What this process is asked to do.
         ended_by: Number of a signal that some rank has received; 0 if there was none.
@@ -126,6 +128,7 @@ class Trainer:
         agree("the learning rate", self._make_learning_rate)
         agree("the outline", self._summarize)
         self.first_step = 1
+        self.folder: Path | None = None
         self.checkpoint: Path | None = None
         self.signals, self.ended_by = Signals(), 0
         self.notes: tuple[str, ...] = ()
@@ -244,6 +247,8 @@ class Trainer:
         folder = Path(agree("the output folder", make)[0])
         if config.train.save:
             refuse_unseen(config, folder)
+        self.folder = folder
+        show_in(folder)
         return folder
 
     def printed_summary(self) -> Iterable[RenderableType]:

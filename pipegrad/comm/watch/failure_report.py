@@ -85,7 +85,7 @@ def _cause(
     raised = sorted((s for s in states.values() if s.error), key=lambda s: (s.error_time, s.rank))
     for state in raised:
         if not state.follows:
-            return [state.rank], f"rank {state.rank}: {state.error}{_at(state)}"
+            return [state.rank], f"rank {state.rank}: {state.error}{_at(state)}{state.note}"
     if silent := [rank for rank in range(num_ranks) if rank not in states]:
         words = "; ".join(f"rank {rank} {signs.get(rank, _UNKNOWN)}" for rank in silent[:4])
         more = f"; and {len(silent) - 4} more" if len(silent) > 4 else ""

@@ -59,6 +59,7 @@ class RankState:
         follows: Whether that error follows from another rank's failure.
         error_time: When it was raised, in seconds since the epoch.
         absent: The ranks for which it has waited in vain.
+        note: Follows the error, if it is the cause.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankState:
     follows: bool = False
     error_time: float = 0.0
     absent: tuple[int, ...] = ()
+    note: str = ""
 
     def dumped(self) -> bytes:
         """Returns it as bytes that `loaded` reads."""
@@ -143,6 +145,7 @@ def state_of_this_rank(rank: int, failure: Failure | None, progress: LastProgres
         follows=failure is not None and failure.follows,
         error_time=failure.time if failure else 0.0,
         absent=failure.absent if failure else (),
+        note=failure.note if failure else "",
     )
 
 
@@ -153,6 +156,14 @@ def drawing(marks: Mapping[int, str]) -> str:
             return activity.drawing(marks)
     failed = last_failed(_main())
     return "" if failed is None or failed.drawing is None else failed.drawing(marks)
+
+
+def late_agreement() -> tuple[Activity, float] | None:
+    """Returns the agreement that the main thread is in, and for how long; None if in none."""
+    stack = activities().get(_main(), [])
+    if not stack or stack[-1].absent is None:
+        return None
+    return stack[-1], time.monotonic() - stack[-1].since
 
 
 def _main() -> int:

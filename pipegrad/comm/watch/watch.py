@@ -39,7 +39,13 @@ from pipegrad.comm.process_groups import cut_all
 from pipegrad.comm.watch.failure_report import FailureReport, make_report
 from pipegrad.comm.watch.launcher import tell_launcher
 from pipegrad.comm.watch.processes import ProcessId
-from pipegrad.comm.watch.rank_state import LastProgress, RankState, drawing, state_of_this_rank
+from pipegrad.comm.watch.rank_state import (
+    LastProgress,
+    RankState,
+    drawing,
+    late_agreement,
+    state_of_this_rank,
+)
 from pipegrad.errors import StallError
 
 STALLED = 3  # the exit code of a process whose job was ended by a report
@@ -49,6 +55,7 @@ _ANSWER_SECONDS = 8.0  # for all ranks to post what they are at
 _REPORT_SECONDS = 4.0  # then for the report
 _LEAVE_SECONDS = 5.0  # for the main thread to come out of its wait
 _JOIN_SECONDS = 1.0
+_LINE_SECONDS = 10.0  # until a line says for whom an agreement waits; then doubled
 _has_alarm = False  # whether any watch of this process has one
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
@@ -75,6 +82,7 @@ class Watch:
             own.append(self._beside, f"{self._rank} {self._own_process.dumped()}\n")  # type: ignore[attr-defined]
         self._processes: dict[int, ProcessId] = {}  # the others of this machine
         self._left = set[int]()
+        self._line_seconds = _LINE_SECONDS
         self._failure: Failure | None = None
         self._progress = LastProgress()
         self._alarm: str | None = None
@@ -95,12 +103,16 @@ class Watch:
 
     # What the main thread calls.
 
-    def fail(self, error: BaseException) -> FailureReport:
+    def fail(self, error: BaseException, note: str = "") -> FailureReport:
         """Tells all ranks that this one has failed for good; returns the report of the job.
 
         It takes some seconds at most.
+
+        Args:
+            error: What was raised.
+            note: Follows the error in the report, if it is the cause.
         """
-        self._failure = failure_of(error)
+        self._failure = replace(failure_of(error), note=note)
         self._raise_alarm("")
         return self.report()
 
@@ -192,13 +204,34 @@ class Watch:
                 self._wake.clear()
                 if self._alarm is None and self.minds_ends:
                     self._look_at_processes()
+                    self._say_who_is_late()
                 if self._alarm is not None or self._store.check([self._key("alarm")]):
                     self._exchange()
                     return
-        except (dist.DistError, RuntimeError):
-            # Whoever keeps the store has ended, perhaps because the job is done.
+        except Exception as error:  # noqa: BLE001 - a report must come, whatever is wrong
+            # Whoever keeps the store may have ended because the job is done.
             if self._alarm is not None:
-                self._take(self._own_report(_NO_STORE))
+                is_store = isinstance(error, dist.DistError | RuntimeError)
+                self._take(self._own_report(_NO_STORE if is_store else repr(error)))
+
+    def _say_who_is_late(self) -> None:
+        """Shows for which ranks an agreement waits, if it waits long; on one rank of them."""
+        found = late_agreement()
+        if found is None:
+            self._line_seconds = _LINE_SECONDS
+            return
+        activity, seconds = found
+        if seconds < self._line_seconds or activity.absent is None:
+            return
+        self._line_seconds *= 2  # ever more rarely
+        absent = activity.absent(self._store)
+        if absent and self._rank == min(set(activity.ranks) - set(absent)):
+            print(  # noqa: T201
+                f"{activity.what}: ranks {absent} have not come yet, the others wait for "
+                f"{seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _look_at_processes(self) -> None:
         """Raises the alarm if a process of this machine has ended without `leave`."""

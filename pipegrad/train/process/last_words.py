@@ -14,6 +14,7 @@ import traceback
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -30,23 +31,42 @@ FAILED = 1
 _LATER_SECONDS = 0.5  # for the rank that prints the report: who ends first makes torchrun end all
 
 
-def fail(error: BaseException, *, folder: Path | None, shows_traceback: bool) -> int:
+class Run(Protocol):
+    """A run that may have a folder."""
+
+    folder: Path | None
+
+
+def show_in(folder: Path) -> None:
+    """Lets the report of a failure stand in a run's folder, too."""
+    if (watched := watch()) is not None:
+        watched.show = partial(_show, folder)
+
+
+def _show(folder: Path, text: str) -> None:
+    _print(text)
+    with suppress(OSError):
+        (folder / "failure.txt").write_text(f"{text}\n")
+
+
+def fail(error: BaseException, run: Run | None, *, shows_traceback: bool) -> int:
     """Prints what has failed, once for all ranks; returns the exit code.
 
     It takes some seconds at most, also if other ranks are gone.
 
     Args:
         error: What was raised on this rank.
-        folder: The run's folder; takes the traceback. None if there is none yet.
+        run: What has failed. Its folder takes the traceback.
         shows_traceback: Whether to print the traceback, too.
     """
-    _write_traceback(error, folder, shows=shows_traceback)
+    file = _write_traceback(error, run.folder if run else None, shows=shows_traceback)
+    note = f" (traceback: {file})" if file else ""
     watched = watch()
     # In a process group of the caller, whose ranks go on, nobody may end the job.
     if watched is not None and watched.minds_ends:
-        return _end(watched.fail(error))
+        return _end(watched.fail(error, note))
     words = str(error) if isinstance(error, PipegradError) else failure_of(error).error
-    once_a_machine(partial(_print, words))
+    once_a_machine(partial(_print, f"{words}{note}"))
     tell_launcher(words)
     return FAILED
 
@@ -74,11 +94,14 @@ def _is_on_this_machine(rank: int) -> bool:
     return first <= rank < first + size
 
 
-def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) -> None:
+def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) -> str:
+    """Prints a traceback, writes it into a folder, or both; returns the file, "" without one."""
     text = "".join(traceback.format_exception(error))
     if shows:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     if folder is not None:
         with suppress(OSError):
             rank = dist.get_rank() if dist.is_initialized() else 0
-            (folder / f"failure-rank{rank}.txt").write_text(text)
+            (file := folder / f"failure-rank{rank}.txt").write_text(text)
+            return str(file)
+    return ""

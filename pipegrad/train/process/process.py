@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -37,6 +38,8 @@ _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV
 _START = "Start the ranks by `torchrun --nproc-per-node N -m pipegrad train CONFIG`"
 _JOIN_SECONDS = 600.0  # timeout for the last rank to join
 _SILENT_SECONDS = 10.0  # a rank that waits longer prints a line
+# Longer than any that the watch may have: torch's own timeout ends a process without a report.
+_COLLECTIVE_SECONDS = 7 * 86400.0
 _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 
 
@@ -95,7 +98,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
 
     Args:
         timeout_seconds: How long ranks wait for each other, to join and in collectives; by default
-            ten minutes to join, and in collectives as long as torch waits.
+            ten minutes to join. In collectives the watch ends a job that stalls, with a report.
 
     Raises:
         ConfigError: If variables of the environment are missing or wrong, or ranks do not join.
@@ -117,8 +120,9 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     # torchrun decides by it whether the job has failed.
     code = 0
     try:
-        with Signals(_end_at_once):
-            yield
+        # Until the process ends: torchrun sends SIGTERM when it sees another rank end.
+        ExitStack().enter_context(Signals(_end_at_once))
+        yield
         if watched is not None:
             watched.leave()
         dist.destroy_process_group()
@@ -131,7 +135,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
             else int(exit_error.code is not None)
         )
     except BaseException as error:  # noqa: BLE001 - the process ends here
-        code = fail(error, folder=None, shows_traceback=True)
+        code = fail(error, None, shows_traceback=True)
     if watched is not None:
         watched.leave()
     atexit._run_exitfuncs()
@@ -204,7 +208,7 @@ def _join(timeout_seconds: float | None) -> None:
             store=PrefixStore("default_pg", store),
             rank=of_rank,
             world_size=of_size,
-            timeout=None if timeout_seconds is None else timedelta(seconds=timeout_seconds),
+            timeout=timedelta(seconds=timeout_seconds or _COLLECTIVE_SECONDS),
         )
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
