@@ -175,9 +175,14 @@ class Schedule:
 
     def around(self, actions: Iterable[Action], columns: int) -> str:
         """Returns as `marked`, but only so many columns, from shortly before the first mark."""
-        marked, grid = frozenset(actions), self.grid
+        marked = frozenset(actions)
+        grid: Sequence[Sequence[Action | None]]
+        try:
+            grid = self.grid
+        except ScheduleError:  # without backwards, as in an evaluation, there are no ticks
+            grid = self.actions
         ticks = [t for cells in grid for t, action in enumerate(cells) if action in marked]
-        begin = max(0, min(min(ticks, default=0) - 2, len(grid[0]) - columns))
+        begin = max(0, min(min(ticks, default=0) - 2, max(map(len, grid)) - columns))
         part = tuple(cells[begin : begin + columns] for cells in grid)
         return _as_text(part, marked)
 
@@ -269,7 +274,7 @@ def _is_number(value: object) -> bool:
 
 
 def _as_text(
-    grid: tuple[tuple[Action | None, ...], ...], marked: frozenset[Action] = frozenset()
+    grid: Sequence[Sequence[Action | None]], marked: frozenset[Action] = frozenset()
 ) -> str:
     def cell(action: Action | None) -> str:
         if action is None:

@@ -49,6 +49,7 @@ _ZEROS = Expected("finishes", why="it counts as zeros")
 
 # Faults that change a value, or end nothing. All others end the job.
 _CHANGES: dict[tuple[str, str], Expected | Excluded] = {
+    ("raise", "checkpoint"): _NO_SAVE,
     ("raise", "writing"): _NO_SAVE,
     ("exit", "writing"): _NO_SAVE,
     ("no gradient", "construction"): Excluded(_NO_GRADIENT),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipegrad.train.schema import Train
 from tests.faults.cell import EVAL_EVERY, LAYOUTS, MICROBATCHES, SAVE_EVERY, STEPS, Cell
 
 JOB, RUN = "job.toml", "run"
@@ -31,6 +30,8 @@ steps = {steps}
 save_every = {save_every}
 output = "{run}"
 log_every = 1000
+step_timeout_seconds = {step_seconds}
+start_timeout_seconds = {start_seconds}
 """
 
 
@@ -47,11 +48,7 @@ def write_job(cell: Cell, folder: Path) -> None:
         steps=STEPS,
         save_every=SAVE_EVERY,
         run=RUN,
+        step_seconds=STEP_SECONDS,
+        start_seconds=START_SECONDS,
     )
-    for key, seconds in (
-        ("step_timeout_seconds", STEP_SECONDS),
-        ("start_timeout_seconds", START_SECONDS),
-    ):
-        if key in Train.model_fields:
-            text += f"{key} = {seconds}\n"
     (folder / JOB).write_text(text)

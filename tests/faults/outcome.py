@@ -20,7 +20,9 @@ from tests.faults.world import LAUNCHER, Ended, World, had_checkpoint, run_torch
 
 START_BY_TORCHRUN_SECONDS = 60.0  # each rank imports torch
 TORCHRUN_GRACE_SECONDS = 30.0  # torchrun waits for ranks after SIGTERM, before it kills them
-GRACE_SECONDS = 5.0  # beyond a timeout: for four ranks on one core to report and end
+# Beyond a timeout, for ranks to tell each other and to end. Without a network they wait longer for
+# answers that do not come.
+GRACE_SECONDS, CUT_GRACE_SECONDS = 15.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Outcome:
 def bound_seconds(cell: Cell) -> float:
     """Returns how long ranks may take to end after the fault."""
     is_start = cell.place in ("construction", "handler")
-    return (START_SECONDS if is_start else STEP_SECONDS) + GRACE_SECONDS
+    grace = CUT_GRACE_SECONDS if cell.fault == "cut" else GRACE_SECONDS
+    return (START_SECONDS if is_start else STEP_SECONDS) + grace
 
 
 def outcome(

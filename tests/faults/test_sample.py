@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipegrad.train.schema import Train
 from tests.faults.cell import Cell
 from tests.faults.outcome import outcome
 
@@ -20,9 +19,6 @@ SAMPLE = (
     ("no gradient", "backward", "4"),
     ("shape", "forward", "2x2"),
     ("non-finite", "reduction", "4"),
-)
-pytestmark = pytest.mark.skipif(
-    "step_timeout_seconds" not in Train.model_fields, reason="steps have no timeout yet"
 )
 
 
