@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipegrad.commands.options import configured, print_parts, usage_errors
+from pipegrad.commands.options import (
+    configured,
+    print_parts,
+    usage_errors,
+    wants_traceback,
+)
 from pipegrad.errors import StepError, in_words
 
 if TYPE_CHECKING:
@@ -48,9 +53,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             console.print("stopped; the run's folder holds what was done")
             sys.exit(_INTERRUPTED)
         except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
-            sys.exit(fail(_in_place_of(error), folder=None, shows_traceback=False))
+            sys.exit(fail(_in_place_of(error), folder=None, shows_traceback=wants_traceback()))
         except Exception as error:  # noqa: BLE001 - code of the user, too
-            sys.exit(fail(error, folder=None, shows_traceback=False))
+            sys.exit(fail(error, folder=None, shows_traceback=wants_traceback()))
         trainer.close()
         if code:  # of a signal
             sys.exit(code)
