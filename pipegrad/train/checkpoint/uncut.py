@@ -8,7 +8,6 @@ names share one tensor, as in ``nn.Module.state_dict``.
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,12 +27,12 @@ from pipegrad.train.checkpoint.checksums import (
     damaged,
     read_checksums,
 )
+from pipegrad.train.checkpoint.folders import checkpoints
 from pipegrad.train.checkpoint.layout import parted
 from pipegrad.train.checkpoint.metadata import CheckpointReader, read_pickled_metadata
 
 _TIED = "tied"  # among the values of the run
 _MODEL = "model."
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def tied_names(manifest: Manifest) -> dict[str, str]:
@@ -82,22 +81,20 @@ def find_checkpoint(path: Path) -> Path:
     try:
         if (path / METADATA).exists():
             return path
-        whole = [child for child in path.iterdir() if (child / METADATA).exists()]
+        next(path.iterdir(), None)  # raises if it is no folder
+        whole = [folder for folder in checkpoints(path) if (folder / METADATA).exists()]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WeightsError(
             f"{str(path)!r} cannot be read: {reason}: give the folder of a checkpoint, as "
             f"runs/run/checkpoint-100, or of a run"
         ) from error
-    numbers = {
-        int(found[1]): child for child in whole if (found := _CHECKPOINT.fullmatch(child.name))
-    }
-    if not numbers:
+    if not whole:
         raise WeightsError(
             f"{path} is neither a whole checkpoint (it has no {METADATA}) nor the folder of a run "
             f"with checkpoints (it has no checkpoint-N that is whole)"
         )
-    return numbers[max(numbers)]
+    return whole[0]
 
 
 def _read(folder: Path) -> tuple[Metadata, Checksums | None]:
