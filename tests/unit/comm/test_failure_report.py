@@ -1,0 +1,173 @@
+"""Who is the cause of a failure, from the states of the ranks. The drawing is the grid's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from pipegrad.comm.watch.failure_report import FailureReport, make_report
+from pipegrad.comm.watch.rank_state import RankState, Wait
+
+ALL = (0, 1, 2, 3)
+
+
+def state(rank: int, **more: object) -> RankState:
+    return RankState(rank, "host", 100 + rank, **more)  # type: ignore[arg-type]
+
+
+def waiting(rank: int, *ranks: int, what: str = "", shared: bool = False) -> RankState:
+    text = what or f"a value of {list(ranks)}"
+    return state(rank, doing=("step 3",), item=text, waits=(Wait(text, ranks, shared, 9.0),))
+
+
+def computing(rank: int, seconds: float = 9.0) -> RankState:
+    return state(rank, doing=("step 3",), item="compute 2F1", seconds=seconds, where="m.py:7 in f")
+
+
+def failed(rank: int, error: str, time: float, *, follows: bool = False) -> RankState:
+    return state(rank, doing=("step 3",), error=error, error_time=time, follows=follows)
+
+
+def report(
+    states: list[RankState], *, alarm: str = "", signs: Mapping[int, str] | None = None
+) -> FailureReport:
+    return make_report(
+        {state.rank: state for state in states},
+        4,
+        reporter=0,
+        alarm=alarm,
+        signs=signs or {},
+        draw=lambda marks: f"drawn {dict(marks)}",
+    )
+
+
+CASES = {
+    "who raised first, and not who followed": (
+        [
+            failed(0, "a step failed on another rank", 1.0, follows=True),
+            failed(1, "KeyError('x')", 3.0),
+            failed(2, "ValueError('boom')", 2.0),
+            waiting(3, 2),
+        ],
+        "rank 2: ValueError('boom') [step 3]",
+        "raised",
+    ),
+    "who is slow, at the end of a chain": (
+        [waiting(0, 1), waiting(1, 2), computing(2), waiting(3, 2)],
+        "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE",
+        "lost",
+    ),
+    "who is outside, and not who is in torch": (
+        [waiting(0, 2), waiting(1, 2), state(2), state(3, doing=("step 3",), is_in_torch=True)],
+        "rank 2 was outside of pipegrad; other ranks wait for it. LATE",
+        "lost",
+    ),
+    "who has not come to a collective": (
+        [
+            waiting(0, *ALL, what="the loss", shared=True),
+            waiting(1, *ALL, what="the loss", shared=True),
+            computing(2),
+            waiting(3, *ALL, what="the loss", shared=True),
+        ],
+        "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE",
+        "lost",
+    ),
+    "who is elsewhere, in a circle": (
+        [
+            waiting(0, *ALL, what="the optimizer", shared=True),
+            waiting(1, 0, what="a value"),
+            waiting(2, 1),
+            waiting(3, 2),
+        ],
+        "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the optimizer; "
+        "rank 1 waits for rank 0: a value. LATE",
+        "lost",
+    ),
+    "all have come, and it does not end": (
+        [waiting(rank, *ALL, what="the loss", shared=True) for rank in ALL],
+        "ranks [0, 1, 2, 3] are in 'the loss', and it does not end: look at the network between "
+        "them. LATE",
+        "lost",
+    ),
+    "a lost connection between ranks that live": (
+        [
+            failed(0, "Connection closed by peer", 2.0, follows=True),
+            failed(1, "Connection reset", 1.0, follows=True),
+            computing(2, 0.1),
+            computing(3, 0.1),
+        ],
+        "rank 1: Connection reset [step 3]",
+        "lost",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_is_named_first(name: str) -> None:
+    states, cause, kind = CASES[name]
+    found = report(states, alarm="LATE")
+    assert (found.cause, found.kind) == (cause, kind)
+    lines = found.text.splitlines()
+    assert lines[0] == cause
+    assert [line.split()[1] for line in lines[1:5]].count("0") == 1
+    assert len(lines) == 5  # the cause, and a line for each rank
+
+
+def test_a_rank_without_an_answer_comes_before_errors_that_follow() -> None:
+    states = [failed(0, "gloo: Connection closed", 1.0, follows=True), waiting(1, 2), waiting(3, 2)]
+    found = report(states, signs={2: "has ended without a word (process 102)"})
+    assert found.cause == "rank 2 has ended without a word (process 102)"
+    assert found.text.splitlines()[1] == "  rank 2: has ended without a word (process 102)"
+    assert found.kind == "lost"
+
+
+def test_who_did_not_come_to_an_agreement_is_the_cause() -> None:
+    absent = RankState(
+        0, "h", 1, error="nothing heard of [2]", follows=True, absent=(2,), error_time=1.0
+    )
+    found = report([absent, waiting(1, 2), computing(2), waiting(3, 2)])
+    assert found.cause == (
+        "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f). Rank 0: nothing heard of [2]"
+    )
+
+
+def test_one_error_of_all_ranks_is_common_and_one_line() -> None:
+    found = report([failed(rank, "job.toml: train.steps = 0: at least 1", rank) for rank in ALL])
+    assert found == FailureReport(found.cause, found.cause, 0, "common")
+    assert found.cause == "job.toml: train.steps = 0: at least 1"
+
+
+def test_the_grid_is_of_the_pipeline_of_the_cause() -> None:
+    rows = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+    states = [
+        state(rank, doing=("step",), row=row, mark=f"{row[1]}F{rank}", waits=())
+        for rank, row in rows.items()
+    ]
+    states[2] = RankState(**{**vars(states[2]), "error": "boom"})
+    found = report(states)
+    assert found.text.splitlines()[-1] == "drawn {0: '0F2', 1: '1F3'}"
+
+
+def test_a_table_of_many_ranks_has_those_of_the_cause_first() -> None:
+    many = [waiting(rank, 77) for rank in range(100) if rank != 77] + [computing(77)]
+    found = make_report(
+        {s.rank: s for s in many}, 100, reporter=0, alarm="", signs={}, draw=lambda _: ""
+    )
+    lines = found.text.splitlines()
+    assert lines[1].startswith("  rank 77 ")
+    assert lines[-1] == "  ... and 68 more ranks"
+    assert len(lines) == 34
+
+
+def test_a_state_travels_unchanged() -> None:
+    sent = state(
+        1,
+        doing=("step 3",),
+        item="compute",
+        waits=(Wait("x", (0, 2), True, 1.5),),
+        row=(0, 1),
+        absent=(3,),
+    )
+    assert RankState.loaded(sent.dumped()) == sent
+    assert RankState.loaded(state(0).dumped()) == state(0)
