@@ -81,16 +81,16 @@ CASES = {
             waiting(3, 2),
         ],
         (
-            "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the optimizer; "
-            "rank 1 waits for rank 0: a value. LATE"
+            "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the "
+            "optimizer; rank 1 waits for rank 0: a value. LATE"
         ),
         "lost",
     ),
     "all have come, and it does not end": (
         [waiting(rank, *ALL, what="the loss", shared=True) for rank in ALL],
         (
-            "ranks [0, 1, 2, 3] are in 'the loss', and it does not end: look at the network between "
-            "them. LATE"
+            "ranks [0, 1, 2, 3] are in 'the loss', and it does not end: look at the network "
+            "between them. LATE"
         ),
         "lost",
     ),
