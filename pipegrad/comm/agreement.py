@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from pipegrad.comm.activity import Activity
-from pipegrad.errors import AgreementError, ends_in_words
+from pipegrad.errors import AgreementError, StallError, ends_in_words
 
 T = TypeVar("T")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
@@ -89,6 +89,7 @@ def agree(
 
     Raises:
         AgreementError: On all ranks, if a rank failed or did not arrive.
+        StallError: At once, if it is the error of `function`.
         Exception: The error of `function`, if it is the same on all ranks.
     """
     if not dist.is_initialized():
@@ -108,6 +109,9 @@ def agree(
         # other ranks do not wait until the timeout.
         if error is not None and not ends_in_words(error):
             _post(what, payload, prefix)
+            raise error
+        # The job has ended on all ranks: no other rank would come.
+        if isinstance(error, StallError):
             raise error
         replies = _exchange(what, payload, members, timeout_seconds, prefix)
     except dist.DistNetworkError as gone:

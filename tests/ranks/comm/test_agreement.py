@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.failures import FailureNotice
-from pipegrad.errors import AgreementError, PlanError
+from pipegrad.errors import AgreementError, PlanError, StallError
 from pipegrad.testing import run_ranks
 
 Outcome = tuple[str, str]
@@ -67,6 +67,8 @@ def rounds() -> dict[str, object]:
     if rank != 1:  # a subset counts its own meetings
         said["subset"] = agree("some", lambda: rank, ranks=[2, 0])
     said["all again"] = agree("all", lambda: rank)
+    if not rank:  # a rank that knows that the job has ended waits for nobody
+        said["ended"] = outcome(lambda: agree("a", lambda: fail(StallError("rank 2 has ended"))))
     said["quick"] = time.monotonic() - began < 30
     return said
 
@@ -76,6 +78,7 @@ def test_agreement() -> None:
     replies = run_ranks(rounds, 3)
     assert all(reply.pop("quick") for reply in replies)
     assert [reply.pop("subset", None) for reply in replies] == [[0, 2], None, [0, 2]]
+    assert replies[0].pop("ended") == ("StallError", "rank 2 has ended")
     apart = "\n".join(f"  rank {r}: PlanError: at {r}" for r in range(3))
     some = "  rank 0: ValueError: a\n  rank 2: KeyError: 'b'"
     unpickled = replies[0].pop("does not pickle")
