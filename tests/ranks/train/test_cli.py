@@ -106,6 +106,8 @@ def test_metrics_are_a_line_a_step(folder: Path) -> None:
         "tokens_seen",
         "elapsed_seconds",
         "peak_memory_bytes",
+        "skipped",
+        "repaired",
     ]
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_seconds"])
