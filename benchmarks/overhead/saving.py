@@ -1,6 +1,6 @@
 """Measures what a checkpoint costs that is written while the training goes on.
 
-python benchmarks/overhead/saving.py [--steps 120] [--width 512] [--layers 8]
+python benchmarks/overhead/saving.py [--steps 120] [--width 512] [--layers 8] [--tokens 64]
 
 Two ranks train a small transformer as `pipegrad train` does. Blocks of steps take turns: in one
 block a checkpoint is being written, in the next one none. Each block of the first kind begins with
@@ -37,14 +37,15 @@ layers = {layers}
 microbatches = 2
 [data]
 batch_size = 4
-sequence_length = 64
+sequence_length = {tokens}
 [train]
 device = "cpu"
 steps = 1000000
 trace = false
 """
 REST = 8  # steps of a block without a save
-Measured = tuple[list[float], list[float], list[float], list[float], int]
+Seconds = tuple[float, float]  # of a clock on the wall, and of the processor
+Measured = tuple[list[Seconds], list[Seconds], list[float], list[float], int]
 
 
 def transformer(*, width: int, layers: int) -> nn.Sequential:
@@ -59,15 +60,15 @@ def measured(folder: str, steps: int) -> Measured:
     sys.path.insert(0, str(Path(__file__).parent))
     trainer = Trainer(partial(load, Path("job.toml"), []))
     trainer.saving.begin_run(Path(folder), 1, print)
-    number, plain, saving = 0, list[float](), list[float]()
+    number, plain, saving = 0, list[Seconds](), list[Seconds]()
     copies, saves = list[float](), list[float]()
 
-    def step() -> float:
+    def step() -> Seconds:
         nonlocal number
         number += 1
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         trainer.step(number)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - worked
 
     for _ in range(REST):
         step()
@@ -96,24 +97,30 @@ def measured(folder: str, steps: int) -> Measured:
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser()
-    for name, value in {"steps": 120, "width": 512, "layers": 8}.items():
+    for name, value in {"steps": 120, "width": 512, "layers": 8, "tokens": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        job = JOB.format(width=options.width, layers=options.layers)
+        job = JOB.format(width=options.width, layers=options.layers, tokens=options.tokens)
         (Path(folder) / "job.toml").write_text(job)
         plain, saving, copies, saves, nbytes = run_ranks(
             measured, 2, folder, options.steps, timeout_seconds=900.0
         )[0]
         free = shutil.disk_usage(folder).free
     *beside, alone = saves
-    medians = [statistics.median(seconds) * 1e3 for seconds in (plain, saving, copies[1:], beside)]
     print(f"checkpoint: {nbytes / 2**20:.0f} MiB, {len(beside)} saves, {free:,} bytes free")
-    print(f"a step without a save: {medians[0]:.1f} ms ({len(plain)} steps)")
-    print(f"a step beside a save: {medians[1]:.1f} ms ({len(saving)} steps)")
-    print(f"ratio: {medians[1] / medians[0]:.2f}")
-    print(f"the optimizer is held up: {medians[2]:.1f} ms, the first time {copies[0] * 1e3:.1f} ms")
-    print(f"a save takes {medians[3]:.0f} ms beside steps, {alone * 1e3:.0f} ms alone")
+    for clock, name in enumerate(("the wall", "the processor, all threads of rank 0")):
+        without = statistics.median(seconds[clock] for seconds in plain) * 1e3
+        together = statistics.median(seconds[clock] for seconds in saving) * 1e3
+        longer = (sum(s[clock] for s in saving) * 1e3 - len(saving) * without) / len(beside)
+        print(f"by the clock of {name}:")
+        print(f"  a step without a save: {without:.1f} ms ({len(plain)} steps)")
+        print(f"  a step beside a save: {together:.1f} ms ({len(saving)} steps)")
+        print(f"  ratio: {together / without:.2f}")
+        print(f"  a save adds {longer:.0f} ms, all its steps together")
+    held_up, save = statistics.median(copies[1:]) * 1e3, statistics.median(beside) * 1e3
+    print(f"the optimizer is held up: {held_up:.1f} ms, the first time {copies[0] * 1e3:.1f} ms")
+    print(f"a save takes {save:.0f} ms beside steps, {alone * 1e3:.0f} ms alone")
 
 
 if __name__ == "__main__":
