@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from itertools import islice
 
@@ -59,11 +60,18 @@ class Progress:
         return f"schedule {schedule.name}; >{Action(0, 'F', 0)}< is a rank's last action:\n{grid}"
 
     def _words(self, item: Item) -> str:
-        return " ".join(self._program.words(item).split())
+        """Returns an item as text, with global ranks; a Program has ranks of a pipeline."""
+        words = " ".join(self._program.words(item).split())
+        return re.sub(
+            r"(?<=(?:om|to) rank )\d+$", lambda rank: str(self._global(int(rank[0]))), words
+        )
 
     def _waits_for(self, item: Item | None) -> tuple[int, ...]:
         if item is None or item.op not in _AWAITED:
             return ()
         channel = self._program.channels[item.which]
-        own = self._topology.ranks_along(self._topology.pipeline)
-        return (own[getattr(channel, _AWAITED[item.op])],)
+        return (self._global(getattr(channel, _AWAITED[item.op])),)
+
+    def _global(self, rank: int) -> int:
+        """Returns the global rank of a rank of this pipeline."""
+        return self._topology.ranks_along(self._topology.pipeline)[rank]

@@ -167,7 +167,7 @@ class Watch:
             for activity in stack:
                 limit = activity.within_seconds
                 if limit is not None and now - activity.since > limit:
-                    return f"Rank {self._rank} has waited {limit:g} s in {activity.what}"
+                    return f"{activity.what} took longer than {limit:g} s on rank {self._rank}"
         return None
 
     def _raise_alarm(self, words: str) -> None:
