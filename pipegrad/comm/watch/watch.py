@@ -1,8 +1,8 @@
 """Watch: ends a job on all ranks, with one report, when a rank fails or stays away.
 
-[Note: watch] Two threads of each rank sleep nearly always. One looks at the activities of the rank
-and at the processes beside it; it never blocks. The other talks to the key-value store, on a
-connection of its own, and may block if the network is gone.
+[Note: watch] Two threads of each rank sleep nearly always. One looks at the activities of the rank;
+it never blocks. The other looks at the processes of this machine and talks to the key-value store,
+on a connection of its own. It may block if the network is gone.
 
 1. An activity takes longer than it may, a process beside this one has ended, or the main thread
    calls `fail`: the rank raises the alarm, a key in the store. The first one counts.
