@@ -26,7 +26,7 @@ from datetime import timedelta
 
 from pipegrad.comm.agreement import Board, agree, same
 from pipegrad.comm.failures import FAILED_ELSEWHERE
-from pipegrad.errors import AgreementError, PipegradError, StepError
+from pipegrad.errors import AgreementError, PipegradError, StallError, StepError
 from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.loss import StepResult
 from pipegrad.pipeline.step import StepContext, StepKind
@@ -135,8 +135,10 @@ def run_first_step(
         # words. It is raised behind `agree`, when all ranks have ended the step.
         try:
             outcomes.append(first.run(batch))
-        except BaseException as error:  # noqa: BLE001 - raised below
+        except BaseException as error:
             outcomes.append(error)
+            if isinstance(error, StallError):
+                raise  # the job has ended: nobody comes to `agree` any more
             return None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
         divisor = first.divisors(batch)[1]

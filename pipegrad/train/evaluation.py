@@ -68,19 +68,27 @@ class Evaluation:
         """Returns the mean loss of the held-out batches, the same on all ranks."""
         losses = list[float]()
         for number in count(1):
-            feed.fetch(number)
-            feed.replies = every_rank(feed.found, self._device)
-            feed.settle()
-            if feed.has_ended:
+            with self._scheduler.sync.bounded("an evaluation"):
+                loss = self._loss_of(feed, number)
+            if loss is None:
                 break
-            inputs, target = feed.placed(self._device)
-            result = self._scheduler.evaluate(inputs, target=target, outputs=False)
-            losses.append(result.loss.item())
+            losses.append(loss)
             if number == self._config.eval.batches:
                 break
         if not losses:
             self._config.refuse("eval.dataset", "the function has no batch any more")
         return sum(losses) / len(losses)
+
+    def _loss_of(self, feed: Feed, number: int) -> float | None:
+        """Returns the loss of a held-out batch; None if there is no such batch."""
+        feed.fetch(number)
+        feed.replies = every_rank(feed.found, self._device)
+        feed.settle()
+        if feed.has_ended:
+            return None
+        inputs, target = feed.placed(self._device)
+        result = self._scheduler.evaluate(inputs, target=target, outputs=False)
+        return result.loss.item()
 
     def _sample(self, step: int, tokenizer: Tokenizer) -> str:
         """Returns the prompt with the tokens that the model adds, the same on all ranks."""
@@ -88,18 +96,23 @@ class Evaluation:
         length = self._config.data.sequence_length
         generator = torch.Generator().manual_seed(mixed(self._config.train.seed, step))
         for _ in range(self._config.eval.sample_tokens):
-            window = torch.tensor(tokens[-length:])
-            # Each microbatch needs a row.
-            rows = window.expand(self._scheduler.schedule.num_microbatches, -1)
-            inputs = placed(named_inputs(self._config, rows), self._device)
-            outputs = self._scheduler.evaluate(inputs if self._takes_inputs else None).outputs
-            token = torch.zeros(1, dtype=torch.int64, device=self._device)
-            if self._draws:
-                logits = outputs[0][0, len(window) - 1, : tokenizer.size].float().cpu()
-                token.fill_(self._drawn(logits, generator))
-            dist.all_reduce(token)  # zero on all other ranks
-            tokens.append(int(token))
+            with self._scheduler.sync.bounded("a sample"):
+                tokens.append(self._next(tokens[-length:], tokenizer, generator))
         return tokenizer.decode(tokens)
+
+    def _next(self, context: list[int], tokenizer: Tokenizer, generator: torch.Generator) -> int:
+        """Returns the token behind some others, the same on all ranks."""
+        window = torch.tensor(context)
+        # Each microbatch needs a row.
+        rows = window.expand(self._scheduler.schedule.num_microbatches, -1)
+        inputs = placed(named_inputs(self._config, rows), self._device)
+        outputs = self._scheduler.evaluate(inputs if self._takes_inputs else None).outputs
+        token = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if self._draws:
+            logits = outputs[0][0, len(window) - 1, : tokenizer.size].float().cpu()
+            token.fill_(self._drawn(logits, generator))
+        dist.all_reduce(token)  # zero on all other ranks
+        return int(token)
 
     def _drawn(self, logits: Tensor, generator: torch.Generator) -> int:
         temperature = self._config.eval.temperature
