@@ -41,6 +41,15 @@ class FailureReport:
     reporter: int
     kind: Kind = "lost"
 
+    @classmethod
+    def of_one_rank(cls, state: RankState, reason: str) -> FailureReport:
+        """Returns the report of a rank that cannot reach the others."""
+        if state.error and not state.follows:
+            cause = f"rank {state.rank}: {state.error}{_at(state)}{state.note}"
+        else:
+            cause = f"rank {state.rank} {_words(state)}"
+        return cls(_sentences(cause, reason), _sentences(cause, reason), state.rank)
+
 
 def make_report(
     states: Mapping[int, RankState],

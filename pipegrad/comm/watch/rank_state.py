@@ -19,8 +19,9 @@ from pipegrad.comm.failures import Failure
 
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = f"{os.sep}torch{os.sep}"
-# Threads and entry points of Python have no line that helps.
+# Lines of these do not help: pipegrad's own, torch's, and those of Python's standard library.
 _SKIPPED = (_OWN, _TORCH, f"{os.sep}click{os.sep}", "<")
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 
 
 class Wait(NamedTuple):
@@ -127,6 +128,11 @@ def state_of_this_rank(rank: int, failure: Failure | None, progress: LastProgres
         doing, details = failed.doing, failed.details._replace(waits_for=())
         line, is_in_torch, seconds = "", False, time.time() - failure.time
     waits = [wait for stack in [main, *stacks.values()] if (wait := _wait(stack, now)) is not None]
+    # A thread in code of the user does not wait for ranks, whatever it does.
+    for thread, stack in stacks.items():
+        if stack and stack[-1].ranks and (busy := _line_of(thread)):
+            waits = [wait for wait in waits if wait.what != stack[-1].what]
+            line = f"{stack[-1].what} at {busy}"
     if details.waits_for:
         waits.insert(0, Wait(details.item, details.waits_for, False, seconds))
     return RankState(
@@ -187,18 +193,24 @@ def _wait(stack: list[Activity], now: float) -> Wait | None:
 
 
 def _line_of_main_thread() -> tuple[str, bool]:
-    """Returns the innermost line of the user, and whether torch communicates."""
-    frame = sys._current_frames().get(_main())
-    is_in_torch, innermost = False, ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if f"{_TORCH}distributed{os.sep}" in name:
-            is_in_torch = True
-        if not any(part in name for part in _SKIPPED) and f"{os.sep}importlib" not in name:
-            innermost = _line(frame)
-            break
+    """Returns the innermost line of the user, and whether torch communicates below it."""
+    frame, is_in_torch = sys._current_frames().get(_main()), False
+    while frame is not None and not _is_of_user(frame):
+        is_in_torch = is_in_torch or f"{_TORCH}distributed{os.sep}" in frame.f_code.co_filename
         frame = frame.f_back
-    return innermost, is_in_torch
+    return "" if frame is None else _line(frame), is_in_torch
+
+
+def _line_of(thread: int) -> str:
+    """Returns the line that a thread runs, if it is one of the user; else ""."""
+    frame = sys._current_frames().get(thread)
+    return _line(frame) if frame is not None and _is_of_user(frame) else ""
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    is_pythons = name.startswith(_PYTHON) and "-packages" not in name
+    return not is_pythons and not any(part in name for part in _SKIPPED)
 
 
 def _line(frame: FrameType) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -48,12 +49,15 @@ from pipegrad.comm.watch.rank_state import (
 )
 from pipegrad.errors import StallError
 
-STALLED = 3  # the exit code of a process whose job was ended by a report
+# Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
+FAILED = 1  # an error
+STALLED = 3  # a rank was lost: a restart may help
 _POLL_SECONDS = 0.5
 _TICK_SECONDS = 0.02
 _ANSWER_SECONDS = 8.0  # for all ranks to post what they are at
 _REPORT_SECONDS = 4.0  # then for the report
 _LEAVE_SECONDS = 5.0  # for the main thread to come out of its wait
+_END_SECONDS = 5.0  # for the process to end after that
 _JOIN_SECONDS = 1.0
 _LINE_SECONDS = 10.0  # until a line says for whom an agreement waits; then doubled
 _has_alarm = False  # whether any watch of this process has one
@@ -120,7 +124,10 @@ class Watch:
         """Returns the report of an alarm, when it is there; the main thread goes on with it."""
         self._has_report.wait(_ANSWER_SECONDS + 2 * _REPORT_SECONDS)
         self._is_taken = True
-        return self._report or self._own_report("the report of the other ranks did not come")
+        report = self._report or self._own_report("the report of the other ranks did not come")
+        if self.minds_ends:
+            _end_soon(_code(report))
+        return report
 
     @property
     def has_alarm(self) -> bool:
@@ -193,7 +200,7 @@ class Watch:
         while not self._is_taken and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
         if not self._is_taken:
-            os._exit(STALLED)
+            os._exit(_code(report))
 
     # The thread that talks to the store.
 
@@ -322,16 +329,10 @@ class Watch:
     def _own_report(self, reason: str) -> FailureReport:
         """Returns a report of this rank alone."""
         state = state_of_this_rank(self._rank, self._failure, self._progress)
-        report = make_report(
-            {self._rank: state},
-            1,
-            reporter=self._rank,
-            alarm=f"{self._alarm or ''}; {reason}".strip("; "),
-            signs={},
-            draw=drawing,
-        )
+        why = ". ".join(part for part in (self._alarm, reason) if part)
+        report = FailureReport.of_one_rank(state, why)
         self.show(report.text)
-        return replace(report, kind="lost" if report.kind == "common" else report.kind)
+        return report
 
     def _sign(self, rank: int) -> str:
         """Returns what is known of a process that has not answered."""
@@ -405,6 +406,20 @@ class Bounded(Activity):
         own = _watches.get(world)
         if own is not None and own.has_alarm and (error is None or isinstance(error, Exception)):
             raise StallError(own.report().cause) from error
+
+
+def _code(report: FailureReport) -> int:
+    return STALLED if report.kind == "lost" else FAILED
+
+
+def _end_soon(code: int) -> None:
+    """Ends this process in some seconds, if its own end hangs."""
+    # gloo may wait for a stopped rank when a group is destroyed, and that may hold Python's lock.
+    # Then no thread of Python runs, and only a thread of C can end the process.
+    timer = threading.Timer(_END_SECONDS, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(2 * _END_SECONDS, exit=True)
 
 
 def _print(text: str) -> None:

@@ -1,13 +1,11 @@
 """Last words: what a rank of a job says when the job fails, and its exit code.
 
 There is one report for all ranks: that of the watch (`pipegrad.comm.watch`). The rank that has made
-it prints it. On each other machine one rank prints the cause. torchrun gets the cause, too, and
-prints it last.
+it prints it. torchrun gets the cause on each machine, and prints it last.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
@@ -22,12 +20,9 @@ from pipegrad.comm.agreement import once_a_machine
 from pipegrad.comm.failures import failure_of
 from pipegrad.comm.watch.failure_report import FailureReport
 from pipegrad.comm.watch.launcher import tell_launcher
-from pipegrad.comm.watch.watch import STALLED, watch
+from pipegrad.comm.watch.watch import FAILED, STALLED, watch
 from pipegrad.errors import PipegradError
 
-# The exit code of a rank is FAILED, or STALLED if a rank was lost: then a restart may help. After a
-# signal n it is 128 + n, and 2 is click's for a wrong command line.
-FAILED = 1
 _LATER_SECONDS = 0.5  # for the rank that prints the report: who ends first makes torchrun end all
 
 
@@ -74,8 +69,6 @@ def fail(error: BaseException, run: Run | None, *, shows_traceback: bool) -> int
 def _end(report: FailureReport) -> int:
     if report.kind == "common":
         once_a_machine(partial(_print, report.cause))
-    elif not _is_on_this_machine(report.reporter) and os.environ.get("LOCAL_RANK", "0") == "0":
-        _print(report.cause)
     if dist.get_rank() != report.reporter:
         time.sleep(_LATER_SECONDS)
     return STALLED if report.kind == "lost" else FAILED
@@ -83,15 +76,6 @@ def _end(report: FailureReport) -> int:
 
 def _print(words: str) -> None:
     print(f"Error: {words}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _is_on_this_machine(rank: int) -> bool:
-    """Whether a rank is one of torchrun's ranks on this machine."""
-    local, size = (
-        int(os.environ.get(n, d)) for n, d in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-    )
-    first = dist.get_rank() - local
-    return first <= rank < first + size
 
 
 def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) -> str:
