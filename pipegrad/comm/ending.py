@@ -140,6 +140,12 @@ def _at_exit() -> None:
         ending._end_by_itself(at_exit=True)
 
 
+def note_all_in_vain() -> None:
+    """Notes that the job has failed: no collective in flight is worth a wait at exit."""
+    for ending in list(_waiting.values()):
+        ending.note_in_vain(True)
+
+
 def cut(group: dist.ProcessGroup) -> None:
     """Closes this rank's connections of a gloo group. Calls that wait for them fail at once."""
     if group.size() > 1:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public
 from torch.distributed.rendezvous import rendezvous
 
+from pipegrad.comm.ending import note_all_in_vain
 from pipegrad.comm.watch.watch import watch
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
@@ -138,6 +139,8 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
         code = fail(error, None, shows_traceback=True)
     if watched is not None:
         watched.leave()
+    if code:
+        note_all_in_vain()  # the process must end within the timeout of the step
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
