@@ -11,7 +11,7 @@ from functools import partial
 
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import DriftError, StepError
+from pipegrad.errors import DriftError, StallError, StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.aliases import Aliases
@@ -349,8 +349,9 @@ class StepKind:
                 times=() if self._times is None else [0.0] * self._times.layout.size,
             )
         # An interrupt stays one, whichever rank failed first. An error before the step has begun,
-        # such as that of a batch that does not fit, is this rank's own. All ranks raise DriftError.
-        is_own = not isinstance(error, Exception) or isinstance(error, DriftError)
+        # such as that of a batch that does not fit, is this rank's own. All ranks raise DriftError,
+        # and StallError, which has the cause already.
+        is_own = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
         if begun and not is_own and cause is not None:
             raise StepError(f"{FAILED_ELSEWHERE}: {cause}") from error
 
