@@ -40,9 +40,11 @@ class AgreementError(PipegradError, RuntimeError):
 
     Attributes:
         absent: The ranks that did not come.
+        follows: Whether another rank did not come, so that this error is not the cause.
     """
 
     absent: tuple[int, ...] = ()
+    follows: bool = False
 
 
 class ReduceError(PipegradError, RuntimeError):

@@ -202,6 +202,7 @@ def _exchange(
     if verdict != _COMPLETE:
         missing_ranks = AgreementError(verdict)
         missing_ranks.absent = tuple(_absent(keys, kv))
+        missing_ranks.follows = True
         raise missing_ranks from cause
     replies = {rank: kv.get(key).decode().split(" ", 1) for rank, key in keys.items()}
     if len({other for _, other in replies.values()}) > 1:
@@ -326,10 +327,12 @@ class Board:
         try:
             store().wait([full], timeout)
         except dist.DistStoreError as error:
-            raise AgreementError(
+            late = AgreementError(
                 f"nothing heard within {timeout.total_seconds():g} s of {key!r}: one of the other "
                 f"ranks failed or is stuck, look at their output"
-            ) from error
+            )
+            late.follows = True
+            raise late from error
         return bytes(store().get(full))
 
 

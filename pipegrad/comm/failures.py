@@ -19,14 +19,18 @@ steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
+from pipegrad.comm.activity import Failed, failed_at
 from pipegrad.comm.agreement import STORE_IS_GONE, store
 from pipegrad.errors import (
     AgreementError,
@@ -68,6 +72,8 @@ class FailureNotice:
         """
         if not dist.is_initialized():
             return message
+        # A store takes no surrogates, as names of files may have.
+        message = message.encode("utf-8", "backslashreplace").decode()
         message = f"rank {dist.get_rank()}: {message}"
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
@@ -287,6 +293,7 @@ class Failure:
         time: In seconds since the epoch.
         absent: The ranks for which it has waited in vain.
         note: Follows the error in a report, if it is the cause.
+        failed: What the rank was at.
     """
 
     error: str
@@ -294,15 +301,24 @@ class Failure:
     time: float
     absent: tuple[int, ...] = ()
     note: str = ""
+    failed: Failed | None = None
 
 
 def failure_of(error: BaseException) -> Failure:
     """Returns what this rank has raised, as other ranks get to know it."""
     root = root_of(error)
     absent = error.absent if isinstance(error, AgreementError) else ()
-    torchs = isinstance(root, dist.DistError | RuntimeError)
-    follows = bool(absent) or (torchs and bool(_OF_OTHERS.search(f"{error} {root}")))
+    follows = isinstance(error, AgreementError) and error.follows
+    if isinstance(root, dist.DistError | RuntimeError) and not _is_raised_by_user(root):
+        follows = follows or bool(_OF_OTHERS.search(f"{error} {root}"))
     # The words of pipegrad name bucket or batch. Those of others also need their line.
     words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
     notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
-    return Failure(" ".join([words, *notes]), follows, time.time(), absent)
+    return Failure(" ".join([words, *notes]), follows, time.time(), absent, failed=failed_at(error))
+
+
+def _is_raised_by_user(error: BaseException) -> bool:
+    """Whether the line that has raised an error is neither torch's nor pipegrad's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    parts = (f"{os.sep}torch{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+    return bool(frames) and not any(part in frames[-1].filename for part in parts)

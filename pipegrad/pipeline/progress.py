@@ -47,16 +47,19 @@ class Progress:
             str(actions[-1]) if actions else "",
         )
 
-    def drawing(self, marks: Mapping[int, str]) -> str:
-        """Returns the grid, with the last action of each rank marked.
+    def drawing(self, pipeline: int, marks: Mapping[int, str]) -> str:
+        """Returns the grid of a pipeline, with the last action of each rank marked.
 
         Args:
+            pipeline: Its number in the topology; rows have the global ranks of this one.
             marks: The action of a pipeline rank as text; "" if it has not begun one.
         """
         schedule = self._program.schedule
         words = {mark for mark in marks.values() if mark}
         actions = [a for actions in schedule.actions for a in actions if str(a) in words]
-        grid = schedule.around(actions, _COLUMNS)
+        ranks = self._topology.pipelines[pipeline]
+        rows = enumerate(schedule.around(actions, _COLUMNS).splitlines())
+        grid = "\n".join(row.replace(f"rank {i} ", f"rank {ranks[i]} ", 1) for i, row in rows)
         return f"schedule {schedule.name}; >{Action(0, 'F', 0)}< is a rank's last action:\n{grid}"
 
     def _words(self, item: Item) -> str:

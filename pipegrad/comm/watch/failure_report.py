@@ -13,14 +13,16 @@ order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pipegrad.comm.activity import Drawing
 from pipegrad.comm.watch.rank_state import RankState, Wait
 
 Kind = Literal["common", "raised", "lost"]
 _MOST_CHARACTERS = 160  # of an error in the table
+_MOVING_SECONDS = 1.0  # at one item: a rank that goes on
 _MOST_ROWS = 32  # of the table; with more ranks, those that say most
 
 
@@ -42,13 +44,21 @@ class FailureReport:
     kind: Kind = "lost"
 
     @classmethod
-    def of_one_rank(cls, state: RankState, reason: str) -> FailureReport:
-        """Returns the report of a rank that cannot reach the others."""
+    def of_one_rank(cls, state: RankState, reason: str, signs: Mapping[int, str]) -> FailureReport:
+        """Returns the report of a rank that cannot reach the others.
+
+        Args:
+            state: Of this rank.
+            reason: Why it cannot reach them.
+            signs: What is known of other ranks of this machine that cannot answer.
+        """
+        kind: Kind = "lost"
+        own = f"rank {state.rank} {_words(state)}"
+        cause = "; ".join(f"rank {rank} {words}" for rank, words in signs.items()) or own
         if state.error and not state.follows:
-            cause = f"rank {state.rank}: {state.error}{_at(state)}{state.note}"
-        else:
-            cause = f"rank {state.rank} {_words(state)}"
-        return cls(_sentences(cause, reason), _sentences(cause, reason), state.rank)
+            cause, kind = f"rank {state.rank}: {state.error}{_at(state)}{state.note}", "raised"
+        cause, details = _sentences(cause, reason), "" if cause == own else f"\n  {own}"
+        return cls(cause, f"{cause}{details}", state.rank, kind)
 
 
 def make_report(
@@ -58,7 +68,7 @@ def make_report(
     reporter: int,
     alarm: str,
     signs: Mapping[int, str],
-    draw: Callable[[Mapping[int, str]], str],
+    draw: Drawing | None,
 ) -> FailureReport:
     """Returns the report.
 
@@ -68,7 +78,7 @@ def make_report(
         reporter: The rank that makes the report.
         alarm: What the first rank has noticed.
         signs: What is known of the process of a rank that has not answered.
-        draw: Returns the grid of a pipeline with marked cells, by row.
+        draw: Returns the grid of a pipeline, by its number, with marked cells, by row.
     """
     errors = {state.error for state in states.values() if not state.follows}
     if len(states) == num_ranks and len(errors) == 1 and "" not in errors:
@@ -79,9 +89,9 @@ def make_report(
     parts = [cause, _table(states, num_ranks, ranks, signs)]
     pipelines = [states[r].row for r in ranks if r in states] + [s.row for s in states.values()]
     pipeline = next((row[0] for row in pipelines if row is not None), None)
-    if pipeline is not None:
+    if pipeline is not None and draw is not None:
         marks = {s.row[1]: s.mark for s in states.values() if s.row and s.row[0] == pipeline}
-        parts.append(draw(marks))
+        parts.append(draw(pipeline, marks))
     is_raised = any(state.error and not state.follows for state in states.values())
     text = "\n".join(part for part in parts if part)
     return FailureReport(cause, text, reporter, "raised" if is_raised else "lost")
@@ -118,13 +128,15 @@ def _stalled(
     states: Mapping[int, RankState], edges: Mapping[int, Sequence[int]], alarm: str
 ) -> tuple[list[int], str]:
     """Returns who makes the others wait, if nobody has failed."""
-    free = [rank for rank in sorted(states) if not states[rank].waits]
+    free = [rank for rank in sorted(states) if states[rank].is_busy or not states[rank].waits]
     awaited = {target for targets in edges.values() for target in targets}
     # A rank inside a collective of torch waits, too: nobody knows for whom.
     free.sort(key=lambda r: (states[r].is_in_torch, r not in awaited, -states[r].seconds, r))
     if free:
         rank = free[0]
         words = f"rank {rank} {_words(states[rank])}; other ranks wait for it"
+        if states[rank].doing and states[rank].seconds < _MOVING_SECONDS:
+            words = f"no rank is stuck, they are too slow; rank {rank} {_words(states[rank])}"
         return [rank], _sentences(words, alarm)
     if together := [rank for rank in sorted(states) if not edges[rank]]:
         what = _first_wait(states[together[0]])

@@ -6,15 +6,13 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from pipegrad.comm.activity import Activity, Details, activities, last_failed
+from pipegrad.comm.activity import Activity, Details, Drawing, activities, verb_thread
 from pipegrad.comm.failures import Failure
 
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
@@ -56,6 +54,8 @@ class RankState:
         mark: The cell of that row.
         where: The user's line that runs, or the line of torch.
         is_in_torch: Whether the main thread is inside of a collective of torch.
+        is_busy: Whether the main thread computes, or runs code of the user. Then others may wait
+            for this rank, whatever its other threads wait for.
         error: What it has raised, in words; "" if nothing.
         follows: Whether that error follows from another rank's failure.
         error_time: When it was raised, in seconds since the epoch.
@@ -74,6 +74,7 @@ class RankState:
     mark: str = ""
     where: str = ""
     is_in_torch: bool = False
+    is_busy: bool = False
     error: str = ""
     follows: bool = False
     error_time: float = 0.0
@@ -104,7 +105,7 @@ class LastProgress:
 
     def look(self) -> float:
         """Looks where the main thread is; returns when it was first seen there, or came there."""
-        stack = activities().get(_main(), [])
+        stack = activities().get(verb_thread(), [])
         placed = next((a for a in reversed(stack) if a.position is not None), None)
         if placed is None or placed.position is None:
             return 0.0
@@ -119,14 +120,16 @@ class LastProgress:
 def state_of_this_rank(rank: int, failure: Failure | None, progress: LastProgress) -> RankState:
     """Returns what this rank is at; any thread may call it."""
     stacks, now = activities(), time.monotonic()
-    main = stacks.pop(_main(), [])
+    main = stacks.pop(verb_thread(), [])
     details, since = _details(main), progress.look()
-    seconds = now - max(since, main[-1].since) if main else 0.0
+    seconds = max(0.0, now - max(since, main[-1].since)) if main else 0.0
     doing = tuple(activity.what for activity in main)
     line, is_in_torch = _line_of_main_thread()
-    if failure is not None and (failed := last_failed(_main())) is not None:
-        doing, details = failed.doing, failed.details._replace(waits_for=())
+    if failure is not None and failure.failed is not None:
+        doing, details = failure.failed.doing, failure.failed.details._replace(waits_for=())
         line, is_in_torch, seconds = "", False, time.time() - failure.time
+    waits_itself = bool(details.waits_for) or _wait(main, now) is not None
+    is_computing = details.item.startswith("compute") and not is_in_torch
     waits = [wait for stack in [main, *stacks.values()] if (wait := _wait(stack, now)) is not None]
     # A thread in code of the user does not wait for ranks, whatever it does.
     for thread, stack in stacks.items():
@@ -147,6 +150,7 @@ def state_of_this_rank(rank: int, failure: Failure | None, progress: LastProgres
         mark=details.mark,
         where=line,
         is_in_torch=is_in_torch,
+        is_busy=not waits_itself and (is_computing or bool(_line_of(verb_thread()))),
         error=failure.error if failure else "",
         follows=failure is not None and failure.follows,
         error_time=failure.time if failure else 0.0,
@@ -155,25 +159,20 @@ def state_of_this_rank(rank: int, failure: Failure | None, progress: LastProgres
     )
 
 
-def drawing(marks: Mapping[int, str]) -> str:
-    """Returns the grid that the main thread is in, or has failed in, with marked cells; or ""."""
-    for activity in reversed(activities().get(_main(), [])):
-        if activity.drawing is not None:
-            return activity.drawing(marks)
-    failed = last_failed(_main())
-    return "" if failed is None or failed.drawing is None else failed.drawing(marks)
+def drawing_of(failure: Failure | None) -> Drawing | None:
+    """Returns what draws the grid that the main thread is in, or has failed in."""
+    if failure is not None and failure.failed is not None:
+        return failure.failed.drawing
+    stack = activities().get(verb_thread(), [])
+    return next((a.drawing for a in reversed(stack) if a.drawing is not None), None)
 
 
 def late_agreement() -> tuple[Activity, float] | None:
     """Returns the agreement that the main thread is in, and for how long; None if in none."""
-    stack = activities().get(_main(), [])
+    stack = activities().get(verb_thread(), [])
     if not stack or stack[-1].absent is None:
         return None
     return stack[-1], time.monotonic() - stack[-1].since
-
-
-def _main() -> int:
-    return threading.main_thread().ident or 0
 
 
 def _details(stack: list[Activity]) -> Details:
@@ -194,7 +193,7 @@ def _wait(stack: list[Activity], now: float) -> Wait | None:
 
 def _line_of_main_thread() -> tuple[str, bool]:
     """Returns the innermost line of the user, and whether torch communicates below it."""
-    frame, is_in_torch = sys._current_frames().get(_main()), False
+    frame, is_in_torch = sys._current_frames().get(verb_thread()), False
     while frame is not None and not _is_of_user(frame):
         is_in_torch = is_in_torch or f"{_TORCH}distributed{os.sep}" in frame.f_code.co_filename
         frame = frame.f_back

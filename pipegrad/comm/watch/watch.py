@@ -27,13 +27,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from threading import Event
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from pipegrad.comm.activity import Activity, activities
+from pipegrad.comm.activity import Activity, activities, give_back
 from pipegrad.comm.agreement import store
 from pipegrad.comm.failures import Failure, failure_of
 from pipegrad.comm.process_groups import cut_all
@@ -43,7 +44,7 @@ from pipegrad.comm.watch.processes import ProcessId
 from pipegrad.comm.watch.rank_state import (
     LastProgress,
     RankState,
-    drawing,
+    drawing_of,
     late_agreement,
     state_of_this_rank,
 )
@@ -59,6 +60,8 @@ _REPORT_SECONDS = 4.0  # then for the report
 _LEAVE_SECONDS = 5.0  # for the main thread to come out of its wait
 _END_SECONDS = 5.0  # for the process to end after that
 _JOIN_SECONDS = 1.0
+_SUSPENDED_SECONDS = 5.0  # between two looks: this process did not run meanwhile
+_MOST_LOOKS = 100  # for the processes of a machine, if nobody knows how many there are
 _LINE_SECONDS = 10.0  # until a line says for whom an agreement waits; then doubled
 _has_alarm = False  # whether any watch of this process has one
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
@@ -86,6 +89,9 @@ class Watch:
             own.append(self._beside, f"{self._rank} {self._own_process.dumped()}\n")  # type: ignore[attr-defined]
         self._processes: dict[int, ProcessId] = {}  # the others of this machine
         self._left = set[int]()
+        self._looks = 0
+        self._own: FailureReport | None = None
+        self._own_lock = threading.Lock()
         self._line_seconds = _LINE_SECONDS
         self._failure: Failure | None = None
         self._progress = LastProgress()
@@ -103,7 +109,10 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self._stop)
+        # Python would end these threads inside of torch, which aborts the process. Without a strong
+        # reference: an old process group needs no watch.
+        self._at_exit = partial(_stop, ref(self))
+        atexit.register(self._at_exit)
 
     # What the main thread calls.
 
@@ -124,7 +133,7 @@ class Watch:
         """Returns the report of an alarm, when it is there; the main thread goes on with it."""
         self._has_report.wait(_ANSWER_SECONDS + 2 * _REPORT_SECONDS)
         self._is_taken = True
-        report = self._report or self._own_report("the report of the other ranks did not come")
+        report = self._report or self._own_report("the other ranks have made no report")
         if self.minds_ends:
             _end_soon(_code(report))
         return report
@@ -147,25 +156,41 @@ class Watch:
         if not self.has_alarm:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._store.set(self._key("left", self._rank), "")
-        self._stop()
+        self.stop()
 
     # The thread that never blocks.
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_POLL_SECONDS):
-            if self._alarm is None and dist.group.WORLD is not self._world():
-                return self._stopped.set()  # the group was destroyed
+        try:
+            self._look()
+        except Exception:
+            if self.has_alarm and not self._is_taken:
+                os._exit(STALLED)
+            raise
+        finally:
+            atexit.unregister(self._at_exit)
+
+    def _look(self) -> None:
+        """Looks until there is a report, or this rank leaves."""
+        last = time.monotonic()
+        # Another default process group needs another watch. It has one.
+        while not self._stopped.wait(_POLL_SECONDS) and dist.group.WORLD is self._world():
+            now = time.monotonic()
+            if now - last > _SUSPENDED_SECONDS:
+                # This process was suspended, perhaps with the whole job: it gets its time back.
+                give_back(now - last, before=last)
+                self._alarm_since += now - last
+            last = now
             if self._alarm is None:
                 self._progress.look()
                 if (late := self._late()) is not None:
                     self._raise_alarm(late)
-            elif self._report is None:
-                limit = _ANSWER_SECONDS + 2 * _REPORT_SECONDS
-                if time.monotonic() - self._alarm_since > limit:
-                    self._take(self._own_report(_NO_STORE))
-            else:
-                return self._leave_wait()
-        return None
+            elif self._report is not None:
+                self._leave_wait(self._report)
+                return
+            elif now - self._alarm_since > _ANSWER_SECONDS + 2 * _REPORT_SECONDS:
+                self._take(self._own_report(_NO_STORE))
+        self._stopped.set()
 
     def _late(self) -> str | None:
         """Returns words about an activity that has taken longer than it may."""
@@ -188,10 +213,8 @@ class Watch:
                 self._alarm, self._alarm_since = words, time.monotonic()
             _has_alarm = True
 
-    def _leave_wait(self) -> None:
+    def _leave_wait(self, report: FailureReport) -> None:
         """Makes waits of the main thread fail; ends the process if it does not come back."""
-        report = self._report
-        assert report is not None
         if not self._is_taken:
             # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
             self._threads.append(threading.Thread(target=cut_all, daemon=True))
@@ -199,7 +222,7 @@ class Watch:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while not self._is_taken and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
-        if not self._is_taken:
+        if not self._is_taken and dist.group.WORLD is self._world():
             os._exit(_code(report))
 
     # The thread that talks to the store.
@@ -209,8 +232,9 @@ class Watch:
             while not self._stopped.is_set():
                 self._wake.wait(_POLL_SECONDS)
                 self._wake.clear()
-                if self._alarm is None and self.minds_ends:
+                if self._alarm is None:
                     self._look_at_processes()
+                if self._alarm is None and self.minds_ends:
                     self._say_who_is_late()
                 if self._alarm is not None or self._store.check([self._key("alarm")]):
                     self._exchange()
@@ -233,30 +257,33 @@ class Watch:
         self._line_seconds *= 2  # ever more rarely
         absent = activity.absent(self._store)
         if absent and self._rank == min(set(activity.ranks) - set(absent)):
-            print(  # noqa: T201
+            _write(
                 f"{activity.what}: ranks {absent} have not come yet, the others wait for "
-                f"{seconds:.0f} s",
-                file=sys.stderr,
-                flush=True,
+                f"{seconds:.0f} s"
             )
 
     def _look_at_processes(self) -> None:
         """Raises the alarm if a process of this machine has ended without `leave`."""
-        for rank, process in self._processes_beside().items():
-            if process.state() == "ended":
+        self._learn_processes()
+        if not self.minds_ends:
+            return
+        for rank, process in self._processes.items():
+            if rank not in self._left and process.state() == "ended":
                 if not self._store.check([self._key("left", rank)]):
                     self._raise_alarm("")
                     return
                 self._left.add(rank)
 
-    def _processes_beside(self) -> dict[int, ProcessId]:
-        """Returns the other processes of this machine that may not end."""
+    def _learn_processes(self) -> None:
+        """Reads which other processes this machine has, until all have come."""
         expected = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        if self._store.check([self._beside]) and len(self._processes) + 1 != expected:
+        if len(self._processes) + 1 == expected or self._looks > _MOST_LOOKS:
+            return
+        self._looks += 1
+        if self._store.check([self._beside]):
             lines = self._store.get(self._beside).decode().splitlines()
             known = {int(line.split()[0]): ProcessId.loaded(line.split()[1]) for line in lines}
             self._processes = {r: p for r, p in known.items() if r != self._rank}
-        return {r: p for r, p in self._processes.items() if r not in self._left}
 
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""
@@ -271,6 +298,7 @@ class Watch:
         self._take_report(int(number))
 
     def _make_report(self, words: str) -> None:
+        self._learn_processes()
         states = self._answers()
         signs = {r: self._sign(r) for r in range(self._num_ranks) if r not in states}
         report = make_report(
@@ -279,12 +307,12 @@ class Watch:
             reporter=self._rank,
             alarm=words,
             signs=signs,
-            draw=drawing,
+            draw=drawing_of(self._failure),
         )
         # This thread shows it: the main thread may never come back. A common error is not shown
         # here, since each rank raises it in its own words.
         if report.kind != "common":
-            self.show(report.text)
+            self._show(report.text)
         self._store.set(self._key("report"), json.dumps([report.cause, report.kind]))
 
     def _answers(self) -> dict[int, RankState]:
@@ -327,12 +355,29 @@ class Watch:
         self._has_report.set()
 
     def _own_report(self, reason: str) -> FailureReport:
-        """Returns a report of this rank alone."""
-        state = state_of_this_rank(self._rank, self._failure, self._progress)
+        """Returns a report of this rank alone. One rank of a machine shows it."""
+        with self._own_lock:
+            if self._own is None:
+                self._own = self._make_own_report(reason)
+        return self._own
+
+    def _make_own_report(self, reason: str) -> FailureReport:
+        lost = {r: p for r, p in self._processes.items() if p.state() in ("ended", "stopped")}
+        signs = {rank: self._sign(rank) for rank in sorted(lost) if rank not in self._left}
         why = ". ".join(part for part in (self._alarm, reason) if part)
-        report = FailureReport.of_one_rank(state, why)
-        self.show(report.text)
+        try:
+            state = state_of_this_rank(self._rank, self._failure, self._progress)
+        except Exception as error:  # noqa: BLE001 - there must be a report
+            state, why = RankState(self._rank, "", os.getpid()), f"{why}. {error!r}"
+        report = FailureReport.of_one_rank(state, why, signs)
+        if all(rank in lost for rank in self._processes if rank < self._rank):
+            self._show(report.text)
         return report
+
+    def _show(self, text: str) -> None:
+        # A report must come to its end, also if nobody can read it.
+        with contextlib.suppress(Exception):
+            self.show(text)
 
     def _sign(self, rank: int) -> str:
         """Returns what is known of a process that has not answered."""
@@ -348,9 +393,8 @@ class Watch:
     def _key(self, *parts: object) -> str:
         return "/".join([self._prefix, *map(str, parts)])
 
-    def _stop(self) -> None:
-        """Ends the threads: one that is in torch when Python finalizes would abort the process."""
-        atexit.unregister(self._stop)
+    def stop(self) -> None:
+        """Ends the threads."""
         self._stopped.set()
         self._wake.set()
         for thread in self._threads:
@@ -422,5 +466,16 @@ def _end_soon(code: int) -> None:
     faulthandler.dump_traceback_later(2 * _END_SECONDS, exit=True)
 
 
+def _stop(watched: ref[Watch]) -> None:
+    own = watched()
+    if own is not None:
+        own.stop()
+
+
 def _print(text: str) -> None:
-    print(f"Error: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    _write(f"Error: {text}")
+
+
+def _write(line: str) -> None:
+    with contextlib.suppress(Exception):  # nobody may be there to read it
+        print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -41,7 +41,7 @@ def show_in(folder: Path) -> None:
 def _show(folder: Path, text: str) -> None:
     _print(text)
     with suppress(OSError):
-        (folder / "failure.txt").write_text(f"{text}\n")
+        _write_text(folder / "failure.txt", f"{text}\n")
 
 
 def fail(error: BaseException, run: Run | None, *, shows_traceback: bool) -> int:
@@ -86,6 +86,10 @@ def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) 
     if folder is not None:
         with suppress(OSError):
             rank = dist.get_rank() if dist.is_initialized() else 0
-            (file := folder / f"failure-rank{rank}.txt").write_text(text)
+            _write_text(file := folder / f"failure-rank{rank}.txt", text)
             return str(file)
     return ""
+
+
+def _write_text(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may need it

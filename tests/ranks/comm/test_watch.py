@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 import time
+import weakref
 from contextlib import redirect_stderr, suppress
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.comm.activity import Activity, Details, activities, last_failed
+from pipegrad.comm.activity import Activity, Details, activities, failed_at, give_back
 from pipegrad.comm.watch.watch import Watch, watch
-from pipegrad.errors import AgreementError, StallError
+from pipegrad.errors import AgreementError, StallError, StepError
 from pipegrad.testing import run_ranks
 
 LIMIT = 2.0  # seconds for a step
@@ -118,6 +120,66 @@ def test_it_ends_in_time_and_no_step_goes_on_after_it(three: list[dict[str, Any]
     assert three[0]["seconds"] < 3 * LIMIT + 5
 
 
+def unheard() -> str:
+    """Rank 1 of two stays away, and nobody can read the report."""
+    rank = dist.get_rank()
+    made, module = scheduler(rank)
+    if rank == 1:
+        module.sleeps = {3: 3 * LIMIT}
+    step(made)
+
+    def broken(_: str) -> None:
+        raise BrokenPipeError
+
+    watched = watch()
+    assert watched is not None
+    watched.show = broken
+    try:
+        step(made)
+    except StallError as error:
+        return str(error)
+    return ""
+
+
+def test_the_job_ends_also_if_nobody_can_read_the_report() -> None:
+    for cause in run_ranks(unheard, 2, timeout_seconds=50):
+        assert cause.startswith("rank 1 was in scheduler.step() 2, compute 1F0")
+
+
+def in_a_thread() -> dict[str, Any]:
+    """The loop runs in a thread; and a Scheduler that has failed goes away with its threads."""
+    rank, found = dist.get_rank(), dict[str, Any]()
+
+    def loop() -> None:
+        made, module = scheduler(rank)
+        step(made)
+        with suppress(StepError):
+            made.step(torch.ones(1, 4), target=torch.zeros(1, 4))  # one row, two microbatches
+        weak = weakref.ref(made)
+        del made
+        gc.collect()
+        found["gone"] = weak() is None
+        made, module = scheduler(rank)
+        if rank == 1:
+            module.sleeps = {3: 3 * LIMIT}
+        try:
+            step(made)
+            step(made)
+        except StallError as error:
+            found["error"] = str(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_a_loop_in_a_thread_is_seen_and_a_failed_step_keeps_nothing() -> None:
+    for found in run_ranks(in_a_thread, 2, timeout_seconds=50):
+        assert found["gone"]
+        assert found["error"].startswith("rank 1 was in scheduler.step() 2, compute 1F0")
+
+
 def verb_of_one_rank() -> str:
     """Rank 0 makes an optimizer, rank 1 begins a step: each waits for the other."""
     rank = dist.get_rank()
@@ -147,11 +209,22 @@ def tidy() -> dict[str, Any]:
     with Activity("outer"), Activity("inner", (0, 1), details=lambda: Details("item")):
         (stack,) = [s for s in activities().values() if s and s[0].what == "outer"]
         found["stack"] = [a.what for a in stack]
-    with suppress(ValueError), Activity("outer"), Activity("inner", details=lambda: Details("at")):
-        raise ValueError
-    failed = last_failed(threading.get_ident())
+    error: BaseException | None = None
+    try:
+        with Activity("outer"), Activity("inner", details=lambda: Details("at")):
+            raise ValueError
+    except ValueError as raised:
+        error = RuntimeError()
+        error.__cause__ = raised
+    failed = failed_at(error)
     assert failed is not None
     found["failed"] = failed.doing, failed.details.item
+    found["unknown"] = failed_at(OSError())
+    with Activity("suspended") as suspended:
+        began = suspended.since
+        give_back(5.0, before=time.monotonic())
+        give_back(7.0, before=began - 1)
+        found["suspended"] = round(suspended.since - began, 3)
     found["left"] = [s for s in activities().values() if s]
     assert own is not None
     shown = io.StringIO()
@@ -168,6 +241,8 @@ def test_activities_are_gone_when_they_have_ended_and_threads_when_a_rank_leaves
             "same": True,
             "stack": ["outer", "inner"],
             "failed": (("outer", "inner"), "at"),
+            "unknown": None,
+            "suspended": 5.0,
             "left": [],
             "threads": [],
             "shown": "",

@@ -38,7 +38,7 @@ def report(
         reporter=0,
         alarm=alarm,
         signs=signs or {},
-        draw=lambda marks: f"drawn {dict(marks)}",
+        draw=lambda pipeline, marks: f"{pipeline} drawn {dict(marks)}",
     )
 
 
@@ -83,6 +83,31 @@ CASES = {
         (
             "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the "
             "optimizer; rank 1 waits for rank 0: a value. LATE"
+        ),
+        "lost",
+    ),
+    "who computes, whatever its comm stream waits for": (
+        [
+            state(
+                0,
+                doing=("step 3",),
+                item="compute 0B3",
+                seconds=9.0,
+                is_busy=True,
+                waits=(Wait("bucket 0", (0, 1), True, 9.0),),
+            ),
+            waiting(1, 0),
+            waiting(2, 1),
+            waiting(3, 2),
+        ],
+        "rank 0 was in step 3, compute 0B3, for 9.0 s; other ranks wait for it. LATE",
+        "lost",
+    ),
+    "none is stuck, they are slow": (
+        [waiting(0, 1), waiting(1, 2), computing(2, 0.1), waiting(3, 2)],
+        (
+            "no rank is stuck, they are too slow; rank 2 was in step 3, compute 2F1, for 0.1 s "
+            "(m.py:7 in f). LATE"
         ),
         "lost",
     ),
@@ -150,14 +175,12 @@ def test_the_grid_is_of_the_pipeline_of_the_cause() -> None:
     ]
     states[2] = RankState(**{**vars(states[2]), "error": "boom"})
     found = report(states)
-    assert found.text.splitlines()[-1] == "drawn {0: '0F2', 1: '1F3'}"
+    assert found.text.splitlines()[-1] == "1 drawn {0: '0F2', 1: '1F3'}"
 
 
 def test_a_table_of_many_ranks_has_those_of_the_cause_first() -> None:
     many = [waiting(rank, 77) for rank in range(100) if rank != 77] + [computing(77)]
-    found = make_report(
-        {s.rank: s for s in many}, 100, reporter=0, alarm="", signs={}, draw=lambda _: ""
-    )
+    found = make_report({s.rank: s for s in many}, 100, reporter=0, alarm="", signs={}, draw=None)
     lines = found.text.splitlines()
     assert lines[1].startswith("  rank 77 ")
     assert lines[-1] == "  ... and 68 more ranks"
@@ -175,3 +198,15 @@ def test_a_state_travels_unchanged() -> None:
     )
     assert RankState.loaded(sent.dumped()) == sent
     assert RankState.loaded(state(0).dumped()) == state(0)
+
+
+def test_a_rank_that_reaches_nobody_reports_what_it_knows() -> None:
+    own = waiting(2, 1)
+    alone = FailureReport.of_one_rank(own, "LATE. no store", {})
+    assert alone.cause == "rank 2 was in step 3, a value of [1], for 0.0 s. LATE. no store"
+    assert alone.text == alone.cause
+    beside = FailureReport.of_one_rank(own, "no store", {0: "has ended without a word"})
+    assert beside.cause == "rank 0 has ended without a word. no store"
+    assert beside.text.splitlines()[1:] == ["  rank 2 was in step 3, a value of [1], for 0.0 s"]
+    raised = FailureReport.of_one_rank(failed(2, "boom", 1.0), "no store", {0: "is stopped"})
+    assert (raised.cause, raised.kind) == ("rank 2: boom [step 3]. no store", "raised")

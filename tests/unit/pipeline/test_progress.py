@@ -14,7 +14,7 @@ RANKS = 2
 
 def drawn(program: Program, marks: dict[int, str]) -> list[str]:
     topology = Topology((("pp", RANKS),), tuple(range(RANKS)), tuple(range(RANKS)), 0)
-    return Progress(program, topology, lambda: 0).drawing(marks).splitlines()[1:]
+    return Progress(program, topology, lambda: 0).drawing(0, marks).splitlines()[1:]
 
 
 @pytest.mark.parametrize(
