@@ -7,6 +7,7 @@ of the documentation from that.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ def main(
     keep: Path | None,
 ) -> None:
     """Run the cells of the matrix, one after the other; exit 1 if one is not as expected."""
+    # Networks and ranks are removed on the way out, also when the script is ended.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     num_failed = 0
     for cell in cells(
         faults or list(FAULTS), places or list(PLACES), layouts or list(LAYOUTS), rank
