@@ -45,7 +45,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             else:
                 code = run(trainer, Report(console, trainer.job))
         except KeyboardInterrupt:
-            console.print("stopped; the run's folder holds what was done")
+            has_folder = trainer is not None and trainer.folder is not None
+            where = "the run's folder has what was saved" if has_folder else "before the first step"
+            console.print(f"stopped; {where}")
             sys.exit(_INTERRUPTED)
         except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
             sys.exit(fail(_in_place_of(error), trainer, shows_traceback=wants_traceback()))

@@ -402,8 +402,8 @@ class Train(Table):
     step_timeout_seconds: float = Field(
         default=STEP_SECONDS,
         gt=0,
-        description="how long a step, an evaluation's batch or a save may take on any rank; then "
-        "the job ends on all ranks with a report of who was late",
+        description="how long a step, a batch of an evaluation, or the end of a process may take "
+        "on any rank; then the job ends on all ranks with a report of who was late",
     )
     start_timeout_seconds: float = Field(
         default=1800.0, gt=0, description="the same for the set-up before the first step"

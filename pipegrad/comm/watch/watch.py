@@ -73,12 +73,14 @@ class Watch:
     Attributes:
         minds_ends: Whether a process of this machine that ends without `leave` raises the alarm.
         show: Takes the text of a report, on the rank that has made it; by default it prints it.
+        end_seconds: How long the process may take to end after `leave`, if `minds_ends`.
     """
 
     def __init__(self) -> None:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self.show: Callable[[str], object] = _print
         self.minds_ends = False
+        self.end_seconds = 600.0
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
         own: Store = store().clone()  # type: ignore[attr-defined]  # public
@@ -157,6 +159,10 @@ class Watch:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._store.set(self._key("left", self._rank), "")
         self.stop()
+        if self.minds_ends and self.end_seconds < threading.TIMEOUT_MAX:
+            timer = threading.Timer(self.end_seconds, _end_late)
+            timer.daemon = True
+            timer.start()
 
     # The thread that never blocks.
 
@@ -464,6 +470,13 @@ def _end_soon(code: int) -> None:
     timer.daemon = True
     timer.start()
     faulthandler.dump_traceback_later(2 * _END_SECONDS, exit=True)
+
+
+def _end_late() -> None:
+    """Ends a process whose run has ended, and which does not."""
+    names = [t.name for t in threading.enumerate() if not t.daemon and t.name != "MainThread"]
+    _write(f"Error: the run has ended, but not its process; threads that still run: {names}")
+    os._exit(STALLED)
 
 
 def _stop(watched: ref[Watch]) -> None:
