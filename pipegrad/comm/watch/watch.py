@@ -57,6 +57,7 @@ _POLL_SECONDS = 0.5
 _TICK_SECONDS = 0.02
 _ANSWER_SECONDS = 8.0  # for all ranks to post what they are at
 _REPORT_SECONDS = 4.0  # then for the report
+_LIMIT_SECONDS = _ANSWER_SECONDS + 2 * _REPORT_SECONDS
 _LEAVE_SECONDS = 5.0  # for the main thread to come out of its wait
 _END_SECONDS = 5.0  # for the process to end after that
 _JOIN_SECONDS = 1.0
@@ -99,6 +100,7 @@ class Watch:
         self._progress = LastProgress()
         self._alarm: str | None = None
         self._alarm_since = 0.0
+        self._has_reached_store = False  # after the alarm
         self._report: FailureReport | None = None
         self._has_report = Event()
         self._is_taken = False
@@ -133,7 +135,7 @@ class Watch:
 
     def report(self) -> FailureReport:
         """Returns the report of an alarm, when it is there; the main thread goes on with it."""
-        self._has_report.wait(_ANSWER_SECONDS + 2 * _REPORT_SECONDS)
+        self._has_report.wait(_LIMIT_SECONDS + 2 * _POLL_SECONDS)
         self._is_taken = True
         report = self._report or self._own_report("the other ranks have made no report")
         if self.minds_ends:
@@ -194,9 +196,14 @@ class Watch:
             elif self._report is not None:
                 self._leave_wait(self._report)
                 return
-            elif now - self._alarm_since > _ANSWER_SECONDS + 2 * _REPORT_SECONDS:
+            elif now - self._alarm_since > self._patience_seconds:
                 self._take(self._own_report(_NO_STORE))
         self._stopped.set()
+
+    @property
+    def _patience_seconds(self) -> float:
+        """How long a report may take. A store that does not even take an alarm is gone."""
+        return _LIMIT_SECONDS if self._has_reached_store else _REPORT_SECONDS
 
     def _late(self) -> str | None:
         """Returns words about an activity that has taken longer than it may."""
@@ -295,6 +302,7 @@ class Watch:
         """Posts what this rank is at; makes the report, or takes it."""
         own = f"{self._rank} {self._alarm or ''}"
         first = self._store.compare_set(self._key("alarm"), "", own).decode()
+        self._has_reached_store = True
         number, _, words = first.partition(" ")
         self._note_alarm(words)
         state = state_of_this_rank(self._rank, self._failure, self._progress)
@@ -408,7 +416,33 @@ class Watch:
                 thread.join(_JOIN_SECONDS)
 
 
-_NO_STORE = "the key-value store does not answer: the network is cut, or its process has ended"
+_NO_STORE = (
+    "the key-value store does not answer: the network is cut, or the process that keeps it (rank 0, "
+    "or torchrun) has ended"
+)
+_SIGNS[state].format(pid="" if process is None else process.pid)
+
+    @property
+    def _beside(self) -> str:
+        """The key of the processes of this machine."""
+        return self._key("machine", self._own_process.machine)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join([self._prefix, *map(str, parts)])
+
+    def stop(self) -> None:
+        """Ends the threads."""
+        self._stopped.set()
+        self._wake.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
+
+
+_NO_STORE = (
+    "the key-value store does not answer: the network is cut, or the process that keeps it has ended, "
+    "which is rank 0 or torchrun"
+)
 _SIGNS: Mapping[str, str] = {
     "": "does not answer: its process or machine has ended or is stopped, or its network is cut",
     "ended": "has ended without a word (process {pid})",
