@@ -53,6 +53,7 @@ from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process.last_words import show_in
 from pipegrad.train.process.process import choose_algorithms, device_of_rank
 from pipegrad.train.process.signals import Signals
+from pipegrad.train.run.launch import names_of_launch
 from pipegrad.train.run.origin import Origin, find_origin
 from pipegrad.train.run.run_folder import continue_run_folder, make_run_folder, refuse_unseen
 from pipegrad.train.run.saving import Saving
@@ -88,6 +89,7 @@ class Trainer:
         saving: Writes the checkpoints of a run.
         signals: What this process is asked to do.
         ended_by: Number of a signal that some rank has received; 0 if there was none.
+        launch: The names of this launch, by which a restart finds its run.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         checkpoint: The checkpoint that the job goes on from; None if it begins.
         sync: The gradient layer.
@@ -364,9 +366,10 @@ class Trainer:
 
     def _resume(self, config: Config) -> None:
         """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""
+        self.launch = names_of_launch()
 
         def found() -> Origin | None:
-            return find_origin(config) if dist.get_rank() == 0 else None
+            return find_origin(config, self.launch) if dist.get_rank() == 0 else None
 
         origin = agree("train.resume", found)[0]
         assert origin is not None

@@ -18,7 +18,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public
 
+LAUNCH = "PIPEGRAD_LAUNCH"  # the variable with a name of this launch, over all its starts
 _KEY = "pipegrad/start"
+_LAUNCH_KEY = "pipegrad/launch"
 _LOOK_SECONDS = 1.0  # between looks for another start
 _PAUSE_SECONDS = 0.05
 
@@ -26,12 +28,17 @@ _PAUSE_SECONDS = 0.05
 def store_of_start(store: Store, rank: int, size: int, timeout_seconds: float) -> Store:
     """Returns the part of a store that only ranks of this start use; every rank must call it.
 
+    Sets the variable `LAUNCH` if the store lives as long as the launch.
+
     Raises:
         dist.DistStoreError: If a rank does not come in time.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        os.environ.pop(LAUNCH, None)
         return store  # rank 0 keeps it, so it ends with the ranks
     own = uuid.uuid4().hex
+    # The first rank of the first start sets it, and all others read it.
+    os.environ[LAUNCH] = store.compare_set(_LAUNCH_KEY, "", own).decode()
     if rank == 0:
         store.set(_KEY, own)
         keys = [f"{_KEY}/{own}/{other}" for other in range(1, size)]

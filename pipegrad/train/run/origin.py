@@ -2,18 +2,18 @@
 
 [Note: what a run goes on from]
 1. A rank that torchrun has restarted goes on with the run of its own launch, whatever the
-   configuration says: the manifest of a run says which launch made it.
+   configuration says: the manifest of a run says which launch made it; see
+   [Note: one launch, several starts].
 2. ``train.resume`` names a checkpoint: a new run begins with its values.
 3. It names the folder of a run: this run goes on in this folder, from its newest checkpoint.
-4. It is "auto": as 3, with the newest run of ``train.output``; a new run if there is none.
+4. It is "auto": as 3, with the newest run of ``train.output``; a new run if there is none. A run of
+   another ``train.output`` may have such a name, too. Its manifest says so.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,9 @@ from pathlib import Path
 from pipegrad.train.checkpoint.checksums import METADATA
 from pipegrad.train.checkpoint.folders import checkpoints, step_of
 from pipegrad.train.config import Config, path_of
+from pipegrad.train.run.manifest import MANIFEST, is_of_launch, is_of_output, read_manifest
 
 AUTO = "auto"
-MANIFEST = "manifest.json"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -42,20 +41,18 @@ class Origin:
     complaint: str = ""
 
 
-def find_origin(config: Config, environment: Mapping[str, str] = os.environ) -> Origin:
+def find_origin(config: Config, launch: Sequence[str]) -> Origin:
     """Returns where a run goes on from; see [Note: what a run goes on from].
 
     One rank decides for all, since a folder may change at any time.
+
+    Args:
+        config: The configuration.
+        launch: The names of this launch.
     """
     configured = _configured(config)
-    launch = launch_of(environment)
-    if launch is None or environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return configured
-    own = [
-        run
-        for run in (*_runs(path_of(config.train.output)), configured.folder)
-        if run is not None and _last_launch(run) == launch
-    ]
+    runs = [*_runs(path_of(config.train.output)), configured.folder]
+    own = [run for run in runs if run is not None and is_of_launch(run, launch)]
     if not own:
         return configured
     run = max(own, key=_age)
@@ -63,31 +60,34 @@ def find_origin(config: Config, environment: Mapping[str, str] = os.environ) -> 
     return Origin(run, tuple(checkpoints(run)) or configured.checkpoints)
 
 
-def launch_of(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns what identifies a launch by torchrun, over its restarts; None without torchrun."""
-    name = environment.get("TORCHELASTIC_RUN_ID")
-    if name is None or name != "none":
-        return name
-    # torchrun itself is the parent of each rank, and lives as long as the launch.
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-    return f"process {os.getppid()} of boot {boot}"
-
-
 def _configured(config: Config) -> Origin:
     """Returns what ``train.resume`` names."""
     if config.train.resume is None:
         return Origin()
-    if config.train.resume == AUTO:
-        runs = [run for run in _runs(path_of(config.train.output)) if checkpoints(run)]
-        if not runs:
-            return Origin()
-        run = max(runs, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
-        return Origin(run, tuple(checkpoints(run)))
-    folder = path_of(config.train.resume)
+    try:
+        if config.train.resume == AUTO:
+            return _newest(path_of(config.train.output))
+        return _named(path_of(config.train.resume))
+    except ValueError as error:  # of a manifest
+        return Origin(complaint=str(error))
+
+
+def _newest(output: Path) -> Origin:
+    """Returns the newest run of a ``train.output``."""
+    runs = [run for run in _runs(output) if checkpoints(run) and is_of_output(run, output)]
+    if not runs:
+        return Origin()
+    run = max(runs, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
+    return Origin(run, tuple(checkpoints(run)))
+
+
+def _named(folder: Path) -> Origin:
+    """Returns what the folder of a run, or of a checkpoint, has."""
     if not _is_run(folder):
         step = step_of(folder)
         before = [f for f in checkpoints(folder.parent) if (step_of(f) or 0) < (step or 0)]
         return Origin(None, (folder, *before))
+    read_manifest(folder)
     if not (found := checkpoints(folder)):
         return Origin(complaint="is the folder of a run that has no whole checkpoint")
     return Origin(folder, tuple(found))
@@ -111,15 +111,6 @@ def _runs(output: Path) -> list[Path]:
         runs = [output, *(output.parent / folder.name for folder in siblings)]
         return [run for run in runs if run.is_dir()]
     return []
-
-
-def _last_launch(run: Path) -> str | None:
-    """Returns which launch worked in the folder of a run at last; None if that is not known."""
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        manifest = json.loads((run / MANIFEST).read_text(encoding="utf-8"))
-        launch = manifest["launches"][-1]["launch"]
-        return launch if isinstance(launch, str) else None
-    return None
 
 
 def _age(run: Path) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipegrad.errors import DriftError, PipegradError, in_words
 from pipegrad.train.process.signals import exit_code
 from pipegrad.train.reporters.report import Report, manifest_of
-from pipegrad.train.run.run_folder import with_launch
+from pipegrad.train.run.manifest import with_launch
 from pipegrad.train.trainer import Trainer
 
 
@@ -47,7 +47,11 @@ def _make_folder(trainer: Trainer, report: Report) -> Path:
 
     def begin(folder: Path) -> None:
         noted = with_launch(
-            folder, manifest, first_step=trainer.first_step, checkpoint=trainer.checkpoint
+            folder,
+            manifest,
+            launch=trainer.launch,
+            first_step=trainer.first_step,
+            checkpoint=trainer.checkpoint,
         )
         report.begin(folder, noted, trainer.first_step)
 

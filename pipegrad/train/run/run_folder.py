@@ -7,11 +7,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -19,7 +17,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
 from pipegrad.train.checkpoint.folders import checkpoints, put_aside, remove_unfinished, step_of
 from pipegrad.train.config import Config, path_of
-from pipegrad.train.run.origin import MANIFEST, launch_of
+from pipegrad.train.run.manifest import MANIFEST
 
 METRICS = "metrics.jsonl"
 _SEEN_SECONDS = 5.0  # for a network file system to show a new file
@@ -108,29 +106,6 @@ def replace(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-
-
-def with_launch(
-    folder: Path, manifest: Mapping[str, Any], *, first_step: int, checkpoint: Path | None
-) -> dict[str, Any]:
-    """Returns the manifest of a run, with a note of this launch.
-
-    Args:
-        folder: Of the run. If it has a manifest, that one is kept.
-        manifest: Of a new run.
-        first_step: The first step that this launch makes.
-        checkpoint: What it goes on from, if anything.
-    """
-    found: dict[str, Any] = dict(manifest)
-    with suppress(OSError, ValueError):
-        found = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    launch = {
-        "launch": launch_of(),
-        "started": datetime.now(UTC).isoformat(),
-        "first_step": first_step,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-    }
-    return {**found, "launches": [*found.get("launches", []), launch]}
 
 
 def refuse_unseen(config: Config, folder: Path) -> None:

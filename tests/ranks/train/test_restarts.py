@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,39 @@ def test_a_killed_run_ends_with_the_same_bits(whole: Path, tmp_path: Path) -> No
     assert restarts.losses(folder) == restarts.losses(whole)
     assert restarts.differences(folder, whole) == []
     assert sorted(path.name for path in folder.glob("run*")) == ["run"]
+
+
+def test_a_restart_that_rank_0_does_not_see_goes_on(whole: Path, tmp_path: Path) -> None:
+    """The torchrun of rank 0 had counted no restart, so the run began again in a new folder.
+
+    Both jobs have one --rdzv-id, and the second one is no restart of the first.
+    """
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    launcher = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=localhost:{port}"]
+    folder = restarts.job(tmp_path / "two", STEPS)
+    launched = [
+        restarts.torchrun(folder, restarts=1, launcher=[*launcher, "--rdzv-id=job"])
+        for _ in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 100
+        assert restarts.waits(lambda: restarts.num_rows(folder) > 8, launched[0], deadline)
+        ranks = {
+            restarts.variable(rank, "RANK"): rank
+            for process in launched
+            for rank in restarts.children(process.pid)
+        }
+        os.kill(ranks["RANK=1"], signal.SIGKILL)
+        codes = [process.wait(100) for process in launched]
+    finally:
+        for process in launched:
+            process.terminate()
+    assert codes == [0, 0], (folder / "log.txt").read_text()
+    assert restarts.losses(folder) == restarts.losses(whole)
+    assert sorted(path.name for path in folder.glob("run*")) == ["run"]
+    assert restarts.torchrun(folder, launcher=["--rdzv-id=job"]).wait(100) == 0
+    assert len(list((folder / "run-2").glob("checkpoint-*"))) == 2
 
 
 def test_torchrun_passes_a_signal_on(whole: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,16 @@ class Kill:
     while_writing: bool
 
 
-def torchrun(folder: Path, *options: str, restarts: int = 0) -> subprocess.Popen[str]:
-    """Starts a job of a folder."""
+def torchrun(
+    folder: Path, *options: str, restarts: int = 0, launcher: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Starts a job of a folder, with options of the job and of torchrun."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command = ["-m", "pipegrad", "train", "job.toml"]
     with (folder / "log.txt").open("w") as log:
         return subprocess.Popen(
-            [*launch, *rendezvous, "--max-restarts", str(restarts), *command, *options],
+            [*launch, *rendezvous, "--max-restarts", str(restarts), *launcher, *command, *options],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
@@ -163,6 +165,12 @@ def children(pid: int) -> Iterator[int]:
             command = Path(f"/proc/{child}/cmdline")
             if command.exists() and b"train" in command.read_bytes():
                 yield int(child)
+
+
+def variable(process: int, name: str) -> str:
+    """Returns a variable of another process."""
+    lines = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next(line for line in map(bytes.decode, lines) if line.startswith(f"{name}="))
 
 
 def num_rows(folder: Path) -> int:

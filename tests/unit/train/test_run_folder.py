@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from pipegrad.train.checkpoint.folders import (
 )
 from pipegrad.train.checkpoint.writer.kept import check_kept, kept
 from pipegrad.train.config import Config
-from pipegrad.train.run.origin import Origin, find_origin, launch_of
-from pipegrad.train.run.run_folder import cut_rows, make_run_folder, with_launch
+from pipegrad.train.process.start import LAUNCH
+from pipegrad.train.run.launch import launch_of, process
+from pipegrad.train.run.manifest import with_launch
+from pipegrad.train.run.origin import Origin, find_origin
+from pipegrad.train.run.run_folder import cut_rows, make_run_folder
 from pipegrad.train.schema import Model, Train
 
 
@@ -119,29 +123,33 @@ def test_later_rows_and_half_rows_are_cut_off(tmp_path: Path) -> None:
     cut_rows(tmp_path / "none", 2)
 
 
-def run_of(folder: Path, launch: str | None, *steps: int, age: int = 0) -> Path:
+def run_of(
+    folder: Path, launch: str | None, *steps: int, output: str = "run", age: int = 0
+) -> Path:
     """Makes the folder of a run."""
     with_checkpoints(folder, *steps)
     folder.mkdir(exist_ok=True, parents=True)
     manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"launches": [{"launch": "another"}, {"launch": launch}]}))
+    launches = [{"launch": ["another"]}, {"launch": [launch, "a machine"], "process": "gone"}]
+    content = {"config": {"train": {"output": output}}, "launches": launches}
+    manifest.write_text(json.dumps(content))
     for path in (manifest, *checkpoints(folder)):
         os.utime(path, (10**9 - age, 10**9 - age))
     return folder
 
 
-RESTARTED = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}
+RESTARTED = ("job", "other machine")
 
 
 def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     output = tmp_path / "run"
     older = run_of(output, "job", 2, 4, age=9)
-    newer = run_of(tmp_path / "run-2", None, 3, 10)
+    newer = run_of(tmp_path / "run-2", None, 3, 10, output="elsewhere/run")
     run_of(tmp_path / "run-3", None)
     run_of(tmp_path / "run-other", None, 50)
 
     def origin(**train: Any) -> Origin:
-        return find_origin(config(output=str(output), **train), {})
+        return find_origin(config(output=str(output), **train), ())
 
     assert origin() == Origin()
     found = Origin(newer, (newer / "checkpoint-10", newer / "checkpoint-3"))
@@ -152,7 +160,36 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     assert "has no whole checkpoint" in origin(resume=str(tmp_path / "run-3")).complaint
     nowhere = str(tmp_path / "nowhere")
     assert origin(resume=nowhere) == Origin(None, (Path(nowhere),))
-    assert find_origin(config(output=nowhere, resume="auto"), {}) == Origin()
+    assert find_origin(config(output=nowhere, resume="auto"), ()) == Origin()
+
+
+def test_auto_takes_no_run_of_another_output(tmp_path: Path) -> None:
+    """A job of runs/gpt went on with runs/gpt-2, which was a job of its own."""
+    own, other = tmp_path / "gpt", tmp_path / "gpt-2"
+    run_of(other, None, 8, output=str(other))
+    values = config(output=str(own), resume="auto")
+    assert find_origin(values, ()) == Origin()
+    run_of(own, None, 4, output="runs/gpt", age=9)
+    assert find_origin(values, ()) == Origin(own, (own / "checkpoint-4",))
+    # Somebody has put checkpoints there.
+    (other / "manifest.json").unlink()
+    assert find_origin(values, ()) == Origin(own, (own / "checkpoint-4",))
+    of_other = find_origin(config(output=str(other), resume="auto"), ())
+    assert of_other == Origin(other, (other / "checkpoint-8",))
+
+
+ODD_MANIFESTS = ["[", "[]", "3", '{"launches": 3}', '{"launches": [3]}', "[" * 10**5]
+
+
+@pytest.mark.parametrize("content", [*ODD_MANIFESTS, "{}", '{"config": {"train": {"output": 3}}}'])
+def test_an_odd_manifest_is_refused_by_its_name(tmp_path: Path, content: str) -> None:
+    """It was a TypeError, after the folder was changed."""
+    run = run_of(tmp_path / "run", None, 4)
+    (run / "manifest.json").write_text(content)
+    for resume in ("auto", str(run)) if content in ODD_MANIFESTS else ("auto",):
+        found = find_origin(config(output=str(run), resume=resume), ())
+        assert found.folder is None
+        assert found.complaint.startswith(f"{run / 'manifest.json'} ")
 
 
 def test_a_restart_goes_on_with_the_run_of_its_launch(tmp_path: Path) -> None:
@@ -162,9 +199,19 @@ def test_a_restart_goes_on_with_the_run_of_its_launch(tmp_path: Path) -> None:
     for resume in (None, str(other), "auto", str(tmp_path / "nowhere")):
         values = config(output=str(output), resume=resume)
         assert find_origin(values, RESTARTED) == went_on
-    first = {**RESTARTED, "TORCHELASTIC_RESTART_COUNT": "0"}
-    assert find_origin(config(output=str(output)), first) == Origin()
+    assert find_origin(config(output=str(output)), ("a first start",)) == Origin()
     assert find_origin(config(output=str(tmp_path / "new")), RESTARTED) == Origin()
+
+
+def test_a_second_run_of_one_process_is_no_restart(tmp_path: Path) -> None:
+    run, values = tmp_path / "run", config(output=str(tmp_path / "run"))
+    run.mkdir()
+    noted = with_launch(run, {}, launch=["job"], first_step=1, checkpoint=None)
+    (run / "manifest.json").write_text(json.dumps(noted))
+    assert find_origin(values, ("job",)) == Origin()
+    noted["launches"][0]["process"] = "gone"
+    (run / "manifest.json").write_text(json.dumps(noted))
+    assert find_origin(values, ("job",)) == Origin(run)
 
 
 def test_a_restart_before_the_first_checkpoint_begins_as_configured(tmp_path: Path) -> None:
@@ -175,21 +222,25 @@ def test_a_restart_before_the_first_checkpoint_begins_as_configured(tmp_path: Pa
 
 
 def test_a_launch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch_of({}) is None
-    assert launch_of({"TORCHELASTIC_RUN_ID": "job"}) == "job"
-    unnamed = {"TORCHELASTIC_RUN_ID": "none"}
-    assert launch_of(unnamed) == launch_of(unnamed)
-    assert str(os.getppid()) in str(launch_of(unnamed))
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert launch_of(unnamed) != launch_of({"TORCHELASTIC_RUN_ID": "job"})
+    assert launch_of({}) == launch_of({LAUNCH: "of another torchrun"}) == ""
+    torchrun = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert launch_of({**torchrun, LAUNCH: "drawn"}) == "drawn"
+    # Two launches of one --rdzv-id have other processes.
+    own = launch_of(torchrun)
+    assert own == launch_of({**torchrun, "TORCHELASTIC_RESTART_COUNT": "1"}) != ""
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    assert launch_of(torchrun) != own
+    assert process(os.getpid()) == launch_of(torchrun)
 
 
 def test_a_manifest_is_kept_with_a_note(tmp_path: Path) -> None:
-    first = with_launch(tmp_path, {"a": 1}, first_step=1, checkpoint=None)
+    note = partial(with_launch, tmp_path, launch=["job"])
+    first = note({"a": 1}, first_step=1, checkpoint=None)
     (tmp_path / "manifest.json").write_text(json.dumps(first))
-    second = with_launch(tmp_path, {"a": 2}, first_step=5, checkpoint=Path("run/checkpoint-4"))
+    second = note({"a": 2}, first_step=5, checkpoint=Path("run/checkpoint-4"))
     assert second["a"] == 1
     assert [launch["first_step"] for launch in second["launches"]] == [1, 5]
+    assert [launch["launch"] for launch in second["launches"]] == [["job"], ["job"]]
     assert second["launches"][1]["checkpoint"] == "run/checkpoint-4"
 
 
