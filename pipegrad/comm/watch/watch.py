@@ -417,31 +417,8 @@ class Watch:
 
 
 _NO_STORE = (
-    "the key-value store does not answer: the network is cut, or the process that keeps it (rank 0, "
-    "or torchrun) has ended"
-)
-_SIGNS[state].format(pid="" if process is None else process.pid)
-
-    @property
-    def _beside(self) -> str:
-        """The key of the processes of this machine."""
-        return self._key("machine", self._own_process.machine)
-
-    def _key(self, *parts: object) -> str:
-        return "/".join([self._prefix, *map(str, parts)])
-
-    def stop(self) -> None:
-        """Ends the threads."""
-        self._stopped.set()
-        self._wake.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_JOIN_SECONDS)
-
-
-_NO_STORE = (
-    "the key-value store does not answer: the network is cut, or the process that keeps it has ended, "
-    "which is rank 0 or torchrun"
+    "the key-value store does not answer: the network is cut, or the process that keeps it has "
+    "ended, which is rank 0 or torchrun"
 )
 _SIGNS: Mapping[str, str] = {
     "": "does not answer: its process or machine has ended or is stopped, or its network is cut",
