@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +39,10 @@ class WriteError(PipegradError, OSError):
 
 class DamageError(PipegradError, ValueError):
     """The bytes of a checkpoint are not those that were written."""
+
+
+class ReadError(PipegradError, OSError):
+    """A file of a checkpoint cannot be read now, which says nothing of its bytes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -106,7 +111,10 @@ class CheckedWriter(FileSystemWriter):
         """Removes what another run left there, on the coordinator; returns the plans."""
         # All ranks have made their local plan, and no rank writes before it has this one.
         for left in self._folder.iterdir():
-            left.unlink()
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -183,7 +191,11 @@ def read_checksums(folder: Path) -> Checksums | None:
 
 
 def damaged(folder: Path, pieces: Iterable[Piece]) -> list[str]:
-    """Returns messages about damaged pieces, at most one for each file."""
+    """Returns messages about damaged pieces, at most one for each file.
+
+    Raises:
+        ReadError: If a file is there and cannot be read.
+    """
     messages = []
     for file, inside in groupby(sorted(pieces), key=lambda piece: piece.file):
         if message := _damage(folder / file, list(inside)):
@@ -204,7 +216,7 @@ def _damage(path: Path, pieces: Sequence[Piece]) -> str:
     except FileNotFoundError:
         return f"there is no {path.name}"
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        raise ReadError(f"{path} cannot be read: {error.strerror}") from error
     return ""
 
 
