@@ -1,9 +1,9 @@
 """Checksums of a checkpoint: they show whether its bytes are still those that were written.
 
 ``checksums.json`` lies beside ``.metadata`` and is written after it. It has pipegrad's version, the
-values of the run, and a CRC-32 of ``.metadata`` and of each piece. A piece is a tensor, or the
-chunk of a tensor that a rank wrote. Pieces are identified by file and offset, so any cut can verify
-them.
+values of the run, and a CRC-32 of ``.metadata``, of each piece, and of itself. A piece is a tensor,
+or the chunk of a tensor that a rank wrote. Pieces are identified by file and offset, so any cut can
+verify them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata as distributions
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,6 +31,8 @@ from pipegrad.train.checkpoint.writer.space import free_space
 
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
+STEP = "step"  # the key of how many steps a checkpoint has made
+_OWN = "crc32"  # the key of the file's own
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -157,7 +160,7 @@ class CheckedWriter(FileSystemWriter):
         # The file appears under its name only when it is whole and on the disk.
         partial = self._folder / f"{CHECKSUMS}.tmp"
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(asdict(checksums), file)
+            json.dump(sealed(asdict(checksums)), file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._folder / CHECKSUMS)
@@ -169,6 +172,12 @@ class CheckedWriter(FileSystemWriter):
             return _crc_of(file.fileno(), storage.offset, storage.length)
 
 
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of ``checksums.json`` with a CRC-32 of all of it."""
+    own = {key: value for key, value in content.items() if key != _OWN}
+    return {**own, _OWN: zlib.crc32(json.dumps(own, sort_keys=True).encode())}
+
+
 def read_checksums(folder: Path) -> Checksums | None:
     """Returns the checksums of a checkpoint; None if it has none.
 
@@ -178,6 +187,9 @@ def read_checksums(folder: Path) -> Checksums | None:
     """
     try:
         content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        if content != sealed(content):
+            raise ValueError("other bytes than were written")
+        del content[_OWN]
         pieces = [Piece(**piece) for piece in content.pop("pieces")]
         checksums = Checksums(**content, pieces=pieces)
         run = dict(checksums.run)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.errors import PipegradError
 from pipegrad.testing import run_ranks
+from pipegrad.train.checkpoint.checksums import sealed
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 from tests.support.train.jobs import with_job
@@ -64,7 +65,16 @@ def cut_unverified(folder: Path) -> None:
 
 def without_pieces(folder: Path) -> None:
     checksums = json.loads((folder / "checksums.json").read_text())
-    (folder / "checksums.json").write_text(json.dumps(checksums | {"pieces": []}))
+    put_checksums(folder, checksums | {"pieces": []})
+
+
+def put_checksums(folder: Path, content: dict[str, Any]) -> None:
+    (folder / "checksums.json").write_text(json.dumps(sealed(content)))
+
+
+def another_seed(folder: Path) -> None:
+    path = folder / "checksums.json"
+    path.write_text(path.read_text().replace('"train.seed": "0"', '"train.seed": "1"'))
 
 
 def emptied(folder: Path) -> None:
@@ -89,7 +99,7 @@ def put_metadata(folder: Path, content: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(content))
     checksums = json.loads((folder / "checksums.json").read_text())
     checksums["metadata"] = zlib.crc32((folder / ".metadata").read_bytes())
-    (folder / "checksums.json").write_text(json.dumps(checksums))
+    put_checksums(folder, checksums)
 
 
 def changed_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
@@ -162,6 +172,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: flip(folder / "checksums.json", 10),
         f"{IS_DAMAGED}checksums.json ",
     ),
+    "values of the run": (another_seed, f"{IS_DAMAGED}checksums.json is damaged"),
     "a file in the folder's place": (
         no_folder,
         "expected the folder of a checkpoint: ",
