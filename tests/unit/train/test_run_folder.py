@@ -23,7 +23,7 @@ from pipegrad.train.checkpoint.folders import (
     remove_unfinished,
     unfinished,
 )
-from pipegrad.train.checkpoint.writer.kept import check_kept, kept
+from pipegrad.train.checkpoint.writer.kept import check_kept, num_new
 from pipegrad.train.config import Config
 from pipegrad.train.process.start import LAUNCH
 from pipegrad.train.run.launch import launch_of, process
@@ -101,7 +101,25 @@ def test_old_ones_are_removed(
     ],
 )
 def test_how_many_are_there_at_once(train: dict[str, Any], number: int) -> None:
-    assert kept(config(steps=100, **train), 1) == number
+    assert num_new(config(steps=100, **train), 1) == number
+
+
+@pytest.mark.parametrize(
+    ("train", "present", "number"),
+    [
+        ({"save_every": 10}, [40, 50], 1),  # one of them is removed when the next is whole
+        ({"save_every": 10}, [50], 2),
+        ({"save_every": 10}, [10, 20, 30, 40, 50], 1),  # keep_last was more
+        ({"save_every": 10, "keep_every": 20}, [20, 40, 50], 6 - 3),
+        ({"save_every": 10}, [60, 70], 1),  # damaged, so they are renamed, and stay
+        ({"save": False}, [40, 50], 0),
+    ],
+)
+def test_for_how_many_more_a_run_that_goes_on_needs_room(
+    train: dict[str, Any], present: list[int], number: int
+) -> None:
+    """It was warned for those that were there, too."""
+    assert num_new(config(steps=100, **train), 51, present) == number
 
 
 @pytest.mark.parametrize(
