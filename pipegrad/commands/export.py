@@ -7,8 +7,16 @@ from pathlib import Path
 import click
 
 from pipegrad.commands.options import usage_errors
+from pipegrad.errors import ConfigError
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
+_FORMATS = {
+    "": "safetensors",
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+}
 
 
 @click.command()
@@ -52,5 +60,10 @@ def export(
 
 
 def _format_of(output: Path | None) -> str:
-    is_torch = output is not None and output.suffix in (".pt", ".pth", ".bin")
-    return "torch" if is_torch else "safetensors"
+    suffix = "" if output is None else output.suffix
+    if suffix not in _FORMATS:
+        raise ConfigError(
+            f"--output {output}: the suffix {suffix} names no format: choose one of "
+            f"{', '.join(filter(None, _FORMATS))}, or give --format"
+        )
+    return _FORMATS[suffix]

@@ -54,7 +54,8 @@ from pipegrad.train.process.last_words import show_in
 from pipegrad.train.process.process import choose_algorithms, device_of_rank
 from pipegrad.train.process.signals import Signals
 from pipegrad.train.run.launch import names_of_launch
-from pipegrad.train.run.origin import Origin, find_origin
+from pipegrad.train.run.lock import RunLock
+from pipegrad.train.run.origin import Origin, locked_origin
 from pipegrad.train.run.run_folder import continue_run_folder, make_run_folder, refuse_unseen
 from pipegrad.train.run.saving import Saving
 from pipegrad.train.run.tracing import Tracing
@@ -133,6 +134,8 @@ class Trainer:
         agree("the outline", self._summarize)
         self.first_step = 1
         self.folder: Path | None = None
+        self._lock: RunLock | None = None  # of the folder, on rank 0
+        self._damaged: tuple[Path, ...] = ()
         self.checkpoint: Path | None = None
         self.signals, self.ended_by = Signals(), 0
         self.notes: tuple[str, ...] = ()
@@ -241,16 +244,21 @@ class Trainer:
         """
         config, own = self.job.config, self._origin.folder
 
+        def begin_new(folder: Path) -> None:
+            self._lock = RunLock(folder)
+            begin(folder)
+
         def make() -> str:
             if dist.get_rank():
                 return ""
             if own is None:
-                return make_run_folder(config, begin)
-            return continue_run_folder(config, own, self.first_step - 1, begin)
+                return make_run_folder(config, begin_new)
+            last, damaged = self.first_step - 1, self._damaged
+            return continue_run_folder(config, own, last, begin, damaged=damaged)
 
         folder = Path(agree("the output folder", make)[0])
         if config.train.save:
-            refuse_unseen(config, folder)
+            refuse_unseen(config, folder, is_new=own is None)
         self.folder = folder
         show_in(folder)
         return folder
@@ -263,6 +271,9 @@ class Trainer:
         """Ends the comm streams and destroys their process groups; every rank must call it."""
         self.saving.close()
         self._scheduler.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         choose_algorithms(deterministic=self._were_deterministic)
 
     # Before the first step.
@@ -369,16 +380,20 @@ class Trainer:
         self.launch = names_of_launch()
 
         def found() -> Origin | None:
-            return find_origin(config, self.launch) if dist.get_rank() == 0 else None
+            if dist.get_rank() != 0:
+                return None
+            origin, self._lock = locked_origin(config, self.launch)
+            return origin
 
         origin = agree("train.resume", found)[0]
         assert origin is not None
         self._origin = origin
+        self.notes += origin.notes
         if origin.complaint:
             config.refuse("train.resume", origin.complaint)
         if not origin.checkpoints:
             return
-        num_steps, self.checkpoint, notes = resume(
+        resumed = resume(
             config,
             self._state,
             self.sync,
@@ -386,7 +401,9 @@ class Trainer:
             state_names=self._state_names,
             run=self._run,
         )
-        self.notes += tuple(notes)
+        self.checkpoint, self._damaged = resumed.folder, resumed.damaged
+        self.notes += resumed.notes
+        num_steps = resumed.num_steps
         self.first_step = num_steps + 1
         self.sync.continue_from(num_steps)
         if num_steps >= config.train.steps and origin.folder is None:

@@ -29,6 +29,7 @@ from pipegrad.optimizer.chunks import Chunk
 from pipegrad.optimizer.main_params import MainParameter
 from pipegrad.optimizer.names import Locations
 from pipegrad.train.checkpoint import common_state
+from pipegrad.train.checkpoint.checksums import STEP
 from pipegrad.train.checkpoint.common_state import CommonState
 from pipegrad.train.checkpoint.handler_state import PREFIX, own_key, pack, readable_key, unpack
 from pipegrad.train.checkpoint.layout import check_locations
@@ -37,8 +38,6 @@ from pipegrad.train.checkpoint.packed import empty_like_saved
 from pipegrad.train.checkpoint.random_states import RandomStates
 from pipegrad.train.checkpoint.validate import check_names
 from pipegrad.train.config import Config
-
-STEP = "step"
 
 
 class TrainingState:

@@ -1,21 +1,23 @@
 """Checksums of a checkpoint: they show whether its bytes are still those that were written.
 
 ``checksums.json`` lies beside ``.metadata`` and is written after it. It has pipegrad's version, the
-values of the run, and a CRC-32 of ``.metadata`` and of each piece. A piece is a tensor, or the
-chunk of a tensor that a rank wrote. Pieces are identified by file and offset, so any cut can verify
-them.
+values of the run, and a CRC-32 of ``.metadata``, of each piece, and of itself. A piece is a tensor,
+or the chunk of a tensor that a rank wrote. Pieces are identified by file and offset, so any cut can
+verify them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata as distributions
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -29,6 +31,8 @@ from pipegrad.train.checkpoint.writer.space import free_space
 
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
+STEP = "step"  # the key of how many steps a checkpoint has made
+_OWN = "crc32"  # the key of the file's own
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -38,6 +42,10 @@ class WriteError(PipegradError, OSError):
 
 class DamageError(PipegradError, ValueError):
     """The bytes of a checkpoint are not those that were written."""
+
+
+class ReadError(PipegradError, OSError):
+    """A file of a checkpoint cannot be read now, which says nothing of its bytes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -106,7 +114,10 @@ class CheckedWriter(FileSystemWriter):
         """Removes what another run left there, on the coordinator; returns the plans."""
         # All ranks have made their local plan, and no rank writes before it has this one.
         for left in self._folder.iterdir():
-            left.unlink()
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -149,7 +160,7 @@ class CheckedWriter(FileSystemWriter):
         # The file appears under its name only when it is whole and on the disk.
         partial = self._folder / f"{CHECKSUMS}.tmp"
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(asdict(checksums), file)
+            json.dump(sealed(asdict(checksums)), file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._folder / CHECKSUMS)
@@ -161,6 +172,12 @@ class CheckedWriter(FileSystemWriter):
             return _crc_of(file.fileno(), storage.offset, storage.length)
 
 
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of ``checksums.json`` with a CRC-32 of all of it."""
+    own = {key: value for key, value in content.items() if key != _OWN}
+    return {**own, _OWN: zlib.crc32(json.dumps(own, sort_keys=True).encode())}
+
+
 def read_checksums(folder: Path) -> Checksums | None:
     """Returns the checksums of a checkpoint; None if it has none.
 
@@ -170,6 +187,9 @@ def read_checksums(folder: Path) -> Checksums | None:
     """
     try:
         content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        if content != sealed(content):
+            raise ValueError("other bytes than were written")
+        del content[_OWN]
         pieces = [Piece(**piece) for piece in content.pop("pieces")]
         checksums = Checksums(**content, pieces=pieces)
         run = dict(checksums.run)
@@ -183,7 +203,11 @@ def read_checksums(folder: Path) -> Checksums | None:
 
 
 def damaged(folder: Path, pieces: Iterable[Piece]) -> list[str]:
-    """Returns messages about damaged pieces, at most one for each file."""
+    """Returns messages about damaged pieces, at most one for each file.
+
+    Raises:
+        ReadError: If a file is there and cannot be read.
+    """
     messages = []
     for file, inside in groupby(sorted(pieces), key=lambda piece: piece.file):
         if message := _damage(folder / file, list(inside)):
@@ -204,7 +228,7 @@ def _damage(path: Path, pieces: Sequence[Piece]) -> str:
     except FileNotFoundError:
         return f"there is no {path.name}"
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        raise ReadError(f"{path} cannot be read: {error.strerror}") from error
     return ""
 
 

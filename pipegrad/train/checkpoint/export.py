@@ -37,6 +37,8 @@ def write_file(state: Mapping[str, Tensor], path: Path, file_format: str) -> Non
     try:
         if path.exists():
             raise WeightsError(f"{path} is there already: name another file, or remove it")
+        if not path.parent.is_dir():
+            raise WeightsError(f"{path} cannot be written: there is no folder {path.parent}")
         FORMATS[file_format](state, partial)
         partial.replace(path)
     except PipegradError:

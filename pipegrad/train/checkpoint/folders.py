@@ -80,8 +80,10 @@ def remove_unfinished(run: Path) -> None:
 
 def put_aside(folder: Path) -> None:
     """Renames a damaged checkpoint, so that a whole one of this step can take its place."""
-    target = folder.with_name(f"{folder.name}{_DAMAGED}")
-    shutil.rmtree(target, ignore_errors=True)
+    number, target = 1, folder.with_name(f"{folder.name}{_DAMAGED}")
+    while target.exists():  # an earlier one: perhaps a part of it can be saved
+        number += 1
+        target = folder.with_name(f"{folder.name}{_DAMAGED}-{number}")
     folder.rename(target)
 
 

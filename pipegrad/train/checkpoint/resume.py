@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -12,12 +13,30 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums, DamageError
+from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums, DamageError, ReadError
+from pipegrad.train.checkpoint.folders import step_of
 from pipegrad.train.checkpoint.validate import damage_of, read_metadata, verify
 from pipegrad.train.checkpoint.writer.saver import failure_message
 from pipegrad.train.config import Config, path_of
 
 _VERIFY_SECONDS = 600.0  # timeout for the slowest rank to read its pieces
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        num_steps: How many steps the checkpoint has made.
+        folder: Of the checkpoint.
+        notes: For the user.
+        damaged: Newer checkpoints, which are damaged.
+    """
+
+    num_steps: int
+    folder: Path
+    notes: tuple[str, ...]
+    damaged: tuple[Path, ...]
 
 
 def resume(
@@ -28,7 +47,7 @@ def resume(
     *,
     state_names: set[str],
     run: Mapping[str, str],
-) -> tuple[int, Path, list[str]]:
+) -> Resumed:
     """Loads a checkpoint; every rank must call it.
 
     Args:
@@ -40,9 +59,6 @@ def resume(
         state_names: Names of the state that the optimizer keeps for a matrix.
         run: Values of this run, as text.
 
-    Returns:
-        How many steps the checkpoint has made, its folder, and notes for the user.
-
     Raises:
         ConfigError: If the checkpoint is damaged, cannot be read, or is of another model; on all
             ranks.
@@ -50,6 +66,7 @@ def resume(
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
     folder, metadata, checksums, notes = _first_whole(config, folders)
+    damaged = tuple(folders[: folders.index(folder)])
     keys = {key for own in agree("what is held", state.keys) for key in own}
     agree("the checkpoint", lambda: state.check(config, metadata, state_names, keys))
     notes += _differences(folder, checksums, run)
@@ -62,7 +79,13 @@ def resume(
     except DamageError as error:
         complaint = f"{_named(config, folder)}{damage_of([str(error)])}"
         config.refuse("train.resume", complaint, cause=error)
-    return num_steps, folder, [*notes, *_resume_handlers(state, sync)]
+    if step_of(folder) not in (None, num_steps):
+        config.refuse(
+            "train.resume",
+            f"{_named(config, folder)}is the checkpoint of step {num_steps} by what it has: give "
+            f"the folder the name checkpoint-{num_steps} again",
+        )
+    return Resumed(num_steps, folder, (*notes, *_resume_handlers(state, sync)), damaged)
 
 
 def _first_whole(
@@ -72,7 +95,15 @@ def _first_whole(
     notes = list[str]()
     for folder, before in zip(folders, [*folders[1:], None], strict=True):
         read: list[tuple[Metadata, Checksums | None]] = []
-        complaint = _damage(folder, read)
+        try:
+            complaint = _damage(folder, read)
+        except ReadError as error:
+            config.refuse(
+                "train.resume",
+                f"{error}: this says nothing of its bytes, so no older checkpoint is taken: make "
+                f"the file readable, or name another checkpoint",
+                cause=error,
+            )
         if not complaint:
             return folder, *read[0], notes
         if not config.train.fallback or before is None:
@@ -88,27 +119,45 @@ def _damage(folder: Path, read: list[tuple[Metadata, Checksums | None]]) -> str:
     Args:
         folder: The checkpoint.
         read: Takes its metadata and checksums.
+
+    Raises:
+        ReadError: If a rank cannot read it; on all ranks.
     """
 
-    def complaint() -> str:
+    def complaint() -> list[str]:
         try:
             read.append(read_metadata(folder))
         except DamageError as error:
-            return str(error)
-        return ""
+            return [str(error)]
+        return []
 
     # One rank alone may find the damage, as on another machine.
-    complaints = [found for found in agree("the checkpoint", complaint) if found]
-    if complaints:
+    if complaints := _of_all_ranks("the checkpoint", complaint):
         return complaints[0]
     checksums = read[0][1]
     if checksums is None:
         return ""
-    replies = agree(
-        "the checksums", lambda: verify(folder, checksums), timeout_seconds=_VERIFY_SECONDS
-    )
-    messages = sorted({message for of_rank in replies for message in of_rank})
+    messages = _of_all_ranks("the checksums", lambda: verify(folder, checksums))
     return damage_of(messages) if messages else ""
+
+
+def _of_all_ranks(what: str, check: Callable[[], list[str]]) -> list[str]:
+    """Returns the messages of all ranks about a checkpoint, each once.
+
+    Raises:
+        ReadError: If a rank cannot read it; on all ranks.
+    """
+
+    def caught() -> tuple[list[str], str]:
+        try:
+            return check(), ""
+        except ReadError as error:
+            return [], str(error)
+
+    replies = agree(what, caught, timeout_seconds=_VERIFY_SECONDS)
+    if unreadable := [message for _, message in replies if message]:
+        raise ReadError(unreadable[0])
+    return sorted({message for messages, _ in replies for message in messages})
 
 
 def _named(config: Config, folder: Path) -> str:

@@ -21,15 +21,18 @@ from pipegrad.errors import WeightsError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.weights.files import listed
 from pipegrad.train.checkpoint.checksums import (
+    CHECKSUMS,
     METADATA,
+    STEP,
     Checksums,
     DamageError,
+    ReadError,
     damaged,
-    read_checksums,
 )
-from pipegrad.train.checkpoint.folders import checkpoints
+from pipegrad.train.checkpoint.folders import checkpoints, step_of
 from pipegrad.train.checkpoint.layout import parted
-from pipegrad.train.checkpoint.metadata import CheckpointReader, read_pickled_metadata
+from pipegrad.train.checkpoint.metadata import CheckpointReader
+from pipegrad.train.checkpoint.validate import read_metadata
 
 _TIED = "tied"  # among the values of the run
 _MODEL = "model."
@@ -66,7 +69,7 @@ def load(checkpoint: str | Path) -> dict[str, Tensor]:
     folder = find_checkpoint(Path(checkpoint))
     metadata, checksums = _read(folder)
     tensors = _whole(folder, _tensors(folder, metadata))
-    tied = json.loads(checksums.run.get(_TIED, "{}")) if checksums else {}
+    tied = json.loads(checksums.run.get(_TIED, "{}"))
     for name, others in tied.items():
         tensors |= dict.fromkeys(others, tensors[name])
     return tensors
@@ -97,17 +100,20 @@ def find_checkpoint(path: Path) -> Path:
     return whole[0]
 
 
-def _read(folder: Path) -> tuple[Metadata, Checksums | None]:
+def _read(folder: Path) -> tuple[Metadata, Checksums]:
     """Returns metadata and checksums, after the bytes of the model were verified."""
     try:
-        checksums = read_checksums(folder)
-        metadata = read_pickled_metadata(folder / METADATA)
-        pieces = [p for p in (checksums.pieces if checksums else ()) if p.key.startswith(_MODEL)]
-        messages = damaged(folder, pieces)
+        metadata, checksums = read_metadata(folder)
+        if checksums is None:
+            raise DamageError(
+                f"has no {CHECKSUMS}, so nobody knows whether its bytes are those that were "
+                f"written: restore the file; torch.distributed.checkpoint reads without it"
+            )
+        messages = damaged(folder, [p for p in checksums.pieces if _is_read(p.key)])
     except DamageError as error:
-        raise WeightsError(f"{folder} is damaged: {error}") from error
-    except OSError as error:
-        raise WeightsError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise WeightsError(f"{folder} {error}") from error
+    except ReadError as error:
+        raise WeightsError(str(error)) from error
     if messages:
         raise WeightsError(f"{folder} is damaged: {messages[0]}: export another checkpoint")
     return metadata, checksums
@@ -118,9 +124,9 @@ def _tensors(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
     saved = {
         key: value
         for key, value in metadata.state_dict_metadata.items()
-        if key.startswith(_MODEL) and isinstance(value, TensorStorageMetadata)
+        if _is_read(key) and isinstance(value, TensorStorageMetadata)
     }
-    if not saved:
+    if saved.keys() <= {STEP}:
         raise WeightsError(f"{folder} has no model: no key begins with {_MODEL!r}")
     try:
         state = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in saved.items()}
@@ -129,7 +135,17 @@ def _tensors(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
             read_into(state, storage_reader=CheckpointReader(folder), no_dist=True)
     except Exception as error:  # a CheckpointException, or too little memory
         raise WeightsError(f"{folder} cannot be read: {in_words(error)}") from error
+    step = int(state.pop(STEP, torch.tensor(-1)))
+    if step_of(folder) not in (None, step):
+        raise WeightsError(
+            f"{folder} is the checkpoint of step {step} by what it has: give the folder the name "
+            f"checkpoint-{step} again"
+        )
     return {key.removeprefix(_MODEL): tensor for key, tensor in state.items()}
+
+
+def _is_read(key: str) -> bool:
+    return key == STEP or key.startswith(_MODEL)
 
 
 def _whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

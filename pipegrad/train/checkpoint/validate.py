@@ -13,6 +13,7 @@ from pipegrad.train.checkpoint.checksums import (
     METADATA,
     Checksums,
     DamageError,
+    ReadError,
     damaged,
     read_checksums,
 )
@@ -29,6 +30,7 @@ def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
     Raises:
         DamageError: If the folder is not a whole checkpoint, or a file is damaged. The message says
             all of that.
+        ReadError: If a file is there and cannot be read.
     """
     if "\0" in str(folder):
         raise DamageError("is no path: it has a null character")
@@ -48,9 +50,11 @@ def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
         if not folder.exists():
             complaint = "there is no such folder, seen from the working directory"
         raise DamageError(complaint) from error
-    except OSError as error:
+    except NotADirectoryError as error:
         complaint = f"{error.filename} cannot be read: {error.strerror}"
         raise DamageError(f"expected the folder of a checkpoint: {complaint}") from error
+    except OSError as error:
+        raise ReadError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _refuse_other_pieces(metadata: Metadata, checksums: Checksums | None) -> None:
@@ -69,7 +73,11 @@ def damage_of(messages: Sequence[str]) -> str:
 
 
 def verify(folder: Path, checksums: Checksums) -> list[str]:
-    """Returns messages about damaged pieces, of this rank's share of all pieces."""
+    """Returns messages about damaged pieces, of this rank's share of all pieces.
+
+    Raises:
+        ReadError: If a file is there and cannot be read.
+    """
     # Each rank reads every n-th piece, so all ranks together read the checkpoint once.
     return damaged(folder, checksums.pieces[dist.get_rank() :: dist.get_world_size()])
 

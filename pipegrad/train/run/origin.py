@@ -15,12 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipegrad.train.checkpoint.checksums import METADATA
 from pipegrad.train.checkpoint.folders import checkpoints, step_of
 from pipegrad.train.config import Config, path_of
+from pipegrad.train.run.lock import RunLock
 from pipegrad.train.run.manifest import MANIFEST, is_of_launch, is_of_output, read_manifest
 
 AUTO = "auto"
@@ -34,11 +35,13 @@ class Origin:
         folder: The folder of the run that goes on; None for a new run.
         checkpoints: What to read, and what was there before it, newest first; empty to start anew.
         complaint: Why there is no such thing; "" if there is.
+        notes: For the user.
     """
 
     folder: Path | None = None
     checkpoints: tuple[Path, ...] = ()
     complaint: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def find_origin(config: Config, launch: Sequence[str]) -> Origin:
@@ -58,6 +61,27 @@ def find_origin(config: Config, launch: Sequence[str]) -> Origin:
     run = max(own, key=_age)
     # A run that was ended before its first checkpoint starts again as it was configured.
     return Origin(run, tuple(checkpoints(run)) or configured.checkpoints)
+
+
+def locked_origin(config: Config, launch: Sequence[str]) -> tuple[Origin, RunLock | None]:
+    """Returns where a run goes on from, and the lock of the folder that it goes on in.
+
+    Args:
+        config: The configuration.
+        launch: The names of this launch.
+
+    Raises:
+        ConfigError: If another process works in this folder.
+    """
+    origin = find_origin(config, launch)
+    if origin.folder is None:
+        return origin, None
+    try:
+        lock = RunLock(origin.folder)
+    except OSError as error:
+        config.refuse("train.resume", str(error), cause=error)
+    # Until it was locked, another job may have written there.
+    return replace(find_origin(config, launch), notes=lock.notes), lock
 
 
 def _configured(config: Config) -> Origin:
@@ -103,10 +127,10 @@ def _is_run(folder: Path) -> bool:
 
 def _runs(output: Path) -> list[Path]:
     """Returns the folders that runs with this ``train.output`` have made."""
-    name = output.resolve().name
-    numbered = re.compile(rf"{re.escape(name)}-\d+")
-    with suppress(OSError):
-        siblings = [f for f in output.resolve().parent.iterdir() if numbered.fullmatch(f.name)]
+    with suppress(OSError, ValueError):  # a path that is none is refused when the folder is made
+        whole = output.resolve()
+        numbered = re.compile(rf"{re.escape(whole.name)}-\d+")
+        siblings = [f for f in whole.parent.iterdir() if numbered.fullmatch(f.name)]
         # As the user wrote it, for messages.
         runs = [output, *(output.parent / folder.name for folder in siblings)]
         return [run for run in runs if run.is_dir()]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
-from pipegrad.train.checkpoint.folders import checkpoints, put_aside, remove_unfinished, step_of
+from pipegrad.train.checkpoint.folders import put_aside, remove_unfinished
 from pipegrad.train.config import Config, path_of
-from pipegrad.train.run.manifest import MANIFEST
+from pipegrad.train.run.manifest import MANIFEST, read_manifest
 
 METRICS = "metrics.jsonl"
 _SEEN_SECONDS = 5.0  # for a network file system to show a new file
@@ -40,50 +41,87 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
     # Runs that start at the same time try the same names. `mkdir` fails for all but one of them,
     # and the others try the next number.
     while True:
+        folder = output
         try:
-            working = Path.cwd()
-            if output.resolve() in (working, *working.parents):
-                config.refuse(
-                    "train.output",
-                    f"is {output.resolve()}, which holds more than a run: name a folder that "
-                    f"is not there yet, as in 'runs/run'",
-                )
-            folder = output
+            _refuse_above(config, output)
             if number > 1:
                 folder = folder.parent / f"{folder.resolve().name}-{number}"
             folder.mkdir(parents=True)
-            begin(folder)
         except FileExistsError:
             number += 1
-        except ConfigError:
-            raise
         except (OSError, ValueError) as error:
             config.refuse("train.output", f"cannot be written: {error}", cause=error)
         else:
+            _begin(config, folder, begin)
             return str(folder)
 
 
+def _refuse_above(config: Config, output: Path) -> None:
+    working = Path.cwd()
+    if output.resolve() in (working, *working.parents):
+        config.refuse(
+            "train.output",
+            f"is {output.resolve()}, which holds more than a run: name a folder that "
+            f"is not there yet, as in 'runs/run'",
+        )
+
+
+def _begin(config: Config, folder: Path, begin: Callable[[Path], None]) -> None:
+    """Opens the files of a new run. If that fails, the run leaves no folder."""
+    try:
+        begin(folder)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
+            config.refuse("train.output", f"cannot be written: {error}", cause=error)
+        raise
+
+
 def continue_run_folder(
-    config: Config, folder: Path, step: int, begin: Callable[[Path], None]
+    config: Config,
+    folder: Path,
+    step: int,
+    begin: Callable[[Path], None],
+    *,
+    damaged: Sequence[Path] = (),
 ) -> str:
     """Prepares the folder of a run that goes on after a step; returns its path.
 
-    Removes what the run did after this step: rows of its metrics, and unfinished checkpoints.
+    Removes what the run did after this step: rows of its metrics, and unfinished checkpoints. The
+    reports of a failure move into a folder of their own.
+
+    Args:
+        config: The configuration.
+        folder: Of the run.
+        step: The last one that it has made.
+        begin: Called with the folder, to open the files of the run.
+        damaged: Checkpoints of later steps. They are renamed: otherwise the run would go on from
+            one of them.
 
     Raises:
         ConfigError: If the folder cannot be written, or `begin` fails.
     """
     try:
         remove_unfinished(folder)
-        for later in checkpoints(folder):
-            # These are damaged. Otherwise the run would go on from one of them.
-            if (step_of(later) or 0) > step:
+        for later in damaged:
+            if later.parent == folder and later.exists():  # another run keeps its own
                 put_aside(later)
+        _move_reports(folder)
         cut_rows(folder / METRICS, step)
         begin(folder)
     except (OSError, ValueError) as error:
         config.refuse("train.output", f"{folder} cannot be written: {error}", cause=error)
     return str(folder)
+
+
+def _move_reports(folder: Path) -> None:
+    """Moves the reports of a failure away, since this launch has not failed."""
+    if reports := sorted(folder.glob("failure*.txt")):
+        launches = (read_manifest(folder) or {}).get("launches", [])
+        away = folder / f"failures-of-launch-{len(launches)}"
+        away.mkdir(exist_ok=True)
+        for report in reports:
+            report.replace(away / report.name)
 
 
 def cut_rows(path: Path, step: int) -> None:
@@ -101,15 +139,24 @@ def cut_rows(path: Path, step: int) -> None:
 def replace(path: Path, content: bytes) -> None:
     """Writes a file. It has its old content or the new one, whenever this process is killed."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
-def refuse_unseen(config: Config, folder: Path) -> None:
+def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
     """Refuses the folder of a run that some rank does not see; every rank must call it.
+
+    Args:
+        config: The configuration.
+        folder: The folder.
+        is_new: Whether this run has made it. Then it is removed if it is refused.
 
     Raises:
         ConfigError: If a rank does not see it; on all ranks.
@@ -124,6 +171,8 @@ def refuse_unseen(config: Config, folder: Path) -> None:
     replies = agree("the folder of the run", lambda: (_sees(folder, expected), _machine()))
     blind = {rank: machine for rank, (sees, machine) in enumerate(replies) if not sees}
     if blind:
+        if is_new and dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
         machines = sorted(set(blind.values()))
         config.refuse(
             "train.output",

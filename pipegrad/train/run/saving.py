@@ -12,10 +12,10 @@ import torch.distributed as dist
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.watch.watch import Bounded
 from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.folders import checkpoint_folder, prune
-from pipegrad.train.checkpoint.writer.kept import kept
+from pipegrad.train.checkpoint.folders import checkpoint_folder, checkpoints, prune, step_of
+from pipegrad.train.checkpoint.writer.kept import num_new
 from pipegrad.train.checkpoint.writer.saver import WRITE_SECONDS, Saver, Status
-from pipegrad.train.checkpoint.writer.space import shortage
+from pipegrad.train.checkpoint.writer.space import shortage, size_of
 from pipegrad.train.config import Config
 
 Note = Callable[[str], object]
@@ -67,7 +67,8 @@ class Saving:
             for key, both in of_rank.items():
                 every[key] = max(every.get(key, both), both)
         self._nbytes = sum(own + kept * self._state_numel for own, kept in every.values())
-        self._warn(kept(self._config, first_step))
+        present = [step for step in map(step_of, checkpoints(folder)) if step is not None]
+        self._warn(num_new(self._config, first_step, present))
 
     @property
     def status(self) -> Status:
@@ -176,7 +177,11 @@ class Saving:
             self._note(f"{complaint}: the run goes on without this checkpoint")
 
     def _warn(self, number: int = 1) -> None:
-        if self._folder is not None and (warning := shortage(self._folder, self._nbytes, number)):
+        if self._folder is None or self._note is _nothing:
+            return
+        newest = checkpoints(self._folder)[:1]
+        nbytes = size_of(newest[0]) if newest else self._nbytes
+        if warning := shortage(self._folder, nbytes, number):
             self._note(warning)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.errors import PipegradError
 from pipegrad.testing import run_ranks
+from pipegrad.train.checkpoint.checksums import sealed
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 from tests.support.train.jobs import with_job
@@ -62,7 +65,16 @@ def cut_unverified(folder: Path) -> None:
 
 def without_pieces(folder: Path) -> None:
     checksums = json.loads((folder / "checksums.json").read_text())
-    (folder / "checksums.json").write_text(json.dumps(checksums | {"pieces": []}))
+    put_checksums(folder, checksums | {"pieces": []})
+
+
+def put_checksums(folder: Path, content: dict[str, Any]) -> None:
+    (folder / "checksums.json").write_text(json.dumps(sealed(content)))
+
+
+def another_seed(folder: Path) -> None:
+    path = folder / "checksums.json"
+    path.write_text(path.read_text().replace('"train.seed": "0"', '"train.seed": "1"'))
 
 
 def emptied(folder: Path) -> None:
@@ -87,7 +99,7 @@ def put_metadata(folder: Path, content: object) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(content))
     checksums = json.loads((folder / "checksums.json").read_text())
     checksums["metadata"] = zlib.crc32((folder / ".metadata").read_bytes())
-    (folder / "checksums.json").write_text(json.dumps(checksums))
+    put_checksums(folder, checksums)
 
 
 def changed_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
@@ -160,6 +172,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: flip(folder / "checksums.json", 10),
         f"{IS_DAMAGED}checksums.json ",
     ),
+    "values of the run": (another_seed, f"{IS_DAMAGED}checksums.json is damaged"),
     "a file in the folder's place": (
         no_folder,
         "expected the folder of a checkpoint: ",
@@ -282,22 +295,35 @@ def with_fallback(*, first: bool) -> dict[str, Any]:
         (Path("run/checkpoint-2") / ".metadata").unlink()
         shutil.copytree("whole", "run/checkpoint-4.partial")
         shutil.copytree("run", "run without")
+        shutil.copytree("whole", "renamed/checkpoint-100")
+        (Path("renamed") / "manifest.json").write_text("{}")
         shutil.rmtree("run without/checkpoint-1")
     dist.barrier()
-    found: dict[str, Any] = {"fallback": {}}
+    found: dict[str, Any] = {}
     for name, settings in FALLBACKS.items():
         try:
             trainer = trained(settings, 1)
-            found["fallback"][name] = str(trainer.checkpoint), trainer.notes
+            found[name] = str(trainer.checkpoint), trainer.notes
         except PipegradError as error:
-            found["fallback"][name] = str(error)
-    return found
+            found[name] = str(error)
+    with mock.patch.object(os, "pread", partial(unreadable, os.pread)):
+        for name in ("a run", "a checkpoint"):
+            found[f"{name} that cannot be read"] = refused(FALLBACKS[name])
+    return {"fallback": found}
+
+
+def unreadable(pread: Callable[..., bytes], *arguments: Any) -> bytes:
+    """Is the disk of rank 1, which cannot be read."""
+    if dist.get_rank() == 1:
+        raise OSError(errno.EIO, "Input/output error")
+    return pread(*arguments)
 
 
 FALLBACKS = {
     "no": ["train.resume=run"],
     "a run": ["train.resume=run", "train.fallback=true", *SHARDED],
     "a checkpoint": ["train.resume=run/checkpoint-3", "train.fallback=true", *SHARDED],
+    "renamed": ["train.resume='renamed'", "train.fallback=true", *SHARDED],
     "none left": ["train.resume='run without'", "train.fallback=true"],
     "auto": ["train.resume=auto", "train.output=run", "train.fallback=true", *SHARDED],
 }
@@ -375,11 +401,24 @@ def test_a_damaged_checkpoint_falls_back(replies: list[dict[str, Any]], name: st
     assert older.endswith("; this run goes on from run/checkpoint-1")
 
 
+@pytest.mark.parametrize("name", ["a run", "a checkpoint"])
+def test_what_cannot_be_read_is_not_damaged(replies: list[dict[str, Any]], name: str) -> None:
+    """It was renamed to checkpoint-3.damaged when a disk could not be read for a moment."""
+    first, second = (reply["fallback"][f"{name} that cannot be read"] for reply in replies)
+    assert first == second
+    assert "run/checkpoint-3/__" in first
+    assert " cannot be read: Input/output error: this says nothing of its bytes, so no " in first
+    assert "\n" not in first
+
+
 def test_nothing_falls_back_unasked(replies: list[dict[str, Any]]) -> None:
     first, second = (reply["fallback"]["no"] for reply in replies)
     assert first == second
     assert "train.resume = 'run': run/checkpoint-3: is damaged: " in first
     assert first.endswith("; or set train.fallback = true")
     assert "\n" not in first
+    renamed = replies[0]["fallback"]["renamed"]
+    assert "renamed/checkpoint-100: is the checkpoint of step 1 by what it has" in renamed
+    assert renamed.endswith(": give the folder the name checkpoint-1 again")
     none_left = replies[0]["fallback"]["none left"]
     assert "'run without': run without/checkpoint-2: is not a whole checkpoint: " in none_left

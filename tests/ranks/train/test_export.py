@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -188,12 +189,45 @@ def test_shards_are_refused_by_name(folder: Path) -> None:
     assert not (folder / "tensor.pt").exists()
 
 
+def altered(copy: Path, old: str, new: str) -> None:
+    content = (copy / "checksums.json").read_text()
+    assert old in content
+    (copy / "checksums.json").write_text(content.replace(old, new))
+
+
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("checkpoint-3.partial", None, "is not a whole checkpoint: the run that wrote it did not"),
+        ("checkpoint-100", None, "is the checkpoint of step 3 by what it has: give the folder"),
+        ("a", lambda copy: (copy / "checksums.json").unlink(), "has no checksums.json, so nobody"),
+        (
+            "b",
+            lambda copy: altered(copy, '\\"4.weight', '\\"5.weight'),
+            "checksums.json is damaged",
+        ),
+        ("c", lambda copy: altered(copy, '"model.', '"modal.'), "checksums.json is damaged"),
+    ],
+)
+def test_what_is_not_as_it_was_written_is_refused(
+    folder: Path, tmp_path: Path, name: str, change: Any, says: str
+) -> None:
+    """They were exported, or ended in a traceback."""
+    copy = tmp_path / name
+    shutil.copytree(folder / "pp 4" / "checkpoint-3", copy)
+    if change is not None:
+        change(copy)
+    line = refused(copy, "--output", tmp_path / "it.pt")
+    assert line.startswith(f"Error: {copy} ")
+    assert says in line
+    assert not (tmp_path / "it.pt").exists()
+
+
 @pytest.mark.usefixtures("outputs")
 def test_damage_is_refused(folder: Path, tmp_path: Path) -> None:
     whole, copy = folder / "pp 4" / "checkpoint-3", tmp_path / "copy"
-    copy.mkdir()
-    for path in whole.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(whole, copy)
     pieces = json.loads((copy / "checksums.json").read_text())["pieces"]
     piece = next(piece for piece in pieces if piece["key"].startswith("model."))
     file = copy / piece["file"]
@@ -241,7 +275,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Any, says: str) 
 @pytest.mark.usefixtures("outputs")
 def test_an_output_that_cannot_be_written(folder: Path) -> None:
     run = folder / "pp 4"
-    assert "cannot be written: " in refused(run, "--output", folder / "no" / "where.pt")
+    nowhere = refused(run, "--output", folder / "no" / "where.pt")
+    assert nowhere.endswith(f"cannot be written: there is no folder {folder / 'no'}")
+    odd = refused(run, "--output", folder / "it.onnx")
+    assert "the suffix .onnx names no format: choose one of .safetensors, .pt" in odd
+    invoked(run, "--output", folder / "it.onnx", "--format", "torch")
+    assert torch.load(folder / "it.onnx", weights_only=True).keys() == pipegrad.load(run).keys()
     assert "is there already" in refused(run, "--output", folder)
     with pytest.raises(WeightsError, match=r"cannot be read: .*null"):
         pipegrad.load("a\0b")

@@ -168,7 +168,9 @@ def stop_after(step: int) -> Hook:
 
 def no_room() -> dict[str, Any]:
     with mock.patch("pipegrad.train.checkpoint.writer.space.free_bytes", return_value=20_000):
-        return trained(at("no room", "train.save_every=4"))
+        ended = trained(at("no room", "train.save_every=4"))
+        again = trained(at("no room", "train.resume=auto", "train.steps=9"))
+    return ended | {"again": again}
 
 
 def apart() -> dict[str, Any]:
@@ -310,7 +312,9 @@ def test_generators_start_again_on_another_layout(replies: list[dict[str, Any]])
         assert reply["undrawn"]["then"]["code"] == 0
 
 
-def test_a_disk_that_is_too_small_is_told_early(replies: list[dict[str, Any]]) -> None:
+def test_a_disk_that_is_too_small_is_told_early(
+    replies: list[dict[str, Any]], folder: Path
+) -> None:
     first, *later = replies[0]["no room"]["lines"]
     assert first.startswith("2 checkpoints of about ")
     assert first.endswith(
@@ -318,6 +322,12 @@ def test_a_disk_that_is_too_small_is_told_early(replies: list[dict[str, Any]]) -
         "train.save_every higher"
     )
     assert [line.split(" of ")[0] for line in later] == ["a checkpoint"] * 2
+    # One that is there says how large they are, and makes room when the next is whole.
+    nbytes = sum(path.stat().st_size for path in (folder / "no room" / "checkpoint-8").iterdir())
+    again = replies[0]["no room"]["again"]["lines"]
+    assert [line.split(" will not ")[0] for line in again] == [
+        f"a checkpoint of about {nbytes:,} bytes"
+    ] * 2
 
 
 def test_ranks_that_do_not_see_the_folder_are_refused(replies: list[dict[str, Any]]) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +23,14 @@ from pipegrad.train.checkpoint.folders import (
     remove_unfinished,
     unfinished,
 )
-from pipegrad.train.checkpoint.writer.kept import check_kept, kept
+from pipegrad.train.checkpoint.writer.kept import check_kept, num_new
 from pipegrad.train.config import Config
 from pipegrad.train.process.start import LAUNCH
 from pipegrad.train.run.launch import launch_of, process
+from pipegrad.train.run.lock import HeldError, RunLock
 from pipegrad.train.run.manifest import with_launch
-from pipegrad.train.run.origin import Origin, find_origin
-from pipegrad.train.run.run_folder import cut_rows, make_run_folder
+from pipegrad.train.run.origin import Origin, find_origin, locked_origin
+from pipegrad.train.run.run_folder import continue_run_folder, cut_rows, make_run_folder, replace
 from pipegrad.train.schema import Model, Train
 
 
@@ -95,7 +101,25 @@ def test_old_ones_are_removed(
     ],
 )
 def test_how_many_are_there_at_once(train: dict[str, Any], number: int) -> None:
-    assert kept(config(steps=100, **train), 1) == number
+    assert num_new(config(steps=100, **train), 1) == number
+
+
+@pytest.mark.parametrize(
+    ("train", "present", "number"),
+    [
+        ({"save_every": 10}, [40, 50], 1),  # one of them is removed when the next is whole
+        ({"save_every": 10}, [50], 2),
+        ({"save_every": 10}, [10, 20, 30, 40, 50], 1),  # keep_last was more
+        ({"save_every": 10, "keep_every": 20}, [20, 40, 50], 6 - 3),
+        ({"save_every": 10}, [60, 70], 1),  # damaged, so they are renamed, and stay
+        ({"save": False}, [40, 50], 0),
+    ],
+)
+def test_for_how_many_more_a_run_that_goes_on_needs_room(
+    train: dict[str, Any], present: list[int], number: int
+) -> None:
+    """It was warned for those that were there, too."""
+    assert num_new(config(steps=100, **train), 51, present) == number
 
 
 @pytest.mark.parametrize(
@@ -248,3 +272,100 @@ def test_runs_that_start_together_have_folders_of_their_own(tmp_path: Path) -> N
     values = config(output=str(tmp_path / "run"))
     made = [make_run_folder(values, lambda _: None) for _ in range(3)]
     assert [Path(folder).name for folder in made] == ["run", "run-2", "run-3"]
+
+
+@pytest.mark.parametrize("error", [FileExistsError("a file of the reporter"), ValueError("odd")])
+def test_a_reporter_that_fails_leaves_no_folder(tmp_path: Path, error: Exception) -> None:
+    """Folders were made without end when it raised FileExistsError."""
+    begun = []
+
+    def begin(folder: Path) -> None:
+        begun.append(folder.name)
+        (folder / "manifest.json").write_text("{}")
+        raise error
+
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match=f"cannot be written: {error}"):
+        make_run_folder(config(output=str(tmp_path / "run")), begin)
+    assert begun == ["run-2"]
+    assert names(tmp_path) == ["run"]
+
+
+def test_only_what_is_damaged_is_put_aside(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path / "run", 4, 6, 8)
+    other = with_checkpoints(tmp_path / "other", 8)
+    (run / "checkpoint-8.damaged").mkdir()
+    damaged = (run / "checkpoint-8", other / "checkpoint-8")
+    continue_run_folder(config(), run, 4, lambda _: None, damaged=damaged)
+    assert names(run) == [
+        "checkpoint-4", "checkpoint-6", "checkpoint-8.damaged", "checkpoint-8.damaged-2"
+    ]  # fmt: skip
+    assert names(run / "checkpoint-8.damaged-2") == ["piece"]
+    assert names(other) == ["checkpoint-8"]
+
+
+def test_reports_of_a_failure_are_those_of_the_last_launch(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "job", 4)
+    for name in ("failure.txt", "failure-rank1.txt"):
+        (run / name).write_text(name)
+    for _ in range(2):
+        continue_run_folder(config(), run, 4, lambda _: None)
+    assert names(run) == ["checkpoint-4", "failures-of-launch-2", "manifest.json"]
+    assert names(run / "failures-of-launch-2") == ["failure-rank1.txt", "failure.txt"]
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(OSError, match="manifest"):
+        replace(tmp_path / "manifest.json", b"new")
+    assert names(tmp_path) == ["manifest.json"]
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from pipegrad.train.run.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
+    """It is free again when the process is killed, though a worker of the process lives on."""
+    run = run_of(tmp_path / "run", None, 4)
+    values = config(output=str(run), resume="auto")
+    forks = HOLDING.replace("print", "import os; os.fork(); print")
+    with subprocess.Popen(
+        [sys.executable, "-c", forks, str(run)], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == process.stdout.readline() == b"held\n"
+            with pytest.raises(HeldError, match=f"is in use by process {process.pid} on .* since "):
+                RunLock(run)
+            with pytest.raises(ConfigError, match=r"train\.resume = 'auto': .* is in use by "):
+                locked_origin(values, ())
+            process.kill()
+            process.wait()
+            origin, lock = locked_origin(values, ())
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert origin == Origin(run, (run / "checkpoint-4",))
+    assert lock is not None
+    assert (run / "lock").read_text().startswith(f"process {os.getpid()} on ")
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    run = run_of(tmp_path / "run", None, 4)
+    origin, _ = locked_origin(config(output=str(run), resume=str(run)), ())
+    assert origin.notes == (
+        f"{run} cannot be locked (No locks available): start no other job with it",
+    )

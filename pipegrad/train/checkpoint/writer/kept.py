@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipegrad.train.config import Config
 
 
@@ -26,13 +28,23 @@ def check_kept(config: Config) -> None:
         )
 
 
-def kept(config: Config, first_step: int) -> int:
-    """Returns how many checkpoints a run has at the same time, at most.
+def num_new(config: Config, first_step: int, present: Sequence[int] = ()) -> int:
+    """Returns for how many checkpoints more than now a run needs room, at most.
 
     The one that is written counts, since an older one is removed only after it.
+
+    Args:
+        config: The configuration.
+        first_step: Number of the first step that is made.
+        present: Steps of the checkpoints that are there.
     """
     train = config.train
-    steps = [s for s in range(first_step, train.steps + 1) if train.saves_after(s)]
+    new = [s for s in range(first_step, train.steps + 1) if train.saves_after(s)]
+    if not new:
+        return 0
+    steps = [*sorted(step for step in present if step < first_step), *new]
     last = steps[-train.keep_last - 1 :]
     every = train.keep_every
-    return len(last) + sum(every is not None and s % every == 0 for s in steps[: -len(last)])
+    kept = sum(every is not None and s % every == 0 for s in steps[: -len(last)])
+    # The first one is written before any older one is removed.
+    return max(1, len(last) + kept - len(present))

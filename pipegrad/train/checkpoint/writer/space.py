@@ -24,6 +24,14 @@ def shortage(folder: Path, nbytes: int, number: int = 1) -> str:
     )
 
 
+def size_of(checkpoint: Path) -> int:
+    """Returns the bytes of a checkpoint that is there; 0 if it is removed meanwhile."""
+    try:
+        return sum(file.stat().st_size for file in checkpoint.iterdir())
+    except OSError:
+        return 0
+
+
 def free_space(folder: Path) -> str:
     """Returns the free bytes of a folder's disk as text; "" if they are not known."""
     free = free_bytes(folder)
