@@ -183,7 +183,14 @@ class StepKind:
             times=self._times,
         )
         executor = self._executor
-        self._progress = Progress(self.program, context.topology, lambda: executor.position)
+        progress = Progress(self.program, context.topology, lambda: executor.position)
+        # What the report of a failure needs to know of a step.
+        self._activity = Activity(
+            "",
+            details=progress.details,
+            drawing=progress.drawing,
+            position=progress.position,
+        )
 
     def with_schedule(self, schedule: Schedule, *, is_measured: bool) -> StepKind:
         """Returns this kind of step with another schedule, such as one of more microbatches.
@@ -229,17 +236,8 @@ class StepKind:
             StepError: If the batch does not fit, or if the step failed on another rank first.
             Exception: What failed on this rank.
         """
-        with self._activity():
+        with self._activity:
             return self._run(batch)
-
-    def _activity(self) -> Activity:
-        """Returns what the report of a failure needs to know of a step."""
-        return Activity(
-            "",
-            details=self._progress.details,
-            drawing=self._progress.drawing,
-            position=self._progress.position,
-        )
 
     def _run(self, batch: Batch) -> StepResult:
         context, executor = self._context, self._executor
