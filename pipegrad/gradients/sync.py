@@ -668,7 +668,7 @@ class GradientSync:
 
     def bounded(self, what: str) -> Bounded:
         """Bounds what is inside ``with``, in time; see `Bounded`."""
-        return Bounded(what, self._agreed.options.step_timeout_seconds)
+        return Bounded(what, within_seconds=self._agreed.options.step_timeout_seconds)
 
     @property
     def device(self) -> torch.device:

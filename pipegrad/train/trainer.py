@@ -107,7 +107,7 @@ class Trainer:
         config = self._agreed_configuration(load)
         if (watched := watch()) is not None:
             watched.end_seconds = config.train.step_timeout_seconds
-        with Bounded("the set-up", config.train.start_timeout_seconds):
+        with Bounded("the set-up", within_seconds=config.train.start_timeout_seconds):
             self._set_up(config)
 
     def _set_up(self, config: Config) -> None:

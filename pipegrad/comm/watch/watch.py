@@ -447,16 +447,9 @@ class Bounded(Activity):
     """An activity that a watch ends if it takes too long. It is part of a verb, on the main thread.
 
     After an alarm of any rank, an error inside becomes a StallError with the cause.
-
-    Args:
-        what: In words.
-        within_seconds: How long it may take.
     """
 
     __slots__ = ()
-
-    def __init__(self, what: str, within_seconds: float) -> None:
-        super().__init__(what, within_seconds=within_seconds)
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)

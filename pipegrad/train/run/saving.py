@@ -186,7 +186,7 @@ class Saving:
 
 
 def _bounded(what: str) -> Bounded:
-    return Bounded(what, WRITE_SECONDS)
+    return Bounded(what, within_seconds=WRITE_SECONDS)
 
 
 def _nothing(_: str) -> None:
