@@ -453,9 +453,11 @@ class Bounded(Activity):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
+        if not _has_alarm:
+            return
         # Also a verb that has ended well: after an alarm other ranks have ended.
         error, world = raised[1], dist.group.WORLD
-        if not _has_alarm or isinstance(error, StallError) or world is None:
+        if isinstance(error, StallError) or world is None:
             return
         own = _watches.get(world)
         if own is not None and own.has_alarm and (error is None or isinstance(error, Exception)):
