@@ -330,10 +330,13 @@ def test_a_disk_that_is_too_small_is_told_early(
     ] * 2
 
 
-def test_ranks_that_do_not_see_the_folder_are_refused(replies: list[dict[str, Any]]) -> None:
+def test_ranks_that_do_not_see_the_folder_are_refused(
+    replies: list[dict[str, Any]], folder: Path
+) -> None:
     first, second = (reply["apart"]["error"] for reply in replies)
     assert first == second
     assert "\n" not in first
     assert "train.output = 'run': ranks [1] on " in first
     assert "do not see run, which rank 0 on " in first
+    assert not (folder / "machine-0" / "run").exists()
     assert [reply["apart"]["unsaved"]["code"] for reply in replies] == [0, 0]
