@@ -110,8 +110,10 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     _check_environment(os.environ)
     if "RANK" not in os.environ:
         dist.init_process_group(store=HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
         return
     _join(timeout_seconds)
     watched = watch()
