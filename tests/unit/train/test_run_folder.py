@@ -322,11 +322,12 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> Non
 
 
 HOLDING = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from pipegrad.train.run.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-print("held", flush=True)
+os.fork()
+os.write(1, b"held\\n")
 time.sleep(100)
 """
 
@@ -335,9 +336,8 @@ def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
     """It is free again when the process is killed, though a worker of the process lives on."""
     run = run_of(tmp_path / "run", None, 4)
     values = config(output=str(run), resume="auto")
-    forks = HOLDING.replace("print", "import os; os.fork(); print")
     with subprocess.Popen(
-        [sys.executable, "-c", forks, str(run)], stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", HOLDING, str(run)], stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         assert process.stdout is not None
         try:
