@@ -20,6 +20,9 @@ from typing import Literal
 from pipegrad.comm.activity import Drawing
 from pipegrad.comm.watch.rank_state import RankState, Wait
 
+# Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
+FAILED = 1  # an error
+STALLED = 3  # a rank was lost: a restart may help
 Kind = Literal["common", "raised", "lost"]
 _MOST_CHARACTERS = 160  # of an error in the table
 _MOVING_SECONDS = 1.0  # at one item: a rank that goes on
@@ -42,6 +45,11 @@ class FailureReport:
     text: str
     reporter: int
     kind: Kind = "lost"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the processes that it ends."""
+        return STALLED if self.kind == "lost" else FAILED
 
     @classmethod
     def of_one_rank(cls, state: RankState, reason: str, signs: Mapping[int, str]) -> FailureReport:

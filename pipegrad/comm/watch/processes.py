@@ -26,7 +26,11 @@ class ProcessId(NamedTuple):
     @classmethod
     def own(cls) -> ProcessId:
         """Returns that of this process; without a machine where there is no /proc."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Returns that of a process of this machine, as `own` does."""
         try:
             machine = f"{_BOOT.read_text().strip()}{Path('/proc/self/ns/pid').readlink()}"
             return cls(machine, pid, _stat(pid)[1])

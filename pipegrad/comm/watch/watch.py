@@ -38,7 +38,7 @@ from pipegrad.comm.activity import Activity, activities, give_back
 from pipegrad.comm.agreement import store
 from pipegrad.comm.failures import Failure, failure_of
 from pipegrad.comm.process_groups import cut_all
-from pipegrad.comm.watch.failure_report import FailureReport, make_report
+from pipegrad.comm.watch.failure_report import STALLED, FailureReport, make_report
 from pipegrad.comm.watch.launcher import tell_launcher
 from pipegrad.comm.watch.processes import ProcessId
 from pipegrad.comm.watch.rank_state import (
@@ -50,9 +50,6 @@ from pipegrad.comm.watch.rank_state import (
 )
 from pipegrad.errors import StallError
 
-# Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
-FAILED = 1  # an error
-STALLED = 3  # a rank was lost: a restart may help
 _POLL_SECONDS = 0.5
 _TICK_SECONDS = 0.02
 _ANSWER_SECONDS = 8.0  # for all ranks to post what they are at
@@ -139,7 +136,7 @@ class Watch:
         self._is_taken = True
         report = self._report or self._own_report("the other ranks have made no report")
         if self.minds_ends:
-            _end_soon(_code(report))
+            _end_soon(report.exit_code)
         return report
 
     @property
@@ -162,9 +159,7 @@ class Watch:
                 self._store.set(self._key("left", self._rank), "")
         self.stop()
         if self.minds_ends and self.end_seconds < threading.TIMEOUT_MAX:
-            timer = threading.Timer(self.end_seconds, _end_late)
-            timer.daemon = True
-            timer.start()
+            _call_after(self.end_seconds, _end_late)
 
     # The thread that never blocks.
 
@@ -236,7 +231,7 @@ class Watch:
         while not self._is_taken and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
         if not self._is_taken and dist.group.WORLD is self._world():
-            os._exit(_code(report))
+            os._exit(report.exit_code)
 
     # The thread that talks to the store.
 
@@ -464,17 +459,18 @@ class Bounded(Activity):
             raise StallError(own.report().cause) from error
 
 
-def _code(report: FailureReport) -> int:
-    return STALLED if report.kind == "lost" else FAILED
+def _call_after(seconds: float, function: Callable[..., object], *arguments: object) -> None:
+    """Calls a function later, in a thread that keeps no process from its end."""
+    timer = threading.Timer(seconds, function, arguments)
+    timer.daemon = True
+    timer.start()
 
 
 def _end_soon(code: int) -> None:
     """Ends this process in some seconds, if its own end hangs."""
     # gloo may wait for a stopped rank when a group is destroyed, and that may hold Python's lock.
     # Then no thread of Python runs, and only a thread of C can end the process.
-    timer = threading.Timer(_END_SECONDS, os._exit, [code])
-    timer.daemon = True
-    timer.start()
+    _call_after(_END_SECONDS, os._exit, code)
     faulthandler.dump_traceback_later(2 * _END_SECONDS, exit=True)
 
 

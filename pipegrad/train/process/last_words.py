@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from pipegrad.comm.agreement import once_a_machine
 from pipegrad.comm.failures import failure_of
-from pipegrad.comm.watch.failure_report import FailureReport
+from pipegrad.comm.watch.failure_report import FAILED, FailureReport
 from pipegrad.comm.watch.launcher import tell_launcher
-from pipegrad.comm.watch.watch import FAILED, STALLED, watch
+from pipegrad.comm.watch.watch import watch
 from pipegrad.errors import PipegradError
 
 _LATER_SECONDS = 0.5  # for the rank that prints the report: who ends first makes torchrun end all
@@ -71,7 +71,7 @@ def _end(report: FailureReport) -> int:
         once_a_machine(partial(_print, report.cause))
     if dist.get_rank() != report.reporter:
         time.sleep(_LATER_SECONDS)
-    return STALLED if report.kind == "lost" else FAILED
+    return report.exit_code
 
 
 def _print(words: str) -> None:

@@ -13,14 +13,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 
 from pipegrad.comm.agreement import agree
+from pipegrad.comm.watch.processes import ProcessId
 from pipegrad.train.process.start import LAUNCH
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_STARTED = 19  # the field of /proc/PID/stat behind the command's name, from 0
 
 
 def names_of_launch() -> tuple[str, ...]:
@@ -38,8 +34,4 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> str:
 def process(number: int) -> str:
     """Returns a name of a process that no other process has, at any time on any machine."""
     # Process numbers come again, also in another container of this machine.
-    boot = started = ""
-    with suppress(OSError, IndexError):
-        boot = _BOOT.read_text().strip()
-        started = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[_STARTED]
-    return f"process {number} of {socket.gethostname()}, started at {started} of boot {boot}"
+    return f"{socket.gethostname()} {ProcessId.of(number).dumped()}"
