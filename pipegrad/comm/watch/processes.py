@@ -1,13 +1,27 @@
-"""Processes of a machine: has a rank's process ended, or is it stopped? Linux says so in /proc."""
+"""Processes of a machine: has a rank's process ended, or is it stopped? Linux says so in /proc.
+
+The ranks of a machine learn of each other in the key-value store.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.distributed.distributed_c10d import Store
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_MOST_READS = 100  # of the processes of a machine, if nobody knows how many there are
+_SIGNS: Mapping[str, str] = {
+    "": "does not answer: its process or machine has ended or is stopped, or its network is cut",
+    "ended": "has ended without a word (process {pid})",
+    "stopped": "is stopped (process {pid}), by a signal such as SIGSTOP, or by a debugger",
+    "running": "does not answer, though its process {pid} runs: code that holds the interpreter "
+    "lock, or a machine without memory or processor time",
+}
 
 
 class ProcessId(NamedTuple):
@@ -56,6 +70,69 @@ class ProcessId(NamedTuple):
             if began == self.began and letter not in "ZX":
                 return "stopped" if letter in "Tt" else "running"
         return "ended"
+
+
+class Processes:
+    """The processes of the other ranks of this machine.
+
+    Args:
+        store: All ranks use it.
+        prefix: Of the keys in the store. The same on all ranks.
+        rank: Of this process, which it makes known.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int) -> None:
+        self._store, self._prefix, self._rank = store, prefix, rank
+        own = ProcessId.own()
+        self._machine = f"{prefix}/machine/{own.machine}"
+        if store.has_extended_api():  # type: ignore[attr-defined]  # public
+            store.append(self._machine, f"{rank} {own.dumped()}\n")  # type: ignore[attr-defined]
+        self._others: dict[int, ProcessId] = {}
+        self._left = set[int]()
+        self._reads = 0
+
+    def learn(self) -> None:
+        """Reads which processes this machine has, until all have come."""
+        expected = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if len(self._others) + 1 == expected or self._reads > _MOST_READS:
+            return
+        self._reads += 1
+        if self._store.check([self._machine]):
+            lines = self._store.get(self._machine).decode().splitlines()
+            known = {int(line.split()[0]): ProcessId.loaded(line.split()[1]) for line in lines}
+            self._others = {r: p for r, p in known.items() if r != self._rank}
+
+    def leave(self) -> None:
+        """Says that this process may end from now on."""
+        self._store.set(f"{self._prefix}/left/{self._rank}", "")
+
+    def has_lost(self) -> bool:
+        """Returns whether a process has ended without `leave`."""
+        for rank, process in self._others.items():
+            if rank not in self._left and process.state() == "ended":
+                if not self._store.check([f"{self._prefix}/left/{rank}"]):
+                    return True
+                self._left.add(rank)
+        return False
+
+    def lost(self) -> list[int]:
+        """Returns the ranks whose processes cannot answer, without those that may end."""
+        return [r for r in sorted(self._others) if self.is_gone(r) and r not in self._left]
+
+    def is_first(self) -> bool:
+        """Returns whether no rank before this one can answer."""
+        return all(self.is_gone(rank) for rank in self._others if rank < self._rank)
+
+    def is_gone(self, rank: int) -> bool:
+        """Returns whether a rank's process has ended or is stopped, as far as it is known."""
+        return rank in self._others and self._others[rank].state() in ("ended", "stopped")
+
+    def sign(self, rank: int) -> str:
+        """Returns in words what is known of a process that has not answered."""
+        process = self._others.get(rank)
+        if process is None:
+            return _SIGNS[""]
+        return _SIGNS[process.state()].format(pid=process.pid)
 
 
 def _stat(pid: int) -> tuple[str, str]:

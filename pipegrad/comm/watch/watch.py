@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from threading import Event
@@ -40,7 +40,7 @@ from pipegrad.comm.failures import Failure, failure_of
 from pipegrad.comm.process_groups import cut_all
 from pipegrad.comm.watch.failure_report import STALLED, FailureReport, make_report
 from pipegrad.comm.watch.launcher import tell_launcher
-from pipegrad.comm.watch.processes import ProcessId
+from pipegrad.comm.watch.processes import Processes
 from pipegrad.comm.watch.rank_state import (
     LastProgress,
     RankState,
@@ -59,7 +59,6 @@ _LEAVE_SECONDS = 5.0  # for the main thread to come out of its wait
 _END_SECONDS = 5.0  # for the process to end after that
 _JOIN_SECONDS = 1.0
 _SUSPENDED_SECONDS = 5.0  # between two looks: this process did not run meanwhile
-_MOST_LOOKS = 100  # for the processes of a machine, if nobody knows how many there are
 _LINE_SECONDS = 10.0  # until a line says for whom an agreement waits; then doubled
 _has_alarm = False  # whether any watch of this process has one
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
@@ -84,12 +83,7 @@ class Watch:
         own: Store = store().clone()  # type: ignore[attr-defined]  # public
         life = own.add(f"pipegrad/watch/lives/{self._rank}", 1)
         self._store, self._prefix = own, f"pipegrad/watch/{life}"
-        self._own_process = ProcessId.own()
-        if own.has_extended_api():  # type: ignore[attr-defined]  # public
-            own.append(self._beside, f"{self._rank} {self._own_process.dumped()}\n")  # type: ignore[attr-defined]
-        self._processes: dict[int, ProcessId] = {}  # the others of this machine
-        self._left = set[int]()
-        self._looks = 0
+        self._processes = Processes(own, self._prefix, self._rank)
         self._own: FailureReport | None = None
         self._own_lock = threading.Lock()
         self._line_seconds = _LINE_SECONDS
@@ -156,7 +150,7 @@ class Watch:
         """Ends the watch of this rank: its process may end from now on, and that is no failure."""
         if not self.has_alarm:
             with contextlib.suppress(dist.DistError, RuntimeError):
-                self._store.set(self._key("left", self._rank), "")
+                self._processes.leave()
         self.stop()
         if self.minds_ends and self.end_seconds < threading.TIMEOUT_MAX:
             _call_after(self.end_seconds, _end_late)
@@ -241,9 +235,12 @@ class Watch:
                 self._wake.wait(_POLL_SECONDS)
                 self._wake.clear()
                 if self._alarm is None:
-                    self._look_at_processes()
+                    self._processes.learn()
                 if self._alarm is None and self.minds_ends:
-                    self._say_who_is_late()
+                    if self._processes.has_lost():
+                        self._raise_alarm("")
+                    else:
+                        self._say_who_is_late()
                 if self._alarm is not None or self._store.check([self._key("alarm")]):
                     self._exchange()
                     return
@@ -270,29 +267,6 @@ class Watch:
                 f"{seconds:.0f} s"
             )
 
-    def _look_at_processes(self) -> None:
-        """Raises the alarm if a process of this machine has ended without `leave`."""
-        self._learn_processes()
-        if not self.minds_ends:
-            return
-        for rank, process in self._processes.items():
-            if rank not in self._left and process.state() == "ended":
-                if not self._store.check([self._key("left", rank)]):
-                    self._raise_alarm("")
-                    return
-                self._left.add(rank)
-
-    def _learn_processes(self) -> None:
-        """Reads which other processes this machine has, until all have come."""
-        expected = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        if len(self._processes) + 1 == expected or self._looks > _MOST_LOOKS:
-            return
-        self._looks += 1
-        if self._store.check([self._beside]):
-            lines = self._store.get(self._beside).decode().splitlines()
-            known = {int(line.split()[0]): ProcessId.loaded(line.split()[1]) for line in lines}
-            self._processes = {r: p for r, p in known.items() if r != self._rank}
-
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""
         own = f"{self._rank} {self._alarm or ''}"
@@ -307,9 +281,9 @@ class Watch:
         self._take_report(int(number))
 
     def _make_report(self, words: str) -> None:
-        self._learn_processes()
+        self._processes.learn()
         states = self._answers()
-        signs = {r: self._sign(r) for r in range(self._num_ranks) if r not in states}
+        signs = {r: self._processes.sign(r) for r in range(self._num_ranks) if r not in states}
         report = make_report(
             states,
             self._num_ranks,
@@ -330,22 +304,15 @@ class Watch:
         now = time.monotonic()
         deadline, known_by = now + _ANSWER_SECONDS, now + 3 * _POLL_SECONDS
 
-        def silent(states: Mapping[int, RankState]) -> list[int]:
-            return [rank for rank in range(self._num_ranks) if rank not in states]
-
         while len(states) < self._num_ranks and time.monotonic() < deadline:
             for rank in range(self._num_ranks):
                 if rank not in states and self._store.check([key := self._key("state", rank)]):
                     states[rank] = RankState.loaded(self._store.get(key))
-            if time.monotonic() > known_by and all(map(self._is_known, silent(states))):
+            silent = [rank for rank in range(self._num_ranks) if rank not in states]
+            if time.monotonic() > known_by and all(map(self._processes.is_gone, silent)):
                 break
             time.sleep(_TICK_SECONDS)
         return states
-
-    def _is_known(self, rank: int) -> bool:
-        """Whether a rank cannot answer, as far as this machine knows."""
-        process = self._processes.get(rank)
-        return process is not None and process.state() in ("ended", "stopped")
 
     def _take_report(self, reporter: int) -> None:
         deadline = time.monotonic() + _ANSWER_SECONDS + _REPORT_SECONDS
@@ -371,15 +338,14 @@ class Watch:
         return self._own
 
     def _make_own_report(self, reason: str) -> FailureReport:
-        lost = {r: p for r, p in self._processes.items() if p.state() in ("ended", "stopped")}
-        signs = {rank: self._sign(rank) for rank in sorted(lost) if rank not in self._left}
+        signs = {rank: self._processes.sign(rank) for rank in self._processes.lost()}
         why = ". ".join(part for part in (self._alarm, reason) if part)
         try:
             state = state_of_this_rank(self._rank, self._failure, self._progress)
         except Exception as error:  # noqa: BLE001 - there must be a report
             state, why = RankState(self._rank, "", os.getpid()), f"{why}. {error!r}"
         report = FailureReport.of_one_rank(state, why, signs)
-        if all(rank in lost for rank in self._processes if rank < self._rank):
+        if self._processes.is_first():
             self._show(report.text)
         return report
 
@@ -387,17 +353,6 @@ class Watch:
         # A report must come to its end, also if nobody can read it.
         with contextlib.suppress(Exception):
             self.show(text)
-
-    def _sign(self, rank: int) -> str:
-        """Returns what is known of a process that has not answered."""
-        process = self._processes.get(rank)
-        state = "" if process is None else process.state()
-        return _SIGNS[state].format(pid="" if process is None else process.pid)
-
-    @property
-    def _beside(self) -> str:
-        """The key of the processes of this machine."""
-        return self._key("machine", self._own_process.machine)
 
     def _key(self, *parts: object) -> str:
         return "/".join([self._prefix, *map(str, parts)])
@@ -415,13 +370,6 @@ _NO_STORE = (
     "the key-value store does not answer: the network is cut, or the process that keeps it has "
     "ended, which is rank 0 or torchrun"
 )
-_SIGNS: Mapping[str, str] = {
-    "": "does not answer: its process or machine has ended or is stopped, or its network is cut",
-    "ended": "has ended without a word (process {pid})",
-    "stopped": "is stopped (process {pid}), by a signal such as SIGSTOP, or by a debugger",
-    "running": "does not answer, though its process {pid} runs: code that holds the interpreter "
-    "lock, or a machine without memory or processor time",
-}
 
 
 def watch() -> Watch | None:
