@@ -132,11 +132,10 @@ def _raise_failures(
     is_common = len(failures) == num_ranks and len(set(failures.values())) == 1
     if is_common and isinstance(error, Exception):
         raise error
-    listing = "\n".join(f"  rank {rank}: {failure}" for rank, failure in failures.items())
-    message = f"{subject}: {len(failures)} of {num_ranks} ranks failed, so all stop:\n{listing}"
-    if len(failures) == 1:  # the cause is the first line then
-        message = f"{listing.strip()} ({subject}: 1 of {num_ranks} ranks failed, so all stop)"
-    raise AgreementError(message) from error
+    # A launcher shows one line alone, so the first one has a cause.
+    first, *others = (f"rank {rank}: {failure}" for rank, failure in failures.items())
+    first += f" ({subject}: {len(failures)} of {num_ranks} ranks failed, so all stop)"
+    raise AgreementError("\n  ".join([first, *others])) from error
 
 
 def same(what: str, values: Mapping[int, str]) -> None:

@@ -79,8 +79,6 @@ def test_agreement() -> None:
     assert all(reply.pop("quick") for reply in replies)
     assert [reply.pop("subset", None) for reply in replies] == [[0, 2], None, [0, 2]]
     assert replies[0].pop("ended") == ("StallError", "rank 2 has ended")
-    apart = "\n".join(f"  rank {r}: PlanError: at {r}" for r in range(3))
-    some = "  rank 0: ValueError: a\n  rank 2: KeyError: 'b'"
     unpickled = replies[0].pop("does not pickle")
     assert replies[0] == {
         "succeed": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
@@ -91,15 +89,24 @@ def test_agreement() -> None:
         "after it": [0, 1, 2],
         "two fail": (
             "AgreementError",
-            f"both: 2 of 3 ranks failed, so all stop:\n{some}",
+            (
+                "rank 0: ValueError: a (both: 2 of 3 ranks failed, so all stop)\n"
+                "  rank 2: KeyError: 'b'"
+            ),
         ),
         "all fail alike": ("PlanError", "drop one"),
-        "all fail apart": ("AgreementError", f"all: 3 of 3 ranks failed, so all stop:\n{apart}"),
+        "all fail apart": (
+            "AgreementError",
+            (
+                "rank 0: PlanError: at 0 (all: 3 of 3 ranks failed, so all stop)\n"
+                "  rank 1: PlanError: at 1\n  rank 2: PlanError: at 2"
+            ),
+        ),
         "many": True,
         "big": True,
         "all again": [0, 1, 2],
     }
-    assert str(unpickled).startswith("('AgreementError', \"lambda: 2 of 3 ranks failed")
+    assert "(lambda: 2 of 3 ranks failed, so all stop)" in str(unpickled)
     assert unpickled == replies[1].pop("does not pickle") == replies[2].pop("does not pickle")
     assert replies[1] == replies[2] == replies[0]
 
