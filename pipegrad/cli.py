@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import click
 
 from pipegrad.commands.doctor import doctor
@@ -16,7 +18,18 @@ from pipegrad.commands.trace import trace
 from pipegrad.commands.train import train
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands that Ctrl-C ends with the exit code of SIGINT; click has 1, that of an error."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("stopped by SIGINT", err=True)
+            ctx.exit(128 + signal.SIGINT)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pipegrad")
 def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""

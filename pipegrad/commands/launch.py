@@ -283,15 +283,15 @@ def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, Proc
 
 
 def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
-    """Returns one line: which rank failed first, how it ended, and what it said."""
-    end = f"exit code {failure.exitcode}"
-    if failure.exitcode < 0:
-        end = f"killed by {failure.signal_name()}"
+    """Returns one line: the cause, or which rank failed first without one."""
     message: Any = failure.error_file_data.get("message")
     if isinstance(message, dict):
         message = message.get("message")
     if isinstance(message, str) and message != "<NONE>":
-        return f"rank {rank} failed first ({end}): {message.partition(chr(10))[0]}"
+        return message.partition("\n")[0]
+    end = f"exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        end = f"killed by {failure.signal_name()}"
     if failure.exitcode == -signal.SIGKILL:
         return f"rank {rank} failed first ({end}): by somebody, or by the kernel for lack of memory"
     where = f"in {log_dir}" if log_dir else "above"

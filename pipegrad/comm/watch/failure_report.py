@@ -227,7 +227,7 @@ def _line(rank: int, state: RankState | None, signs: Mapping[int, str]) -> str:
             words += f"; waits {wait.seconds:.1f} s with {others}: {wait.what}"
     if len(error := state.error) > _MOST_CHARACTERS:
         error = f"{error[:_MOST_CHARACTERS]}..."
-    return f"{words}; it raised {error}" if error else words
+    return f"{words}; its error: {error}" if error else words
 
 
 def _numbers(ranks: Sequence[int]) -> str:
