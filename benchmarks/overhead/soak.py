@@ -41,7 +41,7 @@ files = ["text.txt"]
 batches = 2
 [train]
 device = "cpu"
-save_every = 1000
+save_every = 100
 reporters = ["jsonl"]
 output = "run"
 """
