@@ -148,7 +148,8 @@ def _stalled(
         return [rank], _sentences(words, alarm)
     if together := [rank for rank in sorted(states) if not edges[rank]]:
         what = _first_wait(states[together[0]])
-        words = f"{_numbers(together)} are in {what!r}, and it does not end: look at the network"
+        verb = "is" if len(together) == 1 else "are"
+        words = f"{_numbers(together)} {verb} in {what!r}, and it does not end: look at the network"
         return together, _sentences(f"{words} between them", alarm)
     circle = _circle(edges)
     words = "; ".join(
