@@ -13,11 +13,13 @@ order:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pipegrad.comm.activity import Drawing
+from pipegrad.comm.failures import FAILED_ELSEWHERE
 from pipegrad.comm.watch.rank_state import RankState, Wait
 
 # Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
@@ -27,6 +29,8 @@ Kind = Literal["common", "raised", "lost"]
 _MOST_CHARACTERS = 160  # of an error in the table
 _MOVING_SECONDS = 1.0  # at one item: a rank that goes on
 _MOST_ROWS = 32  # of the table; with more ranks, those that say most
+# What ranks put before an error that they tell each other.
+_TOLD = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class FailureReport:
         own = f"rank {state.rank} {_words(state)}"
         cause = "; ".join(f"rank {rank} {words}" for rank, words in signs.items()) or own
         if state.error and not state.follows:
-            cause, kind = f"rank {state.rank}: {state.error}{_at(state)}{state.note}", "raised"
+            cause, kind = _failed(state), "raised"
         cause, details = _sentences(cause, reason), "" if cause == own else f"\n  {own}"
         return cls(cause, f"{cause}{details}", state.rank, kind)
 
@@ -112,7 +116,7 @@ def _cause(
     raised = sorted((s for s in states.values() if s.error), key=lambda s: (s.error_time, s.rank))
     for state in raised:
         if not state.follows:
-            return [state.rank], f"rank {state.rank}: {state.error}{_at(state)}{state.note}"
+            return [state.rank], _failed(state)
     if silent := [rank for rank in range(num_ranks) if rank not in states]:
         words = "; ".join(f"rank {rank} {signs.get(rank, _UNKNOWN)}" for rank in silent[:4])
         more = f"; and {len(silent) - 4} more" if len(silent) > 4 else ""
@@ -185,6 +189,15 @@ def _waits_for(state: RankState, states: Mapping[int, RankState]) -> list[int]:
 
 def _is_in(state: RankState, wait: Wait) -> bool:
     return any(own.what == wait.what for own in state.waits)
+
+
+def _failed(state: RankState) -> str:
+    """Returns the error of a rank, and where it was."""
+    # Other ranks may have told it back to this rank.
+    own, told = f"rank {state.rank}: ", _TOLD.match(state.error)
+    begin = told[0].rfind(own) if told else -1
+    error = state.error if begin < 0 else state.error[begin + len(own) :]
+    return f"{own}{error}{_at(state)}{state.note}"
 
 
 def _at(state: RankState) -> str:

@@ -53,6 +53,28 @@ CASES = {
         "rank 2: ValueError('boom') [step 3]",
         "raised",
     ),
+    "an error that came back from other ranks": (
+        [
+            waiting(0, 3),
+            waiting(1, 3),
+            failed(2, "a step failed on another rank: rank 3: boom", 2.0, follows=True),
+            failed(
+                3,
+                (
+                    "a step failed on another rank: rank 2: ReduceError: "
+                    "a step failed on another rank: rank 3: bucket 0: boom of rank 3: bad"
+                ),
+                2.0,
+            ),
+        ],
+        "rank 3: bucket 0: boom of rank 3: bad [step 3]",
+        "raised",
+    ),
+    "words of the user's own with a rank in them": (
+        [waiting(0, 3), waiting(1, 3), waiting(2, 3), failed(3, "no shard of rank 3: a", 2.0)],
+        "rank 3: no shard of rank 3: a [step 3]",
+        "raised",
+    ),
     "who is slow, at the end of a chain": (
         [waiting(0, 1), waiting(1, 2), computing(2), waiting(3, 2)],
         "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE",
