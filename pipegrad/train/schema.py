@@ -200,6 +200,13 @@ class Parallel(Table):
         description="names and sizes of further mesh dimensions inside of 'pp' and 'dp', "
         "outermost first, as in { tp = 2 }",
     )
+    shards: dict[str, int] = Field(
+        default={},
+        description="parameters of which each rank along one of parallel.dimensions has a piece, "
+        "in the order of ranks: name pattern -> the dimension of the tensor that is cut, as in "
+        "{ '*.down.weight' = 1 }; a checkpoint has the whole tensors, so runs of other sizes and "
+        "`pipegrad export` read it",
+    )
     data_dimensions: list[str] = Field(
         default=["dp"],
         min_length=1,

@@ -35,6 +35,7 @@ from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.common_state import CommonState
 from pipegrad.train.checkpoint.random_states import RandomStates
 from pipegrad.train.checkpoint.resume import resume
+from pipegrad.train.checkpoint.shards import find_shards
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
@@ -370,6 +371,7 @@ class Trainer:
             self._optimizer,
             common=CommonState(config, self._optimizer, self._learning_rate, self._update),
             random_states=RandomStates(self._topology, config.train.seed, self._device),
+            shards=find_shards(config, self.sync),
         )
         self.saving = Saving(
             config, self._state, self._device, self._run, state_numel=state_numel(config)

@@ -8,12 +8,14 @@ reader may differ. The state of handlers belongs to one plan, and random states 
 ranks: only the same plan or layout reads them. The position in the data follows from the step.
 Everything else comes from the configuration.
 
-Tensor-parallel shards and experts differ along a dimension of the mesh. Their keys have a location:
-``name[tp=1]``. Only a run with the same sizes reads them.
+Tensor-parallel shards and experts differ along a dimension of the mesh. If ``parallel.shards`` says
+how they are cut, they are parts of whole tensors: see [Note: pieces of a whole tensor]. Otherwise
+their keys have a location, ``name[tp=1]``, and only a run with the same sizes reads them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,16 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.optimizer.chunks import Chunk
-from pipegrad.optimizer.main_params import MainParameter
 from pipegrad.optimizer.names import Locations
 from pipegrad.train.checkpoint import common_state
 from pipegrad.train.checkpoint.checksums import STEP
 from pipegrad.train.checkpoint.common_state import CommonState
 from pipegrad.train.checkpoint.handler_state import PREFIX, own_key, pack, readable_key, unpack
-from pipegrad.train.checkpoint.layout import check_locations
+from pipegrad.train.checkpoint.layout import check_locations, parted
 from pipegrad.train.checkpoint.metadata import CheckpointReader
 from pipegrad.train.checkpoint.packed import empty_like_saved
 from pipegrad.train.checkpoint.random_states import RandomStates
+from pipegrad.train.checkpoint.shards import Shard
 from pipegrad.train.checkpoint.validate import check_names
 from pipegrad.train.config import Config
 
@@ -49,6 +51,7 @@ class TrainingState:
         optimizer: Made by ``sync.optimizer``.
         common: What all ranks have alike.
         random_states: The generators of this rank.
+        shards: What `find_shards` has returned.
 
     Attributes:
         handler_state: State of the handlers that `unpack_handler_state` has read.
@@ -65,6 +68,7 @@ class TrainingState:
         *,
         common: CommonState,
         random_states: RandomStates,
+        shards: Mapping[str, Shard],
     ) -> None:
         self._optimizer = optimizer
         self._sync = sync
@@ -74,7 +78,12 @@ class TrainingState:
         # A key is "stage.name" at the lowest holder. Its name is that of the uncut model.
         locations = Locations(sync.topology, sync.plan)
         self._buffer_location = locations.of()
-        names = {r.key: r.key.partition(".")[2] + locations.of(r.key) for r in sync.records()}
+        plain = {r.key: r.key.partition(".")[2] for r in sync.records()}
+        located = {key: name + locations.of(key) for key, name in plain.items()}
+        names = {key: plain[key] if key in shards else located[key] for key in plain}
+        # What an optimizer calls the parameters; and the locations of pieces.
+        self._located = {names[key]: located[key] for key in plain}
+        self._shards = {names[key]: shard for key, shard in shards.items()}
         self._parameters = {names[record.key]: sync.parameter(record) for record in sync.records()}
         self._main_parameters = {names[main.record.key]: main for main in sync.main_parameters()}
         self._modules = modules
@@ -118,6 +127,10 @@ class TrainingState:
             kept = main.record.numel * main.tensor.element_size()
             own, _ = sizes[f"model.{name}"]
             sizes[f"model.{name}"] = own + (kept if main.copied else 0), kept
+        for name, shard in self._shards.items():  # about, since pieces may differ by a row
+            count = len(shard.locations)
+            own, kept = sizes[f"model.{name}"]
+            sizes[f"model.{name}"] = count * own, count * kept
         return sizes
 
     def state_dict(self, step: int) -> dict[str, Tensor]:
@@ -134,18 +147,18 @@ class TrainingState:
         self._sync.wait_parameters()
         own = {f"model.{name}" for name in self._parameters}
         model = {key: t if key in own else t.clone() for key, t in self.tensors().items()}
-        state: dict[str, Any] = {STEP: torch.tensor(step), **model}
+        state: dict[str, Any] = {STEP: torch.tensor(step), **self._parts(model)}
         # State with the shape of a main parameter is written as a chunk of the whole parameter.
         # Other state, such as a step count, has no elements to divide and is written whole.
         for name, main in self._main_parameters.items():
             if main.copied:
-                state[f"stored.{name}"] = _chunk(main, main.tensor)
+                state[f"stored.{name}"] = self._chunk(name, main.tensor)
             for key, value in self._optimizer.state.get(main.tensor, {}).items():
                 tensor = torch.as_tensor(value)
-                is_per_element = tensor.shape == main.tensor.shape
-                state[f"optimizer.{name}.{key}"] = (
-                    _chunk(main, tensor) if is_per_element else tensor
-                )
+                if tensor.shape == main.tensor.shape:
+                    state[f"optimizer.{name}.{key}"] = self._chunk(name, tensor)
+                else:
+                    state[f"optimizer.{name}.{key}{self._own_location(name, tensor)}"] = tensor
         state[self._random_states.key] = self._random_states.packed()
         return {**state, common_state.KEY: self._common.packed(), **self._pack()}
 
@@ -170,7 +183,7 @@ class TrainingState:
         """
         check_locations(config, set(metadata.state_dict_metadata), held)
         check_names(config, set(metadata.state_dict_metadata), held)
-        for key, tensor in self.tensors().items():
+        for key, tensor in self._parts(self.tensors()).items():
             saved = metadata.state_dict_metadata[key]
             shape = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else "none"
             if shape != tuple(tensor.shape):
@@ -179,11 +192,12 @@ class TrainingState:
                     f"it is of another model: {key.partition('.')[2]!r} is {tuple(tensor.shape)} "
                     f"here and {shape} there",
                 )
+        self._check_shards(config, metadata)
         saved_names: dict[str, set[str]] = {}
         for key in metadata.state_dict_metadata:
             owner = self._owner(key) if key.startswith("optimizer.") else None
             if owner is not None:
-                saved_names.setdefault(owner, set()).add(key.rpartition(".")[2])
+                saved_names.setdefault(owner, set()).add(_state_name(key))
         self._check_shapes(config, metadata)
         for name, names in saved_names.items():
             parameter = self._parameters[name]
@@ -201,14 +215,30 @@ class TrainingState:
             if name not in self._main_parameters or not isinstance(saved, TensorStorageMetadata):
                 continue
             main = self._main_parameters[name]
-            if main.sharded and tuple(saved.size) not in (
-                (),
-                (main.record.numel,),
-            ):
+            if main.sharded and tuple(saved.size) not in ((), self._saved_shape(name)):
                 config.refuse(
                     "train.resume",
-                    f"its {key!r} is {tuple(saved.size)}, expected ({main.record.numel},): state "
-                    f"of an optimizer that cannot be sharded, or of an older version",
+                    f"its {key!r} is {tuple(saved.size)}, expected {self._saved_shape(name)}: "
+                    f"state of an optimizer that cannot be sharded, or of another parallel.shards",
+                )
+
+    def _check_shards(self, config: Config, metadata: Metadata) -> None:
+        """Refuses optimizer state of pieces that are not those of this run."""
+        locations: dict[str, set[str]] = {}
+        for key, saved in metadata.state_dict_metadata.items():
+            name = self._name(key)
+            if name not in self._shards or not isinstance(saved, TensorStorageMetadata):
+                continue
+            if tuple(saved.size) not in ((), self._shards[name].shape):
+                stem, location = parted(key)
+                locations.setdefault(stem, set()).add(location)
+        for stem, saved_at in locations.items():
+            own = self._shards[str(self._name(stem))].locations
+            if saved_at != set(own):
+                config.refuse(
+                    "train.resume",
+                    f"its {stem!r} belongs to pieces, and not to the whole tensor: choose the "
+                    f"parallel.dimensions and parallel.shards of the run that wrote it",
                 )
 
     def load(self, folder: Path, metadata: Metadata) -> int:
@@ -220,15 +250,18 @@ class TrainingState:
         held = self.tensors()
         # It reads into new tensors, because a buffer may be an expanded constant, whose elements
         # share memory.
-        state = {STEP: torch.tensor(0), **{key: held[key].contiguous().clone() for key in held}}
+        empty = {key: tensor.contiguous().clone() for key, tensor in held.items()}
+        state = {STEP: torch.tensor(0), **self._parts(empty)}
         for key, saved in metadata.state_dict_metadata.items():
             name = self._owner(key)
             if isinstance(saved, TensorStorageMetadata) and name in self._main_parameters:
                 main, dtype = self._main_parameters[name], saved.properties.dtype
-                is_per_element = tuple(saved.size) == (main.record.numel,)
-                empty = torch.empty_like(main.tensor, dtype=dtype, device="cpu").detach()
+                is_per_element = tuple(saved.size) == self._saved_shape(name)
+                like = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
                 state[key] = (
-                    _chunk(main, empty) if is_per_element else torch.empty(saved.size, dtype=dtype)
+                    self._chunk(name, like)
+                    if is_per_element
+                    else torch.empty(saved.size, dtype=dtype)
                 )
         packed = [*self._random_states.keys_to_read(metadata), readable_key(metadata)]
         if common_state.KEY in metadata.state_dict_metadata:
@@ -238,8 +271,8 @@ class TrainingState:
         load(state, storage_reader=CheckpointReader(folder))
         for key, tensor in held.items():
             # An expanded constant cannot be written to. If its value is right, it stays.
-            if not torch.equal(tensor, state[key]):
-                tensor.copy_(state[key])
+            if not torch.equal(tensor, empty[key]):
+                tensor.copy_(empty[key])
         # This makes replicas equal and sets main parameters from the parameters. Master copies are
         # set after it, because they are more precise than the parameters.
         self._sync.synchronize_parameters()
@@ -276,9 +309,41 @@ class TrainingState:
 
     def _owner(self, key: str) -> str | None:
         """Returns the parameter of an optimizer key; None if this rank does not hold it."""
+        name = self._name(key)
+        if name in self._shards and parted(key)[1] not in ("", self._location(name)):
+            return None  # state of another piece
+        return name
+
+    def _name(self, key: str) -> str | None:
+        """Returns the parameter of an optimizer key, of any piece; None if it is not held."""
         kind, _, path = key.partition(".")
         name = path.rpartition(".")[0] if kind == "optimizer" else path
         return name if kind in ("optimizer", "stored") and name in self._parameters else None
+
+    def _location(self, name: str) -> str:
+        return self._located[name].removeprefix(name)
+
+    def _own_location(self, name: str, value: Tensor) -> str:
+        """Returns the location of state that is not per element; "" of a number."""
+        return self._location(name) if name in self._shards and value.ndim else ""
+
+    def _saved_shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape in a checkpoint of state that is per element."""
+        if name in self._shards:
+            return self._shards[name].shape
+        return (self._main_parameters[name].record.numel,)
+
+    def _chunk(self, name: str, values: Tensor) -> Chunk:
+        """Returns values of the elements that this rank steps, as a part of the whole tensor."""
+        main = self._main_parameters[name]
+        if name in self._shards:
+            return self._shards[name].chunk(values, main.begin)
+        return Chunk.of(values.detach().reshape(-1), main.begin, main.record.numel)
+
+    def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns tensors by key, and pieces as parts of whole tensors."""
+        shards = {f"model.{name}": shard for name, shard in self._shards.items()}
+        return {k: shards[k].chunk(t) if k in shards else t for k, t in tensors.items()}
 
     def _restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
         """Sets the state of the optimizer."""
@@ -286,10 +351,13 @@ class TrainingState:
         for key, value in state.items():
             name = self._owner(key)
             if key.startswith("optimizer.") and name in self._main_parameters:
-                named.setdefault(name, {})[key.rpartition(".")[2]] = value
+                if isinstance(value, Chunk):
+                    main = self._main_parameters[name]
+                    value = Chunk.of(value.local, main.begin, main.record.numel)  # noqa: PLW2901
+                named.setdefault(self._located[name], {})[_state_name(key)] = value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": named})
 
 
-def _chunk(main: MainParameter, values: Tensor) -> Chunk:
-    """Returns values of the elements that a rank steps, as a chunk of the whole parameter."""
-    return Chunk.of(values.detach().reshape(-1), main.begin, main.record.numel)
+def _state_name(key: str) -> str:
+    """Returns the optimizer's name of a state, from its key in a checkpoint."""
+    return parted(key)[0].rpartition(".")[2]

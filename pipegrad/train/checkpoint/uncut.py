@@ -64,7 +64,7 @@ def load(checkpoint: str | Path) -> dict[str, Tensor]:
 
     Raises:
         WeightsError: If it is no whole checkpoint, if its bytes have changed, or if a parameter is
-            there in shards of tensor parallelism or experts.
+            there in shards that ``parallel.shards`` did not declare.
     """
     folder = find_checkpoint(Path(checkpoint))
     metadata, checksums = _read(folder)
@@ -160,7 +160,8 @@ def _whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise WeightsError(
             f"{folder} has shards of {listed(shards)}, as {_places(tensors, min(shards))}: a "
             f"checkpoint does not say how tensor parallelism or experts cut a parameter, so it "
-            f"cannot be put together: read the keys with torch.distributed.checkpoint"
+            f"cannot be put together: declare it in parallel.shards of the run that writes it, or "
+            f"read the keys with torch.distributed.checkpoint"
         )
     return whole
 

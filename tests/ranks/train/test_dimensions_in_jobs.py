@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipegrad.errors import ConfigError, PlanError
+from pipegrad.errors import ConfigError, PipegradError, PlanError
 from pipegrad.testing import run_ranks
+from pipegrad.train.checkpoint.uncut import load as load_whole
 from pipegrad.train.config import Config, load
 from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
@@ -43,8 +45,58 @@ RUNS: dict[str, tuple[Path, list[str]]] = {
     "pp 2 x ep 2": (EXPERTS, []),
     "pp 2 x ep 2, in rows": (EXPERTS, [ROWS, "parallel.schedule=zb-h1"]),
     "dp 2 x ep 2": (EXPERTS, ["parallel.pipeline=1"]),
+    "pp 2 x tp 2, not declared": (TENSOR, ["parallel.shards={}"]),
+    "pp 2 x ep 2, not declared": (EXPERTS, ["parallel.shards={}"]),
+}
+# Its state has a number for each row of a piece.
+ADAFACTOR = "pp 2 x tp 2, Adafactor"
+GOING_ON = {**RUNS, ADAFACTOR: (TENSOR, ["optimizer.name=Adafactor"])}
+# Each run goes on from its own checkpoint with other sizes, too.
+ELSEWHERE: dict[str, list[list[str]]] = {
+    "pp 2 x tp 2": [["parallel.dimensions.tp=4"], ["parallel.dimensions.tp=1"]],
+    "dp 2 x tp 2, in rows": [
+        ["parallel.dimensions.tp=1", "parallel.data=4"],
+        ["parallel.dimensions.tp=4", "parallel.data=1", f"gradient_handlers=[{SEQUENCE}]"],
+        ["parallel.data=1", f"gradient_handlers=['pipeline-shared', {SEQUENCE}]"],
+    ],
+    "pp 2 x ep 2": [["parallel.dimensions.ep=4", "parallel.pipeline=1", ROWS]],
+    "pp 2 x ep 2, in rows": [["parallel.dimensions.ep=1"]],
+    "dp 2 x ep 2": [["parallel.dimensions.ep=4"]],
 }
 
+# What is refused, of which run's checkpoint, and in which words.
+REFUSED = {
+    "more tensor-parallel ranks": ("pp 2 x tp 2, not declared", ["parallel.dimensions.tp=4"]),
+    "one tensor-parallel rank": ("pp 2 x tp 2, not declared", ["parallel.dimensions.tp=1"]),
+    "more expert ranks": (
+        "pp 2 x ep 2, not declared",
+        ["parallel.dimensions.ep=4", "parallel.pipeline=1"],
+    ),
+    "declared behind": ("pp 2 x tp 2, not declared", ["parallel.shards={'*.up.weight'=0}"]),
+    "not declared behind": ("pp 2 x tp 2", ["parallel.shards={}"]),
+    "a pattern without a parameter": ("pp 2 x tp 2", ["parallel.shards={'*.upp.weight'=0}"]),
+    "a dimension that is not there": ("pp 2 x tp 2", ["parallel.shards={'*.up.weight'=2}"]),
+    "another dimension": ("pp 2 x tp 2", ["parallel.shards={'*.up.weight'=1}"]),
+    "what all ranks have": ("pp 2 x tp 2", ["parallel.shards={'*.bias'=0}"]),
+    "two dimensions": ("pp 2 x tp 2", ["parallel.shards={'*.up.weight'=0, '*.up.*'=1}"]),
+    "state of pieces": (ADAFACTOR, ["parallel.dimensions.tp=1"]),
+}
+SAID = {
+    "more tensor-parallel ranks": "is there in the places [tp=0] [tp=1], and here in [tp=0] [tp=1] "
+    "[tp=2] [tp=3]: choose the parallel.dimensions",
+    "one tensor-parallel rank": "places [tp=0] [tp=1], and here in (everywhere the same)",
+    "more expert ranks": "places [ep=0] [ep=1], and here in [ep=0] [ep=1] [ep=2] [ep=3]",
+    "declared behind": "places [tp=0] [tp=1], and here in (everywhere the same)",
+    "not declared behind": "places (everywhere the same), and here in [tp=0] [tp=1]: choose the "
+    "parallel.dimensions, the parallel.shards",
+    "a pattern without a parameter": "parallel.shards = {'*.upp.weight': 0}: '*.upp.weight' "
+    "matches no parameter",
+    "a dimension that is not there": "'block0.up.weight' has no dimension 2: its shape is (64, 32)",
+    "another dimension": "places (everywhere the same), and here in [tp=0] [tp=1]",
+    "what all ranks have": "is alike on all ranks along tp, as handlers make it",
+    "two dimensions": "is matched with several dimensions, [0, 1]",
+    "state of pieces": "heads_in.weight.row_var' belongs to pieces, and not to the whole tensor",
+}
 Told = list[tuple[float, float]]
 
 
@@ -63,22 +115,23 @@ def trained(path: Path, settings: list[str], until: int, saved: str = "") -> tup
 def histories(folder: str) -> dict[str, Any]:
     os.chdir(folder)
     found: dict[str, Any] = {}
-    for name, (path, settings) in RUNS.items():
+    for name, (path, settings) in GOING_ON.items():
         found[name] = {
             "through": trained(path, settings, 4),
             "first half": trained(path, settings, 2, name),
             "second half": trained(path, [*settings, f"train.resume='{name}'"], 4),
             "seed": torch.initial_seed(),
         }
-    for name, settings in {
-        "pp 2 x tp 2": ["parallel.dimensions.tp=4"],
-        "dp 2 x tp 2, in rows": ["parallel.dimensions.tp=1"],
-        "pp 2 x ep 2": ["parallel.dimensions.ep=4", "parallel.pipeline=1"],
-    }.items():
+    for name, others in ELSEWHERE.items():
+        path, own = RUNS[name]
+        again = f"train.resume='{name}'"
+        found[name]["elsewhere"] = [trained(path, [*own, *other, again], 4)[0] for other in others]
+    for name, (saved, settings) in REFUSED.items():
+        path, own = GOING_ON[saved]
         try:
-            trained(RUNS[name][0], [*settings, f"train.resume='{name}'"], 4)
-        except ConfigError as error:
-            found[name]["refused"] = str(error)
+            trained(path, [*own, *settings, f"train.resume='{saved}'"], 4)
+        except PipegradError as error:
+            found[name] = str(error)
     return found
 
 
@@ -106,7 +159,7 @@ def test_losses_and_norms_are_those_of_one_process(
             assert ours == pytest.approx(alone, rel=rounding(TOKENS))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", GOING_ON)
 def test_a_run_that_goes_on_is_the_one_that_was_not_stopped(
     told: tuple[Path, list[dict[str, Any]]], name: str
 ) -> None:
@@ -123,9 +176,9 @@ def test_ranks_that_compute_the_same_data_together_draw_the_same(
     told: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     """Along tp dropout must drop the same of what each rank has whole."""
-    places = {"pp 2 x tp 2": [0, 0, 1, 1], "dp 2 x tp 2, in rows": [0, 0, 1, 1]}
-    for name in RUNS:
-        expected = [mixed(0, 4, place) for place in places.get(name, range(4))]
+    for name, (path, _) in RUNS.items():
+        places = [0, 0, 1, 1] if path == TENSOR else range(4)
+        expected = [mixed(0, 4, place) for place in places]
         assert [rank[name]["seed"] for rank in told[1]] == expected, name
 
 
@@ -135,7 +188,7 @@ def test_what_lives_apart_has_its_place_in_a_checkpoint(
     def keys(name: str) -> set[str]:
         return set(FileSystemReader(told[0] / name).read_metadata().state_dict_metadata)
 
-    tensor, experts = keys("pp 2 x tp 2"), keys("pp 2 x ep 2")
+    tensor, experts = keys("pp 2 x tp 2, not declared"), keys("pp 2 x ep 2, not declared")
     for place in (0, 1):
         assert f"model.block0.up.weight[tp={place}]" in tensor
         assert f"optimizer.block1.down.weight[tp={place}].exp_avg" in tensor
@@ -143,27 +196,50 @@ def test_what_lives_apart_has_its_place_in_a_checkpoint(
     assert {"model.embedding.weight", "model.norm.bias"} <= tensor & experts
     assert "model.block0.up.weight" not in tensor
     assert not any("[" in key and "experts" not in key for key in experts)
-    shards = [rank["pp 2 x tp 2"]["through"][1] for rank in told[1][:2]]
+    shards = [rank["pp 2 x tp 2, not declared"]["through"][1] for rank in told[1][:2]]
     assert not torch.equal(
         shards[0]["model.block0.up.weight[tp=0]"], shards[1]["model.block0.up.weight[tp=1]"]
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    {
-        "pp 2 x tp 2": "is there in the places [tp=0] [tp=1], and here in [tp=0] [tp=1] [tp=2] "
-        "[tp=3]: choose the parallel.dimensions",
-        "dp 2 x tp 2, in rows": "places [tp=0] [tp=1], and here in (everywhere the same)",
-        "pp 2 x ep 2": "places [ep=0] [ep=1], and here in [ep=0] [ep=1] [ep=2] [ep=3]",
-    }.items(),
-)
-def test_a_checkpoint_of_other_sizes_is_refused_alike(
-    told: tuple[Path, list[dict[str, Any]]], name: str, said: str
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_run_goes_on_with_other_sizes(
+    told: tuple[Path, list[dict[str, Any]]], true: dict[Path, Told], name: str
 ) -> None:
     for rank in told[1]:
-        assert said in rank[name]["refused"]
-        assert "train.resume = " in rank[name]["refused"]
+        for ours in rank[name]["elsewhere"]:
+            for step, alone in zip(ours, true[RUNS[name][0]][2:], strict=True):
+                assert step == pytest.approx(alone, rel=rounding(TOKENS))
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "not declared" not in name])
+def test_declared_pieces_make_the_whole_tensors(
+    told: tuple[Path, list[dict[str, Any]]], name: str
+) -> None:
+    """Each rank's own pieces are looked for in what `pipegrad.load` returns."""
+    whole = load_whole(told[0] / name)
+    assert not any("[" in key for key in whole)
+    path, settings = RUNS[name]
+    dims = load(path, settings).parallel.shards
+    for rank in told[1]:
+        for key, piece in rank[name]["first half"][1].items():
+            tensor = whole[key.removeprefix("model.")]
+            dim = next((dim for pattern, dim in dims.items() if fnmatchcase(key, pattern)), None)
+            if dim is None:
+                assert torch.equal(tensor, piece)
+            else:
+                pieces = tensor.chunk(2, dim)
+                assert sum(torch.equal(piece, part) for part in pieces) == 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_checkpoint_of_other_sizes_is_refused_alike(
+    told: tuple[Path, list[dict[str, Any]]], name: str
+) -> None:
+    for rank in told[1]:
+        assert SAID[name] in rank[name]
+        assert re.search(r": (train.resume|parallel.shards) = ", rank[name])
+        assert rank[name] == told[1][0][name]
 
 
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)

@@ -61,7 +61,7 @@ def trained(folder: str) -> dict[str, Tensor]:
         if result.outputs:
             outputs[name] = torch.cat(list(result.outputs))
         trainer.close()
-    trainer = Trainer(partial(load, TENSOR, ["train.steps=1"]))
+    trainer = Trainer(partial(load, TENSOR, ["train.steps=1", "parallel.shards={}"]))
     trainer.save(Path("tensor"), 0)
     trainer.close()
     return outputs
@@ -186,6 +186,7 @@ def test_shards_are_refused_by_name(folder: Path) -> None:
     line = refused(folder / "tensor", "--output", folder / "tensor.pt")
     assert "has shards of " in line
     assert "[tp=0] and " in line
+    assert "parallel.shards" in line
     assert not (folder / "tensor.pt").exists()
 
 

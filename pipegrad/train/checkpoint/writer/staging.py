@@ -84,7 +84,7 @@ class Staging:
             is_pinned = local.device.type != "cpu"
             memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=is_pinned)
         if isinstance(tensor, Chunk):
-            return Chunk.of(memory, tensor.begin, len(tensor))
+            return tensor.with_local(memory)
         return memory
 
 

@@ -1,0 +1,177 @@
+"""Shards: parameters of which each rank along a dimension of the mesh has one piece.
+
+[Note: pieces of a whole tensor] Tensor parallelism cuts a layer's matrix, and expert parallelism
+the list of experts. Only the model knows how: a fused matrix may be cut in any order. So
+``parallel.shards`` declares it. Pieces that follow each other in the order of ranks make the whole
+tensor. A checkpoint has it under its plain name, and each rank writes and reads the boxes that
+belong to its piece. So any number of ranks reads it.
+
+A shard of the optimizer is a flat range of a piece, which is several boxes of the whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from pipegrad.comm.agreement import agree
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.optimizer.chunks import Box, Chunk
+from pipegrad.optimizer.names import Locations
+from pipegrad.train.config import Config
+
+_KEY = "parallel.shards"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The piece of a whole tensor that this rank has.
+
+    Attributes:
+        shape: Of the whole tensor.
+        own: Shape of the piece.
+        dim: The dimension of the tensor that is cut.
+        begin: Index of the piece's first element along it.
+        locations: Of all pieces, in their order.
+    """
+
+    shape: tuple[int, ...]
+    own: tuple[int, ...]
+    dim: int
+    begin: int
+    locations: tuple[str, ...]
+
+    def chunk(self, values: Tensor, begin: int = 0) -> Chunk:
+        """Returns elements of the piece as a part of the whole tensor.
+
+        Args:
+            values: Elements of the piece in the order of its last dimension, of any shape.
+            begin: Index of the first of them in the flat piece.
+        """
+        flat = values.detach().reshape(-1)
+        boxes = []
+        for offsets, sizes in boxes_of(begin, begin + flat.numel(), self.own):
+            at = [*offsets]
+            at[self.dim] += self.begin
+            boxes.append((tuple(at), sizes))
+        return Chunk.in_boxes(flat, self.shape, boxes)
+
+
+def boxes_of(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
+    """Yields the boxes of a flat range of a tensor, in the order of its elements.
+
+    A range in n dimensions is at most 2 n - 1 boxes: a part of its first row, whole rows, and a
+    part of its last one.
+
+    Args:
+        begin: Index of the first element.
+        end: Index behind the last one.
+        shape: Of the tensor, one dimension at least.
+    """
+    if begin >= end:
+        return
+    inner = shape[1:]
+    numel = math.prod(inner)
+    first, last = -(-begin // numel), end // numel  # rows that are whole
+
+    def inside(row: int, begin: int, end: int) -> Iterator[Box]:
+        for offsets, sizes in boxes_of(begin, end, inner):
+            yield (row, *offsets), (1, *sizes)
+
+    if first > last:  # a part of one row
+        yield from inside(last, begin - last * numel, end - last * numel)
+        return
+    if begin < first * numel:
+        yield from inside(first - 1, begin - (first - 1) * numel, numel)
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    yield from inside(last, 0, end - last * numel)
+
+
+def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
+    """Returns the shards of this rank that ``parallel.shards`` declares, by key.
+
+    Every rank must call it.
+
+    Raises:
+        ConfigError: If a pattern matches nothing, or pieces do not fit together. On all ranks.
+    """
+    patterns = config.parallel.shards
+    if not patterns:
+        return {}
+    locations = Locations(sync.topology, sync.plan)
+    own = {
+        record.key: (locations.of(record.key), tuple(record.shape))
+        for record in sync.records()
+        if any(fnmatchcase(_name(record.key), pattern) for pattern in patterns)
+    }
+    pieces: dict[str, dict[str, tuple[int, ...]]] = {}
+    for of_rank in agree("the shards of parameters", lambda: own):
+        for key, (location, shape) in of_rank.items():
+            pieces.setdefault(key, {})[location] = shape
+    for pattern in patterns:
+        if not any(fnmatchcase(_name(key), pattern) for key in pieces):
+            config.refuse(_KEY, f"{pattern!r} matches no parameter")
+    mesh = [name for name, size in sync.topology.axes if size > 1]
+    inside = [name for name in mesh if name in config.parallel.dimensions]
+    # All ranks check the pieces of all ranks, so they refuse alike.
+    found = {key: fitted(config, key, pieces[key], inside) for key in sorted(pieces)}
+    return {key: found[key][location] for key, (location, _) in own.items()}
+
+
+def fitted(
+    config: Config, key: str, pieces: Mapping[str, tuple[int, ...]], inside: Sequence[str]
+) -> dict[str, Shard]:
+    """Returns the shard of each location of a parameter."""
+    name = _name(key)
+    first, *others = pieces.values()
+    dims = set[int]()
+    for pattern, dim in config.parallel.shards.items():
+        if fnmatchcase(name, pattern):
+            if not -len(first) <= dim < len(first):
+                config.refuse(_KEY, f"{name!r} has no dimension {dim}: its shape is {first}")
+            dims.add(dim % len(first))
+    if len(dims) > 1:
+        config.refuse(_KEY, f"{name!r} is matched with several dimensions, {sorted(dims)}")
+    (dim,) = dims
+    if "" in pieces and inside:
+        config.refuse(
+            _KEY,
+            f"{name!r} is alike on all ranks along {' and '.join(inside)}, as handlers make it: "
+            f"declare what each rank has a piece of",
+        )
+    if any("," in location for location in pieces):
+        config.refuse(
+            _KEY,
+            f"{name!r} lies apart along several dimensions of the mesh, {min(pieces)}: only one is "
+            f"supported",
+        )
+    if any(_without(other, dim) != _without(first, dim) for other in others):
+        config.refuse(_KEY, f"pieces of {name!r} do not fit along dimension {dim}: {dict(pieces)}")
+    ordered = sorted(pieces, key=_coordinate)
+    shape = list(first)
+    shape[dim] = sum(piece[dim] for piece in pieces.values())
+    shards, begin = {}, 0
+    for location in ordered:
+        own = pieces[location]
+        shards[location] = Shard(tuple(shape), own, dim, begin, tuple(ordered))
+        begin += own[dim]
+    return shards
+
+
+def _name(key: str) -> str:
+    """Returns the name in the uncut model."""
+    return key.partition(".")[2]
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _coordinate(location: str) -> int:
+    """Returns the coordinate of a location, ``"[tp=1]"``; 0 of ""."""
+    return int(location.strip("]").rpartition("=")[2] or 0)
