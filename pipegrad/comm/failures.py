@@ -43,7 +43,9 @@ from pipegrad.errors import (
 
 FAILED_ELSEWHERE = "a step failed on another rank"
 # What torch's backends say when another rank is gone, and what pipegrad says of others.
-_OF_OTHERS = re.compile(r"gloo|NCCL|[Cc]onnection|on another rank|another rank failed")
+_OF_OTHERS = re.compile(
+    r"gloo|NCCL|[Cc]onnection|on another rank|another rank failed|key-value store"
+)
 
 
 class FailureNotice:

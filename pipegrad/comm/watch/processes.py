@@ -15,6 +15,8 @@ from torch.distributed.distributed_c10d import Store
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOST_READS = 100  # of the processes of a machine, if nobody knows how many there are
+_QUICK_READS = 10  # the first ones: a rank may end at once
+_QUICK_SECONDS = 0.1
 _SIGNS: Mapping[str, str] = {
     "": "does not answer: its process or machine has ended or is stopped, or its network is cut",
     "ended": "has ended without a word (process {pid})",
@@ -91,10 +93,19 @@ class Processes:
         self._left = set[int]()
         self._reads = 0
 
+    @property
+    def pause_seconds(self) -> float:
+        """How soon to `learn` again; 0 if there is no hurry."""
+        return 0.0 if self._are_known or self._reads > _QUICK_READS else _QUICK_SECONDS
+
+    @property
+    def _are_known(self) -> bool:
+        expected = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        return len(self._others) + 1 == expected or self._reads > _MOST_READS
+
     def learn(self) -> None:
         """Reads which processes this machine has, until all have come."""
-        expected = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        if len(self._others) + 1 == expected or self._reads > _MOST_READS:
+        if self._are_known:
             return
         self._reads += 1
         if self._store.check([self._machine]):

@@ -92,6 +92,7 @@ class Watch:
         self._alarm: str | None = None
         self._alarm_since = 0.0
         self._has_reached_store = False  # after the alarm
+        self._has_lost_store = False  # its keeper has ended, or the connection broke
         self._report: FailureReport | None = None
         self._has_report = Event()
         self._is_taken = False
@@ -186,12 +187,14 @@ class Watch:
                 self._leave_wait(self._report)
                 return
             elif now - self._alarm_since > self._patience_seconds:
-                self._take(self._own_report(_NO_STORE))
+                self._take(self._own_report(self._no_store))
         self._stopped.set()
 
     @property
     def _patience_seconds(self) -> float:
         """How long a report may take. A store that does not even take an alarm is gone."""
+        if self._has_lost_store:
+            return 0.0
         return _LIMIT_SECONDS if self._has_reached_store else _REPORT_SECONDS
 
     def _late(self) -> str | None:
@@ -232,7 +235,7 @@ class Watch:
     def _talk(self) -> None:
         try:
             while not self._stopped.is_set():
-                self._wake.wait(_POLL_SECONDS)
+                self._wake.wait(self._processes.pause_seconds or _POLL_SECONDS)
                 self._wake.clear()
                 if self._alarm is None:
                     self._processes.learn()
@@ -246,9 +249,10 @@ class Watch:
                     return
         except Exception as error:  # noqa: BLE001 - a report must come, whatever is wrong
             # Whoever keeps the store may have ended because the job is done.
+            self._has_lost_store = isinstance(error, dist.DistNetworkError)
             if self._alarm is not None:
                 is_store = isinstance(error, dist.DistError | RuntimeError)
-                self._take(self._own_report(_NO_STORE if is_store else repr(error)))
+                self._take(self._own_report(self._no_store if is_store else repr(error)))
 
     def _say_who_is_late(self) -> None:
         """Shows for which ranks an agreement waits, if it waits long; on one rank of them."""
@@ -339,6 +343,8 @@ class Watch:
 
     def _make_own_report(self, reason: str) -> FailureReport:
         signs = {rank: self._processes.sign(rank) for rank in self._processes.lost()}
+        if self._has_lost_store and self._rank and not _is_of_torchrun():
+            signs = {0: _KEEPER, **signs}
         why = ". ".join(part for part in (self._alarm, reason) if part)
         try:
             state = state_of_this_rank(self._rank, self._failure, self._progress)
@@ -348,6 +354,13 @@ class Watch:
         if self._processes.is_first():
             self._show(report.text)
         return report
+
+    @property
+    def _no_store(self) -> str:
+        """Why this rank cannot reach the others."""
+        if _is_of_torchrun():
+            return _NO_STORE.format(keeper="torchrun")
+        return "" if self._has_lost_store else _NO_STORE.format(keeper="rank 0")
 
     def _show(self, text: str) -> None:
         # A report must come to its end, also if nobody can read it.
@@ -367,9 +380,10 @@ class Watch:
 
 
 _NO_STORE = (
-    "the key-value store does not answer: the network is cut, or the process that keeps it has "
-    "ended, which is rank 0 or torchrun"
+    "the key-value store does not answer: the network is cut, or {keeper}, which keeps it, has "
+    "ended or is stopped"
 )
+_KEEPER = "keeps the key-value store, and has ended, or the connection to it is lost"
 
 
 def watch() -> Watch | None:
@@ -405,6 +419,11 @@ class Bounded(Activity):
         own = _watches.get(world)
         if own is not None and own.has_alarm and (error is None or isinstance(error, Exception)):
             raise StallError(own.report().cause) from error
+
+
+def _is_of_torchrun() -> bool:
+    """Whether torchrun keeps the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _call_after(seconds: float, function: Callable[..., object], *arguments: object) -> None:
