@@ -134,8 +134,9 @@ def _raise_failures(
         raise error
     # A launcher shows one line alone, so the first one has a cause.
     first, *others = (f"rank {rank}: {failure}" for rank, failure in failures.items())
-    first += f" ({subject}: {len(failures)} of {num_ranks} ranks failed, so all stop)"
-    raise AgreementError("\n  ".join([first, *others])) from error
+    line, *more = first.split("\n")
+    line += f" ({subject}: {len(failures)} of {num_ranks} ranks failed, so all stop)"
+    raise AgreementError("\n".join([line, *more, *(f"  {other}" for other in others)])) from error
 
 
 def same(what: str, values: Mapping[int, str]) -> None:

@@ -283,7 +283,7 @@ def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, Proc
 
 
 def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
-    """Returns one line: the cause, or which rank failed first without one."""
+    """Returns one line: the cause if a rank has told one; otherwise which rank failed first."""
     message: Any = failure.error_file_data.get("message")
     if isinstance(message, dict):
         message = message.get("message")

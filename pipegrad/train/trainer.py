@@ -131,6 +131,7 @@ class Trainer:
             config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
         )
         self.scaler = GradScaler(self.sync) if config.train.precision == "fp16" else None
+        self._shards = find_shards(config, self.sync)
         agree("the learning rate", self._make_learning_rate)
         agree("the outline", self._summarize)
         self.first_step = 1
@@ -371,7 +372,7 @@ class Trainer:
             self._optimizer,
             common=CommonState(config, self._optimizer, self._learning_rate, self._update),
             random_states=RandomStates(self._topology, config.train.seed, self._device),
-            shards=find_shards(config, self.sync),
+            shards=self._shards,
         )
         self.saving = Saving(
             config, self._state, self._device, self._run, state_numel=state_numel(config)

@@ -383,7 +383,7 @@ _NO_STORE = (
     "the key-value store does not answer: the network is cut, or {keeper}, which keeps it, has "
     "ended or is stopped"
 )
-_KEEPER = "keeps the key-value store, and has ended, or the connection to it is lost"
+_KEEPER = "keeps the key-value store: it has ended, or the connection to it is lost"
 
 
 def watch() -> Watch | None:

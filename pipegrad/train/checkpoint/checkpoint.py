@@ -15,7 +15,7 @@ their keys have a location, ``name[tp=1]``, and only a run with the same sizes r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,8 @@ class TrainingState:
         # What an optimizer calls the parameters; and the locations of pieces.
         self._located = {names[key]: located[key] for key in plain}
         self._shards = {names[key]: shard for key, shard in shards.items()}
+        wholes = {names[r.key]: Shard.whole(r.shape) for r in sync.records()}
+        self._pieces = {**wholes, **self._shards}
         self._parameters = {names[record.key]: sync.parameter(record) for record in sync.records()}
         self._main_parameters = {names[main.record.key]: main for main in sync.main_parameters()}
         self._modules = modules
@@ -127,7 +129,7 @@ class TrainingState:
             kept = main.record.numel * main.tensor.element_size()
             own, _ = sizes[f"model.{name}"]
             sizes[f"model.{name}"] = own + (kept if main.copied else 0), kept
-        for name, shard in self._shards.items():  # about, since pieces may differ by a row
+        for name, shard in self._shards.items():
             count = len(shard.locations)
             own, kept = sizes[f"model.{name}"]
             sizes[f"model.{name}"] = count * own, count * kept
@@ -152,13 +154,13 @@ class TrainingState:
         # Other state, such as a step count, has no elements to divide and is written whole.
         for name, main in self._main_parameters.items():
             if main.copied:
-                state[f"stored.{name}"] = self._chunk(name, main.tensor)
+                state[f"stored.{name}"] = self._part(name, main.tensor)
             for key, value in self._optimizer.state.get(main.tensor, {}).items():
                 tensor = torch.as_tensor(value)
                 if tensor.shape == main.tensor.shape:
-                    state[f"optimizer.{name}.{key}"] = self._chunk(name, tensor)
+                    state[f"optimizer.{name}.{key}"] = self._part(name, tensor)
                 else:
-                    state[f"optimizer.{name}.{key}{self._own_location(name, tensor)}"] = tensor
+                    state[f"optimizer.{name}.{key}{self._location(name)}"] = tensor
         state[self._random_states.key] = self._random_states.packed()
         return {**state, common_state.KEY: self._common.packed(), **self._pack()}
 
@@ -192,13 +194,12 @@ class TrainingState:
                     f"it is of another model: {key.partition('.')[2]!r} is {tuple(tensor.shape)} "
                     f"here and {shape} there",
                 )
-        self._check_shards(config, metadata)
         saved_names: dict[str, set[str]] = {}
         for key in metadata.state_dict_metadata:
-            owner = self._owner(key) if key.startswith("optimizer.") else None
-            if owner is not None:
-                saved_names.setdefault(owner, set()).add(_state_name(key))
-        self._check_shapes(config, metadata)
+            name = self._owner(key) if key.startswith("optimizer.") else None
+            if name is not None:
+                saved_names.setdefault(name, set()).add(_state_name(key))
+        self._check_state(config, metadata)
         for name, names in saved_names.items():
             parameter = self._parameters[name]
             if parameter.ndim == 2 and parameter.requires_grad and names != own_names:
@@ -208,36 +209,24 @@ class TrainingState:
                     f"checkpoint kept {sorted(names)}: choose the same",
                 )
 
-    def _check_shapes(self, config: Config, metadata: Metadata) -> None:
-        """Refuses optimizer state of a sharded parameter whose shape is not flat."""
-        for key, saved in metadata.state_dict_metadata.items():
-            name = self._owner(key)
-            if name not in self._main_parameters or not isinstance(saved, TensorStorageMetadata):
+    def _check_state(self, config: Config, metadata: Metadata) -> None:
+        """Refuses state of the optimizer that does not fit what this rank steps."""
+        for stem, saved in self._saved_state(metadata).items():
+            name = str(self._owner(stem))
+            sizes = [tuple(one.size) for one in saved.values()]
+            if all(not size or self._part_of(name, size) for size in sizes):
                 continue
-            main = self._main_parameters[name]
-            if main.sharded and tuple(saved.size) not in ((), self._saved_shape(name)):
+            if self._main_parameters[name].sharded or stem.startswith("stored."):
                 config.refuse(
                     "train.resume",
-                    f"its {key!r} is {tuple(saved.size)}, expected {self._saved_shape(name)}: "
-                    f"state of an optimizer that cannot be sharded, or of another parallel.shards",
+                    f"its {stem!r} is {sizes[0]}, expected {self._pieces[name].shape} or its "
+                    f"elements: state of an optimizer that cannot be sharded, or of another "
+                    f"parallel.shards",
                 )
-
-    def _check_shards(self, config: Config, metadata: Metadata) -> None:
-        """Refuses optimizer state of pieces that are not those of this run."""
-        locations: dict[str, set[str]] = {}
-        for key, saved in metadata.state_dict_metadata.items():
-            name = self._name(key)
-            if name not in self._shards or not isinstance(saved, TensorStorageMetadata):
-                continue
-            if tuple(saved.size) not in ((), self._shards[name].shape):
-                stem, location = parted(key)
-                locations.setdefault(stem, set()).add(location)
-        for stem, saved_at in locations.items():
-            own = self._shards[str(self._name(stem))].locations
-            if saved_at != set(own):
+            if saved.keys() != set(self._pieces[name].locations):
                 config.refuse(
                     "train.resume",
-                    f"its {stem!r} belongs to pieces, and not to the whole tensor: choose the "
+                    f"its {stem!r} is not kept for each element of the whole tensor: choose the "
                     f"parallel.dimensions and parallel.shards of the run that wrote it",
                 )
 
@@ -252,17 +241,15 @@ class TrainingState:
         # share memory.
         empty = {key: tensor.contiguous().clone() for key, tensor in held.items()}
         state = {STEP: torch.tensor(0), **self._parts(empty)}
-        for key, saved in metadata.state_dict_metadata.items():
-            name = self._owner(key)
-            if isinstance(saved, TensorStorageMetadata) and name in self._main_parameters:
-                main, dtype = self._main_parameters[name], saved.properties.dtype
-                is_per_element = tuple(saved.size) == self._saved_shape(name)
-                like = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
-                state[key] = (
-                    self._chunk(name, like)
-                    if is_per_element
-                    else torch.empty(saved.size, dtype=dtype)
-                )
+        for stem, saved in self._saved_state(metadata).items():
+            name = str(self._owner(stem))
+            # The numbers of all pieces are read if they are other pieces than here.
+            is_same = saved.keys() == set(self._pieces[name].locations)
+            for location in [self._location(name)] if is_same else saved:
+                size, dtype = saved[location].size, saved[location].properties.dtype
+                part, main = self._part_of(name, tuple(size)), self._main_parameters[name]
+                own = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
+                state[stem + location] = part(own) if part else torch.empty(size, dtype=dtype)
         packed = [*self._random_states.keys_to_read(metadata), readable_key(metadata)]
         if common_state.KEY in metadata.state_dict_metadata:
             packed.append(common_state.KEY)
@@ -309,36 +296,42 @@ class TrainingState:
 
     def _owner(self, key: str) -> str | None:
         """Returns the parameter of an optimizer key; None if this rank does not hold it."""
-        name = self._name(key)
-        if name in self._shards and parted(key)[1] not in ("", self._location(name)):
-            return None  # state of another piece
-        return name
-
-    def _name(self, key: str) -> str | None:
-        """Returns the parameter of an optimizer key, of any piece; None if it is not held."""
         kind, _, path = key.partition(".")
         name = path.rpartition(".")[0] if kind == "optimizer" else path
         return name if kind in ("optimizer", "stored") and name in self._parameters else None
 
+    def _saved_state(self, metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
+        """Returns state of what this rank steps: key without location -> location -> state."""
+        found: dict[str, dict[str, TensorStorageMetadata]] = {}
+        for key, saved in metadata.state_dict_metadata.items():
+            name = self._owner(key)
+            if isinstance(saved, TensorStorageMetadata) and name in self._main_parameters:
+                stem, location = parted(key) if key.startswith("optimizer.") else (key, "")
+                found.setdefault(stem, {})[location] = saved
+        return found
+
     def _location(self, name: str) -> str:
+        """Returns the location of a declared piece; "" of what has it in its name."""
         return self._located[name].removeprefix(name)
 
-    def _own_location(self, name: str, value: Tensor) -> str:
-        """Returns the location of state that is not per element; "" of a number."""
-        return self._location(name) if name in self._shards and value.ndim else ""
+    def _part(self, name: str, values: Tensor) -> Chunk:
+        """Returns values of the elements that this rank steps, as a part of what is written."""
+        numel = self._main_parameters[name].record.numel
+        part = self._part_of(name, self._shards[name].shape if name in self._shards else (numel,))
+        assert part is not None
+        return part(values)
 
-    def _saved_shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape in a checkpoint of state that is per element."""
-        if name in self._shards:
-            return self._shards[name].shape
-        return (self._main_parameters[name].record.numel,)
+    def _part_of(self, name: str, shape: tuple[int, ...]) -> Callable[[Tensor], Chunk] | None:
+        """Returns what makes values of a rank a part of a tensor; None if it is of no such shape.
 
-    def _chunk(self, name: str, values: Tensor) -> Chunk:
-        """Returns values of the elements that this rank steps, as a part of the whole tensor."""
-        main = self._main_parameters[name]
-        if name in self._shards:
-            return self._shards[name].chunk(values, main.begin)
-        return Chunk.of(values.detach().reshape(-1), main.begin, main.record.numel)
+        The tensor has an element for each of the whole parameter, in its shape or flat.
+        """
+        main, piece = self._main_parameters[name], self._pieces[name]
+        if shape == (main.record.numel,) and len(piece.locations) == 1:
+            return lambda values: Chunk.of(values.detach().reshape(-1), main.begin, shape[0])
+        if shape and shape == piece.shape:
+            return lambda values: piece.chunk(values, main.begin)
+        return None
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors by key, and pieces as parts of whole tensors."""
@@ -349,12 +342,16 @@ class TrainingState:
         """Sets the state of the optimizer."""
         named: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
-            name = self._owner(key)
-            if key.startswith("optimizer.") and name in self._main_parameters:
-                if isinstance(value, Chunk):
-                    main = self._main_parameters[name]
-                    value = Chunk.of(value.local, main.begin, main.record.numel)  # noqa: PLW2901
-                named.setdefault(self._located[name], {})[_state_name(key)] = value
+            name = self._owner(key) if key.startswith("optimizer.") else None
+            if name not in self._main_parameters:
+                continue
+            main, own = self._main_parameters[name], named.setdefault(self._located[name], {})
+            if isinstance(value, Chunk):
+                own[_state_name(key)] = Chunk.of(value.local, main.begin, main.record.numel)
+            else:
+                # Pieces may have made different numbers of steps. The whole has made the most.
+                last = own.get(_state_name(key), value)
+                own[_state_name(key)] = value.maximum(last) if value.ndim == 0 else value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": named})
 
 

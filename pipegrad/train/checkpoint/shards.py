@@ -45,6 +45,11 @@ class Shard:
     begin: int
     locations: tuple[str, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Shard:
+        """Returns that of a tensor that is not cut."""
+        return cls(tuple(shape), tuple(shape), 0, 0, ("",))
+
     def chunk(self, values: Tensor, begin: int = 0) -> Chunk:
         """Returns elements of the piece as a part of the whole tensor.
 
@@ -116,17 +121,16 @@ def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
     for pattern in patterns:
         if not any(fnmatchcase(_name(key), pattern) for key in pieces):
             config.refuse(_KEY, f"{pattern!r} matches no parameter")
-    mesh = [name for name, size in sync.topology.axes if size > 1]
-    inside = [name for name in mesh if name in config.parallel.dimensions]
     # All ranks check the pieces of all ranks, so they refuse alike.
-    found = {key: fitted(config, key, pieces[key], inside) for key in sorted(pieces)}
+    found = {key: fitted(config, key, pieces[key]) for key in sorted(pieces)}
     return {key: found[key][location] for key, (location, _) in own.items()}
 
 
-def fitted(
-    config: Config, key: str, pieces: Mapping[str, tuple[int, ...]], inside: Sequence[str]
-) -> dict[str, Shard]:
-    """Returns the shard of each location of a parameter."""
+def fitted(config: Config, key: str, pieces: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
+    """Returns the shard of each location of a parameter.
+
+    One location alone is the whole tensor: its dimension of the mesh has one rank here.
+    """
     name = _name(key)
     first, *others = pieces.values()
     dims = set[int]()
@@ -138,12 +142,6 @@ def fitted(
     if len(dims) > 1:
         config.refuse(_KEY, f"{name!r} is matched with several dimensions, {sorted(dims)}")
     (dim,) = dims
-    if "" in pieces and inside:
-        config.refuse(
-            _KEY,
-            f"{name!r} is alike on all ranks along {' and '.join(inside)}, as handlers make it: "
-            f"declare what each rank has a piece of",
-        )
     if any("," in location for location in pieces):
         config.refuse(
             _KEY,

@@ -70,7 +70,6 @@ def test_more_than_nine_pieces_are_in_the_order_of_ranks() -> None:
         ({"[tp=0]": (2, 3), "[tp=1]": (2, 3)}, -3, "has no dimension -3"),
         ({"[tp=0]": (), "[tp=1]": ()}, 0, "has no dimension 0: its shape is ()"),
         ({"[ep=0,tp=0]": (2,), "[ep=0,tp=1]": (2,)}, 0, "several dimensions of the mesh"),
-        ({"": (2, 3)}, 0, "is alike on all ranks along tp"),
     ],
 )
 def test_pieces_that_do_not_fit_are_refused(
@@ -84,7 +83,7 @@ def test_pieces_that_do_not_fit_are_refused(
 def fitted_at(dim: int, pieces: dict[str, tuple[int, ...]]) -> list[Shard]:
     config = Config(model=Model(factory="a:b"), parallel=Parallel(shards={"up.*": dim}))
     config._path = Path("job.toml")
-    return list(fitted(config, "0.up.weight", pieces, ["tp"]).values())
+    return list(fitted(config, "0.up.weight", pieces).values())
 
 
 def numbered(shape: list[int]) -> Tensor:
