@@ -300,7 +300,7 @@ CASES = {
     ),
     "weights of another shape": (
         ["model={pretrained='wider'}"],
-        "pretrained = 'wider': load the stages: .*\\n.*_proj.weight has shape .*, and ",
+        r"pretrained = 'wider': rank 0: .*_proj.weight has shape .*, and .* \(load the stages: 2 of 2",
     ),
     "values of all layers": (
         ["model.config=hidden.json"],
