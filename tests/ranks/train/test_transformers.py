@@ -300,7 +300,7 @@ CASES = {
     ),
     "weights of another shape": (
         ["model={pretrained='wider'}"],
-        r"pretrained = 'wider': rank 0: .*_proj.weight has shape .*, and .* \(load the stages: 2 of 2",
+        r"pretrained = 'wider': rank 0: .*_proj.weight has shape .*, and .* \(load the stages: 2",
     ),
     "values of all layers": (
         ["model.config=hidden.json"],
