@@ -125,7 +125,9 @@ def _of_scale(scale: float, counts: Mapping[str, int]) -> Iterator[str]:
 
 def _named(scale: float, counts: Mapping[str, int]) -> str:
     """Returns which counts a factor is made of, the simplest product of at most two."""
-    powers = [(name, count, sign) for name, count in counts.items() if count > 1 for sign in (1, -1)]
+    powers = [
+        (name, count, sign) for name, count in counts.items() if count > 1 for sign in (1, -1)
+    ]
     for number in (1, 2):
         for chosen in itertools.combinations_with_replacement(powers, number):
             product = math.prod(count**sign for _, count, sign in chosen)
