@@ -11,8 +11,10 @@ import typing
 from pipegrad import _torch_version as _torch_version  # refuses an old torch first
 
 if typing.TYPE_CHECKING:
+    from pipegrad import audit as audit
     from pipegrad import errors as errors
     from pipegrad import schedules as schedules
+    from pipegrad.audit.audit import Audit as Audit
     from pipegrad.comm.work import LateWork as LateWork
     from pipegrad.comm.work import Work as Work
     from pipegrad.gradients.grad_scaler import GradScaler as GradScaler
@@ -46,6 +48,7 @@ if typing.TYPE_CHECKING:
 # Each name is imported when it is first asked for: the command line, and whoever needs one thing,
 # need not wait for torch.distributed.pipelining, DTensor and torch.compile.
 _HOMES = {
+    "audit.audit": "Audit",
     "comm.work": "LateWork Work",
     "gradients.grad_scaler": "GradScaler",
     "gradients.sync": "GradientSync",
@@ -73,7 +76,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-_FOLDERS = ("errors", "schedules")
+_FOLDERS = ("audit", "errors", "schedules")
 
 __all__ = sorted([*_HOME_OF, *_FOLDERS])  # noqa: PLE0605 - derived, and a test compares
 

@@ -6,6 +6,7 @@ import signal
 
 import click
 
+from pipegrad.commands.audit import audit
 from pipegrad.commands.doctor import doctor
 from pipegrad.commands.export import export
 from pipegrad.commands.installed import list_handlers, list_reporters, list_schedules
@@ -35,7 +36,7 @@ def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""
 
 
-for command in (train, launch, plan, schedule, simulate, trace, doctor, export):
+for command in (train, launch, plan, schedule, simulate, trace, doctor, export, audit):
     main.add_command(add_traceback(command))
 for command in (list_handlers, list_reporters, list_schedules):
     main.add_command(command)

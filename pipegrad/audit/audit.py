@@ -2,273 +2,326 @@
 
 [Note: an audit]
 1. The caller's step runs on all ranks, as it is: schedule, reductions, clipping, optimizer.
-2. Gradients are taken right before the optimizer steps, parameters after it.
-3. One rank computes the same step on the uncut model, whole and in parts (`truth`).
-4. Each gradient is fitted by its parts (`contributions`), and the weights say the cause (`causes`).
+2. Gradients are copied right before the optimizer steps, parameters after it (`watch.py`).
+3. Rank 0 computes the same step on the uncut model, in float64 (`truth.py`).
+4. A wrong gradient is fitted by its parts (`contributions.py`). The weights say why (`causes.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import math
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipegrad.audit.causes import Place, causes
-from pipegrad.audit.clipping import factor, norm_of, scale_of, wrong_norm
-from pipegrad.audit.contributions import Fit, fit
-from pipegrad.audit.matching import match
-from pipegrad.audit.report import Finding, Report
-from pipegrad.audit.truth import Batch, LossFn, Truth, compute
+from pipegrad.audit import dropout
+from pipegrad.audit.compare.judge import Judge, Sizes, Verdict
+from pipegrad.audit.compare.truth import Batch, Data, LossFn, leaves_cut, relative
+from pipegrad.audit.matching import Names, match
+from pipegrad.audit.order import ordered
+from pipegrad.audit.report import Finding, Report, merged
+from pipegrad.audit.watch import Gradients, Seen, watched
+from pipegrad.comm.agreement import agree
+from pipegrad.errors import PlanError
+from pipegrad.model.dtensor import is_dtensor
+from pipegrad.pipeline.batch.trees import flattened, is_cut
 
-Step = Callable[[Any, Any], object]
-_TERMS = 64.0  # factor of the rounding of a gradient
+_PATIENCE_SECONDS = 1800.0  # for the rank that compares
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one rank had in one step, by names of the uncut model.
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """A pipeline's training step, beside the model of one process. `run` compares them.
+
+    Every rank makes one, with what it holds, and calls `run`. Afterwards parameters and optimizers
+    have stepped, so train with new ones.
 
     Attributes:
-        replica: Of the rank.
-        loss: What the step has returned, if it is a number.
-        before: Parameters before it.
-        gradients: Right before the optimizer; None where there is none.
-        after: Parameters after it.
+        step: ``step(inputs, target)`` is one whole training step of this rank on the batch of its
+            replica: gradients to zero, microbatches, reductions, clipping, optimizer. It may return
+            the loss, a list of losses of microbatches, or ``{"loss": ..., "grad_norm": ...}``.
+        modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
+            compiled modules and DTensors are known.
+        model: The uncut model, on every rank, with the same names or the same values.
+        loss_fn: ``loss_fn(output, target)`` is the mean loss of the uncut model's output. If it
+            returns a tuple, the first value is the loss.
+        batches: For each step, inputs and target of all replicas: the same on all ranks. Tensors,
+            or dicts, tuples and lists of them. Their first dimension is cut into replicas, and then
+            into microbatches. The uncut model gets a dict by name, a tuple by position.
+        microbatches: Of a step on one replica.
+        replica: Index of the data that this rank gets, from 0.
+        num_replicas: Of different data. All ranks of a pipeline, and those of tensor parallelism,
+            have the same data.
+        names: Names of the modules' parameters -> names in the uncut model. By default they are
+            matched by names, or by shapes and values.
+        gradients: Returns gradients by names of the modules' parameters, right before the
+            optimizer's step; by default ``.grad``, or ``.main_grad``.
+        clip_norm: The norm to which the step clips gradients by its own code. torch's functions say
+            it themselves.
+        autocast: The dtype in which the pipeline computes, if its parameters have another one.
     """
 
-    replica: int
-    loss: float | None
-    before: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]
-    after: dict[str, Tensor]
+    step: Callable[[Any, Any], object]
+    modules: nn.Module | Sequence[nn.Module]
+    model: nn.Module
+    loss_fn: LossFn
+    batches: Sequence[Batch]
+    microbatches: int
+    replica: int = 0
+    num_replicas: int = 1
+    names: Mapping[str, str] | None = None
+    gradients: Gradients | None = None
+    clip_norm: float | None = None
+    autocast: torch.dtype | None = None
+
+    def run(self, *, steps: int | None = None, tolerance: float | None = None) -> Report:
+        """Runs steps and compares them with one process. All ranks must call it.
+
+        Args:
+            steps: How many; by default one for each batch.
+            tolerance: Of a gradient: norm of the difference by the norm of the right one. By
+                default it is derived: 32 x eps x sqrt(targets) for the rounding of float32, and
+                4 times the error that one process has in the pipeline's dtype.
+
+        Returns:
+            The report, the same on all ranks.
+
+        Raises:
+            PlanError: If modules are no part of the uncut model, or sizes do not fit.
+            AgreementError: If ranks fail differently, or differ in what they give.
+        """
+        return _Run(self, steps, tolerance).report()
+
+    def order(self, *, steps: int | None = None) -> Report:
+        """Runs steps under the `OrderChecker`: finds accesses to memory that nothing orders.
+
+        It looks at what was waited for, not at times, so one run finds what could go wrong in any.
+        All ranks must call it.
+
+        Args:
+            steps: How many; by default one for each batch.
+
+        Returns:
+            The report, the same on all ranks. Its notes say what was seen, and what cannot be.
+
+        Raises:
+            PlanError: If sizes do not fit.
+        """
+        batches = list[Batch]()
+        agree("the audit", lambda: batches.extend(_checked(self, steps, None)))
+        shares = [_shares(batch, self.num_replicas)[self.replica] for batch in batches]
+        return ordered([functools.partial(self.step, *share) for share in shares])
+
+    @property
+    def held(self) -> list[nn.Module]:
+        """The modules of this rank."""
+        return [self.modules] if isinstance(self.modules, nn.Module) else list(self.modules)
 
 
-def audit(
-    step: Step,
-    modules: nn.Module | Sequence[nn.Module],
-    model: nn.Module,
-    loss_fn: LossFn,
-    batches: Sequence[Batch],
-    *,
-    microbatches: int,
-    replica: int = 0,
-    num_replicas: int = 1,
-    names: Mapping[str, str] | None = None,
-    clip_norm: float | None = None,
-    tolerance: float | None = None,
-) -> Report:
-    """Runs a pipeline's step, compares it with one process, and says what is wrong.
+class _Run:
+    """One run of an audit."""
 
-    Every rank must call it. Afterwards parameters are those after the steps.
+    def __init__(self, audit: Audit, steps: int | None, tolerance: float | None) -> None:
+        self._audit = audit
+        self._begin = time.monotonic()
+        self._names: Names
+        self._batches: list[Batch]
 
-    Args:
-        step: ``step(inputs, target)`` makes one whole training step of this rank on its replica's
-            share of a batch, with ``zero_grad`` and the optimizer. It may return the loss.
-        modules: What this rank holds: the modules of its stages.
-        model: The uncut model, with the same values as the stages. It is not changed.
-        loss_fn: ``loss_fn(output, target)``.
-        batches: For each step, inputs and target of all replicas, the same on all ranks. The first
-            dimension is cut into replicas, and then into microbatches.
-        microbatches: Of a step.
-        replica: Of this rank.
-        num_replicas: Number of replicas that see different data.
-        names: Names of this rank's parameters -> their names in the uncut model.
-        clip_norm: The norm to which the step clips the gradients of the whole model, if it does.
-        tolerance: Of a gradient, relative to its norm; by default from dtype and number of terms.
+        def prepare() -> tuple[object, ...]:
+            self._batches = _checked(audit, steps, tolerance)
+            self._names = match(audit.held, audit.model, audit.names)
+            self._model = copy.deepcopy(audit.model)
+            return len(self._batches), audit.microbatches, audit.num_replicas, audit.replica
 
-    Returns:
-        The report, the same on all ranks.
+        every = agree("the audit", prepare)
+        _check_replicas(every, audit)
+        self._judge = Judge(
+            self._model,
+            clip_norm=audit.clip_norm,
+            tolerance=tolerance,
+            autocast=audit.autocast,
+        )
+        self._dropout = dropout.Without()
 
-    Raises:
-        PlanError: If a stage is no part of the uncut model.
-    """
-    begin = time.monotonic()
-    held = [modules] if isinstance(modules, nn.Module) else list(modules)
-    own = _named(held, model, names)
-    findings: list[Finding] = []
-    worst, count, allowed, last = 0.0, 0, 0.0, None
-    for number, (inputs, target) in enumerate(batches, 1):
-        of_replicas = list(zip(inputs.chunk(num_replicas), target.chunk(num_replicas), strict=True))
-        seen = _gathered(_observed(step, own, *of_replicas[replica], replica=replica))
-        if dist.get_rank() == 0:
-            parts = [
-                list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
-                for x, y in of_replicas
+    def report(self) -> Report:
+        """Runs all steps; returns what was found."""
+        findings, verdict = self._modes(), Verdict([], [])
+        for number, batch in enumerate(self._batches, 1):
+            saved = self._saved()
+            verdict = self._judged(batch, number)
+            findings += verdict.findings
+            if verdict.findings:
+                # Other steps may show other causes. They begin with values that are alike again.
+                self._restore(saved)
+        if not findings:
+            findings += self._repeated(self._batches[-1])
+        notes = [*self._judge.notes.values()]
+        if any(agree("dropout", lambda: self._dropout.was_active)):
+            notes.append("dropout was 0 while numbers were compared")
+        shared: list[Any] = [merged(findings), tuple(notes), tuple(verdict.gradients)]
+        dist.broadcast_object_list(shared, src=0)
+        findings, notes, gradients = shared
+        seconds = time.monotonic() - self._begin
+        return Report(
+            findings, notes, gradients, len(self._batches), dist.get_world_size(), seconds
+        )
+
+    def _modes(self) -> list[Finding]:
+        """Returns modules that drop out, or normalise, otherwise than in the uncut model."""
+        there = dropout.modes(dict(self._model.named_modules(remove_duplicate=False)))
+        own = dropout.modes(self._names.modules)
+        return [
+            Finding(
+                f"the module {mode}, and in the uncut model it {there[name]}",
+                "give both the same mode and probability",
+                (name,),
+                (rank,),
+            )
+            for rank, modes in enumerate(agree("modes of modules", lambda: own))
+            for name, mode in modes.items()
+            if name in there and there[name] != mode
+        ]
+
+    def _judged(self, batch: Batch, number: int) -> Verdict:
+        """Runs a step on all ranks; returns what rank 0 finds in it, on all ranks."""
+        audit = self._audit
+        with self._dropout.running():
+            every = _gathered(self._seen(batch))
+
+        def compare() -> Verdict | None:
+            if every is None:
+                return None
+            cut = [
+                [*zip(*(leaves_cut(x, audit.microbatches) for x in share), strict=True)]
+                for share in _shares(batch, audit.num_replicas)
             ]
-            truth = compute(_with_values(model, seen), loss_fn, parts)
-            counts = {
-                "microbatches": microbatches,
-                "replicas": num_replicas,
-                "targets": target.numel(),
-                "targets of a replica": target.numel() // num_replicas,
-                "targets of a microbatch": target.numel() // num_replicas // microbatches,
-                "ranks": dist.get_world_size(),
-            }
-            allowed = tolerance or _tolerance(truth, target)
-            right = factor(norm_of(truth, list(truth.uses)), clip_norm)
-            held_by = [list(of_rank.gradients) for of_rank in seen]
-            for rank, of_rank in enumerate(seen):
-                scale = right
-                if clip_norm is not None:
-                    found_scale = scale_of(of_rank.gradients, truth)
-                    words = wrong_norm(
-                        found_scale, clip_norm, truth, held_by[rank], held_by, num_replicas
-                    )
-                    if words and not math.isclose(found_scale, right, rel_tol=1e-4):
-                        findings.append(Finding(words, (), (rank,), number))
-                        scale = found_scale
-                for name, gradient in of_rank.gradients.items():
-                    actual = None if gradient is None else gradient.double() / scale
-                    found, error = _judged(
-                        name, actual, truth, of_rank.replica, counts, allowed, last
-                    )
-                    worst, count = max(worst, error), count + 1
-                    findings += [Finding(cause, (name,), (rank,), number) for cause in found]
-            findings += _losses(seen, truth, allowed, number)
-            findings += _drift(seen, number)
-            last = truth
-        # What follows a wrong step is wrong, too.
-        if _on_all(bool(findings)):
-            break
-    report = Report(_merged(findings), count, worst, allowed, time.monotonic() - begin)
-    shared = [report]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+            targets = [leaf for _, leaf in flattened(batch[1])[0] if isinstance(leaf, Tensor)]
+            numel = max(1, sum(target.numel() for target in targets))
+            sizes = Sizes(audit.microbatches, audit.num_replicas, numel, len(every))
+            with self._dropout.running():
+                return self._judge.judge(every, Data(audit.loss_fn, cut, batch), number, sizes)
+
+        first = agree("compare with one process", compare, timeout_seconds=_PATIENCE_SECONDS)[0]
+        return Verdict([], []) if first is None else first
+
+    def _seen(self, batch: Batch) -> Seen:
+        """Runs a step; returns what this rank had in it."""
+        audit = self._audit
+        inputs, target = _shares(batch, audit.num_replicas)[audit.replica]
+        return watched(
+            lambda: audit.step(inputs, target), self._names, audit.replica, audit.gradients
+        )
+
+    def _repeated(self, batch: Batch) -> list[Finding]:
+        """Runs a right step again from one state; returns what differs, on rank 0."""
+        values, state = self._saved(), torch.get_rng_state()
+        runs = list[Seen]()
+        for _ in range(2):
+            self._restore(values)
+            torch.set_rng_state(state)
+            with self._dropout.running():
+                runs.append(self._seen(batch))
+        differing = agree("repeat a step", lambda: _differing(*runs))
+        findings = []
+        if any(differing):
+            findings.append(
+                Finding(
+                    "the step is not deterministic: twice from the same values, batch and random "
+                    "state, it makes different gradients",
+                    "call torch.use_deterministic_algorithms(True), and reduce in a fixed order",
+                    tuple(dict.fromkeys(name for names in differing for name in names)),
+                    tuple(rank for rank, names in enumerate(differing) if names),
+                )
+            )
+        if any(agree("dropout", lambda: self._dropout.was_active)):
+            self._restore(values)
+            every = _gathered(self._seen(batch))
+            if every is not None:
+                findings += self._judge.copies_with_dropout(every)
+        return findings
+
+    def _saved(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self._tensors()]
+
+    def _restore(self, saved: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), saved, strict=True):
+                tensor.copy_(value)
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._names.parameters.values(), *self._names.buffers.values()]
 
 
-def _named(
-    held: Sequence[nn.Module], model: nn.Module, names: Mapping[str, str] | None
-) -> dict[str, nn.Parameter]:
-    """Returns this rank's parameters by their names in the uncut model."""
-    found: dict[str, nn.Parameter] = {}
-    for number, module in enumerate(held):
-        known = names or match(module, model, f"module {number} of rank {dist.get_rank()}")
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        found |= {known[name]: parameter for name, parameter in parameters.items()}
-    return found
+def _checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Batch]:
+    """Returns the batches of the steps; refuses what cannot be audited."""
+    batches = list(audit.batches)
+    number = len(batches) if steps is None else steps
+    if not 1 <= number <= len(batches):
+        raise PlanError(f"steps is {steps}, and there are {len(batches)} batches: give one a step")
+    if tolerance is not None and not tolerance > 0:
+        raise PlanError(f"tolerance is {tolerance}, expected a number above 0")
+    if audit.microbatches < 1 or not 0 <= audit.replica < audit.num_replicas:
+        raise PlanError(
+            f"microbatches is {audit.microbatches}, expected at least 1; replica is "
+            f"{audit.replica} of {audit.num_replicas}, expected 0 to {audit.num_replicas - 1}"
+        )
+    if any(is_dtensor(p) or p.is_meta for p in audit.model.parameters()):
+        raise PlanError(
+            "the uncut model has DTensors or parameters without values: give a copy that was made "
+            "before the stages were wrapped, with real values on every rank"
+        )
+    if not any(parameter.requires_grad for parameter in audit.model.parameters()):
+        raise PlanError("the uncut model has no parameter that requires a gradient")
+    for batch in batches[:number]:
+        parts: object = batch
+        if not isinstance(parts, tuple | list) or len(parts) != 2:
+            raise PlanError(f"a batch is {type(parts).__name__}, expected (inputs, target)")
+        rows = {leaf.shape[0] for x in batch for _, leaf in flattened(x)[0] if is_cut(leaf)}
+        if not rows or max(rows) % (audit.microbatches * audit.num_replicas):
+            raise PlanError(
+                f"a batch has {max(rows, default=0)} rows, expected a multiple of "
+                f"{audit.num_replicas} replicas x {audit.microbatches} microbatches"
+            )
+    return batches[:number]
 
 
-def _observed(
-    step: Step, own: Mapping[str, nn.Parameter], inputs: Any, target: Any, *, replica: int
-) -> Seen:
-    """Runs a step; returns what this rank had in it."""
-    gradients: dict[str, Tensor | None] = {}
-
-    def take(*_: object) -> None:
-        if not gradients:
-            gradients.update({n: None if p.grad is None else _copy(p.grad) for n, p in own.items()})
-
-    before = {name: _copy(parameter) for name, parameter in own.items()}
-    hook = register_optimizer_step_pre_hook(take)
-    try:
-        result = step(inputs, target)
-    finally:
-        hook.remove()
-    take()
-    is_number = isinstance(result, float) or (isinstance(result, Tensor) and result.numel() == 1)
-    loss = float(torch.as_tensor(result).detach()) if is_number else None
-    after = {name: _copy(parameter) for name, parameter in own.items()}
-    return Seen(replica, loss, before, gradients, after)
+def _check_replicas(every: Sequence[tuple[object, ...]], audit: Audit) -> None:
+    """Checks that all ranks have the same sizes, and that each replica has a rank."""
+    sizes = {values[:3] for values in every}
+    replicas = {values[3] for values in every}
+    if len(sizes) > 1 or replicas != set(range(audit.num_replicas)):
+        raise PlanError(
+            "ranks give different audits; (steps, microbatches, num_replicas, replica) are "
+            f"{dict(enumerate(every))}: give all ranks the same sizes, and every replica a rank"
+        )
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
+def _shares(batch: Batch, num_replicas: int) -> list[Batch]:
+    inputs, target = (leaves_cut(value, num_replicas) for value in batch)
+    return list(zip(inputs, target, strict=True))
 
 
-def _gathered(seen: Seen) -> list[Seen]:
+def _gathered(own: Seen) -> list[Seen] | None:
     """Returns what all ranks had, on rank 0."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(seen, every if dist.get_rank() == 0 else None, dst=0)
-    return every
+    is_first = dist.get_rank() == 0
+    dist.gather_object(own, every if is_first else None, dst=0)
+    return every if is_first else None
 
 
-def _on_all(value: bool) -> bool:
-    """Returns the value of rank 0."""
-    shared = [value]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
-
-
-def _with_values(model: nn.Module, seen: Sequence[Seen]) -> nn.Module:
-    """Returns a copy of the uncut model, in double precision, with the values of the ranks."""
-    whole = copy.deepcopy(model).cpu().double()
-    parameters = dict(whole.named_parameters(remove_duplicate=False))
-    with torch.no_grad():
-        for of_rank in reversed(seen):
-            for name, value in of_rank.before.items():
-                parameters[name].copy_(value)
-    return whole
-
-
-def _judged(
-    name: str,
-    gradient: Tensor | None,
-    truth: Truth,
-    replica: int,
-    counts: Mapping[str, int],
-    tolerance: float,
-    last: Truth | None,
-) -> tuple[list[str], float]:
-    """Returns the causes of a wrong gradient, and its error."""
-    [(first, uses)] = [(n, names) for n, names in truth.uses.items() if name in names]
-    right, parts = truth.gradients[first], truth.parts[first]
-    actual = torch.zeros_like(right) if gradient is None else gradient.double()
-    scale = right.norm().clamp_min(torch.finfo(torch.float64).tiny)
-    error = float((actual - right).norm() / scale)
-    if error <= tolerance:
-        return [], error
-    weights = truth.weights[:, :, None].expand(parts.shape[:3])
-    before = last.gradients[first] if last is not None else None
-    fitted: Fit = fit(actual, parts, weights, before)
-    place = Place(replica, uses.index(name), counts)
-    return causes(fitted, place, tolerance) or [f"it is off by {error:.2g}"], error
-
-
-def _tolerance(truth: Truth, target: Tensor) -> float:
-    """Returns the rounding that a gradient may have: c x eps x sqrt(terms)."""
-    return _TERMS * torch.finfo(torch.float32).eps * target.numel() ** 0.5
-
-
-def _losses(seen: Sequence[Seen], truth: Truth, tolerance: float, number: int) -> list[Finding]:
-    """Returns losses that are not that of one process."""
-    found = []
-    for rank, of_rank in enumerate(seen):
-        loss = of_rank.loss
-        if loss is not None and not math.isclose(loss, truth.loss, rel_tol=tolerance):
-            cause = f"the loss is {loss:.6g}, and {truth.loss:.6g} in one process"
-            found.append(Finding(cause, (), (rank,), number))
-    return found
-
-
-def _drift(seen: Sequence[Seen], number: int) -> list[Finding]:
-    """Returns parameters whose copies differ after the step."""
-    first: dict[str, tuple[int, Tensor]] = {}
-    found = []
-    for rank, of_rank in enumerate(seen):
-        for name, value in of_rank.after.items():
-            other, there = first.setdefault(name, (rank, value))
-            if not torch.equal(value, there):
-                cause = "copies differ after the step: ranks step them with different gradients"
-                found.append(Finding(cause, (name,), (other, rank), number))
-    return found
-
-
-def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns findings with one cause as one; the first step of each."""
-    merged: dict[str, Finding] = {}
-    for finding in findings:
-        known = merged.setdefault(finding.cause, finding)
-        merged[finding.cause] = replace(
-            known,
-            names=tuple(dict.fromkeys([*known.names, *finding.names])),
-            ranks=tuple(sorted({*known.ranks, *finding.ranks})),
-        )
-    return list(merged.values())
+def _differing(first: Seen, second: Seen) -> list[str]:
+    """Returns names of gradients that differ by more than rounding explains."""
+    return [
+        name
+        for name, gradient in first.gradients.items()
+        if (other := second.gradients[name]) is not None
+        and gradient is not None
+        and relative(other.double() - gradient.double(), gradient.double())
+        > 64 * torch.finfo(gradient.dtype).eps
+    ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 _NAMES_SHOWN = 4
+_NUMBERS = re.compile(r"[-+]?[0-9][-+.e0-9]*")
 
 
 @dataclass(frozen=True)
@@ -14,23 +16,47 @@ class Finding:
     """One cause, and where it is.
 
     Attributes:
-        cause: In words, with what to do.
-        names: Parameters in the uncut model; empty if it concerns none.
+        cause: What is wrong and why, in words.
+        advice: What to do; "" if nothing is known.
+        names: Parameters or buffers in the uncut model; empty if it concerns none.
         ranks: That have it.
         step: Number of the step in which it is first seen, from 1.
     """
 
     cause: str
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    step: int
+    advice: str = ""
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    step: int = 1
 
     def __str__(self) -> str:
-        more = (
-            f" and {len(self.names) - _NAMES_SHOWN} more" if len(self.names) > _NAMES_SHOWN else ""
-        )
-        names = f" {', '.join(self.names[:_NAMES_SHOWN])}{more}:" if self.names else ""
-        return f"step {self.step}, ranks {list(self.ranks)}:{names} {self.cause}"
+        lines = [self.cause]
+        if self.ranks:
+            lines.append(f"  ranks:      {listed(self.ranks)}")
+        if self.names:
+            more = len(self.names) - _NAMES_SHOWN
+            shown = ", ".join(self.names[:_NAMES_SHOWN])
+            lines.append(f"  parameters: {shown}{f' and {more} more' if more > 0 else ''}")
+        if self.advice:
+            lines.append(f"  what to do: {self.advice}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How far a gradient is from that of one process.
+
+    Attributes:
+        name: In the uncut model.
+        ranks: That hold it, or parts of it.
+        error: Norm of the difference by the norm of the right gradient.
+        allowed: Of it.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    error: float
+    allowed: float
 
 
 @dataclass(frozen=True)
@@ -38,17 +64,19 @@ class Report:
     """What an audit has found. The same on all ranks.
 
     Attributes:
-        findings: None if everything is right.
-        num_compared: Number of gradients that were compared, all ranks counted.
-        worst: The largest relative error of a gradient.
-        tolerance: What was allowed.
+        findings: Empty if everything is right.
+        notes: What was not compared, and why.
+        gradients: Of the last step that was compared.
+        num_steps: That were compared.
+        num_ranks: Of the job.
         seconds: How long it took.
     """
 
-    findings: Sequence[Finding]
-    num_compared: int
-    worst: float
-    tolerance: float
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    gradients: tuple[Gradient, ...]
+    num_steps: int
+    num_ranks: int
     seconds: float
 
     @property
@@ -56,15 +84,58 @@ class Report:
         """Whether nothing was found."""
         return not self.findings
 
-    def __str__(self) -> str:
-        summary = (
-            f"{self.num_compared} gradients compared with one process, largest error "
-            f"{self.worst:.2g} of {self.tolerance:.2g} allowed, {self.seconds:.1f} s"
+    @property
+    def summary(self) -> str:
+        """One line: right or wrong, and what was compared."""
+        if not self.gradients:
+            return f"{self._verdict}: {self.num_ranks} ranks, {self.seconds:.1f} s"
+        worst = max(self.gradients, key=lambda gradient: gradient.error / gradient.allowed)
+        return (
+            f"{self._verdict}: {self.num_steps} steps on {self.num_ranks} ranks, "
+            f"{len(self.gradients)} gradients in each, the worst is off by {worst.error:.2g} "
+            f"(allowed: {worst.allowed:.2g}), {self.seconds:.1f} s"
         )
-        if self.is_right:
-            return f"right: {summary}"
-        return "\n".join(["wrong:", *(f"  {finding}" for finding in self.findings), summary])
+
+    @property
+    def _verdict(self) -> str:
+        number = len(self.findings)
+        return "right" if self.is_right else f"wrong, {number} cause{'s'[: number != 1]}"
+
+    def __str__(self) -> str:
+        numbered = [
+            f"{number}. step {finding.step}: " + str(finding).replace("\n", "\n   ")
+            for number, finding in enumerate(self.findings, 1)
+        ]
+        return "\n".join([self.summary, *numbered, *(f"note: {note}" for note in self.notes)])
 
     def as_json(self) -> str:
         """Returns it as JSON."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({"is_right": self.is_right, **asdict(self)}, indent=1)
+
+
+def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Returns findings of one cause as one, with all names and ranks."""
+    found: dict[str, Finding] = {}
+    steps: dict[str, int] = {}
+    for finding in findings:
+        # Numbers differ from step to step, and the cause is the same.
+        if steps.setdefault(_NUMBERS.sub("", finding.cause), finding.step) != finding.step:
+            continue
+        known = found.setdefault(finding.cause, finding)
+        found[finding.cause] = replace(
+            known,
+            names=tuple(dict.fromkeys([*known.names, *finding.names])),
+            ranks=tuple(sorted({*known.ranks, *finding.ranks})),
+        )
+    return tuple(found.values())
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Returns ranks in words: ``0-3, 6``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
@@ -74,6 +76,25 @@ def flat(
     except ValueError:  # a registered class need not name its parts
         paths = [f"[{number}]" for number in range(len(leaves))]
     return list(zip(paths, leaves, strict=True)), partial(tree_unflatten, treespec=spec)
+
+
+@contextlib.contextmanager
+def listening_to_clipping(clipped: Callable[[float, torch.Tensor], object]) -> Iterator[None]:
+    """Calls ``clipped(max_norm, total_norm)`` before torch's functions clip gradients.
+
+    Whoever imported ``clip_grad_norm_`` by name is heard, too: it calls the same inner function.
+    """
+    inner = clip_grad._clip_grads_with_norm_
+
+    def heard(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any) -> None:  # noqa: ANN401 - torch's signature
+        clipped(max_norm, total_norm)
+        inner(parameters, max_norm, total_norm, *more)
+
+    with (
+        mock.patch.object(clip_grad, "_clip_grads_with_norm_", heard),
+        mock.patch.object(torch.nn.utils, "clip_grads_with_norm_", heard),
+    ):
+        yield
 
 
 def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its schema is C++'s

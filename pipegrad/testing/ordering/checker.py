@@ -23,7 +23,14 @@ from pipegrad.errors import OrderError
 from pipegrad.testing.ordering import cuda_trace
 from pipegrad.testing.ordering.backend import CheckedBackend, VirtualStream
 from pipegrad.testing.ordering.clocks import Access, Clock, Kind, Violation
-from pipegrad.testing.ordering.trace import Memories, Operation, Trace, call_site, spans
+from pipegrad.testing.ordering.trace import (
+    Memories,
+    Operation,
+    Trace,
+    call_site,
+    called_by_python,
+    spans,
+)
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,15 @@ class OrderChecker(CheckedBackend):
     streams that they were made with. The checker sees operators of torch. It does not see code that
     bypasses torch's dispatcher (Triton kernels, replayed CUDA graphs). A collective ends when its
     Work is waited for. Some are assumed to end when they are called: collectives of communication
-    hooks, and those that neither run in comm streams nor belong to pipegrad's pipeline.
+    hooks, and those that neither run in comm streams nor belong to pipegrad's pipeline. With
+    `foreign` the latter end when they are waited for, too, if Python code has called them.
 
     Args:
         virtual_streams: True if CPU tensors live on virtual streams. With False the order on CPU is
             the real order of threads, on which a gloo job on CPU relies. It must be False if a
             program has CUDA tensors too.
+        foreign: True to watch asynchronous collectives of any code. Their Work must be waited for
+            by ``Work.wait``: a future, or a loop over ``is_completed``, is not seen.
         raises: Raise at the second access, instead of collecting.
         log: Keep every operation, in ``log``.
 
@@ -71,11 +81,17 @@ class OrderChecker(CheckedBackend):
     """
 
     def __init__(
-        self, *, virtual_streams: bool = True, raises: bool = False, log: bool = False
+        self,
+        *,
+        virtual_streams: bool = True,
+        foreign: bool = False,
+        raises: bool = False,
+        log: bool = False,
     ) -> None:
         super().__init__(virtual_streams=virtual_streams)
         self.violations: list[Violation] = []
         self.log: list[Entry] = []
+        self._foreign = foreign
         self._raises = raises
         self._logs = log
         self._memories = Memories(self._freed)
@@ -197,7 +213,9 @@ class OrderChecker(CheckedBackend):
             self._order.join(home, self._order.clock(self._thread))
             in_comm_stream = getattr(self._local, "in_comm_stream", False)
             transfer, sent = getattr(self._local, "transfer", None) or (None, ())
-            strand = transfer or (self._in_comm_stream(operation, home) if in_comm_stream else home)
+            is_foreign = self._is_foreign(operation, in_comm_stream=in_comm_stream)
+            beside = in_comm_stream or is_foreign
+            strand = transfer or (self._in_comm_stream(operation, home) if beside else home)
             self._order.join(strand, self._order.clock(home))
             tick, where = self._order.tick(strand), call_site()
             accesses = [
@@ -224,7 +242,7 @@ class OrderChecker(CheckedBackend):
             entry = Entry(strand, tick, operation.name, where, clock, tuple(accesses))
             if operation.work is not None and strand != home:
                 # The Work is kept alive. On a device a collective goes on when its Work is freed.
-                waiting = None if transfer else home
+                waiting = None if transfer or is_foreign else home
                 self._flights[id(operation.work)] = operation.work, waiting, clock
             if operation.syncs_host:
                 self._order.join(self._thread, clock)
@@ -235,6 +253,15 @@ class OrderChecker(CheckedBackend):
                 violations + [r for access in accesses for r in self._order.access(access)]
             )
             return entry
+
+    def _is_foreign(self, operation: Operation, *, in_comm_stream: bool) -> bool:
+        """Whether it is a collective of other code, whose Work that code waits for in Python."""
+        return (
+            self._foreign
+            and not in_comm_stream
+            and operation.work is not None
+            and called_by_python()
+        )
 
     def _in_comm_stream(self, operation: Operation, home: str) -> str:
         """Returns the strand of an operator in a comm stream.

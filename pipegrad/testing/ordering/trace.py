@@ -10,17 +10,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.testing.ordering.clocks import Span
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MAX_SPANS = 1024  # a tensor with more byte ranges counts as one range from first to last byte
+_TORCH = Path(torch.__file__).parent
+_WRAPPERS = tuple(map(str, (Path(__file__).parent, _TORCH / "_dynamo", _TORCH / "_compile.py")))
 _SKIPPED_FILES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<eval_")
 
 
@@ -127,6 +131,18 @@ def call_site() -> str:
         frame = frame.f_back
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+
+
+def called_by_python() -> bool:
+    """Returns whether a collective is called by torch.distributed, not by C++ code such as DDP's.
+
+    C++ code waits in C++, where nobody can listen.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    # A trace is called through torch's own wrappers.
+    while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == c10d.__file__
 
 
 _Address = tuple[int, int]  # of the memory, and of the storage

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.audit.causes import Place, causes
-from pipegrad.audit.contributions import fit
+from pipegrad.audit.compare.causes import Place, causes
+from pipegrad.audit.compare.contributions import fit
 
 REPLICAS, MICROBATCHES, USES = 2, 4, 2
 COUNTS = {"microbatches": MICROBATCHES, "replicas": REPLICAS, "tokens": 640}
-PLACE = Place(replica=1, use=0, counts=COUNTS)
+WEIGHTS = torch.full((REPLICAS, MICROBATCHES), 1 / (REPLICAS * MICROBATCHES), dtype=torch.float64)
+PLACE = Place(replicas=[1], uses=[0], holders=2, counts=COUNTS, weights=WEIGHTS)
 ONES = torch.ones(REPLICAS, MICROBATCHES, USES, dtype=torch.float64)
 
 
@@ -44,10 +45,9 @@ DEFECTS: dict[str, tuple[Tensor, str]] = {
 def found_in(ratios: Tensor, noise: float = 1e-6) -> list[str]:
     torch.manual_seed(0)
     parts = torch.randn(REPLICAS, MICROBATCHES, USES, 5, 7, dtype=torch.float64)
-    weights = ONES / (REPLICAS * MICROBATCHES)
-    gradient = (parts * (weights * ratios)[..., None, None]).sum((0, 1, 2))
+    gradient = (parts * (WEIGHTS[..., None] * ratios)[..., None, None]).sum((0, 1, 2))
     gradient = (gradient + noise * torch.randn_like(gradient)).float()
-    return causes(fit(gradient, parts, weights), PLACE, tolerance=1e-4)
+    return [cause.words for cause in causes(fit(gradient, parts, WEIGHTS), PLACE, tolerance=1e-4)]
 
 
 def test_a_right_gradient_has_no_cause() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 # Parts whose share of the gradient is smaller than this are not told apart.
 _RESOLUTION = 1e-4
+_SAME = 2e-3  # of a gradient, if the weights of another one are to be its own
 
 
 @dataclass(frozen=True)
@@ -36,26 +37,61 @@ class Fit:
     rest: float
 
 
-def fit(gradient: Tensor, parts: Tensor, weights: Tensor, before: Tensor | None = None) -> Fit:
+def fit(
+    gradient: Tensor,
+    parts: Tensor,
+    weights: Tensor,
+    before: Tensor | None = None,
+    noise: float = 0.0,
+) -> Fit:
     """Returns a gradient as a sum of parts.
 
     Args:
         gradient: Of the pipeline, of any shape and dtype.
         parts: Of one process, ``(replicas, microbatches, uses, *shape)``.
-        weights: The right weights, ``(replicas, microbatches, uses)``.
-        before: The right gradient of the step before, if there was one.
+        weights: The right weights, ``(replicas, microbatches)``.
+        before: The gradient that this rank had in the step before, if there was one.
+        noise: Error of a right gradient, relative to its norm.
     """
-    columns = parts.double().reshape(weights.numel(), -1) * weights.double().reshape(-1, 1)
+    number = parts.shape[:3].numel()
+    columns = parts.double() * weights.double().reshape(*weights.shape, *[1] * (parts.ndim - 2))
+    columns = columns.reshape(number, -1)
     if before is not None:
         columns = torch.cat([columns, before.double().reshape(1, -1)])
-    right = columns[: weights.numel()].sum(0)
+    right = columns[:number].sum(0)
     wrong = gradient.double().reshape(-1) - right
     scale = right.norm().clamp_min(torch.finfo(torch.float64).tiny)
     # The pseudoinverse gives the smallest correction of weights. A part without a share of the
     # gradient is not corrected at all.
-    inverse = torch.linalg.pinv(columns.T, atol=float(_RESOLUTION * scale), rtol=0.0)
+    resolution = max(_RESOLUTION, noise)
+    inverse = torch.linalg.pinv(columns.T, atol=float(resolution * scale), rtol=0.0)
     correction = inverse @ wrong
     rest = (wrong - correction @ columns).norm() / scale
-    ratios = 1 + correction[: weights.numel()].reshape(weights.shape)
+    ratios = 1 + correction[:number].reshape(parts.shape[:3])
     last = float(correction[-1]) if before is not None else 0.0
     return Fit(ratios, last, float(rest))
+
+
+def explains(
+    fitted: Fit, gradient: Tensor, parts: Tensor, weights: Tensor, before: Tensor | None
+) -> bool:
+    """Returns whether the weights of another gradient make this one, too.
+
+    A bias has fewer elements than there are parts, so many weights fit it. Those of a matrix of the
+    same rank are known better.
+
+    Args:
+        fitted: The other one.
+        gradient: Of the pipeline.
+        parts: Of one process, ``(replicas, microbatches, uses, *shape)``.
+        weights: The right weights, ``(replicas, microbatches)``.
+        before: The gradient that this rank had in the step before, if there was one.
+    """
+    if fitted.ratios.shape[2] not in {1, parts.shape[2]}:
+        return False
+    ratios = fitted.ratios.expand(parts.shape[:3]) * weights[..., None]
+    made = (ratios.reshape(-1, 1) * parts.double().flatten(0, 2).flatten(1)).sum(0)
+    if before is not None:
+        made = made + fitted.before * before.double().reshape(-1)
+    actual = gradient.double().reshape(-1)
+    return float((actual - made).norm()) <= _SAME * float(actual.norm())

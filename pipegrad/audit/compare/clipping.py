@@ -1,0 +1,207 @@
+"""Clipping: by which norm did a rank clip its gradients?
+
+[Note: a norm by its parameters] A norm is compared with that of the gradients that the ranks
+really had. So a wrong norm is told apart from a wrong gradient. If gradients were seen only after
+they were clipped, then the norm that was used is the one that is the clip norm now.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from pipegrad.audit.compare.causes import Cause
+from pipegrad.audit.compare.entries import Entry, entries_of
+from pipegrad.audit.report import Finding
+from pipegrad.audit.watch import Seen
+
+_CLOSE = 2e-3  # of a norm
+_ADVICE = "reduce the squares over all ranks, with each parameter counted once"
+
+
+def right_norm(rank: int, entries: Sequence[Entry]) -> float:
+    """Returns the norm in which each parameter counts once, with the gradients of a replica.
+
+    Args:
+        rank: One of the replica.
+        entries: Gradients of all ranks.
+    """
+    return _norm(_once(_of_replica(rank, entries)))
+
+
+def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
+    """Returns what is wrong with a norm; None if it is right.
+
+    Args:
+        norm: That a rank has used.
+        rank: It.
+        entries: Gradients of all ranks.
+    """
+    right = right_norm(rank, entries)
+    if math.isclose(norm, right, rel_tol=_CLOSE):
+        return None
+    for words, value in _candidates(rank, entries).items():
+        is_other = not math.isclose(value, right, rel_tol=_CLOSE)
+        if is_other and math.isclose(norm, value, rel_tol=_CLOSE):
+            return Cause(f"the gradient norm is {words}", _ADVICE)
+    return Cause(f"the gradient norm is {norm:.5g}, and {right:.5g} over all parameters", _ADVICE)
+
+
+def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
+    """Returns wrong norms that are known, in words."""
+    own = _once([entry for entry in entries if rank in entry.ranks])
+    of_replica = _of_replica(rank, entries)
+    number = len({entry.replicas for entry in entries})
+    found = {
+        "that of this rank's parameters alone": _norm(own),
+        "one that counts each copy of a tied parameter": _norm(of_replica),
+        "one that counts each replica": _norm(_once(of_replica)) * math.sqrt(number),
+        "one that counts each copy and each replica": _norm(entries),
+    }
+    for other in sorted({rank for entry in of_replica for rank in entry.ranks}):
+        held = [entry for entry in of_replica if other in entry.ranks]
+        found.setdefault(f"that of rank {other}'s parameters alone", _norm(_once(held)))
+    return found
+
+
+def _of_replica(rank: int, entries: Sequence[Entry]) -> list[Entry]:
+    replicas = {r for entry in entries if rank in entry.ranks for r in entry.replicas}
+    return [entry for entry in entries if replicas & set(entry.replicas)]
+
+
+def _once(entries: Sequence[Entry]) -> list[Entry]:
+    first = dict[str, Entry]()
+    for entry in entries:
+        first.setdefault(entry.name, entry)
+    return list(first.values())
+
+
+def _norm(entries: Iterable[Entry]) -> float:
+    squares = 0.0
+    for entry in entries:
+        if entry.gradient is not None:
+            squares += float(entry.gradient.double().norm()) ** 2
+    return math.sqrt(squares)
+
+
+def unclipped(
+    seen: Sequence[Seen],
+    first: Mapping[str, str],
+    truth: Mapping[str, Tensor],
+    clip_norm: float | None,
+) -> tuple[list[Entry], list[Finding]]:
+    """Returns gradients as they were before they were clipped, and wrong norms.
+
+    Args:
+        seen: By each rank.
+        first: Name of a parameter -> the first of its names.
+        truth: Gradients of one process.
+        clip_norm: To which the step clips; None if nobody says.
+    """
+    after = entries_of(seen, [of_rank.gradients for of_rank in seen], first)
+    clip_norm = next((s.clip_norm for s in seen if s.clip_norm is not None), clip_norm)
+    norms = {of_rank.rank: of_rank.norm for of_rank in seen}
+    if any(of_rank.unclipped for of_rank in seen):
+        before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
+        for rank, norm in norms.items():
+            if norm is None and clip_norm is not None:
+                norms[rank] = _used(rank, before, after, clip_norm)
+    elif clip_norm is None:
+        before = after
+    else:
+        return _clipped_unseen(norms, after, truth, clip_norm)
+    return before, _wrong(norms, before)
+
+
+def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
+    found = []
+    for rank, norm in norms.items():
+        cause = None if norm is None else judged(norm, rank, entries)
+        if cause is not None:
+            found.append(Finding(*cause, ranks=(rank,)))
+    return found
+
+
+def _used(
+    rank: int, before: Sequence[Entry], after: Sequence[Entry], clip_norm: float
+) -> float | None:
+    """Returns the norm that a rank has clipped by; None if it has not clipped, rightly."""
+    scale = _scale(rank, after, {entry.name: entry.gradient for entry in before})
+    if scale < 1 - _CLOSE:
+        return clip_norm / scale
+    return None if right_norm(rank, before) <= clip_norm else 0.0
+
+
+def _clipped_unseen(
+    norms: Mapping[int, float | None],
+    after: Sequence[Entry],
+    truth: Mapping[str, Tensor],
+    clip_norm: float,
+) -> tuple[list[Entry], list[Finding]]:
+    """Returns gradients before clipping, where only those after it were seen; and wrong norms."""
+    right = [replace(entry, gradient=truth.get(entry.name)) for entry in after]
+    scales, found = dict[int, float](), list[Finding]()
+    for rank, norm in norms.items():
+        if norm is not None:
+            scales[rank] = min(1.0, clip_norm / norm) if norm else 1.0
+            continue
+        scales[rank], cause = _guessed(rank, after, right, clip_norm, truth)
+        if cause is not None:
+            found.append(Finding(*cause, ranks=(rank,)))
+    before = [
+        entry
+        if entry.gradient is None
+        else replace(entry, gradient=entry.gradient.double() / scales[entry.ranks[0]])
+        for entry in after
+    ]
+    return before, [*found, *_wrong(norms, before)]
+
+
+def _guessed(
+    rank: int,
+    after: Sequence[Entry],
+    right: Sequence[Entry],
+    clip_norm: float,
+    truth: Mapping[str, Tensor],
+) -> tuple[float, Cause | None]:
+    """Returns what a rank has multiplied its gradients by, and what is wrong with it."""
+    expected = factor(right_norm(rank, right), clip_norm)
+    scale = _scale(rank, after, truth)
+    is_clipped = expected < 1
+    if math.isclose(scale, expected, rel_tol=_CLOSE) or (
+        is_clipped and math.isclose(right_norm(rank, after), clip_norm, rel_tol=_CLOSE)
+    ):
+        return expected, None
+    now = _candidates(rank, after)
+    for words, norm in _candidates(rank, right).items():
+        predicted = factor(norm, clip_norm)
+        is_now = is_clipped and math.isclose(now[words], clip_norm, rel_tol=_CLOSE)
+        is_other = not math.isclose(predicted, expected, rel_tol=_CLOSE)
+        if is_other and (is_now or math.isclose(scale, predicted, rel_tol=_CLOSE)):
+            # Most gradients of a rank are right. Then their factor is known better than by a norm.
+            return scale, Cause(f"the gradient norm is {words}", _ADVICE)
+    if is_clipped and math.isclose(scale, 1.0, rel_tol=_CLOSE):
+        return 1.0, Cause("gradients are not clipped", "clip them before the optimizer's step")
+    # Whatever it is, it is no norm: the gradient itself is wrong.
+    return (expected if scale < 1 else 1.0), None
+
+
+def _scale(rank: int, entries: Sequence[Entry], others: Mapping[str, Tensor | None]) -> float:
+    """Returns the factor that most gradients of a rank have to other ones; 1 if there are none."""
+    scales = []
+    for entry in entries:
+        other = others.get(entry.name)
+        if rank in entry.ranks and entry.gradient is not None and other is not None:
+            squares = float(other.double().square().sum())
+            if squares > 0:
+                scales.append(float((entry.gradient.double() * other).sum()) / squares)
+    return statistics.median(scales) if scales else 1.0
+
+
+def factor(norm: float, clip_norm: float) -> float:
+    """Returns what gradients of a norm are multiplied by, if they are clipped."""
+    return min(1.0, clip_norm / norm) if norm else 1.0

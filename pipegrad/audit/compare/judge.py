@@ -1,0 +1,321 @@
+"""Judge: compares what all ranks had in a step with one process. It runs on rank 0 alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.audit.compare import clipping, states, stepping
+from pipegrad.audit.compare.causes import Cause, Place, causes, factors_of
+from pipegrad.audit.compare.contributions import Fit, explains, fit
+from pipegrad.audit.compare.entries import Entry, entries_of
+from pipegrad.audit.compare.truth import Data, Truth, compute, names_by_use
+from pipegrad.audit.report import Finding, Gradient
+from pipegrad.audit.watch import Seen
+
+_ROUNDING = 32.0  # factor of the rounding of a gradient
+_NOISE = 4.0  # factor of the error of one process that computes in the pipeline's dtype
+_SMALL = 1e-3  # gradients below this share of the whole norm are compared with it
+_PARTS_BYTES = 2**29  # of gradients by parts at once
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a step is cut.
+
+    Attributes:
+        microbatches: Of a step on one replica.
+        replicas: That have different data.
+        targets: Elements of the targets of a whole step.
+        ranks: Of the job.
+    """
+
+    microbatches: int
+    replicas: int
+    targets: int
+    ranks: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers that a gradient may be multiplied by, the likely ones first."""
+        replica = self.targets // self.replicas
+        every = {
+            "microbatches": self.microbatches,
+            "replicas": self.replicas,
+            "targets of the step": self.targets,
+            "targets of a replica": replica,
+            "targets of a microbatch": replica // self.microbatches,
+            "ranks": self.ranks,
+        }
+        names: dict[int, list[str]] = {}
+        for name, number in every.items():
+            names.setdefault(number, []).append(name)
+        return {" or of ".join(of_number): number for number, of_number in names.items()}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in a step."""
+
+    findings: list[Finding]
+    gradients: list[Gradient]
+
+
+class Judge:
+    """Compares steps, one after the other.
+
+    Args:
+        model: The uncut model, on CPU. It is not changed.
+        clip_norm: The norm to which the step clips; None to take it from torch's functions.
+        tolerance: Relative, of each gradient; None to derive it.
+        autocast: In which the pipeline computes, if that is another dtype than its parameters'.
+
+    Attributes:
+        notes: What was not compared, and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        clip_norm: float | None,
+        tolerance: float | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.notes: dict[str, str] = {}
+        self._model = model
+        self._clip_norm = clip_norm
+        self._tolerance = tolerance
+        self._autocast = autocast
+        self._reference = stepping.Reference()
+        self._first = {n: first for first, names in names_by_use(model).items() for n in names}
+        self._before: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def judge(self, seen: Sequence[Seen], data: Data, number: int, sizes: Sizes) -> Verdict:
+        """Returns what is wrong in a step.
+
+        Args:
+            seen: By each rank.
+            data: Of the step.
+            number: Of the step, from 1.
+            sizes: Of the step.
+        """
+        findings = list(states.starts(seen, self._model, self._first)) if number == 1 else []
+        dtypes = {
+            self._first[name]: value.dtype
+            for of_rank in seen
+            for name, value in of_rank.before.items()
+        }
+        truth = compute(self._with_values(seen), data, dtypes, self._autocast)
+        if truth.is_coupled:
+            self.notes["coupled"] = (
+                "samples of a batch depend on each other, as in BatchNorm: the gradient is "
+                "compared with the mean over microbatches of one process"
+            )
+        entries, norms = clipping.unclipped(seen, self._first, truth.gradients, self._clip_norm)
+        findings += norms
+        wrong, gradients = self._gradients(entries, truth, dtypes, sizes)
+        findings += wrong
+        findings += states.losses(seen, truth)
+        # Ranks that clip by other norms step copies by other gradients: that is one cause.
+        explained = {name for finding in findings for name in finding.names}
+        explained |= set(truth.uses) if norms else set()
+        findings += self._parameters(seen, explained)
+        findings += states.buffers(seen, truth)
+        self._before = {
+            (entry.name, entry.ranks): entry.gradient
+            for entry in entries_of(seen, [s.gradients for s in seen], self._first)
+            if entry.gradient is not None
+        }
+        return Verdict([replace(finding, step=number) for finding in findings], gradients)
+
+    def _with_values(self, seen: Sequence[Seen]) -> nn.Module:
+        """Returns the uncut model in double precision, with the values of the ranks."""
+        whole = copy.deepcopy(self._model).cpu().double()
+        parameters = dict(whole.named_parameters(remove_duplicate=False))
+        buffers = dict(whole.named_buffers(remove_duplicate=False))
+        with torch.no_grad():
+            for of_rank in reversed(seen):
+                for name, value in of_rank.before.items():
+                    parameters[name].copy_(value)
+                for name, value in of_rank.buffers[0].items():
+                    if of_rank.replica == 0:
+                        buffers[name].copy_(value)
+        return whole
+
+    def _gradients(
+        self,
+        entries: Sequence[Entry],
+        truth: Truth,
+        dtypes: Mapping[str, torch.dtype],
+        sizes: Sizes,
+    ) -> tuple[list[Finding], list[Gradient]]:
+        """Returns what is wrong with gradients, and how far each is from the right one."""
+        whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
+        gradients, wrong = [], list[tuple[Entry, float]]()
+        for entry in entries:
+            right = truth.gradients.get(entry.name)
+            if right is None:  # frozen in the uncut model
+                continue
+            actual = torch.zeros_like(right) if entry.gradient is None else entry.gradient
+            scale = max(float(right.norm()), _SMALL * whole, torch.finfo(torch.float64).tiny)
+            error = float((actual.double() - right).norm()) / scale
+            noise = truth.noise.get(entry.name, 0.0) * float(right.norm()) / scale
+            eps = max(torch.finfo(dtypes[entry.name]).eps if not truth.noise else 0.0, _EPS)
+            rounding = _ROUNDING * eps * math.sqrt(sizes.targets)
+            allowed = self._tolerance or rounding + _NOISE * noise
+            gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
+            if not error <= allowed:  # NaN is wrong, too
+                wrong.append((entry, allowed))
+        return self._why(wrong, entries, truth, sizes), gradients
+
+    def _why(
+        self,
+        wrong: Sequence[tuple[Entry, float]],
+        entries: Sequence[Entry],
+        truth: Truth,
+        sizes: Sizes,
+    ) -> list[Finding]:
+        """Returns the causes of wrong gradients."""
+        fits = list[tuple[Entry, float, Fit]]()
+        findings = list[Finding]()
+        known: dict[tuple[int, ...], list[Fit]] = {}
+        # Matrices first: their parts are told apart best.
+        wrong = sorted(wrong, key=lambda one: -truth.gradients[one[0].name].numel())
+        for names in _in_portions(truth, [entry.name for entry, _ in wrong]):
+            parts = truth.parts(names)
+            for entry, allowed in (one for one in wrong if one[0].name in parts):
+                if entry.gradient is not None and not bool(entry.gradient.isfinite().all()):
+                    findings.append(Finding(*_NOT_FINITE, (entry.name,), entry.ranks))
+                    continue
+                own = known.setdefault(entry.ranks, [])
+                fitted = self._fit(entry, parts[entry.name], truth, allowed, own)
+                fits.append((entry, allowed, fitted))
+                own.append(fitted)
+        usual = _usual(fits, entries, truth)
+        for entry, allowed, fitted in fits:
+            groups = {
+                e.ranks for e in entries if e.name == entry.name and e.replicas == entry.replicas
+            }
+            uses = truth.uses[entry.name]
+            place = Place(
+                replicas=entry.replicas,
+                uses=[uses.index(name) for name in entry.uses],
+                holders=len(groups),
+                counts=sizes.counts,
+                weights=truth.weights,
+                usual=usual.get(entry.ranks) if len(groups) > 1 else None,
+            )
+            found = causes(fitted, place, allowed) or [
+                Cause("the gradient is off by more than rounding explains")
+            ]
+            findings += [Finding(*cause, (entry.name,), entry.ranks) for cause in found]
+        return findings
+
+    def _fit(
+        self, entry: Entry, parts: Tensor, truth: Truth, allowed: float, known: Sequence[Fit]
+    ) -> Fit:
+        """Returns a gradient as a sum of parts; by weights that are known, if they make it."""
+        actual = torch.zeros_like(parts[0, 0, 0]) if entry.gradient is None else entry.gradient
+        before = self._before.get((entry.name, entry.ranks))
+        for other in known:
+            if explains(other, actual, parts, truth.weights, before):
+                return Fit(other.ratios.expand(parts.shape[:3]), other.before, 0.0)
+        return fit(actual, parts, truth.weights, before, allowed)
+
+    # What follows.
+
+    def copies_with_dropout(self, seen: Sequence[Seen]) -> Iterator[Finding]:
+        """Yields parameters whose copies get other gradients only because of dropout."""
+        yield from states.copies(
+            seen,
+            [{n: g for n, g in s.gradients.items() if g is not None} for s in seen],
+            self._first,
+            _DROPOUT,
+        )
+
+    def _parameters(self, seen: Sequence[Seen], explained: set[str]) -> Iterator[Finding]:
+        """Yields parameters that are wrong after the optimizer's step."""
+        for of_rank in seen:
+            for stepped in of_rank.optimizers:
+                if stepped.times > 1:
+                    yield Finding(
+                        f"the optimizer stepped {stepped.times} times in one step",
+                        "step it once, after the last microbatch",
+                        ranks=(of_rank.rank,),
+                    )
+        after = self._reference.step(seen, self._first)
+        if self._reference.why_not:
+            self.notes["optimizer"] = (
+                "parameters after the optimizer's step are not compared with one process: "
+                + self._reference.why_not
+            )
+        for of_rank in seen:
+            for name, value in of_rank.after.items():
+                first = self._first[name]
+                if first in after and first not in explained:
+                    cause = stepping.judged(of_rank.before[name], value, after[first], value.dtype)
+                    if cause is not None:
+                        explained.add(first)
+                        yield Finding(*cause, (first,), (of_rank.rank,))
+        yield from states.copies(
+            seen,
+            [of_rank.after for of_rank in seen],
+            self._first,
+            _DRIFT,
+            explained,
+        )
+
+
+_EPS = torch.finfo(torch.float32).eps
+_DROPOUT = Cause(
+    "with dropout, copies of the parameter get different gradients",
+    "give the ranks of one layer the same random state where they hold copies",
+)
+_DRIFT = Cause(
+    "copies of the parameter differ after the optimizer's step",
+    "step all copies with the same gradients, options and dtype",
+)
+_NOT_FINITE = Cause(
+    "the gradient has infinities or NaN",
+    "compare without fp16 first; with it, look at the loss scale and at what is reduced before "
+    "it is divided",
+)
+
+
+def _in_portions(truth: Truth, names: Sequence[str]) -> Iterator[list[str]]:
+    """Yields names whose gradients by parts are in memory at once."""
+    portion, size = list[str](), 0
+    for name in dict.fromkeys(names):
+        own = truth.gradients[name].nbytes * truth.weights.numel() * len(truth.uses[name])
+        if portion and size + own > _PARTS_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(name)
+        size += own
+    if portion:
+        yield portion
+
+
+def _usual(
+    fits: Sequence[tuple[Entry, float, Fit]], entries: Sequence[Entry], truth: Truth
+) -> dict[tuple[int, ...], float]:
+    """Returns by which factor parameters that are not tied are too large, by their ranks."""
+    wrong = {(entry.name, entry.ranks): fitted for entry, _, fitted in fits}
+    scales: dict[tuple[int, ...], list[float]] = {}
+    for entry in entries:
+        if len(truth.uses.get(entry.name, ())) != 1:
+            continue
+        fitted = wrong.get((entry.name, entry.ranks))
+        factors = None if fitted is None else factors_of(fitted.ratios)
+        if fitted is None:
+            scales.setdefault(entry.ranks, []).append(1.0)
+        elif factors is not None and factors.scale:
+            scales.setdefault(entry.ranks, []).append(factors.scale)
+    return {ranks: statistics.median(values) for ranks, values in scales.items()}

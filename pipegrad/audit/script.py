@@ -1,0 +1,140 @@
+"""Script: an audit that a function of somebody's file makes, run in ranks of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+from pipegrad.audit.audit import Audit
+from pipegrad.audit.report import Report
+from pipegrad.errors import ConfigError, in_words
+from pipegrad.testing.ranks import run_ranks
+
+TIMEOUT_SECONDS = 600.0
+
+Target = str | Callable[[], Audit]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How an audit is run.
+
+    Attributes:
+        target: ``FILE.py:function`` or ``module:function``; or a function at the top level of a
+            module. It returns this rank's `Audit`.
+        steps: How many; None for one for each batch.
+        tolerance: Of a gradient; None to derive it.
+        checks_order: Whether the order of accesses is checked, instead of numbers.
+    """
+
+    target: Target
+    steps: int | None = None
+    tolerance: float | None = None
+    checks_order: bool = False
+
+    def here(self) -> Report:
+        """Runs the audit on this rank; all ranks call it."""
+        audit = made(self.target)
+        if self.checks_order:
+            return audit.order(steps=self.steps)
+        return audit.run(steps=self.steps, tolerance=self.tolerance)
+
+    def in_ranks(self, num_ranks: int, timeout_seconds: float = TIMEOUT_SECONDS) -> Report:
+        """Runs the audit in gloo ranks of its own, on CPU."""
+        function(self.target)  # a typo need not start processes
+        run = replace(self, target=_written(self.target))
+        return run_ranks(run.here, num_ranks, timeout_seconds=timeout_seconds)[0]
+
+
+def made(target: Target) -> Audit:
+    """Returns the audit that a function makes on this rank.
+
+    Raises:
+        ConfigError: If there is no such function, or it returns something else.
+    """
+    audit = function(target)()
+    if not isinstance(audit, Audit):
+        raise ConfigError(
+            f"{_name(target)} returned {type(audit).__name__}, expected a pipegrad.Audit"
+        )
+    return audit
+
+
+def _written(target: Target) -> str:
+    """Returns a target as text, by which other processes find it."""
+    if isinstance(target, str):
+        home, _, name = target.rpartition(":")
+        return f"{Path(home).resolve()}:{name}" if home.endswith(".py") else target
+    name = getattr(target, "__qualname__", "")
+    try:
+        path = inspect.getfile(target)
+    except TypeError:
+        path = ""
+    if not name.isidentifier() or not path.endswith(".py"):
+        raise ConfigError(
+            f"{_name(target)} is no function at the top level of a file: ranks are other "
+            f"processes, and import it from there"
+        )
+    return f"{path}:{name}"
+
+
+def function(target: Target) -> Callable[[], object]:
+    """Returns the function of a target.
+
+    Raises:
+        ConfigError: If there is none. An error of the file itself is its cause.
+    """
+    if callable(target):
+        return target
+    home, colon, name = target.rpartition(":")
+    if not (home and colon and name):
+        raise ConfigError(f"{target!r}: expected FILE.py:function, or module:function")
+    try:
+        module = _file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{home} cannot be imported: {in_words(error)}") from error
+    found: object = getattr(module, name, None)
+    if not callable(found):
+        near = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
+        raise ConfigError(f"{home} has no function {name!r}; it has {near}")
+    return found
+
+
+def _file(path: Path) -> ModuleType:
+    """Imports a file, as Python runs it: its folder comes first on the path."""
+    path = path.resolve()
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        with contextlib.suppress(KeyError):
+            del sys.modules[name]
+        raise
+    return module
+
+
+def _is_own(value: object, module: str) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module
+
+
+def _name(target: Target) -> str:
+    return target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))

@@ -1,0 +1,261 @@
+"""Watch: one step of the caller on this rank. It runs as it is, and its gradients are copied.
+
+[Note: when gradients are copied] A gradient is compared as the optimizer gets it, so it is copied
+in a hook right before the optimizer's step. If the step clips by torch's functions, it is also
+copied before. If it clips by its own code, that code may call `before_clipping`.
+
+The step decides itself what it sends and when. So nothing is sent here before it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pipegrad.audit.matching import Names
+from pipegrad.interop.private import listening_to_clipping
+from pipegrad.model.dtensor import is_dtensor
+
+Gradients = Callable[[], Mapping[str, Tensor | None]]
+_watches: list[Watch] = []  # those that are running, one at most
+
+
+def before_clipping() -> None:
+    """Marks where a step's gradients are reduced, and not clipped yet. It does nothing elsewhere.
+
+    An audit sees torch's own functions by itself. A step that clips by other code calls this
+    before, so that a wrong gradient and a wrong norm are told apart.
+    """
+    for watch in _watches:
+        watch.copy_unclipped()
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one optimizer did.
+
+    Attributes:
+        kind: Its class.
+        options: Name of a parameter -> options of its group.
+        num_unknown: Tensors that are parameters of no module.
+        is_new: Whether it had no state.
+        times: How often it stepped.
+    """
+
+    kind: type[Optimizer]
+    options: Mapping[str, Mapping[str, Any]]
+    num_unknown: int
+    is_new: bool
+    times: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank had in one step, by names of the uncut model.
+
+    Attributes:
+        rank: Its rank.
+        replica: Index of the data that it has had.
+        groups: Name -> the ranks that have it together. The first one sends its values.
+        uses: Name -> all names of this parameter on this rank.
+        before: Parameters before the step.
+        gradients: As the optimizer gets them; None where there is none.
+        unclipped: Before clipping; empty if that was not seen.
+        after: Parameters after it.
+        buffers: Before and after it.
+        norm: The norm that gradients were clipped by, or that the step has returned.
+        clip_norm: To which they were clipped.
+        loss: What the step has returned; None if it is no number.
+        optimizers: In the order of their steps.
+    """
+
+    rank: int
+    replica: int
+    groups: Mapping[str, tuple[int, ...]]
+    uses: Mapping[str, tuple[str, ...]]
+    before: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor | None]
+    unclipped: Mapping[str, Tensor | None]
+    after: Mapping[str, Tensor]
+    buffers: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    norm: float | None
+    clip_norm: float | None
+    loss: float | None
+    optimizers: Sequence[Stepped]
+
+
+@dataclass
+class Watch:
+    """One step while it runs.
+
+    Attributes:
+        own: Names and parameters of this rank.
+        read: Returns its gradients; by default ``.grad``, or ``.main_grad``.
+    """
+
+    own: Mapping[str, nn.Parameter]
+    read: Gradients
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    unclipped: dict[str, Tensor | None] = field(default_factory=dict)
+    clips: list[tuple[float, float]] = field(default_factory=list)
+    stepped: dict[int, Stepped] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watches what runs inside."""
+        hook = register_optimizer_step_pre_hook(self._before_step)
+        _watches.append(self)
+        try:
+            with listening_to_clipping(self._clipped):
+                yield
+        finally:
+            _watches.remove(self)
+            hook.remove()
+        if not self.gradients:
+            self.gradients = self._copies()
+
+    def copy_unclipped(self) -> None:
+        """Copies gradients that are not clipped yet."""
+        # A step may clip the stages of a rank one by one: the first copy of each one counts.
+        for name, value in self._copies().items():
+            self.unclipped.setdefault(name, value)
+
+    def _clipped(self, max_norm: float, total_norm: Tensor) -> None:
+        self.copy_unclipped()
+        self.clips.append((float(max_norm), float(_whole(total_norm))))
+
+    def _copies(self) -> dict[str, Tensor | None]:
+        return {n: None if g is None else g.detach().clone() for n, g in self.read().items()}
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        names = {id(parameter): name for name, parameter in self.own.items()}
+        held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        options = {
+            names[id(p)]: {key: value for key, value in group.items() if key != "params"}
+            for p, group in held
+            if id(p) in names
+        }
+        copies = self._copies()
+        # Several optimizers may step one after the other, and each may set its gradients to None.
+        for name, value in copies.items():
+            if name in options or name not in self.gradients:
+                self.gradients[name] = value
+        known = self.stepped.get(id(optimizer))
+        self.stepped[id(optimizer)] = Stepped(
+            type(optimizer),
+            options,
+            sum(id(p) not in names for p, _ in held),
+            known.is_new if known else not optimizer.state,
+            known.times + 1 if known else 1,
+        )
+
+
+def watched(
+    step: Callable[[], object], names: Names, replica: int, gradients: Gradients | None
+) -> Seen:
+    """Runs a step, and returns what this rank had in it.
+
+    Args:
+        step: Of the caller, with its batch.
+        names: Of this rank's parameters and buffers.
+        replica: Of this rank.
+        gradients: Returns gradients by names of the modules; None for ``.grad``.
+    """
+    own = names.parameters
+
+    def read() -> Mapping[str, Tensor | None]:
+        if gradients is None:
+            return {name: gradient_of(parameter) for name, parameter in own.items()}
+        return {names.of_modules[name]: value for name, value in gradients().items()}
+
+    watch = Watch(own, read)
+    before, buffers = _gathered(own, names), _copied(names.buffers)
+    with watch.running():
+        result = step()
+    loss, norm = _numbers(result)
+    clip_norm = watch.clips[-1][0] if watch.clips else None
+    if watch.clips:
+        norm = watch.clips[-1][1]
+    return Seen(
+        rank=dist.get_rank(),
+        replica=replica,
+        groups={name: _group(parameter) for name, parameter in own.items()},
+        uses=names.uses,
+        before=before,
+        gradients=_gathered(watch.gradients, names),
+        unclipped=_gathered(watch.unclipped, names) if watch.unclipped else {},
+        after=_gathered(own, names),
+        buffers=(buffers, _copied(names.buffers)),
+        norm=norm,
+        clip_norm=clip_norm,
+        loss=loss,
+        optimizers=list(watch.stepped.values()),
+    )
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """Returns ``.grad``, or ``.main_grad`` where Megatron's kernels and pipegrad accumulate."""
+    return parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+
+
+def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, Any]:
+    """Returns whole tensors on CPU. The ranks of a DTensor's mesh must all call it.
+
+    Only the first rank of a group keeps its tensor, because the others have the same one.
+    """
+    found = dict[str, Tensor | None]()
+    for name, parameter in names.parameters.items():
+        value = values.get(name)
+        if is_dtensor(parameter):
+            # A rank without a gradient takes part in the collective, too.
+            there = torch.zeros_like(parameter) if value is None else value
+            value = _whole(there) if is_dtensor(there) else there
+        if _group(parameter)[0] == dist.get_rank():
+            found[name] = None if value is None else value.detach().cpu().clone()
+    return found
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.detach()
+    return whole.full_tensor() if is_dtensor(whole) else whole
+
+
+def _group(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the ranks that have a parameter together; this rank if it has it alone."""
+    if not is_dtensor(parameter):
+        return (dist.get_rank(),)
+    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
+    index = tuple(
+        place if placement.is_replicate() else slice(None)
+        for place, placement in zip(at, parameter.placements, strict=True)
+    )
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+
+
+def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _whole(buffer).cpu().clone() for name, buffer in buffers.items()}
+
+
+def _numbers(result: object) -> tuple[float | None, float | None]:
+    """Returns the loss and the norm that a step has returned."""
+    if isinstance(result, Mapping):
+        return _number(result.get("loss")), _number(result.get("grad_norm"))
+    return _number(result), None
+
+
+def _number(value: object) -> float | None:
+    """Returns a number, or the mean of the losses of microbatches; None for anything else."""
+    if isinstance(value, list | tuple):
+        numbers = [number for number in map(_number, value) if number is not None]
+        return sum(numbers) / len(numbers) if numbers and len(numbers) == len(value) else None
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(_whole(value))
+    return float(value) if isinstance(value, float | int) and not isinstance(value, bool) else None
