@@ -6,4 +6,7 @@
 from pipegrad.audit.audit import Audit as Audit
 from pipegrad.audit.report import Finding as Finding
 from pipegrad.audit.report import Report as Report
+from pipegrad.audit.runtimes import of_deepspeed as of_deepspeed
+from pipegrad.audit.runtimes import of_megatron as of_megatron
+from pipegrad.audit.runtimes import of_torch as of_torch
 from pipegrad.audit.watch import before_clipping as before_clipping

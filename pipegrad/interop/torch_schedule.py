@@ -47,6 +47,16 @@ def stages_of(schedule: TorchSchedule) -> list[PipelineStageBase]:
     return sorted(schedule._stages, key=lambda stage: stage.stage_index)
 
 
+def num_microbatches(schedule: TorchSchedule) -> int:
+    """Returns the number of microbatches of a step."""
+    return int(schedule._n_microbatches)
+
+
+def loss_fn_of(schedule: TorchSchedule) -> Callable[..., torch.Tensor] | None:
+    """Returns the loss function that the schedule was made with."""
+    return schedule._loss_fn
+
+
 def divisor(schedule: TorchSchedule) -> float:
     """Returns the number by which torch divides gradients."""
     return float(schedule._n_microbatches) if schedule.scale_grads else 1.0

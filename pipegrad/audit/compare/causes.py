@@ -14,6 +14,9 @@ from torch import Tensor
 from pipegrad.audit.compare.contributions import Fit
 
 _CLOSE = 0.02  # of a ratio; two causes differ by far more
+_NONE = 1e-3  # a share below this is no share
+_MOST_POWER = 4  # of a count in a factor
+_TIMES = ("", " once", " twice", " three times", " four times")
 
 
 class Cause(NamedTuple):
@@ -97,10 +100,10 @@ def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
 def factors_of(ratios: Tensor, close: float = _CLOSE) -> Factors | None:
     """Returns ratios as a product of a number and factors; None if they are no product."""
     largest = float(ratios.abs().max())
-    if largest < close:
+    if largest < _NONE:
         return Factors(0.0, *([1.0] * size for size in ratios.shape))
     # The smallest one that is not zero is the measure: a use that is counted twice is 2 then.
-    sizes = ratios.abs().masked_fill(ratios.abs() < close * largest, math.inf)
+    sizes = ratios.abs().masked_fill(ratios.abs() < _NONE + close * close * largest, math.inf)
     least = [int(i) for i in (sizes == sizes.min()).nonzero()[0]]
     scale = float(ratios[tuple(least)])
     factors = []
@@ -130,7 +133,7 @@ def _means_of_means(ratios: Tensor, place: Place, close: float) -> Cause | None:
 
 
 def _of_factors(factors: Factors, place: Place, close: float) -> Iterator[Cause]:
-    if abs(factors.scale) < close:
+    if factors.scale == 0:
         yield Cause(
             "the gradient is missing: it is zero or None",
             "look for a stage without a backward, a detached activation, or a reduction that "
@@ -199,9 +202,8 @@ def _of_uses(factors: Sequence[float], own: Sequence[int], close: float) -> Iter
         )
     elif not _alike(factors, close):
         yield Cause(
-            f"a use of the tied parameter is counted twice: uses have the weights "
-            f"{_rounded(factors)}",
-            "add up the gradient of each use once",
+            f"uses of the tied parameter count differently in its gradient, as {_rounded(factors)}",
+            "add up the gradient of each use once, in one scale on all stages",
         )
 
 
@@ -214,33 +216,43 @@ def _of_scale(scale: float, natural: float, counts: Mapping[str, int], close: fl
         counts: Name -> a number.
         close: Relative error that is allowed.
     """
-    powers = [
-        (name, count, sign) for name, count in counts.items() if count > 1 for sign in (1, -1)
-    ]
-    for number in (1, 2):
+    for chosen in _products(counts):
+        product = math.prod(count**power for _, count, power in chosen)
         for relative in dict.fromkeys([scale / natural, scale]):
-            for chosen in itertools.combinations_with_replacement(powers, number):
-                product = math.prod(count**sign for _, count, sign in chosen)
-                if math.isclose(product, relative, rel_tol=close):
-                    return _counted(relative, chosen)
+            if math.isclose(product, relative, rel_tol=close):
+                return _counted(relative, chosen)
     return Cause(f"the gradient is multiplied by {scale:.4g}")
+
+
+def _products(counts: Mapping[str, int]) -> Iterator[list[tuple[str, int, int]]]:
+    """Yields products of counts by name, number and power: the likely ones first."""
+    names = [(name, count) for name, count in counts.items() if count > 1]
+    yield from ([(*one, sign)] for one in names for sign in (1, -1))
+    for first, second in itertools.combinations(names, 2):
+        for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
+            yield [(*first, signs[0]), (*second, signs[1])]
+    for power in range(2, _MOST_POWER + 1):
+        yield from ([(*one, sign * power)] for one in names for sign in (1, -1))
 
 
 def _counted(scale: float, chosen: Sequence[tuple[str, int, int]]) -> Cause:
     """Returns the cause of a factor that is made of counts."""
     words = " and ".join(
-        f"{'multiplied' if sign > 0 else 'divided'} by the number of {name}, {count},"
-        for name, count, sign in chosen
+        f"{'multiplied' if power > 0 else 'divided'} by the number of {name}, {count},"
+        f"{_TIMES[abs(power)]}"
+        for name, count, power in chosen
     )
     if scale > 1:
         size, advice = f"{scale:.4g} times too large", "divide the loss or the gradient by it once"
     else:
-        size, advice = f"{1 / scale:.4g} times too small", "divide by it once, not twice"
-    return Cause(f"the gradient is {size}: it is {words} once too often", advice)
+        size, advice = f"{1 / scale:.4g} times too small", "divide by it once, not again"
+    if abs(chosen[0][2]) > 1:
+        advice = "scale in one place: here each stage scales what the next one has scaled"
+    return Cause(f"the gradient is {size}: it is {words} too often", advice)
 
 
 def _present(factors: Sequence[float], close: float) -> list[int]:
-    return [index for index, factor in enumerate(factors) if not _is(factor, 0.0, close)]
+    return [index for index, factor in enumerate(factors) if abs(factor) > _NONE + close * close]
 
 
 def _alike(factors: Sequence[float], close: float) -> bool:

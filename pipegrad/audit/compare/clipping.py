@@ -20,6 +20,8 @@ from pipegrad.audit.report import Finding
 from pipegrad.audit.watch import Seen
 
 _CLOSE = 2e-3  # of a norm
+_OF_THIS_RANK = "the gradient norm is that of this rank's parameters alone"
+_OF_RANK = "the gradient norm is that of rank {rank}'s parameters alone"
 _ADVICE = "reduce the squares over all ranks, with each parameter counted once"
 
 
@@ -47,7 +49,7 @@ def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
     for words, value in _candidates(rank, entries).items():
         is_other = not math.isclose(value, right, rel_tol=_CLOSE)
         if is_other and math.isclose(norm, value, rel_tol=_CLOSE):
-            return Cause(f"the gradient norm is {words}", _ADVICE)
+            return Cause(words, _ADVICE)
     return Cause(f"the gradient norm is {norm:.5g}, and {right:.5g} over all parameters", _ADVICE)
 
 
@@ -57,14 +59,14 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
     of_replica = _of_replica(rank, entries)
     number = len({entry.replicas for entry in entries})
     found = {
-        "that of this rank's parameters alone": _norm(own),
-        "one that counts each copy of a tied parameter": _norm(of_replica),
-        "one that counts each replica": _norm(_once(of_replica)) * math.sqrt(number),
-        "one that counts each copy and each replica": _norm(entries),
+        _OF_THIS_RANK: _norm(own),
+        "the gradient norm counts each copy of a tied parameter": _norm(of_replica),
+        "the gradient norm counts each replica": _norm(_once(of_replica)) * math.sqrt(number),
+        "the gradient norm counts each copy and each replica": _norm(entries),
     }
     for other in sorted({rank for entry in of_replica for rank in entry.ranks}):
         held = [entry for entry in of_replica if other in entry.ranks]
-        found.setdefault(f"that of rank {other}'s parameters alone", _norm(_once(held)))
+        found.setdefault(_OF_RANK.format(rank=other), _norm(_once(held)))
     return found
 
 
@@ -118,11 +120,20 @@ def unclipped(
 
 
 def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
+    causes = {rank: judged(norm, rank, entries) for rank, norm in norms.items() if norm is not None}
+    return _findings(causes)
+
+
+def _findings(causes: Mapping[int, Cause | None]) -> list[Finding]:
+    """Returns causes by rank; one for all ranks that use the norm of one rank alone."""
+    words = {cause.words for cause in causes.values() if cause is not None}
     found = []
-    for rank, norm in norms.items():
-        cause = None if norm is None else judged(norm, rank, entries)
-        if cause is not None:
-            found.append(Finding(*cause, ranks=(rank,)))
+    for rank, cause in causes.items():
+        if cause is None:
+            continue
+        of_rank = _OF_RANK.format(rank=rank)
+        is_shared = cause.words == _OF_THIS_RANK and of_rank in words
+        found.append(Finding(of_rank if is_shared else cause.words, cause.advice, (), (rank,)))
     return found
 
 
@@ -144,21 +155,19 @@ def _clipped_unseen(
 ) -> tuple[list[Entry], list[Finding]]:
     """Returns gradients before clipping, where only those after it were seen; and wrong norms."""
     right = [replace(entry, gradient=truth.get(entry.name)) for entry in after]
-    scales, found = dict[int, float](), list[Finding]()
+    scales, causes = dict[int, float](), dict[int, Cause | None]()
     for rank, norm in norms.items():
         if norm is not None:
             scales[rank] = min(1.0, clip_norm / norm) if norm else 1.0
             continue
-        scales[rank], cause = _guessed(rank, after, right, clip_norm, truth)
-        if cause is not None:
-            found.append(Finding(*cause, ranks=(rank,)))
+        scales[rank], causes[rank] = _guessed(rank, after, right, clip_norm, truth)
     before = [
         entry
         if entry.gradient is None
         else replace(entry, gradient=entry.gradient.double() / scales[entry.ranks[0]])
         for entry in after
     ]
-    return before, [*found, *_wrong(norms, before)]
+    return before, [*_findings(causes), *_wrong(norms, before)]
 
 
 def _guessed(
@@ -183,7 +192,7 @@ def _guessed(
         is_other = not math.isclose(predicted, expected, rel_tol=_CLOSE)
         if is_other and (is_now or math.isclose(scale, predicted, rel_tol=_CLOSE)):
             # Most gradients of a rank are right. Then their factor is known better than by a norm.
-            return scale, Cause(f"the gradient norm is {words}", _ADVICE)
+            return scale, Cause(words, _ADVICE)
     if is_clipped and math.isclose(scale, 1.0, rel_tol=_CLOSE):
         return 1.0, Cause("gradients are not clipped", "clip them before the optimizer's step")
     # Whatever it is, it is no norm: the gradient itself is wrong.

@@ -19,7 +19,7 @@ DEFECTS = {
     "last microbatch": "only the last microbatch of 3 is in the gradient",
     "tie apart": "the tie is not reduced",
     "tie twice": "the tie is reduced twice",
-    "copies in norm": "the gradient norm is one that counts each copy of a tied parameter",
+    "copies in norm": "the gradient norm counts each copy of a tied parameter",
     "local norm": "the gradient norm is that of this rank's parameters alone",
     "missing": "the gradient is missing",
     "stale": "the gradient is stale",
@@ -33,11 +33,14 @@ EXCLUDED: set[tuple[str, ...]] = {
 }
 # Two factors in one, for one count or for both.
 PRODUCTS: dict[tuple[str, ...], list[str]] = {
-    ("times M", "times targets"): ["microbatches, 3, and multiplied", "targets of the step, 84"],
-    ("times M", "sum over replicas"): ["microbatches, 3, and multiplied", "replicas, 2"],
+    ("times M", "times targets"): [
+        "microbatches, 3, once and multiplied",
+        "targets of the step, 84",
+    ],
+    ("times M", "sum over replicas"): ["microbatches, 3, once and multiplied", "replicas, 2"],
     ("divided by M", "times targets"): ["targets", "once too often"],
     ("divided by M", "sum over replicas"): ["divided by", "multiplied by the number of replicas"],
-    ("times targets", "sum over replicas"): ["replicas, 2, and multiplied", "targets"],
+    ("times targets", "sum over replicas"): ["replicas, 2, once and multiplied", "targets"],
     # The mean of the last microbatch alone is M times its part of the mean.
     ("times M", "last microbatch"): ["only the last microbatch of 3"],
 }

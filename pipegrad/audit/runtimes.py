@@ -1,0 +1,177 @@
+"""Runtimes: audits of pipelines that torch, DeepSpeed and Megatron run, without a step by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from pipegrad.audit.audit import Audit
+from pipegrad.audit.compare.truth import Batch, leaves_cut
+from pipegrad.audit.watch import gradient_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from pipegrad.interop.torch_schedule import TorchSchedule
+
+
+def of_torch(
+    schedule: TorchSchedule,
+    optimizer: Optimizer,
+    *,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    before_step: Callable[[], object] | None = None,
+    **more: Any,  # noqa: ANN401 - fields of Audit
+) -> Audit:
+    """Returns the audit of a schedule of torch.distributed.pipelining.
+
+    A step sets gradients to zero, runs the schedule, calls `before_step`, and steps the optimizer.
+
+    Args:
+        schedule: Of this rank. Its stages, loss function and number of microbatches are taken.
+        optimizer: Of this rank's parameters.
+        model: As in `Audit`.
+        batches: As in `Audit`.
+        before_step: Reduces and clips gradients, as the training does. It may return their norm.
+        **more: Other attributes of `Audit`.
+    """
+    from pipegrad.interop.torch_schedule import loss_fn_of, num_microbatches, stages_of
+
+    stages = stages_of(schedule)
+    is_first = any(stage.is_first for stage in stages)
+    is_last = any(stage.is_last for stage in stages)
+
+    def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        args = (inputs if isinstance(inputs, tuple | list) else (inputs,)) if is_first else ()
+        schedule.step(*args, **({"target": target, "losses": losses} if is_last else {}))
+        norm = before_step() if before_step is not None else None
+        optimizer.step()
+        return {"loss": losses or None, "grad_norm": norm}
+
+    known: dict[str, Any] = {
+        "loss_fn": loss_fn_of(schedule),
+        "microbatches": num_microbatches(schedule),
+        "modules": [stage.submod for stage in stages],
+    }
+    return Audit(step=step, model=model, batches=batches, **{**known, **more})
+
+
+def of_deepspeed(
+    engine: Any,  # noqa: ANN401 - DeepSpeed need not be installed
+    *,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    **more: Any,  # noqa: ANN401 - fields of Audit
+) -> Audit:
+    """Returns the audit of DeepSpeed's PipelineModule, by ``engine.train_batch``.
+
+    Where DeepSpeed keeps gradients elsewhere (bf16, ZeRO), give ``gradients``, for example by
+    ``deepspeed.utils.safe_get_full_grad``.
+
+    Args:
+        engine: What ``deepspeed.initialize`` has returned.
+        model: As in `Audit`. In an nn.Sequential of all layers, a layer has its index as its name;
+            for other models give ``names``.
+        batches: As in `Audit`.
+        **more: Other attributes of `Audit`.
+    """
+    number: int = engine.gradient_accumulation_steps()
+
+    def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
+        cut = zip(leaves_cut(inputs, number), leaves_cut(target, number), strict=True)
+        return {
+            "loss": engine.train_batch(data_iter=iter(list(cut))),
+            "grad_norm": engine.get_global_grad_norm(),
+        }
+
+    known: dict[str, Any] = {
+        "clip_norm": engine.gradient_clipping() or None,
+        "loss_fn": engine.module.loss_fn,
+        "microbatches": number,
+        "modules": engine.module,
+        "num_replicas": engine.grid.get_data_parallel_world_size(),
+        "replica": engine.grid.get_data_parallel_rank(),
+        "names": _names_of_layers(engine.module),
+    }
+    return Audit(step=step, model=model, batches=batches, **{**known, **more})
+
+
+def of_megatron(
+    forward_backward_func: Callable[..., Any],
+    forward_step_func: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    optimizer: Any,  # noqa: ANN401 - Megatron need not be installed
+    *,
+    microbatches: int,
+    options: Mapping[str, Any],
+    loss_of: Callable[[Any], object] | None = None,
+    **more: Any,  # noqa: ANN401 - fields of Audit
+) -> Audit:
+    """Returns the audit of a step as Megatron-LM makes it.
+
+    Args:
+        forward_backward_func: What ``get_forward_backward_func`` has returned.
+        forward_step_func: ``forward_step_func(data_iterator, model)``. The iterator yields a
+            microbatch: inputs and target.
+        modules: This rank's model chunks, wrapped in Megatron's DistributedDataParallel.
+        optimizer: Megatron's. Its ``step`` returns whether it stepped, and the norm.
+        microbatches: Of a step.
+        options: Further arguments of `forward_backward_func`: ``seq_length``, ``micro_batch_size``.
+        loss_of: Makes the loss of what `forward_backward_func` returns, as the training logs it.
+        **more: Other attributes of `Audit`.
+    """
+    chunks: list[Any] = list(modules)
+    bare = [getattr(chunk, "module", chunk) for chunk in chunks]
+
+    def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
+        for chunk in chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        cut = zip(leaves_cut(inputs, microbatches), leaves_cut(target, microbatches), strict=True)
+        every = list(cut)
+        # With virtual stages each chunk reads the batch from its beginning.
+        data = [iter(every) for _ in chunks] if len(chunks) > 1 else iter(every)
+        reduced = forward_backward_func(
+            forward_step_func=forward_step_func,
+            data_iterator=data,
+            model=chunks,
+            num_microbatches=microbatches,
+            forward_only=False,
+            **options,
+        )
+        _, norm, *_ = optimizer.step()
+        return {"loss": loss_of(reduced) if loss_of is not None else None, "grad_norm": norm}
+
+    def gradients() -> Mapping[str, Tensor | None]:
+        return {n: gradient_of(p) for module in bare for n, p in module.named_parameters()}
+
+    known: dict[str, Any] = {
+        "clip_norm": getattr(getattr(optimizer, "config", None), "clip_grad", None) or None,
+        "gradients": gradients,
+        "modules": bare,
+    }
+    return Audit(step=step, microbatches=microbatches, **{**known, **more})
+
+
+def _names_of_layers(module: Any) -> Mapping[str, str]:  # noqa: ANN401 - a PipelineModule
+    """Returns names of a PipelineModule's parameters -> names in an nn.Sequential of its layers."""
+    # A layer has its index as its name. A tied layer is kept by its key, on each stage that has it.
+    indices: dict[str, int] = {}
+    for index in range(module._local_start, module._local_stop):
+        key = getattr(module._layer_specs[index], "key", None)
+        if key is not None:
+            indices.setdefault(key, index)
+    found = {}
+    for name, _ in module.named_parameters():
+        home, *rest = name.split(".")
+        if home == "tied_modules":
+            key, *rest = rest
+            home = str(indices[key])
+        found[name] = ".".join([home, *rest])
+    return found
