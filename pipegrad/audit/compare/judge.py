@@ -242,34 +242,14 @@ class Judge:
 
     def _parameters(self, seen: Sequence[Seen], explained: set[str]) -> Iterator[Finding]:
         """Yields parameters that are wrong after the optimizer's step."""
-        for of_rank in seen:
-            for stepped in of_rank.optimizers:
-                if stepped.times > 1:
-                    yield Finding(
-                        f"the optimizer stepped {stepped.times} times in one step",
-                        "step it once, after the last microbatch",
-                        ranks=(of_rank.rank,),
-                    )
-        after = self._reference.step(seen, self._first)
+        yield from self._reference.judge(seen, self._first, explained)
         if self._reference.why_not:
             self.notes["optimizer"] = (
                 "parameters after the optimizer's step are not compared with one process: "
                 + self._reference.why_not
             )
-        for of_rank in seen:
-            for name, value in of_rank.after.items():
-                first = self._first[name]
-                if first in after and first not in explained:
-                    cause = stepping.judged(of_rank.before[name], value, after[first], value.dtype)
-                    if cause is not None:
-                        explained.add(first)
-                        yield Finding(*cause, (first,), (of_rank.rank,))
         yield from states.copies(
-            seen,
-            [of_rank.after for of_rank in seen],
-            self._first,
-            _DRIFT,
-            explained,
+            seen, [of_rank.after for of_rank in seen], self._first, _DRIFT, explained
         )
 
 

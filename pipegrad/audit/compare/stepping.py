@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipegrad.audit.compare.causes import Cause
+from pipegrad.audit.report import Finding
 from pipegrad.audit.watch import Seen
 
 _ROUNDING = 64.0  # factor of the rounding of an update
+_SAME = 0.01  # of shares that are one
 
 
 class Reference:
@@ -26,6 +28,60 @@ class Reference:
         self.why_not = ""
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: Optimizer | None = None
+
+    def judge(
+        self, seen: Sequence[Seen], first: Mapping[str, str], explained: set[str]
+    ) -> list[Finding]:
+        """Returns parameters that are wrong after a step.
+
+        Args:
+            seen: By all ranks.
+            first: Name of a parameter -> the first of its names.
+            explained: First names that are wrong for a cause that is known. More are added.
+        """
+        several = [
+            Finding(
+                f"the optimizer stepped {stepped.times} times in one step",
+                "step it once, after the last microbatch",
+                ranks=(of_rank.rank,),
+            )
+            for of_rank in seen
+            for stepped in of_rank.optimizers
+            if stepped.times > 1
+        ]
+        if several:
+            return several
+        right = self.step(seen, first)
+        if not right:
+            return []
+        left_out = list(_left_out(seen, first, explained))
+        explained |= {name for finding in left_out for name in finding.names}
+        wrong = dict[str, list[tuple[int, float]]]()  # ranks, and shares of the right update
+        for name in right.keys() - explained:
+            held = [
+                (of_rank.rank, _share(of_rank.before[use], of_rank.after[use], right[name]))
+                for of_rank in seen
+                for use in of_rank.after
+                if first[use] == name
+            ]
+            # If only some copies are wrong, then copies differ, and that is said elsewhere.
+            if all(share is not None for _, share in held):
+                wrong[name] = [(rank, share) for rank, share in held if share is not None]
+        explained |= wrong.keys()
+        shares = [share for of_name in wrong.values() for _, share in of_name]
+        is_one = bool(shares) and max(shares) - min(shares) <= _SAME
+        size = f": its update is {shares[0]:.4g} of the right one" if is_one else ""
+        return left_out + [
+            Finding(
+                f"the optimizer's step is not that of one process on the same gradient{size}",
+                "look for what changes parameters, gradients or learning rates behind the "
+                "optimizer",
+                (name,),
+                tuple(rank for rank, _ in wrong[name]),
+            )
+            for name in right
+            if name in wrong
+        ]
 
     def step(self, seen: Sequence[Seen], first: Mapping[str, str]) -> dict[str, Tensor]:
         """Returns parameters after a step, by first name; empty if they are not compared.
@@ -86,29 +142,30 @@ def _why_not(seen: Sequence[Seen], *, is_first: bool) -> str:
     return ""
 
 
-def judged(before: Tensor, after: Tensor, right: Tensor, dtype: torch.dtype) -> Cause | None:
-    """Returns what is wrong with a parameter after the step; None if it is right.
+def _left_out(
+    seen: Sequence[Seen], first: Mapping[str, str], explained: set[str]
+) -> Iterator[Finding]:
+    """Yields parameters with a gradient that no optimizer of their rank steps."""
+    for of_rank in seen:
+        stepped = {name for one in of_rank.optimizers for name in one.options}
+        for name, gradient in of_rank.gradients.items():
+            is_stepped = any(use in stepped for use in of_rank.uses[name])
+            if gradient is not None and not is_stepped and first[name] not in explained:
+                yield Finding(
+                    "no optimizer steps the parameter, although it has a gradient",
+                    "give the optimizer all parameters that the stages have now",
+                    (first[name],),
+                    of_rank.groups[name],
+                )
 
-    Args:
-        before: The parameter before it.
-        after: After it.
-        right: After it in one process, from the same gradient.
-        dtype: Of the parameter.
-    """
-    before, after, right = before.double(), after.double(), right.double()
-    eps = torch.finfo(dtype).eps
+
+def _share(before: Tensor, after: Tensor, right: Tensor) -> float | None:
+    """Returns which share of the right update a parameter has got; None if all of it."""
+    eps = torch.finfo(after.dtype).eps
+    before, after = before.double(), after.double()
     update = right - before
     allowed = _ROUNDING * eps * update.norm() + 4 * eps * right.norm()
     if float((after - right).norm()) <= float(allowed):
         return None
-    if torch.equal(after, before):
-        return Cause(
-            "the parameter did not change in the optimizer's step, although it has a gradient",
-            "give the optimizer the parameters that the stages have now",
-        )
-    share = float(((after - before) * update).sum() / update.square().sum())
-    return Cause(
-        f"the optimizer's step is not that of one process on the same gradient: its update is "
-        f"{share:.4g} of the right one",
-        "look for what changes parameters, gradients or learning rates behind the optimizer",
-    )
+    squares = float(update.square().sum())
+    return float(((after - before) * update).sum()) / squares if squares else math.inf

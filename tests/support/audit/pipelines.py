@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -82,6 +83,26 @@ class BatchNormed(Block):
         return super().forward(self.batch_norm(x))
 
 
+class Rotated(Block):
+    """A layer with a table that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("table", torch.linspace(0, 1, WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.table)
+
+
+class Noisy(Block):
+    """A layer whose noise no seed governs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.Generator().manual_seed(time.perf_counter_ns())
+        return super().forward(x) + 1e-5 * torch.randn(x.shape, generator=noise)
+
+
 class Adapted(nn.Module):
     """A linear layer that is frozen, with an adapter beside it."""
 
@@ -137,8 +158,22 @@ KINDS = {
     "compiled": kind("1F1B", "compiled"),
     "checkpointed": kind("1F1B", block=Checkpointed),
     "dropout": kind("1F1B", block=lambda: Block(0.3)),
-    "BatchNorm": kind("1F1B", "untied", block=BatchNormed),
+    "BatchNorm": kind("1F1B", "untied", "warm", block=BatchNormed),
     "targets that are ignored": kind("1F1B", "ignored"),
+}
+
+
+OTHERS = {
+    "BatchNorm from the first step": kind("1F1B", "untied", block=BatchNormed),
+    "other dropout": kind("1F1B", "other dropout"),
+    "another buffer": kind("1F1B", "another buffer", block=Rotated),
+    "weights that are scaled": kind("1F1B", "scaled"),
+    "copies that drift": kind("1F1B", "decay"),
+    "random numbers in a stage": kind("1F1B", block=Noisy),
+    "a learning rate of one rank": kind("1F1B", "later rate"),
+    "a parameter that nobody steps": kind("1F1B", "left out"),
+    "mean of means": kind("1F1B", "ignored", "mean of means"),
+    "two steps of the optimizer": kind("1F1B", "twice"),
 }
 
 
@@ -215,8 +250,28 @@ class Pipeline:
         )
         self.sync = self._attached()
         parameters = list(self._trained())
+        if one.has("left out") and self.stage == 1:
+            del parameters[0]
+        self._spoil()
         optimizer = torch.optim.AdamW if one.has("adamw") else torch.optim.SGD
         self.optimizer = optimizer(parameters, lr=0.05) if parameters else None
+
+    def _spoil(self) -> None:
+        """Makes stages differ from the uncut model, beside gradients."""
+        for module in self.modules if self.stage == 1 else ():
+            for part in module.modules():
+                if isinstance(part, nn.Dropout) and self.kind.has("other dropout"):
+                    part.p = 0.5
+                if isinstance(part, Rotated) and self.kind.has("another buffer"):
+                    part.table += 1
+
+    def _warm_up(self) -> None:
+        """Runs a step, and sets back what it has changed. torch learns shapes in the first one."""
+        before = [copy.deepcopy(module.state_dict()) for module in self.shapes]
+        inputs, target = batches(self.kind, 1)[0]
+        self.step(inputs[: ROWS // 2], target[: ROWS // 2])
+        for module, state in zip(self.shapes, before, strict=True):
+            module.load_state_dict(state)
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         if self.kind.has("fsdp"):
@@ -250,6 +305,8 @@ class Pipeline:
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         if not self.kind.has("ignored"):
             return loss_fn(output, target)
+        if self.kind.has("mean of means"):
+            return loss_fn(output, target) / MICROBATCHES
         # The sum over this replica's targets, by the number of targets of all replicas.
         total = functional.cross_entropy(
             output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -257,34 +314,52 @@ class Pipeline:
         return total * 2 / self.divisor
 
     def step(self, inputs: Tensor, target: Tensor) -> object:
+        self._begin(target)
+        losses = self._run(inputs, target)
+        norm = self._clipped()
         if self.optimizer is not None:
-            self.optimizer.zero_grad()
+            for _ in range(2 if self.kind.has("twice") else 1):
+                self.optimizer.step()
+        if self.kind.has("decay") and self.stage == 1:
+            dict(self.modules[0].named_parameters())["5.weight"].data *= 0.999
+        if self.kind.has("scaled"):
+            for parameter in self._trained():
+                parameter.data *= 0.999
+        is_mean = self.is_last and not self.kind.has("ignored")
+        return {"loss": losses if is_mean else None, "grad_norm": norm}
+
+    def _begin(self, target: Tensor) -> None:
+        for parameter in self._trained():
+            parameter.grad = None
         counted = (target != IGNORED).sum().float()
         dist.all_reduce(counted, group=self.mesh["dp"].get_group())
         self.divisor = float(counted)
-        losses, own = list[Tensor](), list[Tensor]()
+        if self.kind.has("later rate") and self.stage == 1 and self.optimizer is not None:
+            self.optimizer.param_groups[0]["lr"] *= 2
+
+    def _run(self, inputs: Tensor, target: Tensor) -> list[Tensor]:
+        """Leaves the gradients of the step; returns the losses of its microbatches."""
+        losses = list[Tensor]()
         parts = 2 if self.kind.has("accumulate") else 1
         cut = list(zip(inputs.chunk(parts), target.chunk(parts), strict=True))
         for number, (x, y) in enumerate(cut, 1):
+            own = list[Tensor]()  # a schedule begins a new list in each step
             with self._accumulating(is_last=number == len(cut)), self._autocast():
                 self.schedule.step(
                     *([x] if self.is_first else []),
                     **({"target": y, "losses": own} if self.is_last else {}),
                 )
-            losses += own  # a schedule begins a new list in each step
-        if parts > 1:
-            for parameter in self._trained():
-                if parameter.grad is not None:
-                    parameter.grad /= parts
-        if self.kind.has("clipped"):
-            assert self.sync is not None
-            norm = self.sync.clip_grad_norm_(0.05)
-        else:
-            norm = None
-        if self.optimizer is not None:
-            self.optimizer.step()
-        is_mean = self.is_last and not self.kind.has("ignored")
-        return {"loss": torch.stack(losses).mean() if is_mean else None, "grad_norm": norm}
+            losses += own
+        for parameter in self._trained():
+            if parameter.grad is not None and parts > 1:
+                parameter.grad /= parts
+        return losses
+
+    def _clipped(self) -> object:
+        if not self.kind.has("clipped"):
+            return None
+        assert self.sync is not None
+        return self.sync.clip_grad_norm_(0.05)
 
     def _trained(self) -> Iterator[nn.Parameter]:
         seen = {id(p): p for module in self.shapes for p in module.parameters() if p.requires_grad}
@@ -305,6 +380,8 @@ class Pipeline:
 
     def audit(self, steps: int) -> Audit:
         is_split = not self.kind.has("tensor")
+        if self.kind.has("warm"):
+            self._warm_up()
         return Audit(
             step=self.step,
             modules=self.shapes,
