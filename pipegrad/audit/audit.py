@@ -32,6 +32,7 @@ from pipegrad.errors import PlanError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.pipeline.batch.trees import flattened, is_cut
 
+_IGNORED = -100  # by torch's losses, and Hugging Face's
 _PATIENCE_SECONDS = 1800.0  # for the rank that compares
 
 
@@ -201,9 +202,8 @@ class _Run:
                 [*zip(*(leaves_cut(x, audit.microbatches) for x in share), strict=True)]
                 for share in _shares(batch, audit.num_replicas)
             ]
-            targets = [leaf for _, leaf in flattened(batch[1])[0] if isinstance(leaf, Tensor)]
-            numel = max(1, sum(target.numel() for target in targets))
-            sizes = Sizes(audit.microbatches, audit.num_replicas, numel, len(every))
+            targets = tuple(_counted(target) for of_replica in cut for _, target in of_replica)
+            sizes = Sizes(audit.microbatches, audit.num_replicas, targets, len(every))
             with self._dropout.running():
                 return self._judge.judge(every, Data(audit.loss_fn, cut, batch), number, sizes)
 
@@ -305,6 +305,12 @@ def _check_replicas(every: Sequence[tuple[object, ...]], audit: Audit) -> None:
 def _shares(batch: Batch, num_replicas: int) -> list[Batch]:
     inputs, target = (leaves_cut(value, num_replicas) for value in batch)
     return list(zip(inputs, target, strict=True))
+
+
+def _counted(target: Any) -> int:  # noqa: ANN401 - a tree
+    """Returns how many elements of a target a loss counts, at least 1."""
+    leaves = [leaf for _, leaf in flattened(target)[0] if isinstance(leaf, Tensor)]
+    return max(1, sum(int((leaf != _IGNORED).sum()) for leaf in leaves))
 
 
 def _gathered(own: Seen) -> list[Seen] | None:

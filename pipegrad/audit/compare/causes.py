@@ -142,7 +142,9 @@ def _of_factors(factors: Factors, place: Place, close: float) -> Iterator[Cause]
         return
     yield from _of_microbatches(factors.microbatches, close)
     yield from _of_replicas(factors.replicas, place.replicas, close)
-    yield from _of_uses(factors.uses, place.uses, close)
+    yield from _of_uses(factors.uses, factors.scale, place.uses, close)
+    if len(_present(factors.uses, close)) == len(factors.uses) and not _alike(factors.uses, close):
+        return  # no scale is the one of all uses
     # What is not added up may have its own mean: its weight is as much larger.
     natural = [1.0]
     for of_dim in (factors.microbatches, factors.replicas):
@@ -165,10 +167,11 @@ def _of_factors(factors: Factors, place: Place, close: float) -> Iterator[Cause]
 def _of_microbatches(factors: Sequence[float], close: float) -> Iterator[Cause]:
     present, number = _present(factors, close), len(factors)
     if len(present) < number:
-        is_last = present == [number - 1]
-        which = "the last microbatch" if is_last else f"microbatches {present} (from 0)"
+        is_tail = present == list(range(number - len(present), number))
+        several = "microbatch is" if len(present) == 1 else f"{len(present)} microbatches are"
+        which = f"the last {several}" if is_tail else f"microbatches {present} (from 0) are"
         yield Cause(
-            f"only {which} of {number} is in the gradient",
+            f"only {which} in the gradient, of {number}",
             "add up the gradients of all microbatches: do not set them to zero or overwrite them "
             "between the backwards of a step",
         )
@@ -190,7 +193,9 @@ def _of_replicas(factors: Sequence[float], own: Sequence[int], close: float) -> 
         yield Cause(f"replicas count differently in the gradient: {_rounded(factors)}")
 
 
-def _of_uses(factors: Sequence[float], own: Sequence[int], close: float) -> Iterator[Cause]:
+def _of_uses(
+    factors: Sequence[float], scale: float, own: Sequence[int], close: float
+) -> Iterator[Cause]:
     present, number = _present(factors, close), len(factors)
     if len(present) < number:
         which = "its own use" if present == sorted(own) else f"uses {present} (from 0)"
@@ -202,7 +207,8 @@ def _of_uses(factors: Sequence[float], own: Sequence[int], close: float) -> Iter
         )
     elif not _alike(factors, close):
         yield Cause(
-            f"uses of the tied parameter count differently in its gradient, as {_rounded(factors)}",
+            "uses of the tied parameter count differently in its gradient: "
+            f"{_rounded([scale * factor for factor in factors])} times",
             "add up the gradient of each use once, in one scale on all stages",
         )
 
@@ -264,4 +270,4 @@ def _is(value: float, expected: float, close: float) -> bool:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(value, 3) for value in values]
+    return [float(f"{value:.3g}") for value in values]

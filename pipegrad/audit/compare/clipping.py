@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from pipegrad.audit.compare.causes import Cause
@@ -19,9 +20,11 @@ from pipegrad.audit.compare.entries import Entry, entries_of
 from pipegrad.audit.report import Finding
 from pipegrad.audit.watch import Seen
 
-_CLOSE = 2e-3  # of a norm
+_CLOSE = 1e-4  # of a norm
+_CLOSE_LOW = 4e-3  # of a norm of gradients in half precision
 _OF_THIS_RANK = "the gradient norm is that of this rank's parameters alone"
 _OF_RANK = "the gradient norm is that of rank {rank}'s parameters alone"
+_NOT_CLIPPED = Cause("gradients are not clipped", "clip them before the optimizer's step")
 _ADVICE = "reduce the squares over all ranks, with each parameter counted once"
 
 
@@ -43,14 +46,23 @@ def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
         rank: It.
         entries: Gradients of all ranks.
     """
-    right = right_norm(rank, entries)
-    if math.isclose(norm, right, rel_tol=_CLOSE):
+    right, close = right_norm(rank, entries), _close(entries)
+    # torch clips by the norm and 1e-6.
+    if math.isclose(norm, right, rel_tol=close, abs_tol=2e-6):
         return None
+    if norm == 0:
+        return _NOT_CLIPPED
     for words, value in _candidates(rank, entries).items():
-        is_other = not math.isclose(value, right, rel_tol=_CLOSE)
-        if is_other and math.isclose(norm, value, rel_tol=_CLOSE):
+        is_other = not math.isclose(value, right, rel_tol=close)
+        if is_other and math.isclose(norm, value, rel_tol=close):
             return Cause(words, _ADVICE)
-    return Cause(f"the gradient norm is {norm:.5g}, and {right:.5g} over all parameters", _ADVICE)
+    return Cause(f"the gradient norm is {norm:.6g}, and {right:.6g} over all parameters", _ADVICE)
+
+
+def _close(entries: Iterable[Entry]) -> float:
+    """Returns the relative error that a norm may have: of a gradient after it was clipped, too."""
+    dtypes = {entry.gradient.dtype for entry in entries if entry.gradient is not None}
+    return _CLOSE if dtypes <= {torch.float32, torch.float64} else _CLOSE_LOW
 
 
 def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
@@ -64,6 +76,10 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
         "the gradient norm counts each replica": _norm(_once(of_replica)) * math.sqrt(number),
         "the gradient norm counts each copy and each replica": _norm(entries),
     }
+    every = _norm(_once(of_replica))
+    for entry in _once(of_replica):
+        without = math.sqrt(max(0.0, every**2 - _norm([entry]) ** 2))
+        found.setdefault(f"the gradient norm leaves out {entry.name}", without)
     for other in sorted({rank for entry in of_replica for rank in entry.ranks}):
         held = [entry for entry in of_replica if other in entry.ranks]
         found.setdefault(_OF_RANK.format(rank=other), _norm(_once(held)))
@@ -142,7 +158,7 @@ def _used(
 ) -> float | None:
     """Returns the norm that a rank has clipped by; None if it has not clipped, rightly."""
     scale = _scale(rank, after, {entry.name: entry.gradient for entry in before})
-    if scale < 1 - _CLOSE:
+    if scale < 1 - _close(before):
         return clip_norm / scale
     return None if right_norm(rank, before) <= clip_norm else 0.0
 
@@ -178,23 +194,24 @@ def _guessed(
     truth: Mapping[str, Tensor],
 ) -> tuple[float, Cause | None]:
     """Returns what a rank has multiplied its gradients by, and what is wrong with it."""
+    close = _close(after)
     expected = factor(right_norm(rank, right), clip_norm)
     scale = _scale(rank, after, truth)
     is_clipped = expected < 1
-    if math.isclose(scale, expected, rel_tol=_CLOSE) or (
-        is_clipped and math.isclose(right_norm(rank, after), clip_norm, rel_tol=_CLOSE)
+    if math.isclose(scale, expected, rel_tol=close) or (
+        is_clipped and math.isclose(right_norm(rank, after), clip_norm, rel_tol=close)
     ):
         return expected, None
     now = _candidates(rank, after)
     for words, norm in _candidates(rank, right).items():
         predicted = factor(norm, clip_norm)
-        is_now = is_clipped and math.isclose(now[words], clip_norm, rel_tol=_CLOSE)
-        is_other = not math.isclose(predicted, expected, rel_tol=_CLOSE)
-        if is_other and (is_now or math.isclose(scale, predicted, rel_tol=_CLOSE)):
+        is_now = is_clipped and math.isclose(now[words], clip_norm, rel_tol=close)
+        is_other = not math.isclose(predicted, expected, rel_tol=close)
+        if is_other and (is_now or math.isclose(scale, predicted, rel_tol=close)):
             # Most gradients of a rank are right. Then their factor is known better than by a norm.
             return scale, Cause(words, _ADVICE)
-    if is_clipped and math.isclose(scale, 1.0, rel_tol=_CLOSE):
-        return 1.0, Cause("gradients are not clipped", "clip them before the optimizer's step")
+    if is_clipped and math.isclose(scale, 1.0, rel_tol=close):
+        return 1.0, _NOT_CLIPPED
     # Whatever it is, it is no norm: the gradient itself is wrong.
     return (expected if scale < 1 else 1.0), None
 

@@ -32,27 +32,28 @@ class Sizes:
     Attributes:
         microbatches: Of a step on one replica.
         replicas: That have different data.
-        targets: Elements of the targets of a whole step.
+        targets: Of each replica and microbatch, elements of the target that are not -100, which
+            torch's losses ignore.
         ranks: Of the job.
     """
 
     microbatches: int
     replicas: int
-    targets: int
+    targets: tuple[int, ...]
     ranks: int
 
     @property
     def counts(self) -> dict[str, int]:
         """Numbers that a gradient may be multiplied by, the likely ones first."""
-        replica = self.targets // self.replicas
         every = {
             "microbatches": self.microbatches,
             "replicas": self.replicas,
-            "targets of the step": self.targets,
-            "targets of a replica": replica,
-            "targets of a microbatch": replica // self.microbatches,
+            "targets of the step": sum(self.targets),
             "ranks": self.ranks,
         }
+        if len(set(self.targets)) == 1:
+            every["targets of a replica"] = self.targets[0] * self.microbatches
+            every["targets of a microbatch"] = self.targets[0]
         names: dict[int, list[str]] = {}
         for name, number in every.items():
             names.setdefault(number, []).append(name)
@@ -168,7 +169,7 @@ class Judge:
             error = float((actual.double() - right).norm()) / scale
             noise = truth.noise.get(entry.name, 0.0) * float(right.norm()) / scale
             eps = max(torch.finfo(dtypes[entry.name]).eps if not truth.noise else 0.0, _EPS)
-            rounding = _ROUNDING * eps * math.sqrt(sizes.targets)
+            rounding = _ROUNDING * eps * math.sqrt(sum(sizes.targets))
             allowed = self._tolerance or rounding + _NOISE * noise
             gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
             if not error <= allowed:  # NaN is wrong, too
@@ -199,6 +200,8 @@ class Judge:
                 fits.append((entry, allowed, fitted))
                 own.append(fitted)
         usual = _usual(fits, entries, truth)
+        order = {name: number for number, name in enumerate(truth.gradients)}
+        fits.sort(key=lambda one: order[one[0].name])
         for entry, allowed, fitted in fits:
             groups = {
                 e.ranks for e in entries if e.name == entry.name and e.replicas == entry.replicas

@@ -16,7 +16,7 @@ DEFECTS = {
     "times targets": "it is multiplied by the number of targets of the step, 84, once too often",
     "sum over replicas": "it is multiplied by the number of replicas, 2, once too often",
     "replicas apart": "the gradient is not reduced over the 2 replicas",
-    "last microbatch": "only the last microbatch of 3 is in the gradient",
+    "last microbatch": "only the last microbatch is in the gradient, of 3",
     "tie apart": "the tie is not reduced",
     "tie twice": "the tie is reduced twice",
     "copies in norm": "the gradient norm counts each copy of a tied parameter",
@@ -42,7 +42,7 @@ PRODUCTS: dict[tuple[str, ...], list[str]] = {
     ("divided by M", "sum over replicas"): ["divided by", "multiplied by the number of replicas"],
     ("times targets", "sum over replicas"): ["replicas, 2, once and multiplied", "targets"],
     # The mean of the last microbatch alone is M times its part of the mean.
-    ("times M", "last microbatch"): ["only the last microbatch of 3"],
+    ("times M", "last microbatch"): ["only the last microbatch is in the gradient"],
 }
 PAIRS = [pair for pair in itertools.combinations(DEFECTS, 2) if pair not in EXCLUDED]
 CASES: list[tuple[str, ...]] = [(), ("clipped",), *((name,) for name in DEFECTS), *PAIRS]
