@@ -39,9 +39,9 @@ def match(
 ) -> Names:
     """Returns what a rank holds, by names of the uncut model.
 
-    Equal names of equal shapes are taken, without the names of wrappers. Otherwise a module is
-    looked for as a run of the uncut model's parameters and buffers, by shapes and values, as a
-    slice of its layers is one.
+    Names are taken, without those of wrappers, if shapes and values are equal. Otherwise a module
+    is looked for as a run of the uncut model's parameters and buffers, by shapes and values, as a
+    slice of its layers is one. If there is none, names and shapes suffice.
 
     Args:
         modules: That the rank holds.
@@ -89,19 +89,24 @@ def _names_there(
                 f"{list(shapes)[:3]} and so on"
             )
         return {name: known[name] for name, _ in own if name in known}
+    tensors = dict(whole)
     bare = {name: _bare(name) for name, _ in own}
-    if all(shapes.get(bare[name]) == tensor.shape for name, tensor in trained):
+    has_names = all(shapes.get(bare[name]) == tensor.shape for name, tensor in trained)
+    if has_names and all(_equal(tensor, tensors[bare[name]]) for name, tensor in trained):
         return {name: there for name, there in bare.items() if there in shapes}
+    # A slice of layers may begin again at 0. Then its names are those of other layers.
     runs = [whole[first : first + len(own)] for first in range(len(whole) - len(own) + 1)]
     fitting = [run for run in runs if _fits(own, run)]
-    if len(fitting) != 1:
-        raise PlanError(
-            f"{what}: {len(fitting) or 'no'} runs of the uncut model's parameters have the shapes "
-            f"and values of its parameters {[name for name, _ in trained[:3]]} and so on. Give "
-            f"`names`, from names of the modules to names of the uncut model; or give both the "
-            f"same values, as by load_state_dict, before they are audited"
-        )
-    return {name: there for (name, _), (there, _) in zip(own, fitting[0], strict=True)}
+    if len(fitting) == 1:
+        return {name: there for (name, _), (there, _) in zip(own, fitting[0], strict=True)}
+    if has_names and not fitting:
+        return {name: there for name, there in bare.items() if there in shapes}
+    raise PlanError(
+        f"{what}: {len(fitting) or 'no'} runs of the uncut model's parameters have the shapes and "
+        f"values of its parameters {[name for name, _ in trained[:3]]} and so on. Give `names`, "
+        f"from names of the modules to names of the uncut model; or give both the same values, as "
+        f"by load_state_dict, before they are audited"
+    )
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

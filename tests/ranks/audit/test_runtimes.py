@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def own_layers(model: nn.Sequential) -> nn.Sequential:
     rank = dist.get_rank()
-    return nn.Sequential(*list(copy.deepcopy(model))[2 * rank : 2 * rank + 2])
+    return cast("nn.Sequential", copy.deepcopy(model)[2 * rank : 2 * rank + 2])
 
 
 def schedule_of(module: nn.Module) -> Schedule1F1B:
