@@ -1,0 +1,309 @@
+"""Norms by which ranks clip: which parameters and copies are in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipegrad.audit.compare.clipping import factor, judged, right_norm, unclipped
+from pipegrad.audit.compare.entries import Entry, entries_of
+from pipegrad.audit.report import Finding
+from pipegrad.audit.watch import Seen
+
+# Two stages of two replicas: stage s of replica r is rank 2 s + r. Both stages hold "tie".
+STAGES = {"tie": (0, 1), "first": (0,), "other": (0,), "last": (1,), "bias": (1,)}
+GRADIENTS = {
+    "tie": torch.tensor([0.0, 6.0]),
+    "first": torch.tensor([8.0]),
+    "other": torch.tensor([2.0]),
+    "last": torch.tensor([24.0, 0.0]),
+    "bias": torch.tensor([-7.0]),
+}
+NAMES = {name: name for name in GRADIENTS}
+RIGHT = 27.0
+COPIES = math.hypot(RIGHT, 6)
+FIRST_STAGE, LAST_STAGE = math.hypot(6, 8, 2), math.hypot(6, 24, 7)
+WITHOUT_FIRST = math.hypot(6, 2, 24, 7)
+LOCAL = {0: FIRST_STAGE, 1: FIRST_STAGE, 2: LAST_STAGE, 3: LAST_STAGE}
+CLIP_NORM = 2.0
+HELD = [[name for name, stages in STAGES.items() if rank // 2 in stages] for rank in range(4)]
+
+
+def same(norm: float) -> dict[int, float]:
+    return dict.fromkeys(range(4), norm)
+
+
+def of_rank(rank: int) -> Seen:
+    held = HELD[rank]
+    return Seen(
+        rank=rank, replica=rank % 2, groups=dict.fromkeys(held, (rank,)),
+        uses={name: (name,) for name in held}, before={},
+        gradients={name: GRADIENTS[name] for name in held}, unclipped={}, after={},
+        buffers=({}, {}), norm=None, clip_norm=None, loss=None, optimizers=[],
+    )  # fmt: skip
+
+
+EVERY = [of_rank(rank) for rank in range(4)]
+
+
+def scaled(gradients: Mapping[str, Tensor | None], by: float) -> dict[str, Tensor | None]:
+    return {name: None if g is None else g * by for name, g in gradients.items()}
+
+
+def clipped_by(
+    norms: Mapping[int, float], seen: Sequence[Seen] = EVERY, clip_norm: float = CLIP_NORM
+) -> list[Seen]:
+    """Returns what ranks have after each of them has clipped by its own norm."""
+    return [
+        replace(one, gradients=scaled(one.gradients, factor(norms[one.rank], clip_norm)))
+        for one in seen
+    ]
+
+
+def watched_by(norms: Mapping[int, float], clip_norm: float = CLIP_NORM) -> list[Seen]:
+    """Returns the same with copies of the gradients before clipping."""
+    seen = clipped_by(norms, clip_norm=clip_norm)
+    return [replace(s, unclipped=o.gradients) for s, o in zip(seen, EVERY, strict=True)]
+
+
+def entries() -> list[Entry]:
+    return entries_of(EVERY, [one.gradients for one in EVERY], NAMES)
+
+
+def is_unclipped(found: Sequence[Entry]) -> bool:
+    """Returns whether these are the gradients of all ranks before clipping."""
+    pairs = zip(found, entries(), strict=True)
+    return all(
+        a.gradient is not None
+        and b.gradient is not None
+        and (a.name, a.ranks) == (b.name, b.ranks)
+        and torch.allclose(a.gradient.double(), b.gradient.double(), rtol=1e-5)
+        for a, b in pairs
+    )
+
+
+def causes_of(findings: Sequence[Finding]) -> dict[int, str]:
+    return {finding.ranks[0]: finding.cause for finding in findings}
+
+
+def said(words: str) -> dict[int, str]:
+    return dict.fromkeys(range(4), f"the gradient norm {words}")
+
+
+def test_the_right_norm_counts_each_parameter_once() -> None:
+    assert [right_norm(rank, entries()) for rank in range(4)] == pytest.approx([RIGHT] * 4)
+
+
+def test_the_right_norm_is_that_of_the_own_replica() -> None:
+    twice = [
+        replace(entry, gradient=entry.gradient * 2)
+        for entry in entries()
+        if entry.gradient is not None and entry.replicas == (1,)
+    ]
+    every = [entry for entry in entries() if entry.replicas == (0,)] + twice
+    norms = [right_norm(rank, every) for rank in range(4)]
+    assert norms == pytest.approx([RIGHT, 2 * RIGHT, RIGHT, 2 * RIGHT])
+
+
+def test_a_parameter_without_a_gradient_has_no_share_of_the_norm() -> None:
+    without = [replace(e, gradient=None) if e.name == "last" else e for e in entries()]
+    assert right_norm(0, without) == pytest.approx(math.hypot(6, 8, 2, 7))
+
+
+def test_a_sharded_gradient_counts_once_for_all_its_ranks() -> None:
+    shared = [Entry("first", (0, 1), (0, 1), ("first",), GRADIENTS["first"])]
+    last = [entry for entry in entries() if entry.name == "last"]
+    norms = [right_norm(rank, [*shared, *last]) for rank in (0, 1)]
+    assert norms == pytest.approx([math.hypot(8, 24)] * 2)
+
+
+@pytest.mark.parametrize("norm", [RIGHT, RIGHT * (1 + 1e-5)])
+def test_a_right_norm_has_no_cause(norm: float) -> None:
+    assert judged(norm, 0, entries()) is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "rank", "says"),
+    [
+        (COPIES, 0, "counts each copy of a tied parameter"),
+        (RIGHT * math.sqrt(2), 0, "counts each replica"),
+        (COPIES * math.sqrt(2), 0, "counts each copy and each replica"),
+        (FIRST_STAGE, 0, "is that of this rank's parameters alone"),
+        (LAST_STAGE, 3, "is that of this rank's parameters alone"),
+        (LAST_STAGE, 0, "is that of rank 2's parameters alone"),
+        (FIRST_STAGE, 3, "is that of rank 1's parameters alone"),
+        (WITHOUT_FIRST, 3, "leaves out first"),
+    ],
+)
+def test_a_wrong_norm_that_is_known(norm: float, rank: int, says: str) -> None:
+    cause = judged(norm, rank, entries())
+    assert cause is not None
+    assert cause.words == f"the gradient norm {says}"
+    assert "each parameter counted once" in cause.advice
+
+
+def test_a_norm_of_half_precision_may_be_rounded() -> None:
+    low = [replace(e, gradient=e.gradient.bfloat16()) for e in entries() if e.gradient is not None]
+    assert judged(RIGHT * 1.002, 0, low) is None
+    assert judged(RIGHT * 1.002, 0, entries()) is not None
+    assert judged(RIGHT * 1.02, 0, low) is not None
+
+
+def test_a_wrong_norm_that_is_not_known_is_given_with_the_right_one() -> None:
+    cause = judged(50.0, 0, entries())
+    assert cause is not None
+    assert cause.words == "the gradient norm is 50, and 27 over all parameters"
+
+
+def test_gradients_of_a_step_that_does_not_clip_are_taken_as_they_are() -> None:
+    before, findings = unclipped(EVERY, NAMES, GRADIENTS, None)
+    assert is_unclipped(before)
+    assert findings == []
+
+
+def test_a_norm_that_a_step_returns_is_compared_without_clipping_too() -> None:
+    seen = [replace(one, norm=COPIES) for one in EVERY]
+    _, findings = unclipped(seen, NAMES, GRADIENTS, None)
+    assert causes_of(findings) == said("counts each copy of a tied parameter")
+
+
+def test_gradients_that_were_seen_before_clipping_are_compared() -> None:
+    seen = [replace(s, norm=RIGHT, clip_norm=CLIP_NORM) for s in watched_by(same(RIGHT))]
+    before, findings = unclipped(seen, NAMES, GRADIENTS, None)
+    assert is_unclipped(before)
+    assert findings == []
+
+
+def test_a_norm_of_torchs_functions_is_compared() -> None:
+    seen = [replace(s, norm=LOCAL[s.rank], clip_norm=CLIP_NORM) for s in watched_by(LOCAL)]
+    _, findings = unclipped(seen, NAMES, GRADIENTS, None)
+    assert causes_of(findings) == said("is that of this rank's parameters alone")
+
+
+def test_a_norm_that_nobody_returns_follows_from_gradients_before_and_after() -> None:
+    _, findings = unclipped(watched_by(same(RIGHT)), NAMES, GRADIENTS, CLIP_NORM)
+    assert findings == []
+    _, findings = unclipped(watched_by(same(COPIES)), NAMES, GRADIENTS, CLIP_NORM)
+    assert causes_of(findings) == said("counts each copy of a tied parameter")
+
+
+def test_gradients_below_the_clip_norm_are_right_as_they_are() -> None:
+    seen = watched_by(same(RIGHT), clip_norm=100.0)
+    before, findings = unclipped(seen, NAMES, GRADIENTS, 100.0)
+    assert is_unclipped(before)
+    assert findings == []
+
+
+def test_gradients_that_stay_above_the_clip_norm_are_not_clipped() -> None:
+    seen = [replace(one, unclipped=one.gradients) for one in EVERY]
+    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    assert is_unclipped(before)
+    assert causes_of(findings) == dict.fromkeys(range(4), "gradients are not clipped")
+
+
+def test_a_rank_that_did_not_mark_its_clipping_is_compared_with_its_gradients() -> None:
+    seen = watched_by(same(RIGHT), clip_norm=100.0)
+    seen[3] = replace(seen[3], unclipped={})
+    before, findings = unclipped(seen, NAMES, GRADIENTS, None)
+    assert is_unclipped(before)
+    assert findings == []
+
+
+AFTER = {
+    "right": (same(RIGHT), ""),
+    "local": (LOCAL, "is that of this rank's parameters alone"),
+    "without": (same(WITHOUT_FIRST), "leaves out first"),
+    "copies": (same(COPIES), "counts each copy of a tied parameter"),
+    "replicas": (same(RIGHT * math.sqrt(2)), "counts each replica"),
+    "both": (same(COPIES * math.sqrt(2)), "counts each copy and each replica"),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_norm_follows_from_gradients_that_were_seen_only_after_clipping(name: str) -> None:
+    norms, words = AFTER[name]
+    before, findings = unclipped(clipped_by(norms), NAMES, GRADIENTS, CLIP_NORM)
+    assert is_unclipped(before)
+    assert causes_of(findings) == (said(words) if words else {})
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_norm_that_is_returned_undoes_clipping_that_was_not_seen(name: str) -> None:
+    norms, words = AFTER[name]
+    seen = [replace(one, norm=norms[one.rank]) for one in clipped_by(norms)]
+    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    assert is_unclipped(before)
+    assert causes_of(findings) == (said(words) if words else {})
+
+
+@pytest.mark.parametrize("is_returned", [True, False])
+def test_all_ranks_that_use_the_norm_of_one_rank_have_one_cause(is_returned: bool) -> None:
+    norm = LAST_STAGE if is_returned else None
+    seen = [replace(one, norm=norm) for one in clipped_by(same(LAST_STAGE))]
+    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    assert is_unclipped(before)
+    second, third = (
+        said("is that of rank 2's parameters alone"),
+        said("is that of rank 3's parameters alone"),
+    )
+    assert causes_of(findings) == {**second, 1: third[1], 3: third[3]}
+
+
+def test_a_stage_whose_own_norm_is_below_the_clip_norm_is_not_clipped() -> None:
+    before, findings = unclipped(clipped_by(LOCAL, clip_norm=15.0), NAMES, GRADIENTS, 15.0)
+    assert is_unclipped(before)
+    assert causes_of(findings) == said("is that of this rank's parameters alone")
+
+
+def test_gradients_that_are_not_clipped_at_all() -> None:
+    before, findings = unclipped(EVERY, NAMES, GRADIENTS, CLIP_NORM)
+    assert is_unclipped(before)
+    assert causes_of(findings) == dict.fromkeys(range(4), "gradients are not clipped")
+
+
+def test_gradients_need_no_clipping_if_the_clip_norm_is_above_their_norm() -> None:
+    before, findings = unclipped(EVERY, NAMES, GRADIENTS, 100.0)
+    assert is_unclipped(before)
+    assert findings == []
+
+
+def test_a_wrong_gradient_that_is_clipped_rightly_is_no_wrong_norm() -> None:
+    wrong = [
+        replace(one, gradients={**one.gradients, "first": GRADIENTS["first"] * 10})
+        if one.rank < 2
+        else one
+        for one in EVERY
+    ]
+    seen = clipped_by(same(math.hypot(6, 80, 2, 24, 7)), wrong)
+    _, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    assert findings == []
+
+
+def test_a_wrong_norm_is_found_beside_a_wrong_gradient() -> None:
+    wrong = [
+        replace(one, gradients={**one.gradients, "tie": GRADIENTS["tie"] * 3}) for one in EVERY
+    ]
+    seen = clipped_by(same(math.hypot(18, 18, 8, 2, 24, 7)), wrong)
+    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    assert causes_of(findings) == said("counts each copy of a tied parameter")
+    for entry in before:
+        assert entry.gradient is not None
+        right = GRADIENTS[entry.name].double() * (3 if entry.name == "tie" else 1)
+        torch.testing.assert_close(entry.gradient.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_missing_gradient_stays_missing() -> None:
+    seen = clipped_by(same(RIGHT))
+    seen[2] = replace(seen[2], gradients={**seen[2].gradients, "last": None})
+    before, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    assert [e.ranks for e in before if e.gradient is None] == [(2,)]
+
+
+@pytest.mark.parametrize(("norm", "expected"), [(4.0, 0.5), (1.0, 1.0), (0.0, 1.0)])
+def test_gradients_are_never_made_larger(norm: float, expected: float) -> None:
+    assert factor(norm, CLIP_NORM) == expected

@@ -1,0 +1,143 @@
+"""Nothing is dropped wherever torch's functions are called, and it is known whether it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipegrad.audit.dropout import Without, modes
+
+X = torch.linspace(1, 2, 64).reshape(1, 4, 4, 4)
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by position": lambda x: functional.dropout(x, 0.5),
+    "by position with training": lambda x: functional.dropout(x, 0.5, True, False),
+    "by keyword": lambda x: functional.dropout(x, p=0.5),
+    "all by keyword": lambda x: functional.dropout(input=x, p=0.5, training=True),
+    "by default": lambda x: functional.dropout(x, inplace=False),
+    "by default with training": lambda x: functional.dropout(x, training=True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "functional.dropout1d": lambda x: functional.dropout1d(x[0], 0.5),
+    "functional.dropout2d": lambda x: functional.dropout2d(x, 0.5),
+    "functional.dropout3d": lambda x: functional.dropout3d(x, 0.5),
+    "functional.alpha_dropout": lambda x: functional.alpha_dropout(x, 0.5, training=True),
+    "functional.feature_alpha_dropout": (
+        lambda x: functional.feature_alpha_dropout(x, 0.5, training=True)
+    ),
+    "nn.Dropout": nn.Dropout(0.5),
+    "nn.Dropout2d": nn.Dropout2d(0.5),
+    "nn.AlphaDropout": nn.AlphaDropout(0.5),
+    "attention by keyword": (
+        lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    ),
+    "attention by position": (
+        lambda x: functional.scaled_dot_product_attention(x, x, x, None, 0.5)
+    ),
+}
+RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "functional.dropout1d": lambda x: x[0],
+    "attention by keyword": lambda x: functional.scaled_dot_product_attention(x, x, x),
+    "attention by position": lambda x: functional.scaled_dot_product_attention(x, x, x),
+}
+# What drops nothing by itself.
+PASSIVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "by position in evaluation": lambda x: functional.dropout(x, 0.5, False),
+    "by keyword in evaluation": lambda x: functional.dropout(x, training=False),
+    "with a probability of 0": lambda x: functional.dropout(x, 0.0),
+    "nn.Dropout in evaluation": nn.Dropout(0.5).eval(),
+    "nn.Dropout with a probability of 0": nn.Dropout(0.0),
+    "torch.dropout in evaluation": lambda x: torch.dropout(x, 0.5, False),
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "attention with a probability of 0": (
+        lambda x: functional.scaled_dot_product_attention(x, x, x, None, 0.0)
+    ),
+}
+
+
+def right(name: str) -> Tensor:
+    """Returns what a call returns if nothing is dropped."""
+    return RIGHT[name](X) if name in RIGHT else X
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_dropped(name: str) -> None:
+    dropout = Without()
+    with dropout.running():
+        found = CALLS[name](X)
+    assert torch.equal(found, right(name))
+    assert dropout.was_active
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_something_is_dropped_again_afterwards(name: str) -> None:
+    with Without().running():
+        pass
+    assert not torch.equal(CALLS[name](X), right(name))
+
+
+@pytest.mark.parametrize("name", PASSIVE)
+def test_what_drops_nothing_is_not_active(name: str) -> None:
+    dropout, expected = Without(), PASSIVE[name](X)
+    with dropout.running():
+        assert torch.equal(PASSIVE[name](X), expected)
+    assert not dropout.was_active
+
+
+def test_dropout_of_attention_modules_is_seen() -> None:
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+    dropout = Without()
+    with dropout.running():
+        first, second = (attention(X[0], X[0], X[0], need_weights=False)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert dropout.was_active
+
+
+def test_functions_are_restored_after_an_error() -> None:
+    before = functional.dropout, torch.dropout, functional.scaled_dot_product_attention
+
+    def fails() -> None:
+        with Without().running():
+            assert functional.dropout is not before[0]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert before == (functional.dropout, torch.dropout, functional.scaled_dot_product_attention)
+
+
+def test_what_was_active_is_remembered_by_later_runs() -> None:
+    dropout = Without()
+    with dropout.running():
+        functional.dropout(X, 0.5)
+    with dropout.running():
+        functional.dropout(X, 0.5, training=False)
+    assert dropout.was_active
+
+
+def test_modes_are_those_of_dropout_and_batch_norm() -> None:
+    modules = {
+        "drops": nn.Dropout(0.25),
+        "of channels": nn.Dropout2d(0.5),
+        "evaluates": nn.Dropout(0.5).eval(),
+        "zero": nn.Dropout(0.0),
+        "norm": nn.BatchNorm1d(2),
+        "fixed": nn.BatchNorm2d(2).eval(),
+        "linear": nn.Linear(2, 2),
+        "layer norm": nn.LayerNorm(2),
+    }
+    assert modes(modules) == {
+        "drops": "drops 0.25",
+        "of channels": "drops 0.5",
+        "evaluates": "drops nothing",
+        "zero": "drops nothing",
+        "norm": "in training",
+        "fixed": "in evaluation",
+    }

@@ -1,0 +1,182 @@
+"""Audits are tests of pytest: by the command line, and by a fixture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipegrad.audit import Finding, Report
+from pipegrad.audit.script import Run
+from pipegrad.errors import ConfigError
+
+pytest_plugins = ["pytester"]
+
+RIGHT = Report((), (), (), num_steps=2, num_ranks=4, seconds=1.0)
+WRONG = Report((Finding("the gradient is stale", "call zero_grad"),), (), (), 2, 4, 1.0)
+PLUGIN = "-p", "pipegrad.pytest_plugin"
+
+
+class Ranks:
+    """Stands for ranks: their report, or their error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.result: Report | Exception = RIGHT
+        self.started: list[tuple[Run, int]] = []
+        ranks = self
+
+        def in_ranks(run: Run, num_ranks: int) -> Report:
+            ranks.started.append((run, num_ranks))
+            if isinstance(ranks.result, Exception):
+                raise ranks.result
+            return ranks.result
+
+        monkeypatch.setattr(Run, "in_ranks", in_ranks)
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    # Otherwise an installed pipegrad is a second plugin.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    return Ranks(monkeypatch)
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_inprocess(*PLUGIN, "-rA", *arguments)
+
+
+def test_each_audit_of_the_command_line_is_a_test(pytester: pytest.Pytester, ranks: Ranks) -> None:
+    targets = "a.py:one", "b:two"
+    result = run(pytester, *(f"--pipegrad-audit={target}" for target in targets))
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["PASSED *audit a.py:one", "PASSED *audit b:two"])
+    assert ranks.started == [(Run("a.py:one"), 4), (Run("b:two"), 4)]
+
+
+def test_the_number_of_ranks_is_that_of_the_option(pytester: pytest.Pytester, ranks: Ranks) -> None:
+    run(pytester, "--pipegrad-audit=a.py:one", "--pipegrad-audit-ranks=3").assert_outcomes(passed=1)
+    assert ranks.started == [(Run("a.py:one"), 3)]
+
+
+def test_audits_run_behind_the_tests_of_files(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_first(): pass")
+    result = run(pytester, "--pipegrad-audit=a.py:one")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["PASSED *test_first", "PASSED *audit a.py:one"])
+
+
+def test_without_the_option_there_are_no_audits(pytester: pytest.Pytester, ranks: Ranks) -> None:
+    pytester.makepyfile("def test_first(): pass")
+    run(pytester).assert_outcomes(passed=1)
+    assert ranks.started == []
+
+
+def test_audits_are_chosen_by_their_names(pytester: pytest.Pytester, ranks: Ranks) -> None:
+    result = run(pytester, "--pipegrad-audit=a.py:one", "--pipegrad-audit=b:two", "-k", "two")
+    result.assert_outcomes(passed=1, deselected=1)
+    assert ranks.started == [(Run("b:two"), 4)]
+
+
+def test_an_audit_that_finds_something_fails_with_its_report(
+    pytester: pytest.Pytester, ranks: Ranks
+) -> None:
+    ranks.result = WRONG
+    result = run(pytester, "--pipegrad-audit=a.py:one")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["wrong, 1 cause*", "1. step 1: the gradient is stale"])
+    assert "Traceback" not in result.stdout.str()
+    assert "pytest_plugin.py" not in result.stdout.str()
+
+
+def test_an_audit_that_cannot_be_run_fails_in_one_line(
+    pytester: pytest.Pytester, ranks: Ranks
+) -> None:
+    ranks.result = ConfigError("a.py has no function 'one'")
+    result = run(pytester, "--pipegrad-audit=a.py:one")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["a.py has no function 'one'"])
+    assert "pytest_plugin.py:" not in result.stdout.str()
+
+
+def test_another_error_of_an_audit_has_its_traceback(
+    pytester: pytest.Pytester, ranks: Ranks
+) -> None:
+    ranks.result = ZeroDivisionError("strange")
+    result = run(pytester, "--pipegrad-audit=a.py:one")
+    result.assert_outcomes(failed=1)
+    assert "ZeroDivisionError: strange" in result.stdout.str()
+    assert "pytest_plugin.py:" in result.stdout.str()
+
+
+FIXTURE = """
+def test_it(audit_pipeline):
+    report = audit_pipeline({arguments})
+    assert report.num_steps == 2
+"""
+
+
+def test_the_fixture_returns_the_report(pytester: pytest.Pytester, ranks: Ranks) -> None:
+    arguments = "'a.py:one', ranks=2, steps=3, tolerance=0.5"
+    pytester.makepyfile(FIXTURE.format(arguments=arguments))
+    run(pytester).assert_outcomes(passed=1)
+    assert ranks.started == [(Run("a.py:one", 3, 0.5), 2)]
+
+
+def test_the_fixture_has_4_ranks_by_default(pytester: pytest.Pytester, ranks: Ranks) -> None:
+    pytester.makepyfile(FIXTURE.format(arguments="'a.py:one'"))
+    run(pytester).assert_outcomes(passed=1)
+    assert ranks.started == [(Run("a.py:one"), 4)]
+
+
+def test_the_fixture_fails_a_test_with_the_report(pytester: pytest.Pytester, ranks: Ranks) -> None:
+    ranks.result = WRONG
+    pytester.makepyfile(FIXTURE.format(arguments="'a.py:one'"))
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["wrong, 1 cause*", "1. step 1: the gradient is stale"])
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from pipegrad.audit import Audit
+
+def audited(factor=1.0):
+    torch.manual_seed(0)
+    module, model = nn.Linear(3, 1), nn.Linear(3, 1)
+    model.load_state_dict(module.state_dict())
+    loss_fn = nn.MSELoss()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(inputs, target):
+        optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(2), target.chunk(2)):
+            (factor * loss_fn(module(x), y) / 2).backward()
+        optimizer.step()
+
+    batch = torch.randn(8, 3), torch.randn(8, 1)
+    return Audit(step=step, modules=module, model=model, loss_fn=loss_fn, batches=[batch],
+                 microbatches=2)
+
+def twice():
+    return audited(2.0)
+"""
+
+
+@pytest.mark.slow
+def test_audits_run_in_ranks_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "somebodys.py").write_text(SCRIPT)
+    targets = [f"--pipegrad-audit=somebodys.py:{name}" for name in ("audited", "twice")]
+    options = ["-rA", "--pipegrad-audit-ranks=1", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *PLUGIN, *options, *targets],
+        cwd=tmp_path, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "PASSED ::audit somebodys.py:audited\n" in result.stdout
+    assert "FAILED ::audit somebodys.py:twice - wrong, 1 cause" in result.stdout
+    assert "the gradient is 2 times too large" in result.stdout

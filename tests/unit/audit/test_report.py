@@ -1,0 +1,184 @@
+"""A report as text, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipegrad.audit.page import as_html
+from pipegrad.audit.report import Finding, Gradient, Report, listed, merged
+
+FINDING = Finding("the gradient is stale", "call zero_grad", ("0.weight",), (0, 1), step=2)
+GRADIENTS = (
+    Gradient("0.weight", (0, 1), error=0.5, allowed=1.0),
+    Gradient("1.weight", (2,), error=0.2, allowed=0.25),
+)
+RIGHT = Report((), ("a note",), GRADIENTS, num_steps=3, num_ranks=4, seconds=1.25)
+WRONG = replace(RIGHT, findings=(FINDING,))
+
+
+def test_a_report_without_findings_is_right() -> None:
+    assert RIGHT.is_right
+    assert not WRONG.is_right
+
+
+def test_the_summary_has_the_gradient_that_is_nearest_to_what_is_allowed() -> None:
+    assert RIGHT.summary == (
+        "right: 3 steps on 4 ranks, 2 gradients in each, the worst is off by 0.2 (allowed: 0.25), "
+        "1.2 s"
+    )
+
+
+def test_the_summary_counts_causes() -> None:
+    assert WRONG.summary.startswith("wrong, 1 cause: 3 steps on 4 ranks")
+    assert replace(RIGHT, findings=(FINDING, FINDING)).summary.startswith("wrong, 2 causes: ")
+
+
+def test_the_summary_without_gradients_is_short() -> None:
+    assert replace(RIGHT, gradients=()).summary == "right: 4 ranks, 1.2 s"
+
+
+def test_the_text_of_a_right_report() -> None:
+    assert str(RIGHT) == f"{RIGHT.summary}\nnote: a note"
+
+
+def test_the_text_numbers_findings_with_where_they_are() -> None:
+    other = Finding("the loss is wrong")
+    lines = str(replace(WRONG, findings=(FINDING, other))).splitlines()
+    assert lines[1:] == [
+        "1. step 2: the gradient is stale",
+        "     ranks:      0-1",
+        "     parameters: 0.weight",
+        "     what to do: call zero_grad",
+        "2. step 1: the loss is wrong",
+        "note: a note",
+    ]
+
+
+def test_the_text_has_the_first_names_and_the_number_of_the_others() -> None:
+    names = tuple(f"{index}.weight" for index in range(6))
+    assert "0.weight, 1.weight, 2.weight, 3.weight and 2 more" in str(Finding("", names=names))
+    assert str(Finding("", names=names[:4])).endswith("2.weight, 3.weight")
+
+
+def test_json_has_all_that_the_report_has() -> None:
+    data = json.loads(WRONG.as_json())
+    assert data.pop("is_right") is False
+    findings = tuple(
+        Finding(**{**f, "names": tuple(f["names"]), "ranks": tuple(f["ranks"])})
+        for f in data.pop("findings")
+    )
+    gradients = tuple(Gradient(**{**g, "ranks": tuple(g["ranks"])}) for g in data.pop("gradients"))
+    assert Report(findings, tuple(data.pop("notes")), gradients, **data) == WRONG
+
+
+def test_json_of_a_right_report_says_so() -> None:
+    assert json.loads(RIGHT.as_json())["is_right"] is True
+
+
+def test_the_page_has_the_findings_and_gradients() -> None:
+    page = as_html(WRONG)
+    for text in (
+        "the gradient is stale",
+        "call zero_grad",
+        "0.weight",
+        "0-1",
+        "a note",
+        "wrong, 1",
+    ):
+        assert text in page
+
+
+def test_the_page_says_whether_the_report_is_right() -> None:
+    assert '<span class="right">right: ' in as_html(RIGHT)
+    assert '<span class="wrong">wrong, 1 cause: ' in as_html(WRONG)
+
+
+def test_the_page_has_the_worst_gradient_first() -> None:
+    page = as_html(RIGHT)
+    assert page.index("<td>1.weight</td>") < page.index("<td>0.weight</td>")
+
+
+def test_the_page_marks_gradients_that_are_wrong() -> None:
+    wrong = replace(GRADIENTS[0], error=2.0)
+    assert "<tr class='wrong'><td>0.weight" in as_html(replace(WRONG, gradients=(wrong,)))
+    assert "<tr class='right'><td>0.weight" in as_html(RIGHT)
+
+
+SCRIPT = "<script>alert('&')</script>"
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        replace(RIGHT, findings=(Finding(SCRIPT),)),
+        replace(RIGHT, findings=(Finding("", advice=SCRIPT),)),
+        replace(RIGHT, findings=(Finding("", names=(SCRIPT,)),)),
+        replace(RIGHT, notes=(SCRIPT,)),
+        replace(RIGHT, gradients=(replace(GRADIENTS[0], name=SCRIPT),)),
+    ],
+    ids=["cause", "advice", "name", "note", "gradient"],
+)
+def test_the_page_escapes_what_it_is_given(report: Report) -> None:
+    page = as_html(report)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_the_page_has_a_dollar_as_it_is() -> None:
+    assert "$title" in as_html(replace(RIGHT, notes=("$title",)))
+
+
+def test_the_page_without_gradients_has_no_table() -> None:
+    assert "<table>" in as_html(RIGHT)
+    assert "<table>" not in as_html(replace(RIGHT, gradients=()))
+
+
+def test_the_page_loads_nothing() -> None:
+    page = as_html(WRONG)
+    assert not any(text in page for text in ("http:", "https:", "src=", "href="))
+
+
+def test_findings_of_one_cause_are_one_with_all_names_and_ranks() -> None:
+    findings = [
+        Finding("stale", "do", ("b",), (3,)),
+        Finding("other", "", ("c",), (0,)),
+        Finding("stale", "do", ("a",), (1,)),
+        Finding("stale", "do", ("b",), (1,)),
+    ]
+    assert merged(findings) == (
+        Finding("stale", "do", ("b", "a"), (1, 3)),
+        Finding("other", "", ("c",), (0,)),
+    )
+
+
+def test_findings_of_one_step_that_differ_in_numbers_stay_apart() -> None:
+    findings = [Finding("off by 2.5"), Finding("off by 3e-4")]
+    assert merged(findings) == tuple(findings)
+
+
+def test_a_finding_of_a_later_step_that_differs_in_numbers_is_the_first_one() -> None:
+    first, later = Finding("off by 2.5", names=("a",)), Finding("off by 3e-4", names=("b",), step=2)
+    assert merged([first, later]) == (first,)
+
+
+def test_another_cause_of_a_later_step_is_kept() -> None:
+    later = Finding("too large", step=2)
+    assert merged([Finding("off by 2.5"), later])[1] == later
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((), ""),
+        ((3,), "3"),
+        ((0, 1, 2, 3), "0-3"),
+        ((6, 0, 2, 1), "0-2, 6"),
+        ((1, 3, 5), "1, 3, 5"),
+        ((0, 1, 4, 5, 9), "0-1, 4-5, 9"),
+    ],
+)
+def test_ranks_are_listed_in_runs(ranks: tuple[int, ...], text: str) -> None:
+    assert listed(ranks) == text

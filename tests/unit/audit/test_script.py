@@ -1,0 +1,231 @@
+"""A function of somebody's file is found, or it is said why not."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from pipegrad.audit import Audit, Report, script
+from pipegrad.audit.script import Run, function, made
+from pipegrad.errors import ConfigError
+
+REPORT = Report((), (), (), 1, 1, 0.0)
+CALLS: list[object] = []
+
+SCRIPT = """
+from torch import nn
+import beside
+from pipegrad.audit import Audit
+
+def loss(output, target):
+    return output.sum()
+
+def audited():
+    return Audit(step=print, modules=nn.Linear(1, 1), model=nn.Linear(1, 1), loss_fn=loss,
+                 batches=[], microbatches=beside.NUMBER)
+
+def number():
+    return 3
+
+value = 3
+"""
+
+
+class Recorded(Audit):
+    """Remembers how it was run."""
+
+    def run(self, *, steps: int | None = None, tolerance: float | None = None) -> Report:
+        CALLS.append(("run", steps, tolerance))
+        return REPORT
+
+    def order(self, *, steps: int | None = None) -> Report:
+        CALLS.append(("order", steps))
+        return REPORT
+
+
+def recorded() -> Audit:
+    layer = nn.Linear(1, 1)
+    return Recorded(
+        step=print, modules=layer, model=layer, loss_fn=print, batches=[], microbatches=1
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Writes a script and a file beside it. What is imported there is forgotten."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside.py").write_text("NUMBER = 5\n")
+    path = tmp_path / "somebodys_script.py"
+    path.write_text(SCRIPT)
+    yield path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@dataclass
+class Ranks:
+    """Stands for ranks: what would have run in them."""
+
+    started: list[tuple[Run, int, float]] = field(default_factory=list)
+
+    def __call__(
+        self, run: Callable[[], Report], num_ranks: int, *, timeout_seconds: float
+    ) -> list[Report]:
+        owner: Any = getattr(run, "__self__", None)
+        self.started.append((owner, num_ranks, timeout_seconds))
+        return [REPORT] * num_ranks
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    fake = Ranks()
+    monkeypatch.setattr(script, "run_ranks", fake)
+    return fake
+
+
+def test_a_function_of_a_file_makes_the_audit(file: Path) -> None:
+    assert made(f"{file}:audited").microbatches == 5
+
+
+def test_a_file_is_imported_once(file: Path) -> None:
+    assert function(f"{file}:audited") is function(f"{file}:audited")
+
+
+def test_a_file_of_the_current_folder_needs_no_path(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert made(f"{file.name}:audited").microbatches == 5
+
+
+def test_a_function_of_a_module_makes_the_audit(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(file.parent)
+    assert made("somebodys_script:audited").microbatches == 5
+
+
+def test_a_function_itself_makes_the_audit() -> None:
+    assert isinstance(made(recorded), Recorded)
+
+
+@pytest.mark.parametrize("target", ["script.py", "module", ":f", "script.py:", ""])
+def test_a_target_without_a_file_or_a_function_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected FILE\.py:function, or module:function"):
+        function(target)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.py"
+    with pytest.raises(ConfigError, match=rf"{path} cannot be imported: .*there is no file {path}"):
+        function(f"{path}:audited")
+
+
+def test_a_module_that_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^no_such_module cannot be imported: ModuleNotFound"):
+        function("no_such_module:audited")
+
+
+def test_a_function_that_is_missing_comes_with_those_that_are_there(file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        function(f"{file}:adited")
+    assert str(caught.value).endswith(
+        "has no function 'adited'; it has ['loss', 'audited', 'number']"
+    )
+
+
+def test_a_value_that_is_no_function_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="has no function 'value'"):
+        function(f"{file}:value")
+
+
+def test_what_is_no_audit_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r":number returned int, expected a pipegrad\.Audit"):
+        made(f"{file}:number")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("raise SystemExit(3)", r"SystemExit\(3\)"),
+        ("def f(:", "SyntaxError"),
+        ("import no_such_module", "no_such_module"),
+    ],
+)
+def test_an_error_of_the_file_is_said_with_its_cause(file: Path, line: str, says: str) -> None:
+    file.write_text(line)
+    with pytest.raises(ConfigError, match=f"{file} cannot be imported: .*{says}") as caught:
+        function(f"{file}:audited")
+    assert caught.value.__cause__ is not None
+
+
+def test_a_file_that_failed_is_imported_again(file: Path) -> None:
+    file.write_text("1 / 0")
+    with pytest.raises(ConfigError):
+        function(f"{file}:audited")
+    file.write_text(SCRIPT)
+    assert made(f"{file}:audited").microbatches == 5
+
+
+def test_ranks_get_the_whole_path_of_a_file(
+    file: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert Run(f"{file.name}:audited", steps=2).in_ranks(3, 7.0) is REPORT
+    assert ranks.started == [(Run(f"{file.resolve()}:audited", steps=2), 3, 7.0)]
+
+
+def test_ranks_get_a_module_as_it_is(
+    file: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(file.parent)
+    Run("somebodys_script:audited").in_ranks(2)
+    [(run, _, _)] = ranks.started
+    assert run.target == "somebodys_script:audited"
+
+
+def test_ranks_get_a_function_by_its_file(ranks: Ranks) -> None:
+    Run(recorded).in_ranks(2)
+    [(run, _, _)] = ranks.started
+    assert run.target == f"{__file__}:recorded"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [lambda: made(recorded), functools.partial(recorded), Ranks.__call__],
+    ids=["a lambda", "a partial", "a method"],
+)
+def test_a_function_that_other_processes_do_not_find_is_refused(target: Any, ranks: Ranks) -> None:
+    with pytest.raises(ConfigError, match="is no function at the top level of a file"):
+        Run(target).in_ranks(2)
+    assert ranks.started == []
+
+
+def test_a_typo_starts_no_ranks(file: Path, ranks: Ranks) -> None:
+    with pytest.raises(ConfigError, match="has no function"):
+        Run(f"{file}:adited").in_ranks(2)
+    assert ranks.started == []
+
+
+@pytest.mark.parametrize(
+    ("run", "call"),
+    [
+        (Run(recorded), ("run", None, None)),
+        (Run(recorded, steps=2, tolerance=0.5), ("run", 2, 0.5)),
+        (Run(recorded, steps=2, checks_order=True), ("order", 2)),
+    ],
+)
+def test_a_rank_runs_what_it_is_asked_for(run: Run, call: tuple[object, ...]) -> None:
+    CALLS.clear()
+    assert run.here() is REPORT
+    assert [call] == CALLS

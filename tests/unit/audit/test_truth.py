@@ -1,0 +1,362 @@
+"""What one process computes, beside plain autograd of the same model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipegrad.audit.compare.truth import (
+    Batch,
+    Data,
+    LossFn,
+    Truth,
+    compute,
+    doubled,
+    leaves_cut,
+    names_by_use,
+    relative,
+)
+
+REPLICAS, MICROBATCHES, ROWS, WIDTH = 2, 3, 12, 4
+EVEN = torch.full((REPLICAS, MICROBATCHES), 1 / 6, dtype=torch.float64)
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.again = self.layer
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embedding(tokens)))
+        return self.head(self.again(hidden))  # type: ignore[no-any-return]
+
+
+class Sum(nn.Module):
+    """Takes two tensors and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale + shift  # type: ignore[no-any-return]
+
+
+def seeded(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module.double()
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, ignore_index=-100)
+
+
+def cut(batch: Batch) -> list[list[Batch]]:
+    shares = zip(*(leaves_cut(value, REPLICAS) for value in batch), strict=True)
+    return [
+        list(zip(*(leaves_cut(value, MICROBATCHES) for value in share), strict=True))
+        for share in shares
+    ]
+
+
+def truth_of(model: nn.Module, batch: Batch, loss_fn: LossFn = square) -> Truth:
+    return compute(model, Data(loss_fn, cut(batch), batch), dtypes_of(model))
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+def by_autograd(
+    model: nn.Module, batches: Sequence[Batch], loss_fn: LossFn = square
+) -> dict[str, Tensor]:
+    """Returns the mean of the gradients of batches, by plain autograd."""
+    own = copy.deepcopy(model)
+    for inputs, target in batches:
+        (loss_fn(own(inputs), target) / len(batches)).backward()
+    return {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+def tokens() -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    inputs, target = torch.randint(5, (2, ROWS), generator=generator)
+    return inputs, target
+
+
+def numbers() -> Batch:
+    return random(ROWS, WIDTH), random(ROWS, WIDTH, seed=3)
+
+
+def test_the_gradient_is_that_of_the_whole_batch() -> None:
+    model, batch = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), numbers()
+    truth = truth_of(model, batch)
+    assert_equal(truth.gradients, by_autograd(model, [batch]))
+    torch.testing.assert_close(truth.weights, EVEN)
+    assert truth.loss == pytest.approx(square(model(batch[0]), batch[1]).item())
+    assert not truth.is_coupled
+
+
+def test_losses_are_those_of_replicas_and_microbatches() -> None:
+    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
+    expected = [[square(model(x), y).item() for x, y in row] for row in cut(batch)]
+    torch.testing.assert_close(truth_of(model, batch).losses, torch.tensor(expected).double())
+
+
+def test_the_model_is_not_changed() -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    before = copy.deepcopy(model.state_dict())
+    truth_of(model, numbers())
+    assert_equal(dict(model.state_dict()), dict(before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_mean_over_targets_that_count_has_uneven_weights() -> None:
+    model, (inputs, target) = seeded(Tied()), tokens()
+    target[:3], target[1] = -100, 4
+    batch = inputs, target
+    truth = truth_of(model, batch, cross_entropy)
+    counts = [[int((y != -100).sum()) for _, y in row] for row in cut(batch)]
+    assert counts[0][:2] == [1, 1]
+    expected = torch.tensor(counts, dtype=torch.float64) / sum(map(sum, counts))
+    torch.testing.assert_close(truth.weights, expected)
+    assert_equal(truth.gradients, by_autograd(model, [batch], cross_entropy))
+    assert not truth.is_coupled
+
+
+def test_weights_of_equal_microbatches_are_even() -> None:
+    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
+    for tensor in batch:
+        tensor.copy_(tensor[:2].repeat(ROWS // 2, 1))
+    torch.testing.assert_close(truth_of(model, batch).weights, EVEN)
+
+
+def test_weights_that_fit_are_those_nearest_to_even_ones() -> None:
+    """The gradients of six microbatches have two elements, so many weights fit."""
+    inputs = torch.arange(ROWS, dtype=torch.float64)[:, None]
+    truth = truth_of(seeded(nn.Linear(1, 1)), (inputs, inputs), lambda output, _: output.mean())
+    torch.testing.assert_close(truth.weights, EVEN)
+
+
+def test_batch_norm_couples_samples_and_the_mean_over_microbatches_is_right() -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    batch = numbers()
+    truth = truth_of(model, batch)
+    assert truth.is_coupled
+    torch.testing.assert_close(truth.weights, EVEN)
+    assert_equal(truth.gradients, by_autograd(model, [one for row in cut(batch) for one in row]))
+    assert truth.loss == pytest.approx(float(truth.losses.mean()))
+
+
+def test_batch_norm_in_evaluation_couples_nothing() -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))).eval()
+    batch = numbers()
+    truth = truth_of(model, batch)
+    assert not truth.is_coupled
+    assert truth.buffers == [{}, {}]
+    assert_equal(truth.gradients, by_autograd(model, [batch]))
+
+
+def test_a_tie_has_the_sum_over_its_uses() -> None:
+    model, batch = seeded(Tied()), tokens()
+    truth = truth_of(model, batch, cross_entropy)
+    assert_equal(truth.gradients, by_autograd(model, [batch], cross_entropy))
+    assert truth.uses["embedding.weight"] == ("embedding.weight", "head.weight")
+
+
+def test_parts_of_a_tie_are_those_of_its_uses() -> None:
+    model, batch = seeded(Tied()), tokens()
+    truth = truth_of(model, batch, cross_entropy)
+    parts = truth.parts(["embedding.weight"])["embedding.weight"]
+    assert parts.shape == (REPLICAS, MICROBATCHES, 2, 5, WIDTH)
+    whole = (parts * EVEN[..., None, None, None]).sum((0, 1, 2))
+    torch.testing.assert_close(whole, truth.gradients["embedding.weight"])
+
+    untied = copy.deepcopy(model)
+    untied.get_submodule("head").weight = nn.Parameter(model.get_parameter("head.weight").detach())
+    expected = by_autograd(untied, [cut(batch)[1][2]], cross_entropy)
+    torch.testing.assert_close(parts[1, 2, 0], expected["embedding.weight"])
+    torch.testing.assert_close(parts[1, 2, 1], expected["head.weight"])
+
+
+def test_a_module_that_is_used_twice_has_all_in_its_first_use() -> None:
+    model, batch = seeded(Tied()), tokens()
+    truth = truth_of(model, batch, cross_entropy)
+    assert truth.uses["layer.weight"] == ("layer.weight", "again.weight")
+    parts = truth.parts(["layer.weight"])["layer.weight"]
+    expected = by_autograd(model, [cut(batch)[0][1]], cross_entropy)
+    torch.testing.assert_close(parts[0, 1, 0], expected["layer.weight"])
+    assert not parts[:, :, 1].any()
+
+
+def test_parts_of_a_parameter_with_one_name() -> None:
+    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
+    parts = truth_of(model, batch).parts(["bias"])
+    assert list(parts) == ["bias"]
+    assert parts["bias"].shape == (REPLICAS, MICROBATCHES, 1, WIDTH)
+    expected = by_autograd(model, [cut(batch)[0][2]])["bias"]
+    torch.testing.assert_close(parts["bias"][0, 2, 0], expected)
+
+
+def test_frozen_parameters_are_absent() -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    model.get_parameter("0.weight").requires_grad_(False)
+    truth = truth_of(model, numbers())
+    assert list(truth.gradients) == ["0.bias", "1.weight", "1.bias"]
+    assert truth.uses.keys() == truth.gradients.keys()
+
+
+def test_parameters_that_are_not_used_have_zeros() -> None:
+    model, batch = seeded(Sum()), numbers()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    truth = truth_of(model, ((batch[0], batch[1]), batch[1]))
+    assert torch.equal(truth.gradients["unused"], torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (random(ROWS, WIDTH), random(1, WIDTH, seed=4), 2.0),
+        [random(ROWS, WIDTH), random(1, WIDTH, seed=4), 2.0],
+        {"scale": 2.0, "x": random(ROWS, WIDTH), "shift": random(1, WIDTH, seed=4)},
+    ],
+    ids=["a tuple", "a list", "a dict"],
+)
+def test_inputs_of_many_kinds(inputs: Any) -> None:
+    model, target = seeded(Sum()), random(ROWS, WIDTH, seed=3)
+    names = "x", "shift", "scale"
+    values = inputs if isinstance(inputs, dict) else dict(zip(names, inputs, strict=True))
+    own = copy.deepcopy(model)
+    square(own(**values), target).backward()
+    expected = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+    truth = truth_of(model, (inputs, target))
+    assert_equal(truth.gradients, expected)
+    assert not truth.is_coupled
+
+
+def test_the_first_value_of_a_loss_function_is_the_loss() -> None:
+    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
+    truth = truth_of(model, batch, lambda output, target: (square(output, target), "more"))
+    assert_equal(truth.gradients, by_autograd(model, [batch]))
+
+
+def test_buffers_are_those_after_the_microbatches_of_each_replica() -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    model.register_buffer("constant", torch.ones(2, dtype=torch.float64))
+    batch = numbers()
+    truth = truth_of(model, batch)
+    for row, found in zip(cut(batch), truth.buffers, strict=True):
+        own = copy.deepcopy(model)
+        for inputs, _ in row:
+            own(inputs)
+        expected = {name: value for name, value in own.named_buffers() if name != "constant"}
+        assert_equal(found, expected)
+        assert found["1.num_batches_tracked"] == MICROBATCHES
+
+
+def noise(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, float]:
+    model, batch = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), numbers()
+    dtypes = dict.fromkeys(dtypes_of(model), dtype)
+    return compute(model, Data(square, cut(batch), batch), dtypes, autocast).noise
+
+
+def test_float64_has_no_noise() -> None:
+    assert max(noise(torch.float64).values()) < 1e-14
+
+
+def test_the_noise_of_bfloat16_is_larger_than_that_of_float32() -> None:
+    small, large = noise(torch.float32), noise(torch.bfloat16)
+    assert small.keys() == large.keys() == {"0.weight", "0.bias"}
+    for name, value in small.items():
+        assert 0 < value < 1e-5
+        assert 1e-4 < large[name] < 0.1
+
+
+def test_the_noise_of_autocast_is_that_of_its_dtype() -> None:
+    assert min(noise(torch.float32, torch.bfloat16).values()) > 1e-4
+
+
+def test_dtypes_in_which_one_process_cannot_compute_have_no_noise() -> None:
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    batch = numbers()
+    dtypes = dict.fromkeys(dtypes_of(model), torch.float32) | {"1.weight": torch.bfloat16}
+    assert compute(model, Data(square, cut(batch), batch), dtypes).noise == {}
+
+
+def test_trees_are_cut_along_the_first_dimension() -> None:
+    value = {"x": torch.arange(6).reshape(6, 1), "more": (torch.arange(6),)}
+    first, second, third = leaves_cut(value, 3)
+    assert torch.equal(first["x"], torch.tensor([[0], [1]]))
+    assert torch.equal(second["more"][0], torch.tensor([2, 3]))
+    assert torch.equal(third["x"], torch.tensor([[4], [5]]))
+
+
+def test_a_tensor_of_one_row_goes_whole_into_each() -> None:
+    row, scalar = torch.ones(1, 4), torch.tensor(2.0)
+    for part in leaves_cut((torch.arange(6), row, scalar), 3):
+        assert len(part[0]) == 2
+        assert part[1] is row
+        assert part[2] is scalar
+
+
+def test_what_is_no_tensor_goes_whole_into_each() -> None:
+    for part in leaves_cut({"x": torch.arange(6), "scale": 2.0, "mode": "sum", "mask": None}, 3):
+        assert len(part.pop("x")) == 2
+        assert part == {"scale": 2.0, "mode": "sum", "mask": None}
+
+
+def test_a_value_without_tensors_is_the_same_for_each() -> None:
+    assert leaves_cut(None, 3) == [None, None, None]
+
+
+def test_numbers_become_float64_and_indices_stay() -> None:
+    inputs, target = doubled(({"x": torch.ones(2), "scale": 2.0}, torch.ones(2).long()))
+    assert inputs["x"].dtype == torch.float64
+    assert inputs["scale"] == 2.0
+    assert target.dtype == torch.int64
+
+
+def test_names_of_a_tie_are_behind_the_first_one() -> None:
+    assert names_by_use(Tied()) == {
+        "embedding.weight": ("embedding.weight", "head.weight"),
+        "layer.weight": ("layer.weight", "again.weight"),
+        "layer.bias": ("layer.bias", "again.bias"),
+    }
+
+
+def test_a_difference_is_relative_to_what_is_right() -> None:
+    assert relative(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 10.0])) == pytest.approx(0.5)
+
+
+def test_a_difference_of_zeros_is_zero() -> None:
+    zeros = torch.zeros(2, dtype=torch.float64)
+    assert relative(zeros, zeros) == 0.0
