@@ -81,6 +81,13 @@ def test_a_slice_with_other_numbers_is_found_by_its_values() -> None:
     assert found.parameters["layers.2.weight"] is stage.get_parameter("0.weight")
 
 
+def test_a_slice_that_begins_again_at_0_is_found_by_its_values() -> None:
+    """Its names and shapes are those of the first layers, too."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    stage = nn.Sequential(*list(copy.deepcopy(model))[2:])
+    assert list(match([stage], model).parameters) == ["2.weight", "2.bias", "3.weight", "3.bias"]
+
+
 def test_a_slice_is_found_by_values_of_another_dtype() -> None:
     model = wrapped(uncut(), "layers")
     stage = nn.Sequential(*list(copy.deepcopy(uncut()))[2:]).bfloat16()

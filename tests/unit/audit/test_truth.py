@@ -161,9 +161,11 @@ def test_weights_of_equal_microbatches_are_even() -> None:
 
 
 def test_weights_that_fit_are_those_nearest_to_even_ones() -> None:
-    """The gradients of six microbatches have two elements, so many weights fit."""
+    """The gradient of a microbatch has one element, so many weights fit."""
     inputs = torch.arange(ROWS, dtype=torch.float64)[:, None]
-    truth = truth_of(seeded(nn.Linear(1, 1)), (inputs, inputs), lambda output, _: output.mean())
+    truth = truth_of(
+        seeded(nn.Linear(1, 1, bias=False)), (inputs, inputs), lambda output, _: output.mean()
+    )
     torch.testing.assert_close(truth.weights, EVEN)
 
 
