@@ -65,7 +65,7 @@ class _AuditItem(pytest.Item):
         return str(super().repr_failure(excinfo, style))
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        return self.path, None, self.name
+        return self.path, None, ""
 
 
 @pytest.fixture

@@ -28,8 +28,9 @@ from pipegrad.audit.order import ordered
 from pipegrad.audit.report import Finding, Report, merged
 from pipegrad.audit.watch import Gradients, Seen, watched
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import PlanError
+from pipegrad.errors import PlanError, in_words
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.wrappers import FSDP1, wrapper_of
 from pipegrad.pipeline.batch.trees import flattened, is_cut
 
 _IGNORED = -100  # by torch's losses, and Hugging Face's
@@ -136,8 +137,10 @@ class _Run:
 
         def prepare() -> tuple[object, ...]:
             self._batches = _checked(audit, steps, tolerance)
+            if any(wrapper_of(module) == FSDP1 for module in audit.held):
+                raise PlanError("FSDP1 keeps parameters in flat ones: wrap stages in FSDP2 or DDP")
             self._names = match(audit.held, audit.model, audit.names)
-            self._model = copy.deepcopy(audit.model)
+            self._model = _copied(audit.model)
             return len(self._batches), audit.microbatches, audit.num_replicas, audit.replica
 
         every = agree("the audit", prepare)
@@ -148,7 +151,8 @@ class _Run:
             tolerance=tolerance,
             autocast=audit.autocast,
         )
-        self._dropout = dropout.Without()
+        modules = [part for module in audit.held for part in module.modules()]
+        self._dropout = dropout.Without(modules)
 
     def report(self) -> Report:
         """Runs all steps; returns what was found."""
@@ -176,6 +180,9 @@ class _Run:
     def _modes(self) -> list[Finding]:
         """Returns modules that drop out, or normalise, otherwise than in the uncut model."""
         there = dropout.modes(dict(self._model.named_modules(remove_duplicate=False)))
+        for module in self._model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.dropout = 0.0
         own = dropout.modes(self._names.modules)
         return [
             Finding(
@@ -283,12 +290,24 @@ def _checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[B
         if not isinstance(parts, tuple | list) or len(parts) != 2:
             raise PlanError(f"a batch is {type(parts).__name__}, expected (inputs, target)")
         rows = {leaf.shape[0] for x in batch for _, leaf in flattened(x)[0] if is_cut(leaf)}
-        if not rows or max(rows) % (audit.microbatches * audit.num_replicas):
+        most = max(rows, default=0)
+        if most == 0 or rows - {1, most} or most % (audit.microbatches * audit.num_replicas):
             raise PlanError(
-                f"a batch has {max(rows, default=0)} rows, expected a multiple of "
-                f"{audit.num_replicas} replicas x {audit.microbatches} microbatches"
+                f"tensors of a batch have {sorted(rows) or 'no'} rows, expected one number, a "
+                f"multiple of {audit.num_replicas} replicas x {audit.microbatches} microbatches"
             )
     return batches[:number]
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Returns a copy of the uncut model, which the caller's steps cannot change."""
+    try:
+        return copy.deepcopy(model)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise PlanError(
+            f"the uncut model cannot be copied: {in_words(error)}; give one without process groups "
+            f"and other things of a job, for example the same layers in plain torch"
+        ) from error
 
 
 def _check_replicas(every: Sequence[tuple[object, ...]], audit: Audit) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -31,12 +31,16 @@ _FUNCTIONS = (
 class Without:
     """Sets the probability of dropout to 0, wherever torch's functions are called.
 
+    Args:
+        modules: Those whose own dropout is no function of torch, as in nn.LSTM, are set to 0, too.
+
     Attributes:
         was_active: Whether anything was dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.was_active = False
+        self._recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -45,11 +49,15 @@ class Without:
             for home, name, argument in _FUNCTIONS:
                 patched = self._without(getattr(home, name), argument)
                 stack.enter_context(mock.patch.object(home, name, patched))
+            for module in self._recurrent:
+                self.was_active |= module.training and module.dropout > 0
+                stack.enter_context(mock.patch.object(module, "dropout", 0.0))
             yield
 
     def _without(self, function: Callable[..., Any], argument: str) -> Callable[..., Any]:
         position = _POSITIONS[argument]
         takes_training = argument == "p"
+        is_on = "alpha" not in function.__name__  # if the caller does not say
 
         @functools.wraps(function)
         def called(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - torch's signature
@@ -58,7 +66,8 @@ class Without:
                 given = 0.5
             if not given:
                 return function(*args, **options)
-            trains = options.get("training", args[2] if len(args) > 2 and takes_training else True)
+            named = options.get("training", options.get("train", is_on))
+            trains = args[2] if len(args) > 2 and takes_training else named
             self.was_active |= bool(trains)
             if len(args) > position:
                 args = (*args[:position], 0.0, *args[position + 1 :])
@@ -78,8 +87,14 @@ def modes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     for name, module in modules.items():
         mode = "in training" if module.training else "in evaluation"
         if isinstance(module, _DROPOUTS):
-            is_off = not module.training or module.p == 0
-            found[name] = "drops nothing" if is_off else f"drops {module.p:g}"
+            found[name] = _dropping(module, module.p)
+        elif isinstance(module, nn.RNNBase):
+            found[name] = _dropping(module, module.dropout)
         elif isinstance(module, _NORMS):
             found[name] = mode
     return found
+
+
+def _dropping(module: nn.Module, probability: float) -> str:
+    is_off = not module.training or probability == 0
+    return "drops nothing" if is_off else f"drops {probability:g}"

@@ -61,10 +61,10 @@ def match(
                 names.parameters[there[name]] = tensor
             elif name in there:
                 names.buffers[there[name]] = tensor
-        for name, part in module.named_modules(remove_duplicate=False):
-            home = _home(name, part, there)
+        parts = dict(module.named_modules(remove_duplicate=False))
+        for name, home in _homes(parts, there).items():
             if home in by_name:
-                names.modules[home] = part
+                names.modules[home] = parts[name]
     by_id: dict[int, list[str]] = {}
     for name, parameter in names.parameters.items():
         by_id.setdefault(id(parameter), []).append(name)
@@ -135,10 +135,31 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _home(name: str, module: nn.Module, there: Mapping[str, str]) -> str:
-    """Returns the name of a stage's module in the uncut model, by a parameter inside it."""
-    for inner, _ in _entries(module):
-        full = f"{name}.{inner}" if name else inner
-        if full in there and there[full].endswith(f".{inner}"):
-            return there[full].removesuffix(f".{inner}")
-    return _bare(name)
+def _homes(modules: Mapping[str, nn.Module], there: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names of a stage's modules -> their names in the uncut model, as far as known."""
+    homes = dict[str, str]()
+    for name, module in modules.items():
+        for inner, _ in _entries(module):
+            full = f"{name}.{inner}" if name else inner
+            if full in there and there[full].endswith(f".{inner}"):
+                homes[name] = there[full].removesuffix(f".{inner}")
+                break
+    is_renumbered = any(_bare(name) != home for name, home in homes.items())
+    for name in modules.keys() - homes.keys():
+        if not is_renumbered:
+            homes[name] = _bare(name)
+        elif (home := _beside(name, homes)) is not None:
+            homes[name] = home
+    return homes
+
+
+def _beside(name: str, homes: Mapping[str, str]) -> str | None:
+    """Returns the name of a numbered module without tensors, by a numbered one beside it."""
+    parent, _, own = name.rpartition(".")
+    for other, home in homes.items():
+        prefix, _, number = other.rpartition(".")
+        there, _, moved = home.rpartition(".")
+        if prefix == parent and own.isdigit() and number.isdigit() and moved.isdigit():
+            index = str(int(own) + int(moved) - int(number))
+            return f"{there}.{index}" if there else index
+    return None

@@ -112,8 +112,12 @@ def _file(path: Path) -> ModuleType:
     path = path.resolve()
     name = path.stem
     known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
+    if known is not None:
+        if getattr(known, "__file__", None) == str(path):
+            return known
+        name = f"{name} of {path.parent}"  # random.py must not take the place of Python's own
+        if name in sys.modules:
+            return sys.modules[name]
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if str(path.parent) not in sys.path:

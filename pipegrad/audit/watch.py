@@ -10,6 +10,7 @@ The step decides itself what it sends and when. So nothing is sent here before i
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,7 +140,7 @@ class Watch:
         names = {id(parameter): name for name, parameter in self.own.items()}
         held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         options = {
-            names[id(p)]: {key: value for key, value in group.items() if key != "params"}
+            names[id(p)]: {key: x for key, x in group.items() if key != "params" and _pickles(x)}
             for p, group in held
             if id(p) in names
         }
@@ -149,13 +150,23 @@ class Watch:
             if name in options or name not in self.gradients:
                 self.gradients[name] = value
         known = self.stepped.get(id(optimizer))
+        kind = type(optimizer)
         self.stepped[id(optimizer)] = Stepped(
-            type(optimizer),
+            kind if _pickles(kind) else Optimizer,
             options,
             sum(id(p) not in names for p, _ in held),
             known.is_new if known else not optimizer.state,
             known.times + 1 if known else 1,
         )
+
+
+def _pickles(value: object) -> bool:
+    """Whether rank 0 can be sent a value, such as a class at the top level of a module."""
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def watched(

@@ -55,7 +55,7 @@ class Reference:
         if not right:
             return []
         left_out = list(_left_out(seen, first, explained))
-        explained |= {name for finding in left_out for name in finding.names}
+        explained.update(name for finding in left_out for name in finding.names)
         wrong = dict[str, list[tuple[int, float]]]()  # ranks, and shares of the right update
         for name in right.keys() - explained:
             held = [
@@ -67,7 +67,7 @@ class Reference:
             # If only some copies are wrong, then copies differ, and that is said elsewhere.
             if all(share is not None for _, share in held):
                 wrong[name] = [(rank, share) for rank, share in held if share is not None]
-        explained |= wrong.keys()
+        explained.update(wrong)
         shares = [share for of_name in wrong.values() for _, share in of_name]
         is_one = bool(shares) and max(shares) - min(shares) <= _SAME
         size = f": its update is {shares[0]:.4g} of the right one" if is_one else ""
@@ -110,7 +110,8 @@ class Reference:
         try:
             self._step(seen, options)
         except (TypeError, ValueError, RuntimeError, KeyError) as error:
-            self.why_not = f"{seen[0].optimizers[0].kind.__name__} does not step here: {error}"
+            kind = next(stepped.kind for of_rank in seen for stepped in of_rank.optimizers)
+            self.why_not = f"{kind.__name__} does not step here: {error}"
             return {}
         return {name: p.detach().clone() for name, p in self._parameters.items()}
 
@@ -135,6 +136,8 @@ def _why_not(seen: Sequence[Seen], *, is_first: bool) -> str:
         return "no optimizer of torch.optim has stepped"
     if len(kinds) > 1:
         return f"there are several kinds, {sorted(kind.__name__ for kind in kinds)}"
+    if Optimizer in kinds:
+        return "their class is not at the top level of a module"
     if any(stepped.num_unknown for stepped in optimizers):
         return "they step tensors that are no parameters of the modules, such as main parameters"
     if is_first and not all(stepped.is_new for stepped in optimizers):

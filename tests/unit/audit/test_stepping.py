@@ -288,3 +288,9 @@ def test_steps_after_one_that_cannot_be_compared_are_not_compared() -> None:
     one = Training(KINDS["AdamW"]).step(1)
     assert reference.judge([with_after(one, b=one.before["b"])], FIRST, set()) == []
     assert reference.why_not == "no optimizer of torch.optim has stepped"
+
+
+def test_what_is_said_of_a_parameter_is_explained() -> None:
+    one, explained = Training(KINDS["AdamW"]).step(1), {"other"}
+    Reference().judge([with_after(one, b=one.before["b"])], FIRST, explained)
+    assert explained == {"other", "b"}
