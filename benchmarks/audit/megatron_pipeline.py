@@ -86,17 +86,6 @@ def _forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tu
     return model(tokens, positions, mask, labels=target.clamp(min=0)), sums
 
 
-def _logged(reduced: Sequence[Mapping[str, Tensor]]) -> float | None:
-    """Returns the loss as Megatron-LM's training loop logs it, on the last stage."""
-    from megatron.core import parallel_state
-
-    if not reduced:
-        return None
-    total = torch.stack([of_microbatch["loss"] for of_microbatch in reduced]).sum(0)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return float(total[0] / total[1])
-
-
 def _audit(
     *,
     clip_grad: float = 0.0,
@@ -169,23 +158,8 @@ def _audit(
         [wrapped],
         optimizer,
         model=UncutGpt(),
-        names=_names(stage),
         loss_fn=loss_fn,
         batches=batches(num_replicas=num_replicas, has_padding=has_padding),
         microbatches=MICROBATCHES,
         options={"seq_length": LENGTH, "micro_batch_size": ROWS},
-        loss_of=_logged,
-        replica=parallel_state.get_data_parallel_rank(),
-        num_replicas=num_replicas,
     )
-
-
-def _names(stage: nn.Module) -> dict[str, str]:
-    """Returns names of a stage's parameters -> names in the uncut model: layers count on."""
-    found = {}
-    for name, _ in stage.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(stage.decoder.layers[int(parts[2])].layer_number - 1)
-        found[name] = ".".join(parts)
-    return found

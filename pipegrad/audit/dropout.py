@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
 _DROPOUTS = (
@@ -32,7 +33,8 @@ class Without:
     """Sets the probability of dropout to 0, wherever torch's functions are called.
 
     Args:
-        modules: Those whose own dropout is no function of torch, as in nn.LSTM, are set to 0, too.
+        modules: All of this rank. Where their dropout is no function of torch, as in nn.LSTM and in
+            traced graphs, it is set to 0, too.
 
     Attributes:
         was_active: Whether anything was dropped.
@@ -40,7 +42,13 @@ class Without:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.was_active = False
-        self._recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+        every = list(modules)
+        self._recurrent = [module for module in every if isinstance(module, nn.RNNBase)]
+        # Stages of torch's tracer call operators, not functions that can be replaced.
+        graphs = [getattr(module, "graph", None) for module in every]
+        nodes = [node for graph in graphs if isinstance(graph, Graph) for node in graph.nodes]
+        self._traced = [node for node in nodes if node.target in _OPERATORS]
+        self._graphs = [module for module in every if isinstance(module, GraphModule)]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -49,10 +57,28 @@ class Without:
             for home, name, argument in _FUNCTIONS:
                 patched = self._without(getattr(home, name), argument)
                 stack.enter_context(mock.patch.object(home, name, patched))
-            for module in self._recurrent:
-                self.was_active |= module.training and module.dropout > 0
-                stack.enter_context(mock.patch.object(module, "dropout", 0.0))
+            for node in self._traced:
+                stack.enter_context(self._without_node(node))
+            for module in self._graphs:
+                module.recompile()
+                stack.callback(module.recompile)
+            for recurrent in self._recurrent:
+                self.was_active |= recurrent.training and recurrent.dropout > 0
+                stack.enter_context(mock.patch.object(recurrent, "dropout", 0.0))
             yield
+
+    @contextlib.contextmanager
+    def _without_node(self, node: Node) -> Iterator[None]:
+        """Sets the probability of a node of a traced graph to 0."""
+        args, position = node.args, _OPERATORS[node.target]
+        if len(args) > position and args[position]:
+            trains = args[2] if position == 1 and len(args) > 2 else True
+            self.was_active |= bool(trains)
+            node.args = (*args[:position], 0.0, *args[position + 1 :])
+        try:
+            yield
+        finally:
+            node.args = args
 
     def _without(self, function: Callable[..., Any], argument: str) -> Callable[..., Any]:
         position = _POSITIONS[argument]
@@ -79,6 +105,14 @@ class Without:
 
 
 _POSITIONS: Mapping[str, int] = {"p": 1, "dropout_p": 4}
+_ATEN = torch.ops.aten
+_OPERATORS: Mapping[object, int] = {
+    _ATEN.dropout.default: 1,
+    _ATEN.dropout_.default: 1,
+    _ATEN.feature_dropout.default: 1,
+    _ATEN.alpha_dropout.default: 1,
+    _ATEN.scaled_dot_product_attention.default: 4,
+}
 
 
 def modes(modules: Mapping[str, nn.Module]) -> dict[str, str]:

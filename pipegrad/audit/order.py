@@ -14,6 +14,10 @@ from pipegrad.testing.ordering.checker import OrderChecker
 from pipegrad.testing.ordering.clocks import Violation
 
 _SHOWN = 20  # violations of a rank
+_RAN = (
+    "rank 0 ran {operators} operators, and {strands} asynchronous collectives and streams beside "
+    "its thread"
+)
 _SEEN = (
     "seen: operators of torch, hooks and autograd functions of Python, CUDA streams and events, "
     "asynchronous collectives of torch.distributed and Work.wait"
@@ -48,7 +52,7 @@ def ordered(steps: Sequence[Callable[[], object]]) -> Report:
     ]
     operators, strands = every[0][2]
     notes = [
-        f"rank 0 ran {operators} operators on {strands} streams, threads and collectives",
+        _RAN.format(operators=operators, strands=strands - 1),
         _SEEN,
         _UNSEEN,
     ]

@@ -55,6 +55,7 @@ def _finding(finding: Finding) -> str:
         "step": str(finding.step),
         "ranks": listed(finding.ranks),
         "parameters": ", ".join(finding.names),
+        "found": "; ".join(finding.details),
         "what to do": finding.advice,
     }
     listing = "".join(

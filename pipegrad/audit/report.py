@@ -21,6 +21,7 @@ class Finding:
         names: Parameters or buffers in the uncut model; empty if it concerns none.
         ranks: That have it.
         step: Number of the step in which it is first seen, from 1.
+        details: Numbers of each rank, in words.
     """
 
     cause: str
@@ -28,6 +29,7 @@ class Finding:
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     step: int = 1
+    details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [self.cause]
@@ -37,6 +39,10 @@ class Finding:
             more = len(self.names) - _NAMES_SHOWN
             shown = ", ".join(self.names[:_NAMES_SHOWN])
             lines.append(f"  parameters: {shown}{f' and {more} more' if more > 0 else ''}")
+        if self.details:
+            more = len(self.details) - _NAMES_SHOWN
+            shown = "; ".join(self.details[:_NAMES_SHOWN])
+            lines.append(f"  found:      {shown}{f'; and {more} more' if more > 0 else ''}")
         if self.advice:
             lines.append(f"  what to do: {self.advice}")
         return "\n".join(lines)
@@ -126,6 +132,7 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             known,
             names=tuple(dict.fromkeys([*known.names, *finding.names])),
             ranks=tuple(sorted({*known.ranks, *finding.ranks})),
+            details=tuple(dict.fromkeys([*known.details, *finding.details])),
         )
     return tuple(found.values())
 

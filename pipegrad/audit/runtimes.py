@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,9 @@ def of_deepspeed(
 ) -> Audit:
     """Returns the audit of DeepSpeed's PipelineModule, by ``engine.train_batch``.
 
-    Where DeepSpeed keeps gradients elsewhere (bf16, ZeRO), give ``gradients``, for example by
-    ``deepspeed.utils.safe_get_full_grad``.
+    Where DeepSpeed keeps gradients elsewhere, give ``gradients``: with bf16 by
+    ``deepspeed.utils.safe_get_full_grad``, with ZeRO 1 of the partitions of its optimizer, as in
+    benchmarks/audit/deepspeed_pipeline.py.
 
     Args:
         engine: What ``deepspeed.initialize`` has returned.
@@ -122,10 +124,12 @@ def of_megatron(
         optimizer: Megatron's. Its ``step`` returns whether it stepped, and the norm.
         microbatches: Of a step.
         options: Further arguments of `forward_backward_func`: ``seq_length``, ``micro_batch_size``.
-        loss_of: Makes the loss of what `forward_backward_func` returns, as the training logs it.
+        loss_of: Makes the loss of what `forward_backward_func` returns, as the training logs it; by
+            default the sum of its ``{"loss": [sum, number of tokens]}``.
         **more: Other attributes of `Audit`.
     """
     chunks: list[Any] = list(modules)
+    loss_of = loss_of or _logged
     bare = [getattr(chunk, "module", chunk) for chunk in chunks]
 
     def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
@@ -146,7 +150,7 @@ def of_megatron(
             **options,
         )
         _, norm, *_ = optimizer.step()
-        return {"loss": loss_of(reduced) if loss_of is not None else None, "grad_norm": norm}
+        return {"loss": loss_of(reduced), "grad_norm": norm}
 
     def gradients() -> Mapping[str, Tensor | None]:
         return {n: gradient_of(p) for module in bare for n, p in module.named_parameters()}
@@ -155,6 +159,8 @@ def of_megatron(
         "clip_norm": getattr(getattr(optimizer, "config", None), "clip_grad", None) or None,
         "gradients": gradients,
         "modules": bare,
+        "names": _names_of_decoders(bare),
+        **_replica_of_megatron(),
     }
     return Audit(step=step, microbatches=microbatches, **{**known, **more})
 
@@ -175,3 +181,40 @@ def _names_of_layers(module: Any) -> Mapping[str, str]:  # noqa: ANN401 - a Pipe
             home = str(indices[key])
         found[name] = ".".join([home, *rest])
     return found
+
+
+def _names_of_decoders(modules: Sequence[nn.Module]) -> Mapping[str, str] | None:
+    """Returns names of Megatron's chunks -> names in the uncut model, in which layers count on."""
+    found = {}
+    for module in modules:
+        for name, _ in module.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                layer: Any = module.get_submodule(".".join(parts[:3]))
+                if not hasattr(layer, "layer_number"):
+                    return None
+                parts[2] = str(layer.layer_number - 1)
+            found[name] = ".".join(parts)
+    # Chunks have equal names. Without layers of Megatron, names need no change.
+    has_layers = any(name.startswith("decoder.layers.") for name in found)
+    return found if has_layers and len(modules) == 1 else None
+
+
+def _replica_of_megatron() -> Mapping[str, int]:
+    """Returns which replica this rank is, and of how many, if Megatron knows it."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return {}
+    return {
+        "replica": state.get_data_parallel_rank(),
+        "num_replicas": state.get_data_parallel_world_size(),
+    }
+
+
+def _logged(reduced: Any) -> float | None:  # noqa: ANN401 - of the training
+    """Returns the loss of this replica as Megatron-LM's training loop adds it up."""
+    losses = [one["loss"] for one in reduced or () if isinstance(one, Mapping) and "loss" in one]
+    if not losses or any(getattr(loss, "numel", int)() != 2 for loss in losses):
+        return None
+    total = sum(losses)
+    return float(total[0] / total[1])

@@ -15,6 +15,7 @@ from pipegrad.audit.compare.contributions import Fit
 
 _CLOSE = 0.02  # of a ratio; two causes differ by far more
 _NONE = 1e-3  # a share below this is no share
+_MOST_REST = 0.05  # of a gradient, if weights are to say what it is made of
 _MOST_POWER = 4  # of a count in a factor
 _TIMES = ("", " once", " twice", " three times", " four times")
 
@@ -60,6 +61,13 @@ class Factors(NamedTuple):
     uses: list[float]
 
 
+_REST = Cause(
+    "other values were computed than in one process: the gradient is no sum of parts of the batch",
+    "look for what differs from the uncut model: dropout, buffers, weights, random numbers, the "
+    "order of layers, activations that arrive changed, losses that are not in loss_fn",
+)
+
+
 def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
     """Returns why a gradient is wrong, one cause for each; empty if it is right.
 
@@ -68,6 +76,8 @@ def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
         place: Of the rank that has it.
         tolerance: Of the gradient, relative to its norm.
     """
+    if fitted.rest > max(_MOST_REST, 4 * tolerance):
+        return [_REST]  # then weights say nothing
     close = max(_CLOSE, 2 * tolerance)
     found = list[Cause]()
     if abs(fitted.before) > close:
@@ -87,13 +97,7 @@ def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
         else:
             found += _of_factors(factors, place, close)
     if fitted.rest > max(4 * tolerance, 1e-3):
-        found.append(
-            Cause(
-                f"{100 * fitted.rest:.2g} % of the gradient is in no part of the batch",
-                "look for values that differ from the uncut model's: dropout, buffers, other "
-                "weights, another order of layers, activations that arrive changed",
-            )
-        )
+        found.append(_REST)
     return found
 
 
@@ -234,11 +238,12 @@ def _products(counts: Mapping[str, int]) -> Iterator[list[tuple[str, int, int]]]
     """Yields products of counts by name, number and power: the likely ones first."""
     names = [(name, count) for name, count in counts.items() if count > 1]
     yield from ([(*one, sign)] for one in names for sign in (1, -1))
+    # Each stage may scale what the next one has scaled.
+    for power in range(2, _MOST_POWER + 1):
+        yield from ([(*one, sign * power)] for one in names[:1] for sign in (1, -1))
     for first, second in itertools.combinations(names, 2):
         for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
             yield [(*first, signs[0]), (*second, signs[1])]
-    for power in range(2, _MOST_POWER + 1):
-        yield from ([(*one, sign * power)] for one in names for sign in (1, -1))
 
 
 def _counted(scale: float, chosen: Sequence[tuple[str, int, int]]) -> Cause:

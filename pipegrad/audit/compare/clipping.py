@@ -56,7 +56,7 @@ def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
         is_other = not math.isclose(value, right, rel_tol=close)
         if is_other and math.isclose(norm, value, rel_tol=close):
             return Cause(words, _ADVICE)
-    return Cause(f"the gradient norm is {norm:.6g}, and {right:.6g} over all parameters", _ADVICE)
+    return Cause("the gradient norm is not that of all parameters", _ADVICE)
 
 
 def _close(entries: Iterable[Entry]) -> float:
@@ -137,10 +137,12 @@ def unclipped(
 
 def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
     causes = {rank: judged(norm, rank, entries) for rank, norm in norms.items() if norm is not None}
-    return _findings(causes)
+    return _findings(causes, norms, entries)
 
 
-def _findings(causes: Mapping[int, Cause | None]) -> list[Finding]:
+def _findings(
+    causes: Mapping[int, Cause | None], norms: Mapping[int, float | None], entries: Sequence[Entry]
+) -> list[Finding]:
     """Returns causes by rank; one for all ranks that use the norm of one rank alone."""
     words = {cause.words for cause in causes.values() if cause is not None}
     found = []
@@ -149,7 +151,17 @@ def _findings(causes: Mapping[int, Cause | None]) -> list[Finding]:
             continue
         of_rank = _OF_RANK.format(rank=rank)
         is_shared = cause.words == _OF_THIS_RANK and of_rank in words
-        found.append(Finding(of_rank if is_shared else cause.words, cause.advice, (), (rank,)))
+        norm, right = norms.get(rank), right_norm(rank, entries)
+        detail = f"rank {rank} has {norm:.5g}, right is {right:.5g}" if norm else ""
+        found.append(
+            Finding(
+                of_rank if is_shared else cause.words,
+                cause.advice,
+                (),
+                (rank,),
+                details=(detail,) if detail else (),
+            )
+        )
     return found
 
 
@@ -183,7 +195,8 @@ def _clipped_unseen(
         else replace(entry, gradient=entry.gradient.double() / scales[entry.ranks[0]])
         for entry in after
     ]
-    return before, [*_findings(causes), *_wrong(norms, before)]
+    used = {rank: clip_norm / scale for rank, scale in scales.items() if scale}
+    return before, [*_findings(causes, used, before), *_wrong(norms, before)]
 
 
 def _guessed(

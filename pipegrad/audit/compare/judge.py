@@ -54,10 +54,12 @@ class Sizes:
         if len(set(self.targets)) == 1:
             every["targets of a replica"] = self.targets[0] * self.microbatches
             every["targets of a microbatch"] = self.targets[0]
-        names: dict[int, list[str]] = {}
+        if self.microbatches == self.replicas:
+            every = {"microbatches or of replicas": every.pop("microbatches"), **every}
+        names: dict[int, str] = {}
         for name, number in every.items():
-            names.setdefault(number, []).append(name)
-        return {" or of ".join(of_number): number for number, of_number in names.items()}
+            names.setdefault(number, name)
+        return {name: number for number, name in names.items()}
 
 
 @dataclass(frozen=True)

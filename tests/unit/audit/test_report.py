@@ -67,7 +67,7 @@ def test_json_has_all_that_the_report_has() -> None:
     data = json.loads(WRONG.as_json())
     assert data.pop("is_right") is False
     findings = tuple(
-        Finding(**{**f, "names": tuple(f["names"]), "ranks": tuple(f["ranks"])})
+        Finding(**{**f, **{key: tuple(f[key]) for key in ("names", "ranks", "details")}})
         for f in data.pop("findings")
     )
     gradients = tuple(Gradient(**{**g, "ranks": tuple(g["ranks"])}) for g in data.pop("gradients"))
