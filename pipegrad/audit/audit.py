@@ -9,18 +9,18 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrad.audit import dropout
+from pipegrad.audit.checks import check_ranks, checked, copied, digest_of
 from pipegrad.audit.compare.judge import Judge, Sizes, Verdict
 from pipegrad.audit.compare.truth import Batch, Data, LossFn, leaves_cut, relative
 from pipegrad.audit.matching import Names, match
@@ -28,11 +28,13 @@ from pipegrad.audit.order import ordered
 from pipegrad.audit.report import Finding, Report, merged
 from pipegrad.audit.watch import Gradients, Seen, watched
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import PlanError, in_words
-from pipegrad.model.dtensor import is_dtensor
-from pipegrad.model.wrappers import FSDP1, wrapper_of
-from pipegrad.pipeline.batch.trees import flattened, is_cut
+from pipegrad.errors import PlanError
+from pipegrad.pipeline.batch.trees import flattened
 
+_NO_GROUP = (
+    "there is no process group: run `pipegrad audit FILE.py:function`, which starts ranks; or call "
+    "this in ranks of torchrun, after torch.distributed.init_process_group"
+)
 _IGNORED = -100  # by torch's losses, and Hugging Face's
 _PATIENCE_SECONDS = 1800.0  # for the rank that compares
 
@@ -47,15 +49,19 @@ class Audit:
     Attributes:
         step: ``step(inputs, target)`` is one whole training step of this rank on the batch of its
             replica: gradients to zero, microbatches, reductions, clipping, optimizer. It may return
-            the loss, a list of losses of microbatches, or ``{"loss": ..., "grad_norm": ...}``.
+            the loss, a list of losses of microbatches, a tuple whose first value is one of these,
+            or ``{"loss": ..., "grad_norm": ...}``. It
+            is called once for each batch, and after a right audit up to three times with the last
+            one.
         modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
             compiled modules and DTensors are known.
         model: The uncut model, on every rank, with the same names or the same values.
         loss_fn: ``loss_fn(output, target)`` is the mean loss of the uncut model's output. If it
-            returns a tuple, the first value is the loss.
+            returns a tuple, the first value is the loss. Model and loss are computed in float64.
         batches: For each step, inputs and target of all replicas: the same on all ranks. Tensors,
             or dicts, tuples and lists of them. Their first dimension is cut into replicas, and then
-            into microbatches. The uncut model gets a dict by name, a tuple by position.
+            into microbatches. The uncut model gets a dict by name, a tuple by position. An iterator
+            needs `steps`.
         microbatches: Of a step on one replica.
         replica: Index of the data that this rank gets, from 0.
         num_replicas: Of different data. All ranks of a pipeline, and those of tensor parallelism,
@@ -70,10 +76,10 @@ class Audit:
     """
 
     step: Callable[[Any, Any], object]
-    modules: nn.Module | Sequence[nn.Module]
+    modules: nn.Module | Iterable[nn.Module]
     model: nn.Module
     loss_fn: LossFn
-    batches: Sequence[Batch]
+    batches: Iterable[Batch]
     microbatches: int
     replica: int = 0
     num_replicas: int = 1
@@ -95,9 +101,12 @@ class Audit:
             The report, the same on all ranks.
 
         Raises:
-            PlanError: If modules are no part of the uncut model, or sizes do not fit.
+            PlanError: If modules are no part of the uncut model, or sizes do not fit; if the uncut
+                model cannot be computed in float64, or draws random numbers.
             AgreementError: If ranks fail differently, or differ in what they give.
         """
+        if not dist.is_initialized():
+            raise PlanError(_NO_GROUP)
         return _Run(self, steps, tolerance).report()
 
     def order(self, *, steps: int | None = None) -> Report:
@@ -115,15 +124,36 @@ class Audit:
         Raises:
             PlanError: If sizes do not fit.
         """
+        if not dist.is_initialized():
+            raise PlanError(_NO_GROUP)
         batches = list[Batch]()
-        agree("the audit", lambda: batches.extend(_checked(self, steps, None)))
+        agree("the audit", lambda: batches.extend(checked(self, steps, None)))
         shares = [_shares(batch, self.num_replicas)[self.replica] for batch in batches]
         return ordered([functools.partial(self.step, *share) for share in shares])
 
+    def __post_init__(self) -> None:
+        given = self.modules.values() if isinstance(self.modules, Mapping) else self.modules
+        held = [given] if isinstance(given, nn.Module) else list(given or ())
+        # An iterator could be read once only.
+        object.__setattr__(self, "modules", tuple(held))
+        wrong = [
+            f"{name} is {type(value).__name__}, expected {expected}"
+            for name, value, expected, is_right in (
+                ("step", self.step, "a function", callable(self.step)),
+                ("loss_fn", self.loss_fn, "a function", callable(self.loss_fn)),
+                ("model", self.model, "a module", isinstance(self.model, nn.Module)),
+                ("modules", held, "modules", all(isinstance(m, nn.Module) for m in held)),
+                ("microbatches", self.microbatches, "int", isinstance(self.microbatches, int)),
+            )
+            if not is_right
+        ]
+        if wrong:
+            raise PlanError("; ".join(wrong))
+
     @property
-    def held(self) -> list[nn.Module]:
+    def held(self) -> tuple[nn.Module, ...]:
         """The modules of this rank."""
-        return [self.modules] if isinstance(self.modules, nn.Module) else list(self.modules)
+        return cast("tuple[nn.Module, ...]", self.modules)
 
 
 class _Run:
@@ -135,16 +165,20 @@ class _Run:
         self._names: Names
         self._batches: list[Batch]
 
-        def prepare() -> tuple[object, ...]:
-            self._batches = _checked(audit, steps, tolerance)
-            if any(wrapper_of(module) == FSDP1 for module in audit.held):
-                raise PlanError("FSDP1 keeps parameters in flat ones: wrap stages in FSDP2 or DDP")
+        def prepare() -> tuple[list[str], str, tuple[int, ...]]:
+            self._batches = checked(audit, steps, tolerance)
             self._names = match(audit.held, audit.model, audit.names)
-            self._model = _copied(audit.model)
-            return len(self._batches), audit.microbatches, audit.num_replicas, audit.replica
+            self._model = copied(audit.model)
+            sizes = (
+                len(self._batches),
+                audit.microbatches,
+                audit.num_replicas,
+                audit.replica,
+            )
+            return list(self._names.parameters), digest_of(self._batches), sizes
 
         every = agree("the audit", prepare)
-        _check_replicas(every, audit)
+        check_ranks(audit, every)
         self._judge = Judge(
             self._model,
             clip_norm=audit.clip_norm,
@@ -263,62 +297,6 @@ class _Run:
 
     def _tensors(self) -> list[Tensor]:
         return [*self._names.parameters.values(), *self._names.buffers.values()]
-
-
-def _checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Batch]:
-    """Returns the batches of the steps; refuses what cannot be audited."""
-    batches = list(audit.batches)
-    number = len(batches) if steps is None else steps
-    if not 1 <= number <= len(batches):
-        raise PlanError(f"steps is {steps}, and there are {len(batches)} batches: give one a step")
-    if tolerance is not None and not tolerance > 0:
-        raise PlanError(f"tolerance is {tolerance}, expected a number above 0")
-    if audit.microbatches < 1 or not 0 <= audit.replica < audit.num_replicas:
-        raise PlanError(
-            f"microbatches is {audit.microbatches}, expected at least 1; replica is "
-            f"{audit.replica} of {audit.num_replicas}, expected 0 to {audit.num_replicas - 1}"
-        )
-    if any(is_dtensor(p) or p.is_meta for p in audit.model.parameters()):
-        raise PlanError(
-            "the uncut model has DTensors or parameters without values: give a copy that was made "
-            "before the stages were wrapped, with real values on every rank"
-        )
-    if not any(parameter.requires_grad for parameter in audit.model.parameters()):
-        raise PlanError("the uncut model has no parameter that requires a gradient")
-    for batch in batches[:number]:
-        parts: object = batch
-        if not isinstance(parts, tuple | list) or len(parts) != 2:
-            raise PlanError(f"a batch is {type(parts).__name__}, expected (inputs, target)")
-        rows = {leaf.shape[0] for x in batch for _, leaf in flattened(x)[0] if is_cut(leaf)}
-        most = max(rows, default=0)
-        if most == 0 or rows - {1, most} or most % (audit.microbatches * audit.num_replicas):
-            raise PlanError(
-                f"tensors of a batch have {sorted(rows) or 'no'} rows, expected one number, a "
-                f"multiple of {audit.num_replicas} replicas x {audit.microbatches} microbatches"
-            )
-    return batches[:number]
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """Returns a copy of the uncut model, which the caller's steps cannot change."""
-    try:
-        return copy.deepcopy(model)
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise PlanError(
-            f"the uncut model cannot be copied: {in_words(error)}; give one without process groups "
-            f"and other things of a job, for example the same layers in plain torch"
-        ) from error
-
-
-def _check_replicas(every: Sequence[tuple[object, ...]], audit: Audit) -> None:
-    """Checks that all ranks have the same sizes, and that each replica has a rank."""
-    sizes = {values[:3] for values in every}
-    replicas = {values[3] for values in every}
-    if len(sizes) > 1 or replicas != set(range(audit.num_replicas)):
-        raise PlanError(
-            "ranks give different audits; (steps, microbatches, num_replicas, replica) are "
-            f"{dict(enumerate(every))}: give all ranks the same sizes, and every replica a rank"
-        )
 
 
 def _shares(batch: Batch, num_replicas: int) -> list[Batch]:

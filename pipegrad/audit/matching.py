@@ -83,11 +83,10 @@ def _names_there(
         missing = [name for name, _ in trained if name not in known]
         wrong = [name for name, there in known.items() if there not in shapes]
         if missing or wrong:
-            raise PlanError(
-                f"{what}: `names` lacks parameters {missing[:3]} of the module, and the uncut "
-                f"model has none named {[known[name] for name in wrong[:3]]}; it has "
-                f"{list(shapes)[:3]} and so on"
-            )
+            lacks = f"it lacks {missing[:3]} of the module; " if missing else ""
+            unknown = [known[name] for name in wrong[:3]]
+            has = f"the uncut model has no {unknown}, but " if wrong else "the uncut model has "
+            raise PlanError(f"{what}: `names` is wrong: {lacks}{has}{list(shapes)[:3]} and so on")
         return {name: known[name] for name, _ in own if name in known}
     tensors = dict(whole)
     bare = {name: _bare(name) for name, _ in own}

@@ -10,10 +10,11 @@ The step decides itself what it sends and when. So nothing is sent here before i
 from __future__ import annotations
 
 import contextlib
+import numbers
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipegrad.audit.matching import Names
+from pipegrad.errors import PlanError
 from pipegrad.interop.private import listening_to_clipping
 from pipegrad.model.dtensor import is_dtensor
 
@@ -49,6 +51,7 @@ class Stepped:
         num_unknown: Tensors that are parameters of no module.
         is_new: Whether it had no state.
         times: How often it stepped.
+        rate: Its largest learning rate.
     """
 
     kind: type[Optimizer]
@@ -56,6 +59,7 @@ class Stepped:
     num_unknown: int
     is_new: bool
     times: int
+    rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Seen:
         buffers: Before and after it.
         norm: The norm that gradients were clipped by, or that the step has returned.
         clip_norm: To which they were clipped.
-        loss: What the step has returned; None if it is no number.
+        losses: What the step has returned: numbers of which one should be the loss.
         optimizers: In the order of their steps.
     """
 
@@ -89,7 +93,7 @@ class Seen:
     buffers: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
     norm: float | None
     clip_norm: float | None
-    loss: float | None
+    losses: Sequence[float]
     optimizers: Sequence[Stepped]
 
 
@@ -120,8 +124,10 @@ class Watch:
         finally:
             _watches.remove(self)
             hook.remove()
-        if not self.gradients:
-            self.gradients = self._copies()
+        if not self.gradients:  # no optimizer of torch has stepped
+            now = self._copies()
+            is_gone = all(value is None for value in now.values())
+            self.gradients = self.unclipped if self.unclipped and is_gone else now
 
     def copy_unclipped(self) -> None:
         """Copies gradients that are not clipped yet."""
@@ -129,17 +135,24 @@ class Watch:
         for name, value in self._copies().items():
             self.unclipped.setdefault(name, value)
 
-    def _clipped(self, max_norm: float, total_norm: Tensor) -> None:
+    def _clipped(self, max_norm: float, total_norm: Tensor | None) -> None:
         self.copy_unclipped()
+        if total_norm is None:  # by value
+            return
         self.clips.append((float(max_norm), float(_whole(total_norm))))
 
     def _copies(self) -> dict[str, Tensor | None]:
-        return {n: None if g is None else g.detach().clone() for n, g in self.read().items()}
+        return {n: None if g is None else _copy(g) for n, g in self.read().items()}
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:  # noqa: ANN401
+        if any(map(callable, (*args, *options.values()))):
+            raise PlanError(
+                "the optimizer's step has a closure, which computes gradients several times: audit "
+                "with an optimizer that needs none"
+            )
         names = {id(parameter): name for name, parameter in self.own.items()}
         held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-        options = {
+        of_groups = {
             names[id(p)]: {key: x for key, x in group.items() if key != "params" and _pickles(x)}
             for p, group in held
             if id(p) in names
@@ -147,16 +160,17 @@ class Watch:
         copies = self._copies()
         # Several optimizers may step one after the other, and each may set its gradients to None.
         for name, value in copies.items():
-            if name in options or name not in self.gradients:
+            if name in of_groups or name not in self.gradients:
                 self.gradients[name] = value
         known = self.stepped.get(id(optimizer))
         kind = type(optimizer)
         self.stepped[id(optimizer)] = Stepped(
             kind if _pickles(kind) else Optimizer,
-            options,
+            of_groups,
             sum(id(p) not in names for p, _ in held),
             known.is_new if known else not optimizer.state,
             known.times + 1 if known else 1,
+            max((float(group.get("lr", 1.0)) for group in optimizer.param_groups), default=0.0),
         )
 
 
@@ -191,7 +205,7 @@ def watched(
     before, buffers = _gathered(own, names), _copied(names.buffers)
     with watch.running():
         result = step()
-    loss, norm = _numbers(result)
+    losses, norm = _numbers(result)
     clip_norm = watch.clips[-1][0] if watch.clips else None
     if watch.clips:
         norm = watch.clips[-1][1]
@@ -207,7 +221,7 @@ def watched(
         buffers=(buffers, _copied(names.buffers)),
         norm=norm,
         clip_norm=clip_norm,
-        loss=loss,
+        losses=losses,
         optimizers=list(watch.stepped.values()),
     )
 
@@ -234,6 +248,11 @@ def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, An
     return found
 
 
+def _copy(gradient: Tensor) -> Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.detach().clone()
+
+
 def _whole(tensor: Tensor) -> Tensor:
     whole: Tensor = tensor.detach()
     return whole.full_tensor() if is_dtensor(whole) else whole
@@ -255,18 +274,28 @@ def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: _whole(buffer).cpu().clone() for name, buffer in buffers.items()}
 
 
-def _numbers(result: object) -> tuple[float | None, float | None]:
-    """Returns the loss and the norm that a step has returned."""
+def _numbers(result: object) -> tuple[list[float], float | None]:
+    """Returns numbers of which one should be the loss, and the norm that a step has returned."""
     if isinstance(result, Mapping):
-        return _number(result.get("loss")), _number(result.get("grad_norm"))
-    return _number(result), None
+        return _losses(result.get("loss")), _number(result.get("grad_norm"))
+    if isinstance(result, tuple):  # the loss, and what else the training wants to know
+        return _losses(result[0] if result else None), None
+    return _losses(result), None
+
+
+def _losses(value: object) -> list[float]:
+    """Returns a loss; of a list, for each microbatch one, the mean and the sum."""
+    if not isinstance(value, list):
+        number = _number(value)
+        return [] if number is None else [number]
+    found = [number for number in map(_number, value) if number is not None]
+    if not found or len(found) < len(value):
+        return []
+    return [sum(found) / len(found), sum(found)]
 
 
 def _number(value: object) -> float | None:
-    """Returns a number, or the mean of the losses of microbatches; None for anything else."""
-    if isinstance(value, list | tuple):
-        numbers = [number for number in map(_number, value) if number is not None]
-        return sum(numbers) / len(numbers) if numbers and len(numbers) == len(value) else None
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(_whole(value))
-    return float(value) if isinstance(value, float | int) and not isinstance(value, bool) else None
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(cast("float", value)) if is_number else None

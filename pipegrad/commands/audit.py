@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from pipegrad.commands.options import explained
+from pipegrad.commands.options import explained, wants_traceback
+from pipegrad.errors import PipegradError, in_words
 
 if TYPE_CHECKING:
     from pipegrad.audit.report import Report
@@ -70,16 +72,16 @@ def audit(
 
     run = Run(target, steps, tolerance, checks_order)
     files = {"--json": json_file, "--html": html_file}
-    is_in_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     try:
-        if is_in_torchrun:
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             _in_torchrun(run, timeout_seconds, files)
-        else:
-            _show(run.in_ranks(num_ranks, timeout_seconds), files)
+            return
+        report = run.in_ranks(num_ranks, timeout_seconds)
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit | click.ClickException):
+        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             raise
         _refuse(error)
+    _show(report, files)
 
 
 def _in_torchrun(run: Run, timeout_seconds: float, files: Mapping[str, Path | None]) -> None:
@@ -93,7 +95,10 @@ def _in_torchrun(run: Run, timeout_seconds: float, files: Mapping[str, Path | No
         try:
             report = run.here()
         except Exception as error:
-            message = f"Error: {explained(error)}"
+            explained(error)
+            # Errors of pipegrad are the same on all ranks, or say whose they are.
+            rank = "" if isinstance(error, PipegradError) else f"rank {dist.get_rank()}: "
+            message = f"Error: {rank}{in_words(error)}"
             once_a_machine(lambda: click.echo(message, err=True))
             raise SystemExit(_CANNOT_RUN) from error
         if dist.get_rank() == 0:
@@ -118,7 +123,27 @@ def _show(report: Report, files: Mapping[str, Path | None]) -> NoReturn:
 
 def _refuse(error: BaseException) -> NoReturn:
     """Prints an error; ends with the exit code of an audit that could not be run."""
-    click.echo(f"Error: {explained(error) or type(error).__name__}", err=True)
+    notes: Sequence[str] = getattr(error, "__notes__", ())
+    text = explained(error)
+    if not isinstance(error, PipegradError | TimeoutError | OSError):
+        # Code of the user, on a rank: its traceback is a note.
+        where = "".join(map(_of_user, notes[:1]))
+        text = f"{type(error).__name__}: {error}{where}"
+        text += "" if wants_traceback() else " (--traceback prints all)"
+    click.echo(f"Error: {text}", err=True)
     if isinstance(error, TimeoutError):
-        click.echo("\n".join(getattr(error, "__notes__", ())), err=True)
+        click.echo("\n".join(notes), err=True)
     raise SystemExit(_CANNOT_RUN) from error
+
+
+def _of_user(note: str) -> str:
+    """Returns the rank and the last line outside of torch and pipegrad of a rank's traceback."""
+    rank = re.match(r"First failure on (rank \d+)", note)
+    lines = re.findall(r'File "([^"]+)", line (\d+)', note)
+    own = [f"{Path(file).name}:{line}" for file, line in lines if not _is_library(file)]
+    parts = [*([rank[1]] if rank else []), *own[-1:]]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _is_library(file: str) -> bool:
+    return any(part in file for part in ("/torch/", "/pipegrad/", "<frozen", "/importlib/"))

@@ -79,8 +79,12 @@ def flat(
 
 
 @contextlib.contextmanager
-def listening_to_clipping(clipped: Callable[[float, torch.Tensor], object]) -> Iterator[None]:
+def listening_to_clipping(
+    clipped: Callable[[float, torch.Tensor | None], object],
+) -> Iterator[None]:
     """Calls ``clipped(max_norm, total_norm)`` before torch's functions clip gradients.
+
+    If they clip by value, the norm is None.
 
     Whoever imported ``clip_grad_norm_`` by name is heard, too: it calls the same inner function.
     """
@@ -90,7 +94,15 @@ def listening_to_clipping(clipped: Callable[[float, torch.Tensor], object]) -> I
         clipped(max_norm, total_norm)
         inner(parameters, max_norm, total_norm, *more)
 
+    by_value = clip_grad.clip_grad_value_
+
+    def heard_by_value(parameters: Any, clip_value: float, *more: Any, **options: Any) -> None:  # noqa: ANN401
+        clipped(clip_value, None)
+        by_value(parameters, clip_value, *more, **options)
+
     with (
+        mock.patch.object(torch.nn.utils, "clip_grad_value_", heard_by_value),
+        mock.patch.object(clip_grad, "clip_grad_value_", heard_by_value),
         mock.patch.object(clip_grad, "_clip_grads_with_norm_", heard),
         mock.patch.object(torch.nn.utils, "clip_grads_with_norm_", heard),
     ):

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipegrad.audit.compare.contributions import Fit
 
 _CLOSE = 0.02  # of a ratio; two causes differ by far more
+_EXACT = 1e-3  # of a factor that is to be a count
 _NONE = 1e-3  # a share below this is no share
 _MOST_REST = 0.05  # of a gradient, if weights are to say what it is made of
 _MOST_POWER = 4  # of a count in a factor
@@ -78,7 +79,7 @@ def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
     """
     if fitted.rest > max(_MOST_REST, 4 * tolerance):
         return [_REST]  # then weights say nothing
-    close = max(_CLOSE, 2 * tolerance)
+    close = _CLOSE + 2 * tolerance
     found = list[Cause]()
     if abs(fitted.before) > close:
         found.append(
@@ -165,7 +166,9 @@ def _of_factors(factors: Factors, place: Place, close: float) -> Iterator[Cause]
                 "reduce it over these ranks once",
             )
     if not any(_is(scale, x, close) for x in natural):
-        yield _of_scale(scale, max(natural), place.counts, close)
+        is_alone = place.holders <= 1 and usual is not None and _is(usual, 1.0, close)
+        counts = {} if is_alone and scale > 0 and len(natural) == 1 else place.counts
+        yield _of_scale(scale, max(natural), counts, max(_EXACT, close - _CLOSE))
 
 
 def _of_microbatches(factors: Sequence[float], close: float) -> Iterator[Cause]:
@@ -231,7 +234,12 @@ def _of_scale(scale: float, natural: float, counts: Mapping[str, int], close: fl
         for relative in dict.fromkeys([scale / natural, scale]):
             if math.isclose(product, relative, rel_tol=close):
                 return _counted(relative, chosen)
-    return Cause(f"the gradient is multiplied by {scale:.4g}")
+    alone = "" if counts else ", and those of other parameters of the rank are right"
+    return Cause(
+        f"the gradient is multiplied by {scale:.4g}{alone}",
+        "look for what scales it; if the step clips by its own code, give clip_norm, or call "
+        "pipegrad.audit.before_clipping()",
+    )
 
 
 def _products(counts: Mapping[str, int]) -> Iterator[list[tuple[str, int, int]]]:

@@ -47,8 +47,16 @@ def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
         entries: Gradients of all ranks.
     """
     right, close = right_norm(rank, entries), _close(entries)
-    # torch clips by the norm and 1e-6.
-    if math.isclose(norm, right, rel_tol=close, abs_tol=2e-6):
+    # torch clips by the norm and 1e-6. With norm_type inf, the norm is that of the largest element.
+    largest = max(
+        (
+            float(e.gradient.abs().max())
+            for e in _of_replica(rank, entries)
+            if e.gradient is not None and e.gradient.numel()
+        ),
+        default=0.0,
+    )
+    if any(math.isclose(norm, x, rel_tol=close, abs_tol=2e-6) for x in (right, largest)):
         return None
     if norm == 0:
         return _NOT_CLIPPED

@@ -15,7 +15,7 @@ from pipegrad.audit.compare import clipping, states, stepping
 from pipegrad.audit.compare.causes import Cause, Place, causes, factors_of
 from pipegrad.audit.compare.contributions import Fit, explains, fit
 from pipegrad.audit.compare.entries import Entry, entries_of
-from pipegrad.audit.compare.truth import Data, Truth, compute, names_by_use
+from pipegrad.audit.compare.truth import Data, Truth, computed, names_by_use
 from pipegrad.audit.report import Finding, Gradient
 from pipegrad.audit.watch import Seen
 
@@ -109,13 +109,18 @@ class Judge:
             number: Of the step, from 1.
             sizes: Of the step.
         """
+        several = [finding for of_rank in seen for finding in stepping.several(of_rank)]
+        if several:  # nothing else means anything
+            return Verdict([replace(finding, step=number) for finding in several], [])
         findings = list(states.starts(seen, self._model, self._first)) if number == 1 else []
         dtypes = {
             self._first[name]: value.dtype
             for of_rank in seen
             for name, value in of_rank.before.items()
         }
-        truth = compute(self._with_values(seen), data, dtypes, self._autocast)
+        if number == 1:
+            self._note_values(seen)
+        truth = computed(self._with_values(seen), data, dtypes, self._autocast)
         if truth.is_coupled:
             self.notes["coupled"] = (
                 "samples of a batch depend on each other, as in BatchNorm: the gradient is "
@@ -123,9 +128,9 @@ class Judge:
             )
         entries, norms = clipping.unclipped(seen, self._first, truth.gradients, self._clip_norm)
         findings += norms
+        findings += states.losses(seen, truth)
         wrong, gradients = self._gradients(entries, truth, dtypes, sizes)
         findings += wrong
-        findings += states.losses(seen, truth)
         # Ranks that clip by other norms step copies by other gradients: that is one cause.
         explained = {name for finding in findings for name in finding.names}
         explained |= set(truth.uses) if norms else set()
@@ -137,6 +142,23 @@ class Judge:
             if entry.gradient is not None
         }
         return Verdict([replace(finding, step=number) for finding in findings], gradients)
+
+    def _note_values(self, seen: Sequence[Seen]) -> None:
+        """Notes parameters whose values are not those of the uncut model."""
+        there = dict(self._model.named_parameters(remove_duplicate=False))
+        differing = [
+            name
+            for of_rank in seen
+            for name, value in of_rank.before.items()
+            if not torch.equal(value, there[name].detach().cpu().to(value.dtype))
+        ]
+        if differing:
+            more = len(differing) - _NAMES_SHOWN
+            self.notes["values"] = (
+                f"stages start with other values than the uncut model, in "
+                f"{', '.join(differing[:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''}: "
+                f"those of the stages were taken for both"
+            )
 
     def _with_values(self, seen: Sequence[Seen]) -> nn.Module:
         """Returns the uncut model in double precision, with the values of the ranks."""
@@ -170,12 +192,20 @@ class Judge:
             scale = max(float(right.norm()), _SMALL * whole, torch.finfo(torch.float64).tiny)
             error = float((actual.double() - right).norm()) / scale
             noise = truth.noise.get(entry.name, 0.0) * float(right.norm()) / scale
-            eps = max(torch.finfo(dtypes[entry.name]).eps if not truth.noise else 0.0, _EPS)
+            # Many models compute in float32 inside, also where their parameters are float64.
+            is_exact = dtypes[entry.name] == torch.float64 and noise < _EXACT
+            eps = torch.finfo(torch.float64 if is_exact else torch.float32).eps
             rounding = _ROUNDING * eps * math.sqrt(sum(sizes.targets))
             allowed = self._tolerance or rounding + _NOISE * noise
             gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
             if not error <= allowed:  # NaN is wrong, too
                 wrong.append((entry, allowed))
+        is_small = bool(wrong) and all(0 < one.error < _LOW for one in gradients)
+        if is_small and torch.float32 in dtypes.values() and self._autocast is None:
+            self.notes["autocast"] = (
+                "all errors are as small as those of half precision: if the pipeline computes in "
+                "torch.autocast, give autocast=torch.bfloat16"
+            )
         return self._why(wrong, entries, truth, sizes), gradients
 
     def _why(
@@ -215,7 +245,7 @@ class Judge:
                 holders=len(groups),
                 counts=sizes.counts,
                 weights=truth.weights,
-                usual=usual.get(entry.ranks) if len(groups) > 1 else None,
+                usual=usual.get(entry.ranks),
             )
             found = causes(fitted, place, allowed) or [
                 Cause("the gradient is off by more than rounding explains")
@@ -248,6 +278,7 @@ class Judge:
     def _parameters(self, seen: Sequence[Seen], explained: set[str]) -> Iterator[Finding]:
         """Yields parameters that are wrong after the optimizer's step."""
         yield from self._reference.judge(seen, self._first, explained)
+        self.notes |= self._reference.notes
         if self._reference.why_not:
             self.notes["optimizer"] = (
                 "parameters after the optimizer's step are not compared with one process: "
@@ -258,7 +289,9 @@ class Judge:
         )
 
 
-_EPS = torch.finfo(torch.float32).eps
+_LOW = 0.1  # error of gradients that were computed in half precision
+_EXACT = 1e-12  # of a gradient that is float64 all the way
+_NAMES_SHOWN = 4
 _DROPOUT = Cause(
     "with dropout, copies of the parameter get different gradients",
     "give the ranks of one layer the same random state where they hold copies",

@@ -18,21 +18,18 @@ _STARTS = Cause(
     "copies of the parameter start with different values",
     "load or broadcast one value on all ranks that hold it, before the first step",
 )
+_FORWARD = "look at the forward first: inputs, targets, loss function, order of layers"
 _CLOSE = 1e-4  # of a loss or a buffer in float32
 
 
 def starts(seen: Sequence[Seen], model: nn.Module, first: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields what does not begin alike: copies, buffers, modes, parameters that nobody has.
+    """Yields what does not begin alike: copies and buffers.
 
     Args:
         seen: By each rank, in the first step.
         model: The uncut model.
         first: Name of a parameter -> the first of its names.
     """
-    held = {first[name] for of_rank in seen for name in of_rank.groups}
-    for name, parameter in model.named_parameters():
-        if name not in held and parameter.requires_grad:
-            yield Finding("no rank holds the parameter", "give all modules of each rank", (name,))
     yield from copies(
         seen,
         [of_rank.before for of_rank in seen],
@@ -81,8 +78,11 @@ def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
     for of_rank in seen:
         weights, values = truth.weights[of_rank.replica], truth.losses[of_rank.replica]
         own = float((weights * values).sum() / weights.sum())
-        loss = of_rank.loss
-        if loss is None or any(math.isclose(loss, x, rel_tol=close) for x in (truth.loss, own)):
+        # Ranks without the last stage often return 0 or -1.
+        said = [loss for loss in of_rank.losses if loss not in {0.0, -1.0}]
+        if not said or any(
+            math.isclose(loss, right, rel_tol=close) for loss in said for right in (truth.loss, own)
+        ):
             continue
         known = {
             "the sum over microbatches": float(values.sum()),
@@ -92,12 +92,14 @@ def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
             "divided by the number of microbatches twice": own / len(values),
             "a mean of means: microbatches count alike": float(values.mean()),
         }
+        [loss, *_] = said
         words = next((w for w, x in known.items() if math.isclose(loss, x, rel_tol=close)), "")
-        cause = f"the loss is {words}" if words else "the loss is not that of one process"
+        detail = f"rank {of_rank.rank} has {loss:.6g}, right is {truth.loss:.6g}"
         yield Finding(
-            f"{cause}: {loss:.6g} instead of {truth.loss:.6g}",
-            "return the mean over the microbatches of the step",
+            f"the loss is {words or 'not that of one process'}",
+            "return the mean over the targets of the step" if words else _FORWARD,
             ranks=(of_rank.rank,),
+            details=(detail,),
         )
 
 

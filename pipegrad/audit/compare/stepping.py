@@ -22,12 +22,15 @@ class Reference:
 
     Attributes:
         why_not: Why parameters are not compared; "" if they are.
+        notes: What is odd, and no finding.
     """
 
     def __init__(self) -> None:
         self.why_not = ""
+        self.notes: dict[str, str] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: Optimizer | None = None
+        self._names: list[str] = []
 
     def judge(
         self, seen: Sequence[Seen], first: Mapping[str, str], explained: set[str]
@@ -39,21 +42,12 @@ class Reference:
             first: Name of a parameter -> the first of its names.
             explained: First names that are wrong for a cause that is known. More are added.
         """
-        several = [
-            Finding(
-                f"the optimizer stepped {stepped.times} times in one step",
-                "step it once, after the last microbatch",
-                ranks=(of_rank.rank,),
-            )
-            for of_rank in seen
-            for stepped in of_rank.optimizers
-            if stepped.times > 1
-        ]
-        if several:
-            return several
+        rates = sorted({one.rate for of_rank in seen for one in of_rank.optimizers})
+        if len(rates) > 1:
+            self.notes["rates"] = f"optimizers have different learning rates: {rates}"
         right = self.step(seen, first)
         if not right:
-            return []
+            return list(_still(seen, explained))
         left_out = list(_left_out(seen, first, explained))
         explained.update(name for finding in left_out for name in finding.names)
         wrong = dict[str, list[tuple[int, float]]]()  # ranks, and shares of the right update
@@ -123,8 +117,12 @@ class Reference:
                 for name, group in options.items()
             ]
             self._optimizer = kind(groups, lr=0.0)  # type: ignore[call-arg]
-        for group, now in zip(self._optimizer.param_groups, options.values(), strict=True):
+            self._names = list(options)
+        for group, name in zip(self._optimizer.param_groups, self._names, strict=True):
+            now = options.get(name, {})
             group.update({k: v for k, v in now.items() if k not in {"fused", "foreach"}})
+            if name not in options:  # it is not stepped this time
+                self._parameters[name].grad = None
         with contextlib.suppress(StopIteration):
             self._optimizer.step()
 
@@ -143,6 +141,38 @@ def _why_not(seen: Sequence[Seen], *, is_first: bool) -> str:
     if is_first and not all(stepped.is_new for stepped in optimizers):
         return "they had stepped before the audit"
     return ""
+
+
+def several(seen: Seen) -> Iterator[Finding]:
+    """Yields optimizers of a rank that have stepped several times."""
+    for stepped in seen.optimizers:
+        if stepped.times > 1:
+            yield Finding(
+                f"the optimizer stepped {stepped.times} times in one step",
+                "step it once, after the last microbatch",
+                ranks=(seen.rank,),
+            )
+
+
+def _still(seen: Sequence[Seen], explained: set[str]) -> Iterator[Finding]:
+    """Yields ranks on which no parameter has changed, although an optimizer has stepped."""
+    for of_rank in seen:
+        moves = any(stepped.rate > 0 for stepped in of_rank.optimizers)
+        trained = [
+            name
+            for name, gradient in of_rank.gradients.items()
+            if gradient is not None and bool(gradient.any()) and name not in explained
+        ]
+        if (
+            moves
+            and trained
+            and all(torch.equal(of_rank.before[name], of_rank.after[name]) for name in trained)
+        ):
+            yield Finding(
+                "no parameter of the rank changed in the optimizer's step",
+                "give the optimizer the parameters that the stages have now",
+                ranks=(of_rank.rank,),
+            )
 
 
 def _left_out(

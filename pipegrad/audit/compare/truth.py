@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipegrad.errors import PlanError, in_words
 from pipegrad.pipeline.batch.trees import flattened, is_cut
 
 Batch = tuple[Any, Any]  # inputs and target
@@ -69,6 +71,50 @@ class Data:
     loss_fn: LossFn
     batches: Sequence[Sequence[Batch]]
     whole: Batch
+
+
+def computed(
+    model: nn.Module,
+    data: Data,
+    dtypes: Mapping[str, torch.dtype],
+    autocast: torch.dtype | None = None,
+) -> Truth:
+    """Returns what one process computes, as `compute` does; refuses what it cannot compare with.
+
+    Raises:
+        PlanError: If the model cannot be computed in float64, draws random numbers, or has a loss
+            that is not finite.
+    """
+    try:
+        _check_random(model, data)
+        return compute(model, data, dtypes, autocast)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"one process cannot compute the uncut model and its loss in float64: "
+            f"{in_words(error)}; take casts to fixed dtypes out of it, or audit a like model"
+        ) from error
+
+
+def _check_random(model: nn.Module, data: Data) -> None:
+    """Checks that two forwards have one loss, and that it is finite."""
+    found = []
+    for _ in range(2):
+        inputs, target = doubled(data.whole)
+        with torch.no_grad():
+            found.append(
+                float(loss_of(data.loss_fn(output_of(copy.deepcopy(model), inputs), target)))
+            )
+    first, second = found
+    if not math.isfinite(first):
+        raise PlanError(f"the loss of one process is {first}: look at the batch and the weights")
+    if first != second:
+        raise PlanError(
+            f"two forwards of the uncut model on one batch differ, {first:.6g} and {second:.6g}: "
+            f"it draws random numbers (stochastic depth, noise, masks of its own). Switch them off "
+            f"for the audit; dropout of torch is switched off already"
+        )
 
 
 def compute(
@@ -184,7 +230,8 @@ def _gradients(
     }
     with torch.enable_grad():
         loss = loss_of(loss_fn(output_of(model, batch[0]), batch[1]))
-        values = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+        values = [value.to_dense() if value.is_sparse else value for value in found]
     return float(loss.detach()), dict(zip(trained, values, strict=True))
 
 

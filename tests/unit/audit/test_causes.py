@@ -218,7 +218,19 @@ def test_a_count_of_one_explains_nothing() -> None:
 
 @pytest.mark.parametrize("scale", [1.7, -1.0])
 def test_an_unknown_factor(scale: float) -> None:
-    assert found(ratios(scale)) == [Cause(f"the gradient is multiplied by {scale:.4g}")]
+    [cause] = found(ratios(scale))
+    assert cause.words == f"the gradient is multiplied by {scale:.4g}"
+    assert "clip_norm" in cause.advice
+
+
+def test_a_factor_of_one_parameter_alone_is_no_count() -> None:
+    [cause] = found(ratios(3.0), usual=1.0)
+    assert cause.words.startswith("the gradient is multiplied by 3, and those of other parameters")
+
+
+def test_a_factor_that_is_only_near_a_count_is_not_taken_for_it() -> None:
+    [cause] = found(ratios(3.02))
+    assert cause.words == "the gradient is multiplied by 3.02"
 
 
 def test_weights_that_are_no_product_are_listed() -> None:

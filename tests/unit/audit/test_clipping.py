@@ -44,7 +44,7 @@ def of_rank(rank: int) -> Seen:
         rank=rank, replica=rank % 2, groups=dict.fromkeys(held, (rank,)),
         uses={name: (name,) for name in held}, before={},
         gradients={name: GRADIENTS[name] for name in held}, unclipped={}, after={},
-        buffers=({}, {}), norm=None, clip_norm=None, loss=None, optimizers=[],
+        buffers=({}, {}), norm=None, clip_norm=None, losses=(), optimizers=[],
     )  # fmt: skip
 
 

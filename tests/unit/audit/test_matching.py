@@ -154,12 +154,12 @@ def test_names_that_are_given_may_be_those_of_all_modules() -> None:
 
 
 def test_names_that_are_incomplete_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"^module 0: `names` lacks parameters \['bias'\]"):
+    with pytest.raises(PlanError, match=r"^module 0: `names` is wrong: it lacks \['bias'\]"):
         match([nn.Linear(4, 4)], uncut(), {"weight": "3.weight"})
 
 
 def test_names_that_the_uncut_model_does_not_have_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"has none named \['9\.bias'\]; it has \['0\.weight'"):
+    with pytest.raises(PlanError, match=r"has no \['9\.bias'\], but \['0\.weight'"):
         match([nn.Linear(4, 4)], uncut(), {"weight": "3.weight", "bias": "9.bias"})
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.stepping import Reference
+from pipegrad.audit.compare.stepping import Reference, several
 from pipegrad.audit.watch import Seen, Stepped
 
 FIRST = {"a": "a", "b": "b", "b.again": "b"}
@@ -75,7 +75,7 @@ def seen(
     return Seen(
         rank=rank, replica=0, groups=dict.fromkeys(before, (rank,)),
         uses={name: (name,) for name in before}, before=before, gradients=gradients, unclipped={},
-        after=after, buffers=({}, {}), norm=None, clip_norm=None, loss=None, optimizers=optimizers,
+        after=after, buffers=({}, {}), norm=None, clip_norm=None, losses=(), optimizers=optimizers,
     )  # fmt: skip
 
 
@@ -174,12 +174,13 @@ def test_a_parameter_with_a_gradient_that_no_optimizer_has() -> None:
     assert (finding.names, finding.ranks) == (("b",), (0,))
 
 
-def test_an_optimizer_that_steps_twice_is_said_alone() -> None:
+def test_an_optimizer_that_steps_twice_is_said() -> None:
     one = Training(KINDS["AdamW"]).step(1)
     [stepped] = one.optimizers
     twice = replace(stepped, times=2)
     stays = seen(one.before, one.gradients, [twice], one.before, rank=3)
-    [finding] = Reference().judge([stays], FIRST, set())
+    assert list(several(one)) == []
+    [finding] = several(stays)
     assert finding.cause == "the optimizer stepped 2 times in one step"
     assert finding.ranks == (3,)
 
@@ -278,8 +279,28 @@ class Strange(torch.optim.SGD):
 )
 def test_what_cannot_be_compared_says_why(optimizers: list[Stepped], says: str) -> None:
     own, reference = values(0), Reference()
-    assert reference.judge([seen(own, values(1), optimizers, own)], FIRST, set()) == []
+    assert reference.judge([seen(own, values(1), optimizers, values(2))], FIRST, set()) == []
     assert says in reference.why_not
+
+
+def test_a_rank_whose_parameters_stay_is_said_also_where_they_are_not_compared() -> None:
+    own, optimizers = values(0), stepped_by(torch.optim.SGD, num_unknown=1)
+    [finding] = Reference().judge([seen(own, values(1), optimizers, own, rank=1)], FIRST, set())
+    assert finding.cause == "no parameter of the rank changed in the optimizer's step"
+    assert finding.ranks == (1,)
+    still = stepped_by(torch.optim.SGD, num_unknown=1, rate=0.0)
+    assert Reference().judge([seen(own, values(1), still, own)], FIRST, set()) == []
+
+
+def test_a_parameter_that_is_not_stepped_in_one_step_is_left_out_then() -> None:
+    training, reference = Training(KINDS["AdamW"]), Reference()
+    assert causes(reference, training.step(1)) == {}
+    two = training.step(2)
+    [stepped] = two.optimizers
+    only = replace(stepped, options={"a": stepped.options["a"]})
+    stays = seen(two.before, two.gradients, [only], {**two.after, "b": two.before["b"]})
+    assert causes(reference, stays).keys() == {"b"}
+    assert reference.why_not == ""
 
 
 def test_steps_after_one_that_cannot_be_compared_are_not_compared() -> None:

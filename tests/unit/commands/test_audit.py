@@ -88,7 +88,27 @@ def test_an_audit_that_cannot_be_run_has_the_exit_code_2(ranks: Ranks, error: Ex
     ranks.result = error
     result = run()
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"Error: {error}")
+    name = "RuntimeError: " if type(error) is RuntimeError else ""
+    assert result.stderr.startswith(f"Error: {name}{error}")
+
+
+def test_an_error_of_the_users_code_names_rank_and_line(ranks: Ranks) -> None:
+    ranks.result = KeyError("missing key")
+    ranks.result.add_note(
+        "First failure on rank 1. Traceback (most recent call last):\n"
+        '  File "/home/someone/mine.py", line 33, in step\n'
+        '  File "/site-packages/torch/nn/modules/module.py", line 7, in forward\n'
+        "KeyError: 'missing key'"
+    )
+    said = "Error: KeyError: 'missing key' (rank 1, mine.py:33) (--traceback prints all)\n"
+    assert run().stderr == said
+
+
+def test_a_rank_that_exits_has_the_exit_code_2(ranks: Ranks) -> None:
+    ranks.result = SystemExit(3)
+    result = run()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: SystemExit: 3")
 
 
 def test_an_error_without_words_is_its_class(ranks: Ranks) -> None:
