@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipegrad.audit import dropout
 from pipegrad.audit.checks import check_ranks, checked, copied, digest_of
+from pipegrad.audit.compare.causes import OTHER_VALUES
 from pipegrad.audit.compare.judge import Judge, Sizes, Verdict
 from pipegrad.audit.compare.truth import Batch, Data, LossFn, leaves_cut, relative
 from pipegrad.audit.matching import Names, match
@@ -132,10 +133,11 @@ class Audit:
         return ordered([functools.partial(self.step, *share) for share in shares])
 
     def __post_init__(self) -> None:
-        given = self.modules.values() if isinstance(self.modules, Mapping) else self.modules
-        held = [given] if isinstance(given, nn.Module) else list(given or ())
-        # An iterator could be read once only.
-        object.__setattr__(self, "modules", tuple(held))
+        given = self.modules
+        if not isinstance(given, nn.Module):  # an iterator could be read once only
+            given = tuple(given.values() if isinstance(given, Mapping) else given or ())
+            object.__setattr__(self, "modules", given)
+        held = self.held
         wrong = [
             f"{name} is {type(value).__name__}, expected {expected}"
             for name, value, expected, is_right in (
@@ -153,7 +155,8 @@ class Audit:
     @property
     def held(self) -> tuple[nn.Module, ...]:
         """The modules of this rank."""
-        return cast("tuple[nn.Module, ...]", self.modules)
+        modules = self.modules
+        return (modules,) if isinstance(modules, nn.Module) else tuple(modules)
 
 
 class _Run:
@@ -190,14 +193,16 @@ class _Run:
 
     def report(self) -> Report:
         """Runs all steps; returns what was found."""
-        findings, verdict = self._modes(), Verdict([], [])
+        findings, verdict, steps = self._modes(), Verdict([], []), 0
         for number, batch in enumerate(self._batches, 1):
-            saved = self._saved()
+            saved, steps = self._saved(), number
             verdict = self._judged(batch, number)
             findings += verdict.findings
             if verdict.findings:
                 # Other steps may show other causes. They begin with values that are alike again.
                 self._restore(saved)
+            if any(finding.cause == OTHER_VALUES.words for finding in verdict.findings):
+                break  # the causes of later steps would say nothing
         if not findings:
             findings += self._repeated(self._batches[-1])
         notes = [*self._judge.notes.values()]
@@ -207,9 +212,7 @@ class _Run:
         dist.broadcast_object_list(shared, src=0)
         findings, notes, gradients = shared
         seconds = time.monotonic() - self._begin
-        return Report(
-            findings, notes, gradients, len(self._batches), dist.get_world_size(), seconds
-        )
+        return Report(findings, notes, gradients, steps, dist.get_world_size(), seconds)
 
     def _modes(self) -> list[Finding]:
         """Returns modules that drop out, or normalise, otherwise than in the uncut model."""

@@ -98,7 +98,11 @@ def _check_batch(batch: object, microbatches: int, num_replicas: int) -> None:
 def copied(model: nn.Module) -> nn.Module:
     """Returns a copy of the uncut model, which the caller's steps cannot change."""
     try:
-        return copy.deepcopy(model)
+        found = copy.deepcopy(model)
+        for module in found.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # the same values, and all of them
+        return found
     except (TypeError, RuntimeError, AttributeError) as error:
         raise PlanError(
             f"the uncut model cannot be copied: {in_words(error)}; give one without process groups "

@@ -62,7 +62,7 @@ class Factors(NamedTuple):
     uses: list[float]
 
 
-_REST = Cause(
+OTHER_VALUES = Cause(
     "other values were computed than in one process: the gradient is no sum of parts of the batch",
     "look for what differs from the uncut model: dropout, buffers, weights, random numbers, the "
     "order of layers, activations that arrive changed, losses that are not in loss_fn",
@@ -78,7 +78,7 @@ def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
         tolerance: Of the gradient, relative to its norm.
     """
     if fitted.rest > max(_MOST_REST, 4 * tolerance):
-        return [_REST]  # then weights say nothing
+        return [OTHER_VALUES]  # then weights say nothing
     close = _CLOSE + 2 * tolerance
     found = list[Cause]()
     if abs(fitted.before) > close:
@@ -98,7 +98,7 @@ def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
         else:
             found += _of_factors(factors, place, close)
     if fitted.rest > max(4 * tolerance, 1e-3):
-        found.append(_REST)
+        found.append(OTHER_VALUES)
     return found
 
 

@@ -18,6 +18,7 @@ from pipegrad.audit.compare.entries import Entry, entries_of
 from pipegrad.audit.compare.truth import Data, Truth, computed, names_by_use
 from pipegrad.audit.report import Finding, Gradient
 from pipegrad.audit.watch import Seen
+from pipegrad.errors import PlanError
 
 _ROUNDING = 32.0  # factor of the rounding of a gradient
 _NOISE = 4.0  # factor of the error of one process that computes in the pipeline's dtype
@@ -49,8 +50,9 @@ class Sizes:
             "microbatches": self.microbatches,
             "replicas": self.replicas,
             "targets of the step": sum(self.targets),
-            "ranks": self.ranks,
         }
+        if self.ranks > 2:  # twice as large has many causes
+            every["ranks"] = self.ranks
         if len(set(self.targets)) == 1:
             every["targets of a replica"] = self.targets[0] * self.microbatches
             every["targets of a microbatch"] = self.targets[0]
@@ -109,6 +111,7 @@ class Judge:
             number: Of the step, from 1.
             sizes: Of the step.
         """
+        _check_seen(seen)
         several = [finding for of_rank in seen for finding in stepping.several(of_rank)]
         if several:  # nothing else means anything
             return Verdict([replace(finding, step=number) for finding in several], [])
@@ -305,6 +308,21 @@ _NOT_FINITE = Cause(
     "compare without fp16 first; with it, look at the loss scale and at what is reduced before "
     "it is divided",
 )
+
+
+def _check_seen(seen: Sequence[Seen]) -> None:
+    """Checks that there are gradients to compare.
+
+    Raises:
+        PlanError: If the caller's optimizer is none of torch, and has set them to None.
+    """
+    has_optimizer = any(of_rank.optimizers for of_rank in seen)
+    if not has_optimizer and all(g is None for s in seen for g in s.gradients.values()):
+        raise PlanError(
+            "no gradient was seen: no optimizer of torch.optim has stepped, and gradients are None "
+            "after the step. Call pipegrad.audit.before_clipping() in the step when gradients are "
+            "reduced, or give `gradients`"
+        )
 
 
 def _in_portions(truth: Truth, names: Sequence[str]) -> Iterator[list[str]]:
