@@ -4,8 +4,6 @@
 """
 
 from pipegrad.audit.audit import Audit as Audit
-from pipegrad.audit.report import Finding as Finding
-from pipegrad.audit.report import Gradient as Gradient
 from pipegrad.audit.report import Report as Report
 from pipegrad.audit.runtimes import of_deepspeed as of_deepspeed
 from pipegrad.audit.runtimes import of_megatron as of_megatron

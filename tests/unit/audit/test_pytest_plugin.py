@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegrad.audit import Finding, Report
+from pipegrad.audit.report import Finding, Report
 from pipegrad.audit.script import Run
 from pipegrad.errors import ConfigError
 

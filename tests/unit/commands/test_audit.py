@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner, Result
 
-from pipegrad.audit import Finding, Report
+from pipegrad.audit.report import Finding, Report
 from pipegrad.audit.script import Run
 from pipegrad.cli import main
 from pipegrad.errors import ConfigError
