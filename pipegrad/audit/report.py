@@ -96,8 +96,9 @@ class Report:
         if not self.gradients:
             return f"{self._verdict}: {self.num_ranks} ranks, {self.seconds:.1f} s"
         worst = max(self.gradients, key=lambda gradient: gradient.error / gradient.allowed)
+        steps = f"{self.num_steps} step{'s'[: self.num_steps != 1]}"
         return (
-            f"{self._verdict}: {self.num_steps} steps on {self.num_ranks} ranks, "
+            f"{self._verdict}: {steps} on {self.num_ranks} ranks, "
             f"{len(self.gradients)} gradients in each, the worst is off by {worst.error:.2g} "
             f"(allowed: {worst.allowed:.2g}), {self.seconds:.1f} s"
         )

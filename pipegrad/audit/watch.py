@@ -78,6 +78,7 @@ class Seen:
         buffers: Before and after it.
         norm: The norm that gradients were clipped by, or that the step has returned.
         clip_norm: To which they were clipped.
+        num_clips: How often torch's functions clipped a parameter.
         losses: What the step has returned: numbers of which one should be the loss.
         optimizers: In the order of their steps.
     """
@@ -95,6 +96,7 @@ class Seen:
     clip_norm: float | None
     losses: Sequence[float]
     optimizers: Sequence[Stepped]
+    num_clips: int = 0
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Watch:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     unclipped: dict[str, Tensor | None] = field(default_factory=dict)
     clips: list[tuple[float, float]] = field(default_factory=list)
+    num_clips: dict[int, int] = field(default_factory=dict)  # by id of a parameter
     stepped: dict[int, Stepped] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -135,8 +138,12 @@ class Watch:
         for name, value in self._copies().items():
             self.unclipped.setdefault(name, value)
 
-    def _clipped(self, max_norm: float, total_norm: Tensor | None) -> None:
+    def _clipped(
+        self, parameters: Sequence[Tensor], max_norm: float, total_norm: Tensor | None
+    ) -> None:
         self.copy_unclipped()
+        for parameter in {id(parameter): parameter for parameter in parameters}:
+            self.num_clips[parameter] = self.num_clips.get(parameter, 0) + 1
         if total_norm is None:  # by value
             return
         self.clips.append((float(max_norm), float(_whole(total_norm))))
@@ -221,6 +228,7 @@ def watched(
         buffers=(buffers, _copied(names.buffers)),
         norm=norm,
         clip_norm=clip_norm,
+        num_clips=max(watch.num_clips.values(), default=0),
         losses=losses,
         optimizers=list(watch.stepped.values()),
     )

@@ -80,25 +80,28 @@ def flat(
 
 @contextlib.contextmanager
 def listening_to_clipping(
-    clipped: Callable[[float, torch.Tensor | None], object],
+    clipped: Callable[[list[torch.Tensor], float, torch.Tensor | None], object],
 ) -> Iterator[None]:
-    """Calls ``clipped(max_norm, total_norm)`` before torch's functions clip gradients.
+    """Calls ``clipped(parameters, max_norm, total_norm)`` before torch clips gradients.
 
     If they clip by value, the norm is None.
 
     Whoever imported ``clip_grad_norm_`` by name is heard, too: it calls the same inner function.
     """
-    inner = clip_grad._clip_grads_with_norm_
+    inner, by_value = clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_
+
+    def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
     def heard(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any) -> None:  # noqa: ANN401 - torch's signature
-        clipped(max_norm, total_norm)
-        inner(parameters, max_norm, total_norm, *more)
+        every = listed(parameters)
+        clipped(every, max_norm, total_norm)
+        inner(every, max_norm, total_norm, *more)
 
-    by_value = clip_grad.clip_grad_value_
-
-    def heard_by_value(parameters: Any, clip_value: float, *more: Any, **options: Any) -> None:  # noqa: ANN401
-        clipped(clip_value, None)
-        by_value(parameters, clip_value, *more, **options)
+    def heard_by_value(parameters: Any, clip_value: float, *more: Any, **options: Any) -> None:  # noqa: ANN401 - torch's signature
+        every = listed(parameters)
+        clipped(every, clip_value, None)
+        by_value(every, clip_value, *more, **options)
 
     with (
         mock.patch.object(torch.nn.utils, "clip_grad_value_", heard_by_value),

@@ -144,7 +144,7 @@ def _why_not(seen: Sequence[Seen], *, is_first: bool) -> str:
 
 
 def several(seen: Seen) -> Iterator[Finding]:
-    """Yields optimizers of a rank that have stepped several times."""
+    """Yields what a rank did several times in one step."""
     for stepped in seen.optimizers:
         if stepped.times > 1:
             yield Finding(
@@ -152,6 +152,12 @@ def several(seen: Seen) -> Iterator[Finding]:
                 "step it once, after the last microbatch",
                 ranks=(seen.rank,),
             )
+    if seen.num_clips > 1:
+        yield Finding(
+            f"gradients are clipped {seen.num_clips} times in one step",
+            "clip them once, after the last microbatch and all reductions",
+            ranks=(seen.rank,),
+        )
 
 
 def _still(seen: Sequence[Seen], explained: set[str]) -> Iterator[Finding]:

@@ -185,6 +185,13 @@ def test_an_optimizer_that_steps_twice_is_said() -> None:
     assert finding.ranks == (3,)
 
 
+def test_gradients_that_are_clipped_twice_are_said() -> None:
+    one = Training(KINDS["AdamW"]).step(1)
+    assert list(several(replace(one, num_clips=1))) == []
+    [finding] = several(replace(one, num_clips=4))
+    assert finding.cause == "gradients are clipped 4 times in one step"
+
+
 def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
     training = Training(KINDS["SGD with momentum"])
     one = training.step(1)
