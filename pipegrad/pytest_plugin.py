@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="FILE.py:FUNCTION",
-        help="audit the pipeline of which this function makes a pipegrad.Audit; repeat for several",
+        help="audit a pipeline: the function returns a pipegrad.Audit; repeat for several",
     )
     group.addoption(
         "--pipegrad-audit-ranks",

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from torch import Tensor, nn
 
 from pipegrad.audit import dropout
 from pipegrad.audit.checks import check_ranks, checked, copied, digest_of
-from pipegrad.audit.compare.causes import OTHER_VALUES
+from pipegrad.audit.compare.causes import OTHER_VALUES, STALE
 from pipegrad.audit.compare.judge import Judge, Sizes, Verdict
-from pipegrad.audit.compare.truth import Batch, Data, LossFn, leaves_cut, relative
+from pipegrad.audit.compare.truth import Batch, Data, LossFn, leaves_cut
 from pipegrad.audit.matching import Names, match
 from pipegrad.audit.order import ordered
 from pipegrad.audit.report import Finding, Report, merged
-from pipegrad.audit.watch import Gradients, Seen, watched
+from pipegrad.audit.watch import PATIENCE_SECONDS, Gradients, Seen, watched
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.pipeline.batch.trees import flattened
@@ -36,8 +37,8 @@ _NO_GROUP = (
     "there is no process group: run `pipegrad audit FILE.py:function`, which starts ranks; or call "
     "this in ranks of torchrun, after torch.distributed.init_process_group"
 )
+_ROUNDING = 64.0  # factor of the rounding of two runs
 _IGNORED = -100  # by torch's losses, and Hugging Face's
-_PATIENCE_SECONDS = 1800.0  # for the rank that compares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,8 @@ class Audit:
             matched by names, or by shapes and values.
         gradients: Returns gradients by names of the modules' parameters, right before the
             optimizer's step; by default ``.grad``, or ``.main_grad``.
-        clip_norm: The norm to which the step clips gradients by its own code. torch's functions say
-            it themselves.
+        clip_norm: The norm to which the step clips gradients by its own code. It is not needed if
+            the step calls torch's functions.
         autocast: The dtype in which the pipeline computes, if its parameters have another one.
     """
 
@@ -94,17 +95,18 @@ class Audit:
 
         Args:
             steps: How many; by default one for each batch.
-            tolerance: Of a gradient: norm of the difference by the norm of the right one. By
-                default it is derived: 32 x eps x sqrt(targets) for the rounding of float32, and
-                4 times the error that one process has in the pipeline's dtype.
+            tolerance: Of a gradient: norm of the difference, divided by the norm of the right one,
+                or by 1/1000 of the norm of all gradients if that is larger. By default it is
+                derived: 32 x eps x sqrt(targets) for the rounding of float32, and 4 times the error
+                that one process has in the pipeline's dtype, but at most 0.25.
 
         Returns:
             The report, the same on all ranks.
 
         Raises:
-            PlanError: If modules are no part of the uncut model, or sizes do not fit; if the uncut
-                model cannot be computed in float64, or draws random numbers.
-            AgreementError: If ranks fail differently, or differ in what they give.
+            PlanError: If modules are no part of the uncut model, or sizes do not fit.
+            AgreementError: If ranks fail differently; if one process cannot compute the uncut model
+                in float64, or the uncut model draws random numbers.
         """
         if not dist.is_initialized():
             raise PlanError(_NO_GROUP)
@@ -167,6 +169,7 @@ class _Run:
         self._begin = time.monotonic()
         self._names: Names
         self._batches: list[Batch]
+        self._last: Seen
 
         def prepare() -> tuple[list[str], str, tuple[int, ...]]:
             self._batches = checked(audit, steps, tolerance)
@@ -180,7 +183,7 @@ class _Run:
             )
             return list(self._names.parameters), digest_of(self._batches), sizes
 
-        every = agree("the audit", prepare)
+        every = agree("the audit", prepare, timeout_seconds=PATIENCE_SECONDS)
         check_ranks(audit, every)
         self._judge = Judge(
             self._model,
@@ -199,7 +202,8 @@ class _Run:
             verdict = self._judged(batch, number)
             findings += verdict.findings
             if verdict.findings:
-                # Other steps may show other causes. They begin with values that are alike again.
+                # Other steps may show other causes. They begin with equal copies again. The state
+                # of optimizers is not restored.
                 self._restore(saved)
             if any(finding.cause == OTHER_VALUES.words for finding in verdict.findings):
                 break  # the causes of later steps would say nothing
@@ -221,23 +225,27 @@ class _Run:
             if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0
         own = dropout.modes(self._names.modules)
+        # What runs next depends on this, so all ranks look at the uncut model of rank 0.
+        every = agree("modes of modules", lambda: (own, there), timeout_seconds=PATIENCE_SECONDS)
+        _, first = every[0]
         return [
             Finding(
-                f"the module {mode}, and in the uncut model it {there[name]}",
+                f"the module {mode}, and in the uncut model it {first[name]}",
                 "give both the same mode and probability",
                 (name,),
                 (rank,),
             )
-            for rank, modes in enumerate(agree("modes of modules", lambda: own))
+            for rank, (modes, _) in enumerate(every)
             for name, mode in modes.items()
-            if name in there and there[name] != mode
+            if name in first and first[name] != mode
         ]
 
     def _judged(self, batch: Batch, number: int) -> Verdict:
         """Runs a step on all ranks; returns what rank 0 finds in it, on all ranks."""
         audit = self._audit
         with self._dropout.running():
-            every = _gathered(self._seen(batch))
+            self._last = self._seen(batch)
+        every = _gathered(self._last)
 
         def compare() -> Verdict | None:
             if every is None:
@@ -251,7 +259,7 @@ class _Run:
             with self._dropout.running():
                 return self._judge.judge(every, Data(audit.loss_fn, cut, batch), number, sizes)
 
-        first = agree("compare with one process", compare, timeout_seconds=_PATIENCE_SECONDS)[0]
+        first = agree("compare with one process", compare, timeout_seconds=PATIENCE_SECONDS)[0]
         return Verdict([], []) if first is None else first
 
     def _seen(self, batch: Batch) -> Seen:
@@ -264,16 +272,19 @@ class _Run:
 
     def _repeated(self, batch: Batch) -> list[Finding]:
         """Runs a right step again from one state; returns what differs, on rank 0."""
-        values, state = self._saved(), torch.get_rng_state()
+        values, state = self._saved(), _random_state()
         runs = list[Seen]()
         for _ in range(2):
             self._restore(values)
-            torch.set_rng_state(state)
+            _restore_random(state)
             with self._dropout.running():
                 runs.append(self._seen(batch))
         differing = agree("repeat a step", lambda: _differing(*runs))
         findings = []
-        if any(differing):
+        is_stale = all(agree("stale", lambda: _is_stale(self._last, *runs)))
+        if any(differing) and is_stale:
+            findings.append(Finding(*STALE, ranks=tuple(range(dist.get_world_size()))))
+        elif any(differing):
             findings.append(
                 Finding(
                     "the step is not deterministic: twice from the same values, batch and random "
@@ -321,13 +332,46 @@ def _gathered(own: Seen) -> list[Seen] | None:
     return every if is_first else None
 
 
+def _is_stale(before: Seen, first: Seen, second: Seen) -> bool:
+    """Returns whether gradients have grown twice by the same."""
+    grown = [
+        (gradient, first.gradients[name], second.gradients[name])
+        for name, gradient in before.gradients.items()
+    ]
+    return all(
+        one is not None
+        and two is not None
+        and gradient is not None
+        and float((two - 2 * one + gradient).norm()) <= 1e-3 * float(gradient.norm())
+        for gradient, one, two in grown
+    )
+
+
+def _random_state() -> tuple[Tensor, list[Tensor]]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all()
+
+
+def _restore_random(state: tuple[Tensor, list[Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    torch.cuda.set_rng_state_all(state[1])
+
+
 def _differing(first: Seen, second: Seen) -> list[str]:
     """Returns names of gradients that differ by more than rounding explains."""
-    return [
-        name
-        for name, gradient in first.gradients.items()
-        if (other := second.gradients[name]) is not None
-        and gradient is not None
-        and relative(other.double() - gradient.double(), gradient.double())
-        > 64 * torch.finfo(gradient.dtype).eps
-    ]
+    squares = sum(float(g.double().norm()) ** 2 for g in first.gradients.values() if g is not None)
+    # A gradient that is zero but for rounding may differ by as much as it is.
+    least = 1e-3 * math.sqrt(squares)
+    found = []
+    for name, gradient in first.gradients.items():
+        other = second.gradients[name]
+        if gradient is None or other is None:
+            if gradient is not other:
+                found.append(name)
+            continue
+        scale = max(float(gradient.double().norm()), least)
+        if (
+            float((other.double() - gradient.double()).norm())
+            > _ROUNDING * torch.finfo(gradient.dtype).eps * scale
+        ):
+            found.append(name)
+    return found

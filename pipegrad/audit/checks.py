@@ -6,12 +6,13 @@ import copy
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence, Sized
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.truth import Batch
+from pipegrad.audit.compare.truth import Batch, names_by_use
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import FSDP1, wrapper_of
@@ -111,7 +112,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def digest_of(batches: Sequence[Batch]) -> str:
-    """Returns what differs if batches do."""
+    """Returns a digest of all values of the batches."""
     found = hashlib.sha256()
     for batch in batches:
         for _, leaf in itertools.chain(*(flattened(value)[0] for value in batch)):
@@ -121,8 +122,12 @@ def digest_of(batches: Sequence[Batch]) -> str:
 
 def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree
     if not isinstance(leaf, Tensor):
-        return type(leaf).__name__.encode()
-    return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        # Other objects may print their address.
+        return repr(leaf if isinstance(leaf, Number | str) else type(leaf)).encode()
+    return (
+        f"{leaf.dtype} {tuple(leaf.shape)}".encode()
+        + leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    )
 
 
 def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, ...]]]) -> None:
@@ -149,12 +154,17 @@ def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, .
             "ranks have different batches: an audit needs the batch of all replicas on every rank, "
             "so make it from one seed"
         )
-    held = {name for names, _, _ in every for name in names}
-    uses: dict[int, list[str]] = {}
-    for name, parameter in audit.model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            uses.setdefault(id(parameter), []).append(name)
-    missing = [names[0] for names in uses.values() if not held & set(names)]
+    trained = [
+        names
+        for first, names in names_by_use(audit.model).items()
+        if audit.model.get_parameter(first).requires_grad
+    ]
+    for replica in range(audit.num_replicas):
+        own = {name for names, _, of_rank in every for name in names if of_rank[3] == replica}
+        _check_held([names[0] for names in trained if not own & set(names)])
+
+
+def _check_held(missing: Sequence[str]) -> None:
     if missing:
         more = f" and {len(missing) - _NAMES_SHOWN} more" if len(missing) > _NAMES_SHOWN else ""
         raise PlanError(

@@ -57,11 +57,12 @@ class Without:
             for home, name, argument in _FUNCTIONS:
                 patched = self._without(getattr(home, name), argument)
                 stack.enter_context(mock.patch.object(home, name, patched))
+            for module in self._graphs:  # after the nodes are as they were
+                stack.callback(module.recompile)
             for node in self._traced:
                 stack.enter_context(self._without_node(node))
             for module in self._graphs:
                 module.recompile()
-                stack.callback(module.recompile)
             for recurrent in self._recurrent:
                 self.was_active |= recurrent.training and recurrent.dropout > 0
                 stack.enter_context(mock.patch.object(recurrent, "dropout", 0.0))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 _NAMES_SHOWN = 4
-_NUMBERS = re.compile(r"[-+]?[0-9][-+.e0-9]*")
+_NUMBERS = re.compile(r"(?<=[\s\[])[-+]?[0-9][-+.e0-9]*(?=[\s,\]:]|$)")  # not those in names
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Gradient:
         name: In the uncut model.
         ranks: That hold it, or parts of it.
         error: Norm of the difference by the norm of the right gradient.
-        allowed: Of it.
+        allowed: The largest error that is right.
     """
 
     name: str
@@ -117,16 +117,23 @@ class Report:
 
     def as_json(self) -> str:
         """Returns it as JSON."""
-        return json.dumps({"is_right": self.is_right, **asdict(self)}, indent=1)
+        text = json.dumps({"is_right": self.is_right, **asdict(self)})
+        # JSON has no NaN and no infinity.
+        return json.dumps(json.loads(text, parse_constant=str), indent=1)
 
 
 def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Returns findings of one cause as one, with all names and ranks."""
     found: dict[str, Finding] = {}
-    steps: dict[str, int] = {}
+    first: dict[str, Finding] = {}
     for finding in findings:
         # Numbers differ from step to step, and the cause is the same.
-        if steps.setdefault(_NUMBERS.sub("", finding.cause), finding.step) != finding.step:
+        plain = _NUMBERS.sub("", finding.cause)
+        earlier = first.setdefault(plain, finding)
+        names = {
+            name for f in found.values() if _NUMBERS.sub("", f.cause) == plain for name in f.names
+        }
+        if earlier.step != finding.step and names >= set(finding.names):
             continue
         known = found.setdefault(finding.cause, finding)
         found[finding.cause] = replace(

@@ -48,8 +48,15 @@ def of_torch(
     def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
         optimizer.zero_grad()
         losses: list[Tensor] = []
-        args = (inputs if isinstance(inputs, tuple | list) else (inputs,)) if is_first else ()
-        schedule.step(*args, **({"target": target, "losses": losses} if is_last else {}))
+        args: Sequence[Any] = ()
+        named: dict[str, Any] = {}
+        if is_first and isinstance(inputs, Mapping):
+            named |= inputs
+        elif is_first:
+            args = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        if is_last:
+            named |= {"target": target, "losses": losses}
+        schedule.step(*args, **named)
         norm = before_step() if before_step is not None else None
         optimizer.step()
         return {"loss": losses or None, "grad_norm": norm}

@@ -10,9 +10,10 @@ The step decides itself what it sends and when. So nothing is sent here before i
 from __future__ import annotations
 
 import contextlib
+import math
 import numbers
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,11 +24,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipegrad.audit.matching import Names
+from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.interop.private import listening_to_clipping
 from pipegrad.model.dtensor import is_dtensor
 
 Gradients = Callable[[], Mapping[str, Tensor | None]]
+PATIENCE_SECONDS = 1800.0  # for ranks that load, compile or compare
 _watches: list[Watch] = []  # those that are running, one at most
 
 
@@ -78,8 +81,9 @@ class Seen:
         buffers: Before and after it.
         norm: The norm that gradients were clipped by, or that the step has returned.
         clip_norm: To which they were clipped.
+        is_other: Whether gradients were clipped by value, or by another norm than the Euclidean.
         num_clips: How often torch's functions clipped a parameter.
-        losses: What the step has returned: numbers of which one should be the loss.
+        losses: Numbers that the step has returned. One of them should be the loss.
         optimizers: In the order of their steps.
     """
 
@@ -97,6 +101,7 @@ class Seen:
     losses: Sequence[float]
     optimizers: Sequence[Stepped]
     num_clips: int = 0
+    is_other: bool = False
 
 
 @dataclass
@@ -114,6 +119,7 @@ class Watch:
     unclipped: dict[str, Tensor | None] = field(default_factory=dict)
     clips: list[tuple[float, float]] = field(default_factory=list)
     num_clips: dict[int, int] = field(default_factory=dict)  # by id of a parameter
+    is_other: bool = False  # whether gradients were clipped, and not by their Euclidean norm
     stepped: dict[int, Stepped] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -132,20 +138,25 @@ class Watch:
             is_gone = all(value is None for value in now.values())
             self.gradients = self.unclipped if self.unclipped and is_gone else now
 
-    def copy_unclipped(self) -> None:
-        """Copies gradients that are not clipped yet."""
+    def copy_unclipped(self, only: Collection[int] | None = None) -> None:
+        """Copies gradients that are not clipped yet; with `only`, of parameters of these ids."""
         # A step may clip the stages of a rank one by one: the first copy of each one counts.
         for name, value in self._copies().items():
-            self.unclipped.setdefault(name, value)
+            if only is None or id(self.own[name]) in only:
+                self.unclipped.setdefault(name, value)
 
     def _clipped(
         self, parameters: Sequence[Tensor], max_norm: float, total_norm: Tensor | None
     ) -> None:
-        self.copy_unclipped()
-        for parameter in {id(parameter): parameter for parameter in parameters}:
-            self.num_clips[parameter] = self.num_clips.get(parameter, 0) + 1
-        if total_norm is None:  # by value
+        if math.isinf(max_norm):  # it only measures
             return
+        clipped = {id(parameter) for parameter in parameters}
+        self.copy_unclipped(clipped)
+        if total_norm is None:  # by value, or by another norm
+            self.is_other = True
+            return
+        for parameter in clipped:
+            self.num_clips[parameter] = self.num_clips.get(parameter, 0) + 1
         self.clips.append((float(max_norm), float(_whole(total_norm))))
 
     def _copies(self) -> dict[str, Tensor | None]:
@@ -165,6 +176,13 @@ class Watch:
             if id(p) in names
         }
         copies = self._copies()
+        # GradScaler hands its scale to a fused optimizer, which divides in its step.
+        scale = getattr(optimizer, "grad_scale", None)
+        if isinstance(scale, Tensor):
+            divided = {
+                n: v / _whole(scale) for n, v in copies.items() if n in of_groups and v is not None
+            }
+            copies |= divided
         # Several optimizers may step one after the other, and each may set its gradients to None.
         for name, value in copies.items():
             if name in of_groups or name not in self.gradients:
@@ -213,6 +231,12 @@ def watched(
     with watch.running():
         result = step()
     losses, norm = _numbers(result)
+    # Whole tensors are gathered on all ranks, or on none.
+    is_clipped = any(
+        agree("clipping", lambda: bool(watch.unclipped), timeout_seconds=PATIENCE_SECONDS)
+    )
+    for name, value in watch.gradients.items() if watch.unclipped else ():
+        watch.unclipped.setdefault(name, value)
     clip_norm = watch.clips[-1][0] if watch.clips else None
     if watch.clips:
         norm = watch.clips[-1][1]
@@ -223,11 +247,12 @@ def watched(
         uses=names.uses,
         before=before,
         gradients=_gathered(watch.gradients, names),
-        unclipped=_gathered(watch.unclipped, names) if watch.unclipped else {},
+        unclipped=_gathered(watch.unclipped, names) if is_clipped else {},
         after=_gathered(own, names),
         buffers=(buffers, _copied(names.buffers)),
         norm=norm,
         clip_norm=clip_norm,
+        is_other=watch.is_other,
         num_clips=max(watch.num_clips.values(), default=0),
         losses=losses,
         optimizers=list(watch.stepped.values()),
@@ -247,10 +272,13 @@ def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, An
     found = dict[str, Tensor | None]()
     for name, parameter in names.parameters.items():
         value = values.get(name)
-        if is_dtensor(parameter):
+        if is_dtensor(parameter) and parameter.requires_grad:
             # A rank without a gradient takes part in the collective, too.
-            there = torch.zeros_like(parameter) if value is None else value
-            value = _whole(there) if is_dtensor(there) else there
+            piece = torch.zeros_like(parameter) if value is None else value
+            whole = _whole(piece) if is_dtensor(piece) else piece
+            value = None if value is None and not bool(whole.any()) else whole
+        elif is_dtensor(value):
+            value = _whole(value)
         if _group(parameter)[0] == dist.get_rank():
             found[name] = None if value is None else value.detach().cpu().clone()
     return found
@@ -283,7 +311,7 @@ def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _numbers(result: object) -> tuple[list[float], float | None]:
-    """Returns numbers of which one should be the loss, and the norm that a step has returned."""
+    """Returns candidates for the loss, and the norm that a step has returned."""
     if isinstance(result, Mapping):
         return _losses(result.get("loss")), _number(result.get("grad_norm"))
     if isinstance(result, tuple):  # the loss, and what else the training wants to know

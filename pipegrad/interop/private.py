@@ -84,31 +84,54 @@ def listening_to_clipping(
 ) -> Iterator[None]:
     """Calls ``clipped(parameters, max_norm, total_norm)`` before torch clips gradients.
 
-    If they clip by value, the norm is None.
-
-    Whoever imported ``clip_grad_norm_`` by name is heard, too: it calls the same inner function.
+    The norm is None if torch clips by value, or by another norm than the Euclidean one. Code that
+    has imported ``clip_grad_value_`` or ``clip_grads_with_norm_`` by name is not heard.
     """
-    inner, by_value = clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_
+    by_norm, by_value = clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_
+    inner = clip_grad._clip_grads_with_norm_
+    is_euclidean = [True]
 
     def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
-    def heard(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any) -> None:  # noqa: ANN401 - torch's signature
+    def heard(
+        parameters: Any,  # noqa: ANN401 - torch's signature
+        max_norm: float,
+        total_norm: torch.Tensor,
+        *more: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> None:
         every = listed(parameters)
-        clipped(every, max_norm, total_norm)
-        inner(every, max_norm, total_norm, *more)
+        clipped(every, max_norm, total_norm if is_euclidean[-1] else None)
+        inner(every, max_norm, total_norm, *more, **options)
 
-    def heard_by_value(parameters: Any, clip_value: float, *more: Any, **options: Any) -> None:  # noqa: ANN401 - torch's signature
+    def heard_by_norm(
+        parameters: Any,  # noqa: ANN401
+        max_norm: float,
+        norm_type: float = 2.0,
+        *more: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> torch.Tensor:
+        is_euclidean.append(float(norm_type) == 2.0)
+        try:
+            return by_norm(listed(parameters), max_norm, norm_type, *more, **options)
+        finally:
+            is_euclidean.pop()
+
+    def heard_by_value(parameters: Any, clip_value: float, *more: Any, **options: Any) -> None:  # noqa: ANN401
         every = listed(parameters)
         clipped(every, clip_value, None)
         by_value(every, clip_value, *more, **options)
 
-    with (
-        mock.patch.object(torch.nn.utils, "clip_grad_value_", heard_by_value),
-        mock.patch.object(clip_grad, "clip_grad_value_", heard_by_value),
-        mock.patch.object(clip_grad, "_clip_grads_with_norm_", heard),
-        mock.patch.object(torch.nn.utils, "clip_grads_with_norm_", heard),
-    ):
+    with contextlib.ExitStack() as stack:
+        for name, function in (
+            ("clip_grad_norm_", heard_by_norm),
+            ("clip_grad_value_", heard_by_value),
+        ):
+            stack.enter_context(mock.patch.object(torch.nn.utils, name, function))
+            stack.enter_context(mock.patch.object(clip_grad, name, function))
+        stack.enter_context(mock.patch.object(torch.nn.utils, "clip_grads_with_norm_", heard))
+        stack.enter_context(mock.patch.object(clip_grad, "_clip_grads_with_norm_", heard))
         yield
 
 

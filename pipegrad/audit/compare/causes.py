@@ -62,6 +62,10 @@ class Factors(NamedTuple):
     uses: list[float]
 
 
+STALE = Cause(
+    "the gradient is stale: that of the step before is in it",
+    "call optimizer.zero_grad() before each step",
+)
 OTHER_VALUES = Cause(
     "other values were computed than in one process: the gradient is no sum of parts of the batch",
     "look for what differs from the uncut model: dropout, buffers, weights, random numbers, the "
@@ -82,12 +86,7 @@ def causes(fitted: Fit, place: Place, tolerance: float) -> list[Cause]:
     close = _CLOSE + 2 * tolerance
     found = list[Cause]()
     if abs(fitted.before) > close:
-        found.append(
-            Cause(
-                "the gradient is stale: that of the step before is in it",
-                "call optimizer.zero_grad() before each step",
-            )
-        )
+        found.append(STALE)
     if place.weights.numel() > 1 and (means := _means_of_means(fitted.ratios, place, close)):
         found.append(means)
     else:
@@ -225,7 +224,7 @@ def _of_scale(scale: float, natural: float, counts: Mapping[str, int], close: fl
 
     Args:
         scale: The factor.
-        natural: By which parts are larger that are not added up.
+        natural: The factor of a mean over the parts that are there, instead of over all parts.
         counts: Name -> a number.
         close: Relative error that is allowed.
     """

@@ -22,6 +22,10 @@ from pipegrad.audit.watch import Seen
 
 _CLOSE = 1e-4  # of a norm
 _CLOSE_LOW = 4e-3  # of a norm of gradients in half precision
+_CHANGED = Cause(
+    "the gradient changes between clipping and the optimizer's step, beside the factor of its rank",
+    "clip all gradients of a rank by one factor, and change them no more",
+)
 _OF_THIS_RANK = "the gradient norm is that of this rank's parameters alone"
 _OF_RANK = "the gradient norm is that of rank {rank}'s parameters alone"
 _NOT_CLIPPED = Cause("gradients are not clipped", "clip them before the optimizer's step")
@@ -43,7 +47,7 @@ def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
 
     Args:
         norm: That a rank has used.
-        rank: It.
+        rank: The rank that has used it.
         entries: Gradients of all ranks.
     """
     right, close = right_norm(rank, entries), _close(entries)
@@ -126,21 +130,53 @@ def unclipped(
         seen: By each rank.
         first: Name of a parameter -> the first of its names.
         truth: Gradients of one process.
-        clip_norm: To which the step clips; None if nobody says.
+        clip_norm: To which the step clips; None if it is not known.
     """
     after = entries_of(seen, [of_rank.gradients for of_rank in seen], first)
     clip_norm = next((s.clip_norm for s in seen if s.clip_norm is not None), clip_norm)
     norms = {of_rank.rank: of_rank.norm for of_rank in seen}
     if any(of_rank.unclipped for of_rank in seen):
         before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
+        if any(of_rank.is_other for of_rank in seen):
+            return before, []  # by value, or by another norm: they are compared before it alone
         for rank, norm in norms.items():
             if norm is None and clip_norm is not None:
                 norms[rank] = _used(rank, before, after, clip_norm)
-    elif clip_norm is None:
+        maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
+        return before, [*_wrong(norms, before), *_different(maxima), *_changed(before, after)]
+    if clip_norm is None:
         before = after
     else:
         return _clipped_unseen(norms, after, truth, clip_norm)
     return before, _wrong(norms, before)
+
+
+def _different(maxima: Mapping[int, float]) -> list[Finding]:
+    """Returns what is wrong if ranks clip to different norms."""
+    if len(set(maxima.values())) <= 1:
+        return []
+    details = tuple(f"rank {rank} clips to {maximum:g}" for rank, maximum in maxima.items())
+    return [Finding("ranks clip to different norms", _ADVICE, (), tuple(maxima), details=details)]
+
+
+def _changed(before: Sequence[Entry], after: Sequence[Entry]) -> list[Finding]:
+    """Returns gradients that clipping has not multiplied by the factor of their rank."""
+    others = {(entry.name, entry.ranks): entry.gradient for entry in before}
+    found = []
+    for rank in sorted({rank for entry in after for rank in entry.ranks}):
+        own = [entry for entry in after if entry.ranks[0] == rank]
+        scale = _scale(rank, own, {e.name: others.get((e.name, e.ranks)) for e in own})
+        for entry in own:
+            other = others.get((entry.name, entry.ranks))
+            if entry.gradient is None or other is None:
+                is_same = entry.gradient is other
+            else:
+                expected = scale * other.double()
+                error = float((entry.gradient.double() - expected).norm())
+                is_same = error <= _close([entry]) * float(expected.norm())
+            if not is_same:
+                found.append(Finding(*_CHANGED, (entry.name,), entry.ranks))
+    return found
 
 
 def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -74,7 +73,7 @@ def copies(
 
 def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
     """Yields losses that are neither that of one process, nor that of the rank's own replica."""
-    close = _CLOSE + 4 * statistics.median([0.0, *truth.noise.values()])
+    close = _CLOSE + 4 * truth.loss_error
     for of_rank in seen:
         weights, values = truth.weights[of_rank.replica], truth.losses[of_rank.replica]
         own = float((weights * values).sum() / weights.sum())

@@ -15,6 +15,7 @@ from pipegrad.audit.watch import Seen
 
 _ROUNDING = 64.0  # factor of the rounding of an update
 _SAME = 0.01  # of shares that are one
+_SEEN = 0.5  # of an update: rounding below this share leaves it to be seen
 
 
 class Reference:
@@ -46,8 +47,9 @@ class Reference:
         if len(rates) > 1:
             self.notes["rates"] = f"optimizers have different learning rates: {rates}"
         right = self.step(seen, first)
+        still = list(_still(seen, explained))
         if not right:
-            return list(_still(seen, explained))
+            return still
         left_out = list(_left_out(seen, first, explained))
         explained.update(name for finding in left_out for name in finding.names)
         wrong = dict[str, list[tuple[int, float]]]()  # ranks, and shares of the right update
@@ -199,12 +201,23 @@ def _left_out(
 
 
 def _share(before: Tensor, after: Tensor, right: Tensor) -> float | None:
-    """Returns which share of the right update a parameter has got; None if all of it."""
+    """Returns which share of the right update a parameter has got; None if all of it.
+
+    In half precision many updates are smaller than the rounding of the parameter. Then their sum
+    along the right update is looked at.
+    """
     eps = torch.finfo(after.dtype).eps
     before, after = before.double(), after.double()
     update = right - before
-    allowed = _ROUNDING * eps * update.norm() + 4 * eps * right.norm()
-    if float((after - right).norm()) <= float(allowed):
+    rounding = 2 * eps * torch.maximum(before.abs(), right.abs())
+    allowed = float((_ROUNDING * eps * update.abs() + rounding).norm())
+    if float((after - right).norm()) <= allowed <= _SEEN * float(update.norm()):
         return None
     squares = float(update.square().sum())
-    return float(((after - before) * update).sum()) / squares if squares else math.inf
+    if not squares:
+        return None if float((after - right).norm()) <= allowed else math.inf
+    share = float(((after - before) * update).sum()) / squares
+    # The rounding of elements is by chance, so its sum along the update is small.
+    noise = 4 * float((rounding * update).norm()) / squares
+    is_hidden = allowed > _SEEN * float(update.norm())
+    return None if is_hidden and abs(share - 1) <= noise + _SAME else share

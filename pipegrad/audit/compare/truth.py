@@ -14,7 +14,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ Batch = tuple[Any, Any]  # inputs and target
 LossFn = Callable[[Any, Any], Any]
 
 _SOLVED_FROM = 4096  # elements of gradients suffice to solve the weights
+_LOSS_SCALE = 1024.0  # of float16
 _COUPLED = 1e-5  # of a gradient; float32 inside of a model leaves less
 
 
@@ -38,6 +39,7 @@ class Truth:
         loss: Of the whole batch.
         losses: Of each replica and microbatch, ``(replicas, microbatches)``.
         gradients: Name -> gradient. A tied parameter has the first of its names.
+        loss_error: Of one process that computes in the dtype of the pipeline, relative.
         noise: Name -> error of one process that computes in the dtype of the pipeline, relative.
         uses: First name of each parameter -> all its names.
         weights: Of each replica and microbatch in the whole, ``(replicas, microbatches)``.
@@ -56,6 +58,7 @@ class Truth:
     buffers: list[dict[str, Tensor]]
     is_coupled: bool
     parts: Callable[[Sequence[str]], dict[str, Tensor]]
+    loss_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,20 +147,22 @@ def compute(
         first = {name: buffer.clone() for name, buffer in own.named_buffers()}
         found = [_gradients(own, loss_fn, doubled(one), few, uses) for one in of_replica]
         losses.append([value for value, _ in found])
-        parts.append([torch.cat([_sum(g, uses[n]).reshape(-1) for n in few]) for _, g in found])
+        parts.append([torch.cat([_some(_sum(g, uses[n])) for n in few]) for _, g in found])
         after = dict(own.named_buffers())
         buffers.append({n: b for n, b in after.items() if not torch.equal(b, first[n])})
     columns = torch.stack([torch.stack(row) for row in parts])
-    right = torch.cat([gradients[name].reshape(-1) for name in few])
+    columns = columns.nan_to_num(0.0)  # a microbatch without targets has a loss of 0 / 0
+    right = torch.cat([_some(gradients[name]) for name in few])
     weights = _weights(columns, right)
     rest = (weights[..., None] * columns).sum((0, 1)) - right
     is_coupled = float(rest.norm()) > _COUPLED * float(right.norm())
     if is_coupled:
-        weights = torch.full_like(weights, 1 / weights.numel())
+        weights = _of_outputs(loose, data, weights.shape)
         gradients = _accumulated(loose, loss_fn, batches, weights, uses)
+    each = torch.tensor(losses, dtype=torch.float64).nan_to_num(0.0)
     truth = Truth(
-        loss=float((weights * torch.tensor(losses)).sum()) if is_coupled else loss,
-        losses=torch.tensor(losses, dtype=torch.float64),
+        loss=float((weights * each).sum()) if is_coupled else loss,
+        losses=each,
         gradients=gradients,
         noise={},
         uses={first: names for first, names in uses.items() if first in gradients},
@@ -166,8 +171,10 @@ def compute(
         is_coupled=is_coupled,
         parts=lambda names: _parts(loose, loss_fn, batches, names, uses),
     )
-    truth.noise.update(_noise(model, data, truth, dtypes, autocast))
-    return truth
+    noise, rounded = _noise(model, data, truth, dtypes, autocast)
+    return replace(
+        truth, noise=noise, loss_error=abs(rounded - truth.loss) / abs(truth.loss or 1.0)
+    )
 
 
 def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -186,7 +193,9 @@ def leaves_cut(value: Any, number: int) -> list[Any]:  # noqa: ANN401 - a tree
     leaves, rebuilt = flattened(value)
     most = max((leaf.shape[0] for _, leaf in leaves if is_cut(leaf)), default=1)
     cut = [
-        [*leaf.tensor_split(number)] if is_cut(leaf) and leaf.shape[0] == most else [leaf] * number
+        [*leaf.tensor_split(number)]
+        if is_cut(leaf) and leaf.shape[0] == most > 1
+        else [leaf] * number
         for _, leaf in leaves
     ]
     return [rebuilt([of_leaf[index] for of_leaf in cut]) for index in range(number)]
@@ -260,6 +269,41 @@ def _sum(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.stack([gradients[name] for name in names if name in gradients]).sum(0)
 
 
+def _some(gradient: Tensor) -> Tensor:
+    """Returns at most some elements, the same ones of each part."""
+    flat = gradient.reshape(-1)
+    return flat[:: max(1, flat.numel() // _SOLVED_FROM)]
+
+
+def _of_outputs(model: nn.Module, data: Data, shape: torch.Size) -> Tensor:
+    """Returns the weights that parts have in the loss of the whole, by gradients of the output.
+
+    Samples that depend on each other do so inside of the model, and not in the loss.
+    """
+    equal = torch.full(shape, 1 / shape.numel(), dtype=torch.float64)
+    inputs, target = doubled(data.whole)
+    with torch.no_grad():
+        output = output_of(copy.deepcopy(model), inputs)
+    if not isinstance(output, Tensor) or not is_cut(output):
+        return equal
+    rows = output.detach().tensor_split(shape.numel())
+    targets = leaves_cut(target, shape.numel())
+
+    def gradient(values: Tensor, wanted: Any) -> Tensor:  # noqa: ANN401 - a tree
+        leaf = values.clone().requires_grad_()
+        with torch.enable_grad():
+            loss = loss_of(data.loss_fn(leaf, wanted))
+            return torch.autograd.grad(loss, leaf)[0].nan_to_num(0.0)
+
+    whole = gradient(output.detach(), target).tensor_split(shape.numel())
+    parts = [gradient(one, wanted) for one, wanted in zip(rows, targets, strict=True)]
+    products = [
+        (of_whole * part).sum() / part.square().sum().clamp_min(torch.finfo(part.dtype).tiny)
+        for of_whole, part in zip(whole, parts, strict=True)
+    ]
+    return torch.stack(products).reshape(shape)
+
+
 def _few(gradients: Mapping[str, Tensor]) -> list[str]:
     """Returns the smallest parameters that suffice to solve the weights, at least two."""
     few, numel = list[str](), 0
@@ -267,7 +311,7 @@ def _few(gradients: Mapping[str, Tensor]) -> list[str]:
         if numel >= _SOLVED_FROM and len(few) > 1:
             break
         few.append(name)
-        numel += value.numel()
+        numel += _some(value).numel()
     return few
 
 
@@ -328,8 +372,8 @@ def _noise(
     truth: Truth,
     dtypes: Mapping[str, torch.dtype],
     autocast: torch.dtype | None,
-) -> dict[str, float]:
-    """Returns the relative error of one process that computes as the pipeline does."""
+) -> tuple[dict[str, float], float]:
+    """Returns relative errors of one process that computes as the pipeline does, and its loss."""
     same = copy.deepcopy(model)
     kinds = set(dtypes.values())
     for name, parameter in same.named_parameters():
@@ -337,24 +381,32 @@ def _noise(
     [kind] = kinds if len(kinds) == 1 else [torch.float32]
     for buffer in same.buffers():
         buffer.data = buffer.data.to(kind) if buffer.is_floating_point() else buffer.data
-    parameters = dict(same.named_parameters())
+    # Small gradients of float16 are 0 without a scale of the loss, which trainings have, too.
+    scale = _LOSS_SCALE if torch.float16 in kinds else 1.0
+    total = 0.0
     try:
         with _autocast(autocast):
             for replica, of_replica in enumerate(data.batches):
                 for index, (inputs, target) in enumerate(of_replica):
+                    weight = float(truth.weights[replica, index])
+                    if not weight:
+                        continue
                     loss = loss_of(
                         data.loss_fn(output_of(same, _cast(inputs, kind)), _cast(target, kind))
                     )
-                    (loss * truth.weights[replica, index].to(loss.dtype)).backward()
-    except RuntimeError:
+                    total += weight * float(loss.detach())
+                    (loss * (weight * scale)).backward()
+    except (RuntimeError, TypeError, ValueError):
         # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
-        return {}
+        return {}, truth.loss
+    parameters = dict(same.named_parameters())
     found = {}
     for name, right in truth.gradients.items():
         gradient = parameters[name].grad
         if gradient is not None:
-            found[name] = relative(gradient.double() - right, right)
-    return found
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            found[name] = relative(dense.double() / scale - right, right)
+    return found, total
 
 
 def relative(difference: Tensor, right: Tensor) -> float:

@@ -141,3 +141,14 @@ def test_modes_are_those_of_dropout_and_batch_norm() -> None:
         "norm": "in training",
         "fixed": "in evaluation",
     }
+
+
+def test_a_traced_module_drops_again_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    traced = torch.export.export(model, (torch.randn(2, 4),), strict=False).module()
+    x = torch.randn(2, 4)
+    without = Without(traced.modules())
+    with without.running():
+        assert torch.equal(traced(x), model[0](x))
+    assert without.was_active
+    assert not torch.equal(traced(x), traced(x))

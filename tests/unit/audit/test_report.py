@@ -160,7 +160,7 @@ def test_findings_of_one_step_that_differ_in_numbers_stay_apart() -> None:
 
 
 def test_a_finding_of_a_later_step_that_differs_in_numbers_is_the_first_one() -> None:
-    first, later = Finding("off by 2.5", names=("a",)), Finding("off by 3e-4", names=("b",), step=2)
+    first, later = Finding("off by 2.5", names=("a",)), Finding("off by 3e-4", names=("a",), step=2)
     assert merged([first, later]) == (first,)
 
 

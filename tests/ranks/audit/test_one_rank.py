@@ -1,0 +1,284 @@
+"""A loop on one rank or two: clipping in odd ways, half precision, uneven targets, side effects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from pipegrad.audit import Audit, Report, before_clipping
+from pipegrad.audit.compare.truth import Batch
+from pipegrad.errors import PlanError
+from pipegrad.testing import run_ranks
+
+MICROBATCHES, IGNORED = 2, -100
+
+After = Callable[[nn.Module, torch.optim.Optimizer], object]
+MicroLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def uncut() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def batches(number: int = 2, ignored: slice = slice(0)) -> list[Batch]:
+    torch.manual_seed(3)
+    found = [(torch.randn(16, 6), torch.randint(5, (16,))) for _ in range(number)]
+    for _, target in found:
+        target[ignored] = IGNORED
+    return found
+
+
+def mean(output: Tensor, target: Tensor, _whole: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target) / MICROBATCHES
+
+
+def token_mean(output: Tensor, target: Tensor, whole: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="sum") / (whole != IGNORED).sum()
+
+
+def step_alone(_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def loop(
+    after: After = step_alone,
+    *,
+    model: nn.Module | None = None,
+    data: Sequence[Batch] | None = None,
+    loss: MicroLoss = mean,
+    dtype: torch.dtype = torch.float32,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    zeroes: bool = True,
+) -> Report:
+    model = model or uncut()
+    module = copy.deepcopy(model).to(dtype)
+    stepped = optimizer(module.parameters(), lr=0.1)
+
+    def step(inputs: Tensor, target: Tensor) -> None:
+        if zeroes:
+            stepped.zero_grad()
+        cut = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+        for x, y in cut:
+            loss(module(x.to(dtype)).float(), y, target).backward()
+        after(module, stepped)
+
+    return Audit(
+        step=step,
+        modules=module,
+        model=model,
+        loss_fn=lambda output, y: functional.cross_entropy(
+            output if output.dtype == torch.float64 else output.float(), y
+        ),
+        batches=data or batches(),
+        microbatches=MICROBATCHES,
+    ).run()
+
+
+def gradients(module: nn.Module) -> Iterable[Tensor]:
+    return (p.grad for p in module.parameters() if p.grad is not None)
+
+
+def clipped_then_changed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+    next(iter(gradients(module))).zero_()
+    optimizer.step()
+
+
+def clipped_apart(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    before_clipping()
+    for gradient in gradients(module):
+        gradient.mul_(0.01 / gradient.norm())
+    optimizer.step()
+
+
+def measured_then_clipped(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), float("inf"))
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    optimizer.step()
+
+
+def clipped_with_options(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    norm = nn.utils.get_total_norm(gradients(module))
+    nn.utils.clip_grads_with_norm_(module.parameters(), 0.1, norm, foreach=False)
+    optimizer.step()
+
+
+def clipped_by_sum(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type=1)
+    optimizer.step()
+
+
+def clipped_by_value(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for part in (part for part in module.children() if isinstance(part, nn.Linear)):
+        nn.utils.clip_grad_value_(part.parameters(), 0.01)
+    optimizer.step()
+
+
+def clipped_twice(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    optimizer.step()
+
+
+def zeroed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for gradient in gradients(module):
+        gradient.zero_()
+    optimizer.step()
+
+
+def scaled_weights(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    for parameter in module.parameters():
+        parameter.data *= 0.5
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def with_scaler() -> Report:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def scaled(output: Tensor, target: Tensor, whole: Tensor) -> Tensor:
+        return scaler.scale(mean(output, target, whole))
+
+    def finish(_module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+    return loop(finish, loss=scaled, optimizer=fused)
+
+
+CASES: dict[str, tuple[Callable[[], Report], list[str]]] = {
+    "right": (loop, []),
+    "changed after clipping": (
+        lambda: loop(clipped_then_changed),
+        ["the gradient changes between clipping and the optimizer's step"],
+    ),
+    "clipped one by one": (
+        lambda: loop(clipped_apart),
+        ["the gradient changes between clipping and the optimizer's step"],
+    ),
+    "measured, then clipped": (lambda: loop(measured_then_clipped), []),
+    "clipped with options": (lambda: loop(clipped_with_options), []),
+    "clipped by the sum": (lambda: loop(clipped_by_sum), []),
+    "clipped by value, part by part": (lambda: loop(clipped_by_value), []),
+    "clipped twice": (lambda: loop(clipped_twice), ["gradients are clipped 2 times in one step"]),
+    "zeros in float16": (
+        lambda: loop(zeroed, dtype=torch.float16),
+        ["the gradient is missing"],
+    ),
+    "float16": (lambda: loop(dtype=torch.float16), []),
+    "bfloat16": (lambda: loop(dtype=torch.bfloat16), []),
+    "weights scaled in bfloat16": (
+        lambda: loop(scaled_weights, dtype=torch.bfloat16),
+        ["the optimizer's step is not that of one process"],
+    ),
+    "fused AdamW and GradScaler": (with_scaler, []),
+    "BatchNorm and uneven targets": (
+        lambda: loop(model=normed(), data=batches(2, slice(2, 8)), loss=token_mean),
+        [],
+    ),
+    "BatchNorm and a mean of means": (
+        lambda: loop(model=normed(), data=batches(2, slice(2, 8))),
+        ["the gradient is a mean of means"],
+    ),
+    "a microbatch without targets": (
+        lambda: loop(data=batches(2, slice(0, 8)), loss=token_mean),
+        [],
+    ),
+    "stale, with one batch": (
+        lambda: loop(data=batches(1), zeroes=False),
+        ["the gradient is stale"],
+    ),
+}
+
+
+def audited() -> dict[str, Report]:
+    return {name: run() for name, (run, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Report]:
+    return run_ranks(audited, 1)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loop_has_these_causes_alone(reports: dict[str, Report], name: str) -> None:
+    _, words = CASES[name]
+    causes = [finding.cause for finding in reports[name].findings]
+    assert len(causes) == len(words), str(reports[name])
+    assert all(cause.startswith(word) for cause, word in zip(causes, words, strict=True)), causes
+
+
+def sharded(*, freezes: bool, mode: bool, leaves_out: bool) -> Report | str:
+    """Two ranks with different data."""
+    model = uncut()
+    if freezes:
+        model[0].requires_grad_(requires_grad=False)
+    module = copy.deepcopy(model)
+    if freezes:
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    if mode and dist.get_rank() == 1:
+        model.append(nn.Dropout(0.5)).eval()
+    elif mode:
+        model.append(nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step(inputs: Tensor, target: Tensor) -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(module(inputs), target).backward()
+        for gradient in () if freezes else gradients(module):
+            dist.all_reduce(gradient)
+            gradient.div_(2)
+        optimizer.step()
+
+    held = module[:1] if leaves_out and dist.get_rank() == 1 else module
+    audit = Audit(
+        step=step, modules=held, model=model, loss_fn=functional.cross_entropy,
+        batches=batches(), microbatches=1, replica=dist.get_rank(), num_replicas=2,
+    )  # fmt: skip
+    try:
+        return audit.run()
+    except PlanError as refused:
+        return str(refused)
+
+
+def on_two() -> dict[str, Report | str]:
+    none = {"freezes": False, "mode": False, "leaves_out": False}
+    return {name: sharded(**{**none, name: True}) for name in none}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, Report | str]:
+    return run_ranks(on_two, 2)[0]
+
+
+def test_frozen_parameters_of_fsdp2_have_no_finding(two: dict[str, Report | str]) -> None:
+    report = two["freezes"]
+    assert isinstance(report, Report)
+    assert report.is_right, str(report)
+
+
+def test_a_mode_of_one_ranks_uncut_model_keeps_no_rank_waiting(
+    two: dict[str, Report | str],
+) -> None:
+    assert isinstance(two["mode"], Report)
+
+
+def test_a_replica_that_leaves_out_a_module_is_refused(two: dict[str, Report | str]) -> None:
+    assert str(two["leaves_out"]).startswith("no rank holds ['2.weight', '2.bias']")
