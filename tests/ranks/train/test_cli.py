@@ -268,6 +268,10 @@ def test_options_there_are() -> None:
             ]
         ),
         "trace": sorted(["--against", "--json", "--step", "--traceback", "run", *drawings]),
+        "audit": [
+            *("--html", "--json", "--order", "--ranks", "--steps", "--timeout", "--tolerance"),
+            *("--traceback", "-n", "target"),
+        ],
         "doctor": ["--device", "--json", "--save", "--timeout", "--traceback"],
         "simulate": sorted(
             [
