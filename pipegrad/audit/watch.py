@@ -10,12 +10,13 @@ The step decides itself what it sends and when. So nothing is sent here before i
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import numbers
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipegrad.audit.matching import Names
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import PlanError
+from pipegrad.errors import PlanError, in_words
 from pipegrad.interop.private import listening_to_clipping
 from pipegrad.model.dtensor import is_dtensor
 
@@ -199,6 +200,14 @@ class Watch:
         )
 
 
+class StepFailed(BaseException):
+    """The step of a rank has failed. It is no Exception, so `agree` does not wait for all ranks."""
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise StepFailed(in_words(error)) from error
+
+
 def _pickles(value: object) -> bool:
     """Whether rank 0 can be sent a value, such as a class at the top level of a module."""
     try:
@@ -228,9 +237,15 @@ def watched(
 
     watch = Watch(own, read)
     before, buffers = _gathered(own, names), _copied(names.buffers)
-    with watch.running():
-        result = step()
-    losses, norm = _numbers(result)
+    try:
+        with watch.running():
+            result = step()
+        losses, norm = _numbers(result)
+    except Exception as error:
+        # Ranks that have ended their step need not wait for this one.
+        with contextlib.suppress(StepFailed):
+            agree("clipping", functools.partial(_fail, error))
+        raise
     # Whole tensors are gathered on all ranks, or on none.
     is_clipped = any(
         agree("clipping", lambda: bool(watch.unclipped), timeout_seconds=PATIENCE_SECONDS)

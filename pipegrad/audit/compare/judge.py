@@ -15,7 +15,7 @@ from pipegrad.audit.compare import clipping, states, stepping
 from pipegrad.audit.compare.causes import Cause, Place, causes, factors_of
 from pipegrad.audit.compare.contributions import Fit, explains, fit
 from pipegrad.audit.compare.entries import Entry, entries_of
-from pipegrad.audit.compare.truth import Data, Truth, computed, names_by_use
+from pipegrad.audit.compare.truth import Data, Truth, computed, names_by_use, sampled
 from pipegrad.audit.report import Finding, Gradient
 from pipegrad.audit.watch import Seen
 from pipegrad.errors import PlanError
@@ -23,7 +23,6 @@ from pipegrad.errors import PlanError
 _ROUNDING = 32.0  # factor of the rounding of a gradient
 _NOISE = 4.0  # factor of the error of one process that computes in the pipeline's dtype
 _SMALL = 1e-3  # gradients below this share of the whole norm are compared with it
-_PARTS_BYTES = 2**29  # of gradients by parts at once
 
 
 @dataclass(frozen=True)
@@ -230,16 +229,15 @@ class Judge:
         known: dict[tuple[int, ...], list[Fit]] = {}
         # Matrices first: their parts are told apart best.
         wrong = sorted(wrong, key=lambda one: -truth.gradients[one[0].name].numel())
-        for names in _in_portions(truth, [entry.name for entry, _ in wrong]):
-            parts = truth.parts(names)
-            for entry, allowed in (one for one in wrong if one[0].name in parts):
-                if entry.gradient is not None and not bool(entry.gradient.isfinite().all()):
-                    findings.append(Finding(*_NOT_FINITE, (entry.name,), entry.ranks))
-                    continue
-                own = known.setdefault(entry.ranks, [])
-                fitted = self._fit(entry, parts[entry.name], truth, allowed, own)
-                fits.append((entry, allowed, fitted))
-                own.append(fitted)
+        parts = truth.parts([entry.name for entry, _ in wrong]) if wrong else {}
+        for entry, allowed in wrong:
+            if entry.gradient is not None and not bool(entry.gradient.isfinite().all()):
+                findings.append(Finding(*_NOT_FINITE, (entry.name,), entry.ranks))
+                continue
+            own = known.setdefault(entry.ranks, [])
+            fitted = self._fit(entry, parts[entry.name], truth, allowed, own)
+            fits.append((entry, allowed, fitted))
+            own.append(fitted)
         usual = _usual(fits, entries, truth)
         order = {name: number for number, name in enumerate(truth.gradients)}
         fits.sort(key=lambda one: order[one[0].name])
@@ -266,8 +264,11 @@ class Judge:
         self, entry: Entry, parts: Tensor, truth: Truth, allowed: float, known: Sequence[Fit]
     ) -> Fit:
         """Returns a gradient as a sum of parts; by weights that are known, if they make it."""
-        actual = torch.zeros_like(parts[0, 0, 0]) if entry.gradient is None else entry.gradient
+        actual = torch.zeros_like(parts[0, 0, 0])
+        if entry.gradient is not None:
+            actual = sampled(entry.gradient)
         before = self._before.get((entry.name, entry.ranks))
+        before = None if before is None else sampled(before)
         for other in known:
             if explains(other, actual, parts, truth.weights, before):
                 return Fit(other.ratios.expand(parts.shape[:3]), other.before, 0.0)
@@ -330,20 +331,6 @@ def _check_seen(seen: Sequence[Seen]) -> None:
             "after the step. Call pipegrad.audit.before_clipping() in the step when gradients are "
             "reduced, or give `gradients`"
         )
-
-
-def _in_portions(truth: Truth, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yields names whose gradients by parts are in memory at once."""
-    portion, size = list[str](), 0
-    for name in dict.fromkeys(names):
-        own = truth.gradients[name].nbytes * truth.weights.numel() * len(truth.uses[name])
-        if portion and size + own > _PARTS_BYTES:
-            yield portion
-            portion, size = [], 0
-        portion.append(name)
-        size += own
-    if portion:
-        yield portion
 
 
 def _usual(

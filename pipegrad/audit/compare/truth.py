@@ -26,6 +26,7 @@ from pipegrad.pipeline.batch.trees import flattened, is_cut
 Batch = tuple[Any, Any]  # inputs and target
 LossFn = Callable[[Any, Any], Any]
 
+_SAMPLED = 16384  # elements of a gradient that are looked at part by part
 _SOLVED_FROM = 4096  # elements of gradients suffice to solve the weights
 _LOSS_SCALE = 1024.0  # of float16
 _COUPLED = 1e-5  # of a gradient; float32 inside of a model leaves less
@@ -45,8 +46,8 @@ class Truth:
         weights: Of each replica and microbatch in the whole, ``(replicas, microbatches)``.
         buffers: Of each replica, after its microbatches; those that the forward changes.
         is_coupled: Whether samples of a batch depend on each other.
-        parts: Of first names, their gradients by replica, microbatch and use,
-            ``(replicas, microbatches, uses, *shape)``.
+        parts: Of first names, elements of their gradients (`sampled`) by replica, microbatch and
+            use, ``(replicas, microbatches, uses, numel)``.
     """
 
     loss: float
@@ -147,12 +148,12 @@ def compute(
         first = {name: buffer.clone() for name, buffer in own.named_buffers()}
         found = [_gradients(own, loss_fn, doubled(one), few, uses) for one in of_replica]
         losses.append([value for value, _ in found])
-        parts.append([torch.cat([_some(_sum(g, uses[n])) for n in few]) for _, g in found])
+        parts.append([torch.cat([sampled(_sum(g, uses[n])) for n in few]) for _, g in found])
         after = dict(own.named_buffers())
         buffers.append({n: b for n, b in after.items() if not torch.equal(b, first[n])})
     columns = torch.stack([torch.stack(row) for row in parts])
     columns = columns.nan_to_num(0.0)  # a microbatch without targets has a loss of 0 / 0
-    right = torch.cat([_some(gradients[name]) for name in few])
+    right = torch.cat([sampled(gradients[name]) for name in few])
     weights = _weights(columns, right)
     rest = (weights[..., None] * columns).sum((0, 1)) - right
     is_coupled = float(rest.norm()) > _COUPLED * float(right.norm())
@@ -269,10 +270,10 @@ def _sum(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.stack([gradients[name] for name in names if name in gradients]).sum(0)
 
 
-def _some(gradient: Tensor) -> Tensor:
-    """Returns at most some elements, the same ones of each part."""
+def sampled(gradient: Tensor) -> Tensor:
+    """Returns about so many elements as suffice to tell parts apart, the same ones of each part."""
     flat = gradient.reshape(-1)
-    return flat[:: max(1, flat.numel() // _SOLVED_FROM)]
+    return flat[:: max(1, flat.numel() // _SAMPLED)]
 
 
 def _of_outputs(model: nn.Module, data: Data, shape: torch.Size) -> Tensor:
@@ -311,7 +312,7 @@ def _few(gradients: Mapping[str, Tensor]) -> list[str]:
         if numel >= _SOLVED_FROM and len(few) > 1:
             break
         few.append(name)
-        numel += _some(value).numel()
+        numel += sampled(value).numel()
     return few
 
 
@@ -361,7 +362,8 @@ def _parts(
             for name in names:
                 # A use that cannot be untied is counted with the first one.
                 zero = torch.zeros_like(values[name])
-                found[name].append(torch.stack([values.get(use, zero) for use in uses[name]]))
+                every = [values.get(use, zero) for use in uses[name]]
+                found[name].append(torch.stack([sampled(value) for value in every]))
     shape = len(batches), len(batches[0])
     return {name: torch.stack(rows).unflatten(0, shape) for name, rows in found.items()}
 
