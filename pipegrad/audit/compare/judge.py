@@ -229,7 +229,8 @@ class Judge:
         known: dict[tuple[int, ...], list[Fit]] = {}
         # Matrices first: their parts are told apart best.
         wrong = sorted(wrong, key=lambda one: -truth.gradients[one[0].name].numel())
-        parts = truth.parts([entry.name for entry, _ in wrong]) if wrong else {}
+        names = list(dict.fromkeys(entry.name for entry, _ in wrong))
+        parts = truth.parts(names) if names else {}
         for entry, allowed in wrong:
             if entry.gradient is not None and not bool(entry.gradient.isfinite().all()):
                 findings.append(Finding(*_NOT_FINITE, (entry.name,), entry.ranks))
