@@ -52,9 +52,8 @@ class Audit:
         step: ``step(inputs, target)`` is one whole training step of this rank on the batch of its
             replica: gradients to zero, microbatches, reductions, clipping, optimizer. It may return
             the loss, a list of losses of microbatches, a tuple whose first value is one of these,
-            or ``{"loss": ..., "grad_norm": ...}``. It
-            is called once for each batch, and after a right audit up to three times with the last
-            one.
+            or ``{"loss": ..., "grad_norm": ...}``. It is called once for each batch, and after a
+            right audit up to three times with the last one.
         modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
             compiled modules and DTensors are known.
         model: The uncut model, on every rank, with the same names or the same values.

@@ -36,13 +36,9 @@ class Finding:
         if self.ranks:
             lines.append(f"  ranks:      {listed(self.ranks)}")
         if self.names:
-            more = len(self.names) - _NAMES_SHOWN
-            shown = ", ".join(self.names[:_NAMES_SHOWN])
-            lines.append(f"  parameters: {shown}{f' and {more} more' if more > 0 else ''}")
+            lines.append(f"  parameters: {shown(self.names)}")
         if self.details:
-            more = len(self.details) - _NAMES_SHOWN
-            shown = "; ".join(self.details[:_NAMES_SHOWN])
-            lines.append(f"  found:      {shown}{f'; and {more} more' if more > 0 else ''}")
+            lines.append(f"  found:      {shown(self.details, '; ', ';')}")
         if self.advice:
             lines.append(f"  what to do: {self.advice}")
         return "\n".join(lines)
@@ -143,6 +139,12 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             details=tuple(dict.fromkeys([*known.details, *finding.details])),
         )
     return tuple(found.values())
+
+
+def shown(texts: Sequence[str], separator: str = ", ", last: str = "") -> str:
+    """Returns the first texts, and how many more there are: ``a, b, c, d and 2 more``."""
+    more = len(texts) - _NAMES_SHOWN
+    return separator.join(texts[:_NAMES_SHOWN]) + (f"{last} and {more} more" if more > 0 else "")
 
 
 def listed(ranks: Sequence[int]) -> str:

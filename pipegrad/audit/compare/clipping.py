@@ -82,13 +82,13 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
     own = _once([entry for entry in entries if rank in entry.ranks])
     of_replica = _of_replica(rank, entries)
     number = len({entry.replicas for entry in entries})
+    every = _norm(_once(of_replica))
     found = {
         _OF_THIS_RANK: _norm(own),
         "the gradient norm counts each copy of a tied parameter": _norm(of_replica),
-        "the gradient norm counts each replica": _norm(_once(of_replica)) * math.sqrt(number),
+        "the gradient norm counts each replica": every * math.sqrt(number),
         "the gradient norm counts each copy and each replica": _norm(entries),
     }
-    every = _norm(_once(of_replica))
     for entry in _once(of_replica):
         without = math.sqrt(max(0.0, every**2 - _norm([entry]) ** 2))
         found.setdefault(f"the gradient norm leaves out {entry.name}", without)
@@ -144,11 +144,9 @@ def unclipped(
                 norms[rank] = _used(rank, before, after, clip_norm)
         maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
         return before, [*_wrong(norms, before), *_different(maxima), *_changed(before, after)]
-    if clip_norm is None:
-        before = after
-    else:
+    if clip_norm is not None:
         return _clipped_unseen(norms, after, truth, clip_norm)
-    return before, _wrong(norms, before)
+    return after, _wrong(norms, after)
 
 
 def _different(maxima: Mapping[int, float]) -> list[Finding]:

@@ -16,7 +16,7 @@ from pipegrad.audit.compare.causes import Cause, Place, causes, factors_of
 from pipegrad.audit.compare.contributions import Fit, explains, fit
 from pipegrad.audit.compare.entries import Entry, entries_of
 from pipegrad.audit.compare.truth import Data, Truth, computed, names_by_use, sampled
-from pipegrad.audit.report import Finding, Gradient
+from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.watch import Seen
 from pipegrad.errors import PlanError
 
@@ -155,11 +155,9 @@ class Judge:
             if not torch.equal(value, there[name].detach().cpu().to(value.dtype))
         ]
         if differing:
-            more = len(differing) - _NAMES_SHOWN
             self.notes["values"] = (
                 f"stages start with other values than the uncut model, in "
-                f"{', '.join(differing[:_NAMES_SHOWN])}{f' and {more} more' if more > 0 else ''}: "
-                f"those of the stages were taken for both"
+                f"{shown(differing)}: those of the stages were taken for both"
             )
 
     def _with_values(self, seen: Sequence[Seen]) -> nn.Module:
@@ -303,7 +301,6 @@ class Judge:
 _LOW = 0.1  # error of gradients that were computed in half precision
 _MOST_ALLOWED = 0.25  # else a missing gradient would pass
 _EXACT = 1e-12  # of a gradient that is float64 all the way
-_NAMES_SHOWN = 4
 _DROPOUT = Cause(
     "with dropout, copies of the parameter get different gradients",
     "give the ranks of one layer the same random state where they hold copies",

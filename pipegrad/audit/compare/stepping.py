@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -125,8 +124,7 @@ class Reference:
             group.update({k: v for k, v in now.items() if k not in {"fused", "foreach"}})
             if name not in options:  # it is not stepped this time
                 self._parameters[name].grad = None
-        with contextlib.suppress(StopIteration):
-            self._optimizer.step()
+        self._optimizer.step()
 
 
 def _why_not(seen: Sequence[Seen], *, is_first: bool) -> str:
