@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm import sync_points
+from pipegrad.comm import messages
+from pipegrad.comm.messages import DOWN, GATHERED, RECEIVED, SENT, UP, can_send, real
+from pipegrad.comm.shard_sums import WideSum, exchange
 from pipegrad.comm.work import Work
 
-RECEIVED = sync_points.WaitWork(
-    "collective.received", "nobody reads or passes on what is still arriving"
-)
-SENT = sync_points.WaitWork(
-    "collective.sent", "who writes there next must not overwrite what is leaving"
-)
 
-# Tags of pipegrad's messages. They differ from the tags of other messages between the same two
-# ranks. They also differ from each other: the receive of a reduce chain is posted at the beginning
-# of a step, and other messages arrive between it and its send.
-_SHARDS, _COMMON, _GATHERED, _UP, _DOWN, COUNTS, BACK = range(0x70670, 0x70677)
-_PIECE_BYTES, _AHEAD = 2**23, 2  # smaller pieces cost time, larger pieces scratch memory
+def wide_all_reduce(tensor: torch.Tensor, wide: WideSum, group: dist.ProcessGroup | None) -> None:
+    """Sums `tensor` in place over the group, in a wider dtype than its own.
 
+    Each rank sums a shard and sends the rounded result to all others. So the bytes are those of a
+    ring all-reduce of the narrow dtype, and all ranks have the same bits.
 
-def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Returns the backend of `group` for `device`; None means the default group."""
-    backends = dist.get_backend_config(group)
-    pairs = dict(pair.split(":") for pair in backends.split(",") if ":" in pair)
-    return pairs.get(device.type, backends)
-
-
-def blocks_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether waiting for a collective on `device` blocks the calling thread (gloo does)."""
-    return device.type == "cpu" or backend_of(group, device) == "gloo"
+    Sync: as `reduce_scatter`.
+    """
+    tensor = real(tensor)
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    numel = tensor.numel() // size
+    shards, rest = tensor[: numel * size].view(size, -1), tensor[numel * size :]
+    reduce_scatter(shards[me], shards.unbind(), group, common=rest, wide=wide)
+    if numel:
+        all_gather(shards.unbind(), group)
 
 
 def reduce_scatter(
@@ -43,6 +38,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None,
     *,
     common: torch.Tensor | None = None,
+    wide: WideSum | None = None,
 ) -> None:
     """Sums shard j over all ranks; rank j of the group has the result.
 
@@ -53,17 +49,29 @@ def reduce_scatter(
 
     Args:
         output: This rank's sum, ``(numel,)``; may be its shard.
-        shards: A tensor ``(numel,)`` for each rank of the group, contiguous.
+        shards: A flat tensor for each rank of the group, contiguous. They may have different
+            numbers of elements, also none.
         group: The process group; None for the default group.
         common: A small tensor that is summed in place on all ranks.
+        wide: How sums are added; by default in the dtype of `output`, with no division.
 
     Sync: `output` is ready on the current stream. Blocks the host if the backend does.
     """
     output, shards = real(output), list(map(real, shards))
-    if _is_gloo(output, group):
-        _exchange(output, shards, group, common)
+    common = None if common is None else real(common)
+    if messages.is_gloo(output, group):
+        exchange(output, shards, group, common, wide)
         return
-    if hasattr(dist, "reduce_scatter_single"):  # its name from torch 2.13 on
+    if wide is not None:
+        _reduce_scatter_wide(output, shards, group, common, wide)
+        return
+    if not _are_equal(shards):
+        for owner, shard in enumerate(shards):
+            if shard.numel():
+                dist.reduce(shard, group_dst=owner, group=group)
+        if output.data_ptr() != shards[dist.get_rank(group)].data_ptr():
+            output.copy_(shards[dist.get_rank(group)])
+    elif hasattr(dist, "reduce_scatter_single"):  # its name from torch 2.13 on
         dist.reduce_scatter_single(output, _joined(shards), group=group)
     else:
         dist.reduce_scatter_tensor(output, _joined(shards), group=group)
@@ -78,31 +86,32 @@ def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) 
     `shards`. No copy and no scratch memory is needed.
 
     Args:
-        shards: A tensor ``(numel,)`` for each rank of the group, side by side.
+        shards: A flat tensor for each rank of the group, side by side. They may have different
+            numbers of elements, also none.
         group: The process group; None for the default group.
 
     Sync: as `reduce_scatter`.
     """
     me = dist.get_rank(group)
-    if _is_gloo(shards[me], group):
-        peers = [peer for peer in range(len(shards)) if peer != me]
+    if messages.is_gloo(shards[me], group):
+        peers = [peer for peer in range(len(shards)) if peer != me and shards[peer].numel()]
+        readers = [peer for peer in range(len(shards)) if peer != me and shards[me].numel()]
         # All receives are posted first. If sends came first, gloo would use the connection of two
         # ranks in one direction at a time.
-        receiving = [receive(shards[peer], peer, group, _GATHERED) for peer in peers]
-        sending = [send(shards[me], peer, group, _GATHERED) for peer in peers]
+        receiving = [messages.receive(shards[peer], peer, group, GATHERED) for peer in peers]
+        sending = [messages.send(shards[me], peer, group, GATHERED) for peer in readers]
         for work in receiving:
             RECEIVED(work)
         for work in sending:
             SENT(work)
+    elif not _are_equal(shards):
+        for owner, shard in enumerate(shards):
+            if shard.numel():
+                dist.broadcast(shard, group_src=owner, group=group)
     elif hasattr(dist, "all_gather_single"):
         dist.all_gather_single(_joined(shards), shards[me], group=group)
     else:
         dist.all_gather_into_tensor(_joined(shards), shards[me], group=group)
-
-
-def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a tensor on `device` can be sent to one rank. gloo can only send from the CPU."""
-    return device.type == "cpu" or backend_of(group, device) != "gloo"
 
 
 def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
@@ -117,9 +126,9 @@ def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> No
         return
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me > 0:
-        RECEIVED(receive(tensor, me - 1, group, _UP))
+        RECEIVED(messages.receive(tensor, me - 1, group, UP))
     if me + 1 < size:
-        SENT(send(tensor, me + 1, group, _UP))
+        SENT(messages.send(tensor, me + 1, group, UP))
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,7 @@ def expect_reduce_chain(into: torch.Tensor, group: dist.ProcessGroup | None) -> 
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me + 1 == size or not can_send(group, into.device):
         return None
-    return Arriving(into, receive(into, me + 1, group, _DOWN))
+    return Arriving(into, messages.receive(into, me + 1, group, DOWN))
 
 
 def reduce_chain(
@@ -173,116 +182,38 @@ def reduce_chain(
         real(tensor).add_(real(arriving.tensor))
     me = dist.get_rank(group)
     if me > 0:
-        SENT(send(tensor, me - 1, group, _DOWN))
+        SENT(messages.send(tensor, me - 1, group, DOWN))
 
 
-def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a flat tensor; for complex numbers, their real and imaginary parts, side by side."""
-    # Not every backend adds complex numbers.
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
-    """Starts to receive from a rank of the group."""
-    return _work(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
-
-
-def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
-    """Starts to send to a rank of the group."""
-    return _work(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
-
-
-def _exchange(
+def _reduce_scatter_wide(
     output: torch.Tensor,
     shards: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
     common: torch.Tensor | None,
+    wide: WideSum,
 ) -> None:
-    me = dist.get_rank(group)
+    """Sends every rank its shard, and adds what arrives."""
+    # NCCL adds in the dtype that it sends. This needs scratch memory of the size of all shards.
+    parts = torch.empty((len(shards), output.numel()), dtype=output.dtype, device=output.device)
+    received, sent = [output.numel()] * len(shards), [shard.numel() for shard in shards]
+    dist.all_to_all_single(parts.view(-1), _joined(shards), received, sent, group=group)
+    wide.write(iter(parts), output)
     if common is not None:
-        _exchange_shards(common, [common.clone()] * len(shards), me, group, _COMMON)
-    _exchange_shards(output, shards, me, group, _SHARDS)
+        parts = torch.empty((len(shards), common.numel()), dtype=common.dtype, device=common.device)
+        parts[dist.get_rank(group)].copy_(common)
+        all_gather(parts.unbind(), group)
+        wide.write(iter(parts), common)
 
 
-def _exchange_shards(
-    output: torch.Tensor,
-    shards: Sequence[torch.Tensor],
-    me: int,
-    group: dist.ProcessGroup | None,
-    tag: int,
-) -> None:
-    """Sends every rank its shard in pieces, and sums the pieces that other ranks send."""
-    peers = [peer for peer in range(len(shards)) if peer != me]
-    numel = max(1, _PIECE_BYTES // output.itemsize)
-    pieces = [slice(at, at + numel) for at in range(0, output.numel(), numel)]
-    # Two sets of receive buffers: a piece arrives in one set while the other set is summed.
-    buffers = [
-        {peer: torch.empty_like(output[pieces[0]]) for peer in peers} for _ in pieces[:_AHEAD]
-    ]
-    arriving: list[dict[int, Work]] = []
-    for number, piece in enumerate(pieces[:_AHEAD]):
-        arriving.append(_post_receives(buffers[number], output[piece], group, tag))
-    # Receives before sends, as in `all_gather`.
-    leaving = [send(shards[peer][piece], peer, group, tag) for piece in pieces for peer in peers]
-    for number, piece in enumerate(pieces):
-        received = buffers[number % _AHEAD]
-        terms = {peer: term[: len(output[piece])] for peer, term in received.items()}
-        _add_up(output[piece], shards[me][piece], me, terms, arriving[number])
-        # The sum has read this set of buffers, so the next receives may write into it.
-        if number + _AHEAD < len(pieces):
-            later = output[pieces[number + _AHEAD]]
-            arriving.append(_post_receives(received, later, group, tag))
-    for work in leaving:
-        SENT(work)
-
-
-def _post_receives(
-    buffers: Mapping[int, torch.Tensor],
-    piece: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    tag: int,
-) -> dict[int, Work]:
-    """Starts to receive the same piece from each other rank."""
-    return {peer: receive(term[: len(piece)], peer, group, tag) for peer, term in buffers.items()}
-
-
-def _add_up(
-    output: torch.Tensor,
-    own: torch.Tensor,
-    me: int,
-    terms: Mapping[int, torch.Tensor],
-    arriving: Mapping[int, Work],
-) -> None:
-    """Sums in the order of ranks. `own` is the part of rank `me`; `output` may be the same."""
-    # The terms of lower ranks are summed apart first, since `output` may still hold this rank's own
-    # part. So every rank adds in the order of ranks, and the result has the same bits everywhere.
-    before: torch.Tensor | None = None
-    for rank in range(me):
-        RECEIVED(arriving[rank])
-        before = terms[rank] if before is None else before.add_(terms[rank])
-    if before is not None:
-        torch.add(before, own, out=output)
-    elif output.data_ptr() != own.data_ptr():
-        output.copy_(own)
-    for rank in range(me + 1, len(terms) + 1):
-        RECEIVED(arriving[rank])
-        output.add_(terms[rank])
-
-
-def _is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    return tensor.device.type == "cpu" and backend_of(group, tensor.device) == "gloo"
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # torch returns None only on ranks that are not in the group
-    return work
+def _are_equal(shards: Sequence[torch.Tensor]) -> bool:
+    return len({shard.numel() for shard in shards}) == 1
 
 
 def _joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the shards in one tensor, without a copy if they lie side by side in memory."""
-    first = shards[0]
     addresses = [(shard.untyped_storage().data_ptr(), shard.storage_offset()) for shard in shards]
     storage, offset = addresses[0]
-    if addresses == [(storage, offset + i * first.numel()) for i in range(len(shards))]:
-        return first.as_strided((len(shards) * first.numel(),), (1,))
+    ends = list(accumulate((shard.numel() for shard in shards), initial=0))
+    if addresses == [(storage, offset + end) for end in ends[:-1]]:
+        return shards[0].as_strided((ends[-1],), (1,))
     return torch.cat(list(shards))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.comm import collectives
+from pipegrad.comm import messages
 from tests.support.gradients.cases import Case, on, replies
 from tests.support.gradients.sums import Calls, spied
 
@@ -198,7 +198,7 @@ def elsewhere() -> Any:
         return join(tensors)
 
     with (
-        mock.patch.object(collectives, "backend_of", return_value="other"),
+        mock.patch.object(messages, "backend_of", return_value="other"),
         mock.patch.object(torch, "cat", cat),
     ):
         for numel in (4, 3, 5):  # full, not full, alone

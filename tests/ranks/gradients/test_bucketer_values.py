@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.comm import collectives
+from pipegrad.comm import collectives, shard_sums
 from tests.support.gradients.cases import Case, bits, on, outcome, rank, replies
 from tests.support.gradients.sums import Calls, inputs, spied
 
@@ -181,7 +181,7 @@ def test_gloo_sums_are_added_in_the_order_of_ranks(four: list[dict[str, Any]]) -
 def in_pieces() -> Any:
     """Rows of 7 pieces, the last one shorter, and of one; in place, as a bucket's are, or not."""
     found = []
-    with mock.patch.object(collectives, "_PIECE_BYTES", 64):
+    with mock.patch.object(shard_sums, "_PIECE_BYTES", 64):
         for numel in (100, 16, 5):
             rows = [torch.arange(numel) * 10.0**row + rank() for row in range(4)]
             output, common = torch.zeros(numel), torch.ones(3)
