@@ -84,7 +84,8 @@ class Agreed:
         device: Of this rank's parameters.
         name: The same on all ranks. No other GradientSync has it.
         rounds_alike: Whether all ranks that have parameters are machines of one kind.
-        needs_parameter_sync: Whether any rank sends updated parameters, or has a master copy.
+        needs_parameter_sync: Whether any rank sends updated parameters, has a master copy, or meets
+            other replicas.
 
     Raises:
         PipegradError: The same on all ranks.
@@ -125,7 +126,8 @@ class Agreed:
         self.device = device_of(modules, manifests)
         # Ranks may have made different numbers of objects before. The largest number is new on all.
         self.name = str(max(number for number, *_ in replies))
-        self.needs_parameter_sync = self.plan.syncs_parameters or any(
+        is_sent = self.plan.syncs_parameters or self.plan.meets
+        self.needs_parameter_sync = is_sent or any(
             record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
         )
@@ -196,7 +198,7 @@ class Agreed:
 
     def _routes_as_text(self) -> dict[tuple[int, str], str]:
         """Returns the routes of all ranks, computed here, as text by rank and key."""
-        routes, divisors = make_routes(
+        routes, divisors, _ = make_routes(
             self.manifest,
             self.topology,
             list(self.plugins.items()),

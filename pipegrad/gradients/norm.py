@@ -148,6 +148,8 @@ def _each(
 class GlobalNorm:
     """The norm of the gradients of all ranks, in which each parameter counts once.
 
+    If replicas train alone, as with ``diloco``, each replica has a norm of its own.
+
     Args:
         manifest: The agreed model.
         plan: Of this rank.
@@ -180,6 +182,9 @@ class GlobalNorm:
         # All ranks must sum in the same dtype, so fp64 on one rank makes it fp64 on all.
         double = dtypes & {torch.float64, torch.complex128}
         self._dtype = torch.float64 if double else torch.float32
+        ranks = sorted(topology.ranks)
+        self._num_ranks, self._index = len(ranks), ranks.index(rank)
+        self._own = [ranks.index(r) for r in plan.replica] if plan.meets else None
 
     def of(
         self,
@@ -198,6 +203,12 @@ class GlobalNorm:
             device: Of the result.
         """
         counted = self._counting(gradients)
+        if self._own is not None and group is not None:
+            terms = torch.zeros(self._num_ranks, dtype=self._dtype, device=device)
+            terms[self._index] = local_term(counted, norm_type, device=device, dtype=self._dtype)
+            with Activity("the norms of the replicas", dist.get_process_group_ranks(group)):
+                dist.all_reduce(terms, group=group)
+            return self.total(terms, norm_type, factor=torch.ones_like(terms[0]))
         return global_norm(
             counted, norm_type, group=group, device=device, dtype=self._dtype, tape=self._tape
         )
@@ -218,9 +229,14 @@ class GlobalNorm:
         return local_term(counted, norm_type, device=device, dtype=dtype, least=dtype)
 
     def total(self, terms: torch.Tensor, norm_type: float, *, factor: torch.Tensor) -> torch.Tensor:
-        """Returns `factor` times the norm of these terms of all ranks, ``(ranks,)``; a scalar."""
-        is_largest = math.isinf(norm_type)
-        norm = terms.max() if is_largest else terms.sum().pow(1.0 / norm_type)
+        """Returns `factor` times the norm of these terms of all ranks, ``(ranks,)``; a scalar.
+
+        If replicas train alone, it is the norm of this rank's replica. If the norm of any replica
+        is not finite, that of every replica is not, so that all skip the step or none does.
+        """
+        own = terms if self._own is None else terms[self._own]
+        norm = own.max() if math.isinf(norm_type) else own.sum().pow(1.0 / norm_type)
+        norm = norm.where(terms.isfinite().all(), terms.sum())
         return (norm * factor).to(self._dtype)
 
     def _counting(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from pipegrad.model.manifest import Manifest
 from pipegrad.optimizer.main_params import MainShard, refuse_unless_elementwise
 from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.plan.plan import Plan
+from pipegrad.plan.routes import gradient_route
 from pipegrad.plugins.handler import Placement
 from pipegrad.topology import Topology
 
@@ -283,7 +284,8 @@ def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
     sizes, routes = dict(topology.axes), dict(plan.routes)
     data = math.prod(sizes[axis] for axis in topology.data_axes)
     for record in manifest.parameters:
-        route, layout = routes.get(record.key, ()), manifest.entries(record.key)[0].layout
+        route = gradient_route(routes.get(record.key, ()))
+        layout = manifest.entries(record.key)[0].layout
         ranks = math.prod(len(step.ranks) for step in route)  # that have the same gradient
         ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)
         ranks *= data if record.stage in manifest.reduced_by_ddp else 1

@@ -12,14 +12,14 @@ from torch.utils.weak import TensorWeakRef
 from pipegrad.errors import StepError
 from pipegrad.gradients.accumulation_hook import AccumulationHook
 from pipegrad.gradients.parameter_home import ParameterHome
-from pipegrad.model.dtensor import has_terms, is_dtensor, local, sum_terms
+from pipegrad.model.dtensor import is_dtensor, is_misplaced, local, redistribute_gradient
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.optimizer.main_params import MainShard
 from pipegrad.optimizer.param_sync import ParameterBuffer
 from pipegrad.optimizer.placed_parameter import PlacedParameter
 from pipegrad.plugins.handler import ParameterRecord
-from pipegrad.reduce.bucket_buffer import FILL_FREE, BucketBuffer
+from pipegrad.reduce.bucket_buffer import BucketBuffer
 
 OnAccumulated = Callable[["LiveParameter"], None]
 
@@ -40,12 +40,12 @@ class LiveParameter:
 
     Attributes:
         live: The tensor at the beginning of this step.
-        view: The slot, if autograd can accumulate into it; None if dtypes differ.
         placed: The parameter and its main parameter.
         waiting: Stages of this rank that may still add to its gradient.
         final: Whether no stage will add to it.
         contributed: Whether something was added to the zeros at the beginning.
         left_early: Whether it was final before the backwards of its stages ended.
+        pending_divisor: The present gradient must still be divided by this.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class LiveParameter:
         self.record = record
         self.stages = frozenset(homes)
         self.buffer = buffer
-        self.view = None if buffer is None else _shared_view(buffer, record.key)
         self.placed = PlacedParameter(
             record.key,
             is_trained=record.requires_grad,
@@ -76,6 +75,7 @@ class LiveParameter:
         self.contributed = False
         self.waiting: set[int] = set()
         self.left_early = False
+        self.pending_divisor = 1.0
         self._has_result = has_result
         self._divisor = divisor
         self._accessor = accessor
@@ -84,12 +84,17 @@ class LiveParameter:
         self._is_dtensor = is_dtensor(self.live)
         self._hook = AccumulationHook(self._note_accumulation)
         self._on_accumulated: weakref.WeakMethod[OnAccumulated] | None = None
+        self._is_attribute = isinstance(accessor, GradAttribute)
+        # A gradient that nobody reduces stays where autograd adds to it, and `finish` divides it.
+        self._needs_hook = record.requires_grad and (buffer is not None or not self._is_attribute)
+        # Whether autograd can add to the slot. Then `.grad` is the slot, and nothing is copied.
+        self._can_share = buffer is not None and buffer.bucket.dtype == buffer.bucket.wire_dtype
+        self._began_with_gradient = False
         self._fired = False  # whether autograd has added to the present gradient
         self._num_firings = 0  # in this step, during the last backwards of all its stages
         # Whether one firing is the whole gradient. None: unknown before the first step.
         self._fires_once: bool | None = None if may_leave_early else False
         self._zeroed_version: int | None = None
-        self._pending_divisor = 1.0  # the present gradient must still be divided by this
         self._last_result: tuple[TensorWeakRef, int] | None = None  # and its version
         self._is_clean = False  # whether the last result was zeroed in place
         self._adds = False  # whether this step's result is added to the last result
@@ -120,8 +125,13 @@ class LiveParameter:
         """Moves the parameter into its buffer, and its values into the main shard."""
         self.placed.settle(self.parameter)
 
+    @property
+    def view(self) -> torch.Tensor | None:
+        """The slot, if autograd can add to it, and there is memory; None if dtypes differ."""
+        return self.buffer.views.get(self.record.key) if self.buffer and self._can_share else None
+
     def connect(self, on_accumulated: OnAccumulated) -> None:
-        """Sets the method to call after each accumulation of autograd; see `watch`.
+        """Sets the method to call after accumulations of autograd; see `watch`.
 
         Args:
             on_accumulated: A bound method; a weak reference. It is called with this object, perhaps
@@ -130,9 +140,22 @@ class LiveParameter:
         self._on_accumulated = weakref.WeakMethod(on_accumulated)
 
     def watch(self) -> None:
-        """Puts the hook on the tensor of this step."""
-        if self.record.requires_grad:
+        """Puts the hook on the tensor of this step, if an accumulation can need anything."""
+        if self._needs_hook:
             self._hook.follow(self.live)
+
+    def pause(self) -> None:
+        """Stops watching until a last backward of a stage, or until the gradient is final.
+
+        Autograd calls a hook for each parameter in each backward. After `adopt` there is nothing to
+        do for a gradient in ``.grad``, so Python's time is saved.
+        """
+        if self._is_attribute:
+            self._hook.pause()
+
+    def resume(self) -> None:
+        """Watches again: a last backward comes."""
+        self._hook.resume()
 
     def unwatch(self) -> None:
         """Removes the hook."""
@@ -158,6 +181,8 @@ class LiveParameter:
     def stage_is_done(self, stage: int) -> bool:
         """Notes that `stage` adds nothing more; returns whether the gradient can be final now."""
         self.waiting.discard(stage)
+        if self.waiting:
+            self._hook.resume()  # the last backwards of the other stages may have been announced
         return not self.waiting and not self.final
 
     def refresh(self, *, continuing: bool) -> None:
@@ -208,7 +233,7 @@ class LiveParameter:
             )
 
     def open(self, divisor: float, *, continuing: bool) -> bool:
-        """Starts a step; returns whether the slot must be zeroed for a new gradient.
+        """Starts a step; returns whether the slot must be zeroed: others may add to it.
 
         Args:
             divisor: Of this step's gradient, besides the parameter's own divisor.
@@ -216,10 +241,12 @@ class LiveParameter:
 
         Sync: on the current stream. It may scale a gradient of earlier steps.
         """
-        pending, self._pending_divisor = self._pending_divisor, divisor * self._divisor
+        pending, self.pending_divisor = self.pending_divisor, divisor * self._divisor
         if not continuing:
             self._fired = False
             self._drop_accessor_result()
+            if self._is_clean:
+                self._drop_zeros()
             # A present gradient is a result, which was divided, or one that the user has set.
             pending = 1.0 if self._adds else self._divisor
         self._last_result = None
@@ -227,36 +254,71 @@ class LiveParameter:
         self.final = False
         self._num_firings = 0
         gradient = self._accumulated
+        self._began_with_gradient = gradient is not None
         if gradient is None:
-            return self.view is not None
+            return self._can_share and not self._is_attribute
         if not continuing or gradient is not self.view:
             self._zeroed_version = None
         has_values = not (self._is_clean or self._is_untouched(gradient))
-        if pending != self._pending_divisor and has_values:
+        if pending != self.pending_divisor and has_values:
             with torch.no_grad():
                 # Now one division at the end is right for the gradients of all steps.
-                gradient.mul_(self._pending_divisor / pending)
+                gradient.mul_(self.pending_divisor / pending)
         return False
 
     def use_view(self) -> None:
-        """Makes the zeroed slot the gradient, so that autograd accumulates into it."""
+        """Makes the zeroed slot the gradient, so that others add to it."""
         view = self.view
         if view is not None:
             self._accessor.write(self.live, view)
             self._zeroed_version = self._writes(view)
 
+    def adopt(self) -> None:
+        """Moves the first gradient of a step into its slot; autograd adds the next ones to it.
+
+        Sync: on the current stream, on which autograd has made the gradient.
+        """
+        # A gradient that was there before the step stays where it is, until it is final.
+        if not self._is_attribute or not self._can_share or self._began_with_gradient:
+            return
+        if self._is_dtensor and is_misplaced(self.live):
+            redistribute_gradient(self.live)  # as autograd does before it adds to a gradient
+        gradient = self.gradient
+        # With create_graph=True autograd makes a new tensor for each sum.
+        if gradient is not None and gradient is not self.view and not gradient.requires_grad:
+            assert self.buffer is not None
+            self._accessor.write(self.live, self.buffer.adopt(self.record.key, gradient))
+
+    def claim(self) -> torch.Tensor | None:
+        """Returns memory for a caller that writes the first gradient; None if it may not.
+
+        The caller overwrites it, and makes it the gradient. It is the slot; for a gradient that
+        nobody reduces, new memory.
+
+        Sync: afterwards the current stream may write to it.
+        """
+        is_free = self.live.grad is None and not self._began_with_gradient and not self.final
+        if not (self._is_attribute and is_free) or self._is_dtensor:
+            return None
+        if self.buffer is not None:
+            return self.buffer.claim(self.record.key) if self._can_share else None
+        return torch.empty_like(self.live, dtype=self._accessor.dtype(self.live))
+
     def close(self) -> torch.Tensor | None:
-        """Marks the gradient as final and returns it, divided once; None if there is none.
+        """Marks the gradient as final and returns it; None if there is none.
+
+        If it is reduced, it must still be divided by `pending_divisor`.
 
         Raises:
             StepError: If autograd has added to a gradient of a bucket, and it was set to None.
         """
-        if self.live.grad is not None and not isinstance(self._accessor, GradAttribute):
+        if self.live.grad is not None and not self._is_attribute:
             self._accessor.accumulated(self.live)  # torch's split backwards fire no hooks
             self._fired = True
-        if self._is_dtensor and has_terms(self.live.grad):
-            sum_terms(self.live)
+        if self._is_dtensor and is_misplaced(self.live):
+            redistribute_gradient(self.live)
         self.final = True
+        self._hook.resume()  # an accumulation from now on is an error, if it is reduced
         self.left_early = bool(self.waiting)
         gradient = self.gradient
         if gradient is None and self._fired and self.buffer is not None:
@@ -267,13 +329,14 @@ class LiveParameter:
                 f"step, zero it"
             )
         self.contributed = gradient is not None and not self._is_untouched(gradient)
-        if gradient is not None and self._pending_divisor != 1:
-            # Without a contribution, no producer has waited for the zeroing on another stream.
-            if self.buffer is not None and not self.contributed:
-                self.buffer.acquire(FILL_FREE)
-            with torch.no_grad():
-                gradient.div_(self._pending_divisor)
         return gradient
+
+    def leave(self) -> None:
+        """Drops a gradient that is in its bucket now, and may be on its way."""
+        if self.placed.is_sharded or (self.buffer is not None and self.buffer.goes):
+            self._accessor.write(self.live, None)  # its memory goes; `finish` sets the result
+        elif self.contributed and (view := self.view) is not None and self.gradient is not view:
+            self._accessor.write(self.live, view)
 
     def _is_untouched(self, gradient: torch.Tensor) -> bool:
         """Whether no write into the zeroed slot is known.
@@ -287,25 +350,23 @@ class LiveParameter:
 
     @property
     def _accumulated(self) -> torch.Tensor | None:
-        """The gradient so far, or a DTensor of unsummed terms. Compare its identity, not values."""
-        has_own_terms = self._is_dtensor and has_terms(self.live.grad)
-        return self.live.grad if has_own_terms else self.gradient
+        """The gradient so far, or a misplaced DTensor. Compare its identity, not values."""
+        is_whole = self._is_dtensor and is_misplaced(self.live)
+        return self.live.grad if is_whole else self.gradient
 
     def finish(self) -> bool:
         """Puts the result in place; returns whether it was copied out of the bucket."""
         copied = False
-        if self.buffer is not None:
-            result = self.buffer.views[self.record.key]
+        if self.buffer is None:
+            self._divide()
+        else:
             has_any = self._has_result and self.buffer.anybody_contributed(self.record.key)
             if self.placed.is_sharded:
                 self._set_main_gradient(self.buffer if has_any else None)
             elif not has_any:
                 self._accessor.write(self.live, None)
-            elif self.view is None:
-                self._copy_back(result)
-                copied = True
-            elif self.gradient is not result:
-                self._accessor.write(self.live, result)
+            else:
+                copied = self._take_result(self.buffer.result(self.record.key))
         main_shard = self.placed.main_shard
         if main_shard is not None and not self.placed.is_sharded:
             # A reduced result replaces the zeroed result of the last step, and may be in the same
@@ -319,6 +380,20 @@ class LiveParameter:
         elif self._fires_once is None and self._num_firings == 1:
             self._fires_once = True
         return copied
+
+    def _take_result(self, result: torch.Tensor) -> bool:
+        """Makes a whole result the gradient; returns whether it was copied."""
+        if not self._can_share:
+            self._copy_back(result)
+        elif self.gradient is not result:
+            self._accessor.write(self.live, result)
+        return not self._can_share
+
+    def _divide(self) -> None:
+        """Divides a gradient that nobody reduces."""
+        if self.pending_divisor != 1 and (gradient := self.gradient) is not None:
+            with torch.no_grad():
+                gradient.div_(self.pending_divisor)
 
     def _set_main_gradient(self, buffer: BucketBuffer | None) -> None:
         """Sets the gradient of this rank's main shard, if there is one, to its part of a slot."""
@@ -338,7 +413,7 @@ class LiveParameter:
 
         ``.grad`` is set to None instead: another optimizer might step the parameter with it.
         """
-        if isinstance(self._accessor, GradAttribute):
+        if self._is_attribute:
             self._accessor.write(self.live, None)
             return
         if self._adds and result is not None:
@@ -351,6 +426,14 @@ class LiveParameter:
         """Removes the last result from the accessor; the main shard has it, or was zeroed."""
         last, self._accessor_result = self._accessor_result, None
         if last is not None and (gradient := self.gradient) is not None and gradient is last():
+            self._accessor.write(self.live, None)
+
+    def _drop_zeros(self) -> None:
+        """Removes a zeroed result in memory that is made again in each step."""
+        main_shard = self.placed.main_shard
+        if self.placed.is_sharded and main_shard is not None:
+            main_shard.take(None)
+        elif main_shard is None and self.buffer is not None and self.buffer.goes:
             self._accessor.write(self.live, None)
 
     @property
@@ -407,8 +490,3 @@ class LiveParameter:
             self._accessor.write(self.live, result.to(self._accessor.dtype(self.live)))
         else:
             gradient.copy_(result)
-
-
-def _shared_view(buffer: BucketBuffer, key: str) -> torch.Tensor | None:
-    has_wire_dtype = buffer.bucket.dtype == buffer.bucket.wire_dtype
-    return buffer.views[key] if has_wire_dtype else None

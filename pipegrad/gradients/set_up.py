@@ -24,9 +24,9 @@ from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.ties import named
 from pipegrad.model.wrappers import unwrapped
 from pipegrad.optimizer.main_params import MainShard, has_main_shard, master_dtype_of
+from pipegrad.optimizer.meetings import Meetings
 from pipegrad.optimizer.param_sync import ParameterBuffer, ParameterSync, parameter_buffers
-from pipegrad.plan.routes import has_result
-from pipegrad.plugins.handler import keeps_state
+from pipegrad.plugins.handler import OuterStep, keeps_state
 from pipegrad.reduce.bucket_buffer import BucketBuffer
 from pipegrad.reduce.reducer import Reducer
 
@@ -42,6 +42,7 @@ class Parts:
         ending: Ends threads and groups.
         parameters: Of this rank, by key.
         lookup: Key -> the parameter that is in its module now.
+        meetings: Of replicas that train alone.
         parameter_sync: Sends parameters after the optimizer's step.
         drift: Compares copies.
         norm: Of the gradients of all ranks.
@@ -54,6 +55,7 @@ class Parts:
     ending: Ending
     parameters: Mapping[str, LiveParameter]
     lookup: Lookup
+    meetings: Meetings
     parameter_sync: ParameterSync
     drift: DriftCheck
     norm: GlobalNorm
@@ -87,25 +89,41 @@ def set_up(
         parameter_buffers={key: buffer for buffer in buffers.values() for key in buffer.views},
     )
     lookup = partial(_lookup, parameters)
+    meetings = Meetings(
+        plan,
+        _outer_step(agreed),
+        groups=groups,
+        reducer=reducer,
+        failures=failures,
+        main_parameters=partial(_stepped, parameters),
+        within_seconds=agreed.options.step_timeout_seconds,
+    )
     parameter_sync = ParameterSync(
         plan,
         buffers=buffers,
         reducer=reducer,
         groups=groups,
         main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
+        meetings=meetings,
         main_parameters=partial(_synced, parameters),
+        stepped_parameters=partial(_stepped if plan.meets else _synced, parameters),
         is_needed=agreed.needs_parameter_sync,
         device=device,
     )
+    make_copies = partial(
+        Copies,
+        lookup=lookup,
+        main_of=partial(_master_copy, parameters),
+        with_main=_with_master_copies(agreed),
+        groups=groups,
+        device=device,
+    )
+    copies = make_copies(plan.packs)
+    of_replica = [alone for pack in plan.packs if (alone := pack.alone) is not None]
     drift = DriftCheck(
-        Copies(
-            plan.packs,
-            lookup,
-            partial(_master_copy, parameters),
-            _with_master_copies(agreed),
-            groups=groups,
-            device=device,
-        ),
+        copies,
+        make_copies(of_replica) if plan.meets else copies,
+        meetings,
         groups=groups,
         ranks=sorted(topology.ranks),
         device=device,
@@ -137,6 +155,7 @@ def set_up(
         ending,
         parameters,
         lookup,
+        meetings,
         parameter_sync,
         drift,
         norm,
@@ -157,6 +176,8 @@ def _communication(owner: object, agreed: Agreed) -> tuple[Groups, Reducer, Endi
         handlers=agreed.plugins,
         notice=notice,
         device=device,
+        # In a pipeline, the stage before waits for the rest of this backward.
+        is_patient=topology.size(topology.pipeline) == 1,
     )
     ending = Ending(
         owner, threads=reducer.comm_streams, groups=groups.own, is_local=is_local(device)
@@ -188,9 +209,10 @@ def live_parameters(
     # A tied parameter that several stages of this rank hold is one LiveParameter: `link_local` has
     # made it one object. It is final when all of these stages are.
     manifest, plan = agreed.manifest, agreed.plan
-    routes, divisors = dict(plan.routes), dict(plan.divisors)
+    divisors = dict(plan.divisors)
     homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}
     main_shards = _main_shards(agreed)
+    with_result = {main_range.key for main_range in plan.main_ranges}
     parameters: dict[str, LiveParameter] = {}
     for record in manifest.records(agreed.topology):
         local = {p[0]: homes[p] for p in manifest.locations(record.key) if p[0] in modules}
@@ -199,7 +221,7 @@ def live_parameters(
             local,
             agreed.accessor,
             buffers.get(record.key),
-            has_result=has_result(routes.get(record.key, ()), plan.rank),
+            has_result=record.key in with_result,
             parameter_buffer=parameter_buffers.get(record.key),
             main_shard=main_shards.get(record.key),
             divisor=divisors.get(record.key, 1.0),
@@ -245,8 +267,19 @@ def _master_copy(parameters: Mapping[str, LiveParameter], key: str) -> torch.Ten
     return main_shard.tensor if main_shard is not None and main_shard.copied else None
 
 
+def _outer_step(agreed: Agreed) -> OuterStep | None:
+    """Returns the step of the handler whose replicas meet; None if none meets."""
+    if not agreed.plan.meets:
+        return None
+    return next((each.outer for each in agreed.plugins.values() if each.outer), None)
+
+
 def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
     """Returns the main parameters of this rank that are sent to others, or copied, by key."""
-    synced = {key: p for key, p in parameters.items() if p.placed.is_updated_elsewhere}
-    tensors = {key: parameter.main_parameter for key, parameter in synced.items()}
+    return _stepped({k: p for k, p in parameters.items() if p.placed.is_updated_elsewhere})
+
+
+def _stepped(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
+    """Returns all main parameters of this rank, by key."""
+    tensors = {key: parameter.main_parameter for key, parameter in parameters.items()}
     return {key: tensor for key, tensor in tensors.items() if tensor is not None}

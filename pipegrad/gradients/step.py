@@ -23,7 +23,6 @@ from pipegrad.model.wrappers import reshard
 from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import has_result
-from pipegrad.reduce.bucket_buffer import RELEASED
 from pipegrad.reduce.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -85,6 +84,7 @@ class Step:
         self._keeps_state = keeps_state
         self._keeps_equal = keeps_equal
         # Backward completes the last parameter of a stage first. Gradients are sent in that order.
+        self._last_backwards: set[int] = set()  # stages whose next backward is the last
         self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(trees)}
         for parameter in reversed(list(parameters.values())):
             parameter.connect(self._on_accumulated)
@@ -93,9 +93,9 @@ class Step:
         self._by_id = {id(p.live): p for p in parameters.values()}
         self._only_accumulates = False  # whether the present step began inside `accumulate`
         self._divides_late = False  # whether `finish` is given the divisor
-        self._last_backwards: set[int] = set()  # stages whose next backward is the last
         self._final_stages: set[int] = set()
         self._late_error: StepError | None = None
+        self._last_together = 0  # the last step of which all ranks have met at its end
         self.watch = OptimizerWatch(
             parameters.values(),
             parameter_sync=parameter_sync,
@@ -138,7 +138,7 @@ class Step:
     # The verbs of a step, in order.
 
     def prepare(self, divisor: float | None) -> None:
-        """Zeroes the slots of gradients, or continues a step that only accumulated."""
+        """Readies the buckets, or continues a step that only accumulated."""
         self.refuse_closed()
         # In LEAVING this verb begins no step, and other ranks are in the present one.
         with self._failures.refusing(begins=self.state is not State.LEAVING):
@@ -170,9 +170,9 @@ class Step:
         zeroed = {
             key: p for key, p in self._parameters.items() if p.open(known, continuing=continues)
         }
-        # Step 1 of the journey of a gradient: one zeroing for each buffer, before its producers.
+        # Step 1 of the journey of a gradient. Only slots to which others add are zeroed.
         for buffer in self._reducer.buffers.values():
-            buffer.reset([key for key in buffer.views if key in zeroed])
+            buffer.reset([key for key in buffer.keys if key in zeroed])
         for parameter in zeroed.values():
             parameter.use_view()
         for parameter in self._parameters.values():
@@ -196,6 +196,8 @@ class Step:
         self._check_stage("stage_last_backward", stage)
         if not self.is_accumulating:
             self._last_backwards.add(stage)
+            for parameter in self._by_stage[stage]:
+                parameter.resume()
 
     def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Marks some gradients of a stage as final."""
@@ -210,6 +212,11 @@ class Step:
                     f"{stage} that the ranks agreed on: make a new GradientSync on all ranks"
                 )
             self._finalize_for(stage, parameter)
+
+    def claim(self, tensor: nn.Parameter) -> torch.Tensor | None:
+        """Returns memory for the first gradient of a parameter; None if it may not be written."""
+        parameter = self._by_id.get(id(tensor))
+        return parameter.claim() if parameter is not None and self.is_open else None
 
     def stage_final(self, stage: int) -> None:
         """Marks all gradients of a stage as final; launches complete buckets, in order."""
@@ -250,7 +257,7 @@ class Step:
                 raise self._late_error
             exposed_seconds = self._reducer.wait()
             compares = self._keeps_equal and self._drift.count(self._failures.step)
-            if compares:
+            if self._is_together(compares=compares):
                 # A failed rank takes part in this collective, too. So after it, the board says
                 # whether to compare, and no rank compares alone.
                 self._reducer.wait_for(self._reducer.meet())
@@ -281,7 +288,8 @@ class Step:
         early = sum(parameter.left_early for parameter in parameters)
         copies = sum(parameter.finish() for parameter in parameters)
         for buffer in self._reducer.buffers.values():
-            buffer.release(RELEASED)
+            buffer.end_step()
+        self._reducer.room.free()
         self._go("finish")
         self._ending.note_in_vain(False)
         self._parameter_sync.expect()
@@ -324,13 +332,25 @@ class Step:
             # The same order as in a step that ends well: the collectives, the meeting of `finish`,
             # and the parameter sync that other ranks may publish after it. Otherwise ranks would
             # wait for each other; see [Note: failed steps].
-            if launches:
+            if launches or self._plan.meets:
                 self._give_up(begun=begun)
-            if self._keeps_equal and self._drift.count(self._failures.step):
+            compares = self._keeps_equal and self._drift.count(self._failures.step)
+            if self._is_together(compares=compares):
                 self._reducer.meet()
             if launches:
                 self._parameter_sync.send()
         return cause
+
+    def _is_together(self, *, compares: bool) -> bool:
+        """Whether all ranks meet at the end of this step. The second call for a step returns False.
+
+        Args:
+            compares: Whether they compare copies then.
+        """
+        # Replicas that train alone send each other no gradients. By this collective they fail
+        # together, and count the same steps until their parameters meet.
+        before, self._last_together = self._last_together, self._failures.step
+        return compares or (self._plan.meets and before != self._failures.step)
 
     def drop_gradients(self) -> None:
         """Sets all gradients to None, also those of accumulated steps."""
@@ -375,9 +395,13 @@ class Step:
 
     def _on_accumulated(self, parameter: LiveParameter) -> None:
         """Called by autograd, perhaps in its own threads, after each accumulation."""
-        # Step 3 of the journey of a gradient. Before the last backward of a stage, more
+        if not self.is_open:
+            return
+        # Steps 2 and 3 of the journey of a gradient. Before the last backward of a stage, more
         # accumulations will follow.
-        if not parameter.waiting <= self._last_backwards or not self.is_open:
+        if not parameter.waiting <= self._last_backwards:
+            parameter.adopt()
+            parameter.pause()
             return
         is_complete = parameter.completes()
         if parameter.final:
@@ -389,6 +413,8 @@ class Step:
             )
         elif is_complete:
             self._finalize(parameter)
+        else:
+            parameter.adopt()
 
     def _finalize_for(self, stage: int, parameter: LiveParameter) -> None:
         """Finalizes a parameter after `stage`, if no other local stage will add to it."""
@@ -405,8 +431,12 @@ class Step:
             return
         if parameter.buffer is not None:
             self._reducer.announce(
-                parameter.record.key, gradient, contributed=parameter.contributed
+                parameter.record.key,
+                gradient,
+                contributed=parameter.contributed,
+                divisor=parameter.pending_divisor,
             )
+            parameter.leave()
 
     def _give_up(self, *, begun: bool) -> None:
         """Launches the remaining collectives of a failed step, also those of `prepare`."""
@@ -415,7 +445,7 @@ class Step:
                 self._parameter_sync.publish_if_due()
             self._reducer.begin()
             for buffer in self._reducer.buffers.values():
-                buffer.reset(list(buffer.views))
+                buffer.reset(())
             self._reducer.expect()
         self._reducer.give_up()
 

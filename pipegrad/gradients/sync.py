@@ -3,7 +3,7 @@
 sync = GradientSync({0: module}, topology, tied=find_tied(model), handlers=[...])
 optimizer = sync.optimizer(torch.optim.AdamW, lr=1e-3)
 for batch in data:
-    sync.prepare()              # from here on, gradients accumulate into the buckets
+    sync.prepare()              # from here on, gradients are adopted by the buckets
     sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have stepped
     ...                         # forward and backward of every microbatch
     sync.stage_final(0)         # the gradients of stage 0 are final: launches its buckets
@@ -29,7 +29,7 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
-from pipegrad.errors import StepError
+from pipegrad.errors import PlanError, StepError
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
 from pipegrad.gradients.norm import clip_
@@ -49,9 +49,10 @@ from pipegrad.optimizer.main_params import (
 )
 from pipegrad.optimizer.named_optimizer import Optimizer, named_optimizer
 from pipegrad.optimizer.names import Locations
+from pipegrad.optimizer.parts import parts_of
 from pipegrad.plan.plan import Plan
-from pipegrad.plugins.handler import HandlerSpec, ParameterRecord, Placement
-from pipegrad.reduce.hook_states import hook_states, load_hook_states
+from pipegrad.plugins.handler import HandlerSpec, ParameterRecord
+from pipegrad.reduce.hook_states import Stateful, hook_states, load_hook_states
 from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class GradientSync:
     exchanged before the first collective, so all ranks raise the same error, or none. Replicas are
     made equal.
 
-    With OWNER and SHARD, parameters become views of flat memory. So save clones, or a whole
+    With OWNER, WHOLE and SHARD, parameters become views of flat memory. So save clones, or a whole
     state_dict: ``torch.save`` of one parameter writes the whole flat memory.
 
     Stages may be sharded by FSDP2, and parameters may be DTensors. They reduce over their own mesh
@@ -73,8 +74,9 @@ class GradientSync:
     FSDP2 over the data ranks, the handlers are ``["pipeline-shared"]``. Call `stage_final` after
     the reduction of FSDP2.
 
-    Gradients are views of the buckets, so nothing is copied, and the next step writes into the same
-    memory. If you use a gradient after the next `prepare`, for example in a logger, clone it:
+    Gradients are views of the buckets, and the next step writes into the same memory. With SHARD,
+    the memory of a bucket is freed when it is reduced, and the gradient of a parameter is None
+    then. If you use a gradient after the next `prepare`, for example in a logger, clone it:
     ``parameter.grad.clone()``.
 
     Some optimizers make copies of a parameter different: those whose step depends on all gradients
@@ -146,7 +148,10 @@ class GradientSync:
 
     @outside_of_graphs
     def prepare(self, *, divisor: float | None = 1.0) -> None:
-        """Starts a step, or continues an accumulated step: makes zeroed slots the gradients.
+        """Starts a step, or continues an accumulated step.
+
+        Gradients stay None until autograd makes them. Then each is copied into its slot once, and
+        ``.grad`` is a view of the slot.
 
         Args:
             divisor: The gradients of this step are divided by it once, when they are final. It is
@@ -158,9 +163,9 @@ class GradientSync:
                 have a gradient when the step begins. Steps that accumulate together all give a
                 number, or all give None, and the last `finish` the divisor of all of them.
 
-        Sync: zeroes gradients on the current stream, and may scale those of accumulated steps. Call
-        backward on this stream, or on a stream that waits for it. The buffers of pipegrad are safe
-        for verbs on any stream.
+        Sync: may scale the gradients of accumulated steps, on the current stream. Call backward on
+        this stream, or on a stream that waits for it. The buffers of pipegrad are safe for verbs on
+        any stream.
 
         Raises:
             StepError: If a gradient is still the reduced gradient of the last step, if there is
@@ -205,6 +210,18 @@ class GradientSync:
             StepError: If a parameter is not in the agreed model.
         """
         self._step.parameters_final(stage, parameters)
+
+    def claim(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns memory for the first gradient of a parameter in this step.
+
+        For whoever computes gradients without autograd: overwrite it, make it ``parameter.grad``,
+        and call the parameter's post-accumulate hooks. It is the slot of the parameter, so the
+        gradient is not copied. If nobody reduces the parameter, it is new memory. None if the
+        parameter has a gradient, or if autograd must make it.
+
+        Sync: afterwards the current stream may write to the memory.
+        """
+        return self._step.claim(parameter)
 
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
@@ -285,7 +302,9 @@ class GradientSync:
 
         A parameter counts once if its copies, or parts, are reduced over the ranks that hold it. If
         no handler reduces it, it counts on each of these ranks. All ranks must call this. The norm
-        and the factor have the same bits on all ranks.
+        and the factor have the same bits on all ranks. With ``diloco`` they have them on the ranks
+        of one replica: each replica has a norm of its own. If a gradient of any replica is not
+        finite, the norm is not finite on any rank.
 
         Returns:
             The norm before clipping, an fp32 scalar; fp64 if there are fp64 gradients.
@@ -398,6 +417,7 @@ class GradientSync:
         kind: Callable[..., Optimizer],
         *,
         group_of: NamedGroupOf | None = None,
+        others: Callable[..., torch.optim.Optimizer] | None = None,
         **options: Any,  # noqa: ANN401 - those of `kind`
     ) -> Optimizer:
         """Returns an optimizer of what this rank steps, for any placement.
@@ -406,8 +426,9 @@ class GradientSync:
         its steps, as `publish` does. Its ``state_dict()`` has names of the uncut model, not
         numbers. ``load_state_dict`` takes it on any cut that steps the same elements on this rank,
         and takes whole parameters' state on any cut. `torch.distributed.checkpoint` writes it, and
-        reads it into any cut. To resume, load the model, call `synchronize_parameters`, and load
-        this last: with a `master_dtype` it has the master copies.
+        reads it into any cut with the same parameters in shards: the state of a shard is flat. To
+        resume, load the model, call `synchronize_parameters`, and load this last: with a
+        `master_dtype` it has the master copies.
 
         To change parameters right after a step, before other ranks get them, use a hook of the
         optimizer's ``register_step_post_hook``.
@@ -418,28 +439,38 @@ class GradientSync:
                 parameters of all ranks, so each is a tensor on the meta device: it has a shape and
                 a dtype, but no values. Names are those of the uncut model; if several stages use
                 one name, it begins with the stage: ``"1.weight"``.
+            others: If it is given, `kind` steps matrices alone, and this class or function steps
+                everything else, as in ``others=partial(torch.optim.AdamW, lr=3e-4)``. The handler
+                ``owned`` says what a matrix is; without it, `ParameterRecord.is_matrix`. The result
+                is one optimizer, with the groups of both.
             **options: The same on all ranks.
 
         Raises:
-            PlanError: If no parameter is trained, or if it cannot step shards; on all ranks.
+            PlanError: On all ranks, if no parameter is trained, if it cannot step shards, or if
+                there are `others` and no matrix.
             AgreementError: On all ranks, if ranks differ, or one of them fails.
             StepError: In its ``step()``, if there are no gradients that were not stepped yet.
         """
-        ranks, made = sorted(self.topology.ranks), list[Optimizer]()
+        ranks, made = sorted(self.topology.ranks), list[Any]()
 
         def make() -> str:
             self.refuse_closed()
             locations = Locations(self.topology, self.plan)
-            optimizer, description = named_optimizer(
+            parts = parts_of(
                 kind,
                 options,
-                group_of,
+                others,
                 records=[r for r in self.manifest.parameters if r.requires_grad],
+                matrices=self.plan.matrices,
+            )
+            optimizer, description = named_optimizer(
+                parts,
+                group_of,
+                sharded=self.plan.sharded,
                 main_parameters=self.main_parameters(),
                 locations={r.key: locations.of(r.key) for r in self.records()},
                 strides={r.key: self.parameter(r).stride() for r in self.records()},
             )
-            self.check_optimizer(optimizer)
             made.append(optimizer)
             return description
 
@@ -447,7 +478,8 @@ class GradientSync:
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.take()
         self._step.watch.adopt(made[0])
-        return made[0]
+        optimizer: Optimizer = made[0]
+        return optimizer
 
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
         """Returns parameter groups of this rank's main parameters, for an optimizer's constructor.
@@ -455,7 +487,7 @@ class GradientSync:
         `optimizer` makes an optimizer of them. This is for optimizers of another kind, or several:
         call `publish` after their steps.
 
-        With REPLICATE these are the parameters, with OWNER the parameters on their owner. With
+        With REPLICATE these are the parameters, with OWNER and WHOLE those of this owner. With
         SHARD they are flat shards, for an optimizer that treats each element separately. With a
         `master_dtype` they are copies. The main parameter has the gradient: after `finish`, the
         ``.grad`` of a parameter is None if the optimizer steps a shard or a copy of it. All ranks
@@ -490,7 +522,7 @@ class GradientSync:
         Raises:
             PlanError: If it is refused. It names the optimizers that can be used.
         """
-        if any(h.placement is Placement.SHARD for _, route in self.plan.routes for h in route):
+        if self.plan.sharded:
             refuse_unless_elementwise(optimizer)
 
     # Parameter sync, and replicas.
@@ -506,7 +538,7 @@ class GradientSync:
         An optimizer of `optimizer` calls it by itself, and then a second call does nothing.
 
         It returns at once. The parameters arrive during the next step's forward, and
-        `stage_first_use` waits for them. Without OWNER, SHARD and master copies it does nothing. If
+        `stage_first_use` waits for them. Without placements and master copies it does nothing. If
         you do not call it, the next verb that reads parameters does. All ranks must call the same.
 
         Sync: on the comm streams, after everything on the current stream.
@@ -562,18 +594,26 @@ class GradientSync:
         """Returns the states of this rank's handlers from step to step, such as error feedback.
 
         It is empty if no handler has a state. It can be loaded on the same rank, with the same
-        plan.
+        plan. Between two meetings of ``diloco`` it has this rank's parameters too, since replicas
+        are different then.
 
         Raises:
-            StepError: Inside a step.
+            StepError: Inside a step, or if parameters were stepped and not published.
         """
         self._step.check("state_dict")
-        return hook_states(self.handlers, self.plan.digest)
+        if self.plan.meets and self._parameter_sync.is_due:
+            raise StepError(
+                "state_dict() before the step of the optimizer was published, so replicas may have "
+                "to meet first: call wait_parameters() before, on all ranks"
+            )
+        return hook_states(self._stateful(), self.plan.digest)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of this rank; other handlers start anew.
 
-        Every rank must call it: a handler continues on all ranks, or starts anew on all ranks.
+        Every rank must call it: a handler continues on all ranks, or starts anew on all ranks. Call
+        it last, after `synchronize_parameters` and after the optimizer's state was loaded: with
+        ``diloco`` each replica gets its own parameters back.
 
         Raises:
             PlanError: On every rank, if the state of a rank is of another plan or of other
@@ -582,13 +622,32 @@ class GradientSync:
             StepError: Inside a step.
         """
         self._step.check("load_state_dict")
-        load_hook_states(
-            state,
-            self.handlers,
-            self.plan.digest,
-            launching=self.plan.launching,
-            ranks=sorted(self.topology.ranks),
-        )
+        meetings = self._parts.meetings
+        was_apart = meetings.is_apart
+        try:
+            load_hook_states(
+                state,
+                self._stateful(),
+                self.plan.digest,
+                launching=self.plan.launching,
+                ranks=sorted(self.topology.ranks),
+            )
+        except PlanError:
+            if self.plan.meets:  # some replicas may have got their own parameters already
+                self._synchronize()
+            raise
+        if was_apart and not meetings.is_apart:  # meetings begin anew, with equal replicas
+            self._synchronize()
+        if meetings.is_apart:
+            self._parameter_sync.send_copied()
+            self.wait_parameters()
+
+    def _stateful(self) -> dict[str, Stateful]:
+        """Returns what has the state of each handler, by its name."""
+        return {
+            name: resolved.plugin if resolved.plugin.outer is None else self._parts.meetings
+            for name, resolved in self.handlers.items()
+        }
 
     @outside_of_graphs
     def synchronize_parameters(self) -> None:
@@ -624,6 +683,7 @@ class GradientSync:
         for parameter in self._parameters.values():
             parameter.settle()
         self._parameter_sync.forget()
+        parts.meetings.begin()
 
     @outside_of_graphs
     def check_replicas(self) -> None:
@@ -682,7 +742,13 @@ class GradientSync:
 
     def statistics(self) -> Statistics:
         """Returns numbers of the last finished step."""
-        return replace(self._step.statistics, repaired=self._parts.drift.num_repaired)
+        parts = self._parts
+        return replace(
+            self._step.statistics,
+            repaired=parts.drift.num_repaired,
+            meetings=parts.meetings.number,
+            met_bytes=parts.meetings.met_bytes,
+        )
 
     def close(self) -> None:
         """Ends threads and destroys the process groups of comm streams. Every rank must call it.

@@ -2,7 +2,8 @@
 
 The ranks of a DTensor's mesh reduce among themselves: FSDP2 over its mesh, tensor parallelism in
 its own computes. pipegrad reduces along the other dimensions, along which ranks of the same
-coordinate hold the same part. So this file only looks at parts. Only `sum_terms` communicates.
+coordinate hold the same part. So this file only looks at parts. Only `redistribute_gradient`
+communicates.
 """
 
 from __future__ import annotations
@@ -115,21 +116,22 @@ def largest(shards: Iterable[Shard]) -> tuple[int, ...]:
     return tuple(map(max, zip(*(shard.shape for shard in shards), strict=True)))
 
 
-def has_terms(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient is a DTensor that its mesh has not summed yet."""
+def is_misplaced(parameter: torch.Tensor) -> bool:
+    """Whether the gradient of a DTensor lies otherwise than the DTensor, for example as terms."""
     # A backward leaves such a gradient if there was no gradient to add to.
-    return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
+    gradient = parameter.grad
+    if not is_dtensor(parameter) or not is_dtensor(gradient):
+        return False
+    return gradient.placements != parameter.placements
 
 
-def sum_terms(parameter: torch.Tensor) -> None:
-    """Sums the gradient of a DTensor over its mesh. Then it has the placements of its parameter.
+def redistribute_gradient(parameter: torch.Tensor) -> None:
+    """Makes the gradient of a DTensor lie as the DTensor does; sums terms over its mesh.
 
     Sync: a collective on the current stream. All ranks of the mesh must call it for the same
     parameters, in the same order.
     """
     assert is_dtensor(parameter)
     assert is_dtensor(parameter.grad)
-    pairs = zip(parameter.grad.placements, parameter.placements, strict=True)
-    placements = [final if present.is_partial() else present for present, final in pairs]
     with torch.no_grad():
-        parameter.grad = parameter.grad.redistribute(placements=placements)
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)

@@ -163,5 +163,6 @@ class Manifest:
                 requires_grad=entry.requires_grad,
                 holders=tuple(stage for stage, _ in homes),
                 position=position[homes[0]],
+                kind=self._entries[homes[0]].kind,
             )
         return records

@@ -165,7 +165,7 @@ def grouped(
 
     Args:
         groups: Of all ranks, by `group_keys`.
-        main_parameters: Of this rank.
+        main_parameters: Of this rank. Those in no group are left out.
     """
     group_of_key: dict[str, list[nn.Parameter]] = {}
     made = []
@@ -174,7 +174,8 @@ def grouped(
         group_of_key |= dict.fromkeys(keys, tensors)
         made.append({"params": tensors, **options})
     for main_parameter in main_parameters:
-        group_of_key[main_parameter.record.key].append(main_parameter.tensor)
+        if main_parameter.record.key in group_of_key:
+            group_of_key[main_parameter.record.key].append(main_parameter.tensor)
     return made
 
 
@@ -192,6 +193,8 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
         known = ", ".join(each.__name__ for each in _ELEMENTWISE)
         raise PlanError(
             f"{kind.__name__} cannot step sharded parameters: each rank has shards of them, and it "
-            f"may look at a whole one. Those that do not: {known}, or a class of your own with "
-            f"'elementwise = True'; or place the gradients by REPLICATE"
+            f"may look at a whole one. The handler 'owned' gives it whole matrices, and "
+            f"others=torch.optim.AdamW steps the shards of all else. Those that look at no whole "
+            f"parameter: {known}, or a class of your own with 'elementwise = True'. By "
+            f"'data-parallel' each rank steps whole parameters"
         )

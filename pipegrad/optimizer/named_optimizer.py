@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +11,15 @@ from torch import nn
 
 from pipegrad.errors import PlanError
 from pipegrad.optimizer.chunks import Chunk
-from pipegrad.optimizer.main_params import MainParameter, NamedGroupOf, group_keys, grouped
+from pipegrad.optimizer.joined_optimizer import JoinedOptimizer
+from pipegrad.optimizer.main_params import (
+    MainParameter,
+    NamedGroupOf,
+    group_keys,
+    grouped,
+)
 from pipegrad.optimizer.names import uncut_names
+from pipegrad.optimizer.parts import Part
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
 
@@ -22,48 +29,48 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 def named_optimizer(
-    kind: Callable[..., Optimizer],
-    options: Mapping[str, Any],
+    parts: Sequence[Part],
     group_of: NamedGroupOf | None,
     *,
-    records: Sequence[ParameterRecord],
+    sharded: Container[str],
     main_parameters: Sequence[MainParameter],
     locations: Mapping[str, str],
     strides: Mapping[str, Sequence[int]],
-) -> tuple[Optimizer, str]:
+) -> tuple[torch.optim.Optimizer, str]:
     """Returns an optimizer of the main parameters of this rank, and a text to compare with others.
 
     Args:
-        kind: Takes parameter groups and `options`.
-        options: For `kind`.
+        parts: Of `parts_of`; if there are several, they become one optimizer.
         group_of: Name and parameter on the meta device -> options of its group.
-        records: The trained parameters of all ranks.
+        sharded: Keys of parameters that are stepped in shards.
         main_parameters: Of this rank.
         locations: Key -> where along the mesh this rank's copy lives, as in ``"[tp=1]"``.
         strides: Key -> strides of the parameter in its module.
 
     Raises:
-        PlanError: If there is no parameter, or if `kind` makes no optimizer.
+        PlanError: As `Part.made`.
     """
-    if not records:
-        raise PlanError("no parameter requires a gradient, so an optimizer has nothing to step")
-    names = uncut_names(records)
+    names = uncut_names([record for part in parts for record in part.records])
 
     def options_of(record: ParameterRecord) -> Mapping[str, Any]:
         shown = nn.Parameter(torch.empty(record.shape, dtype=record.dtype, device="meta"))
         return {} if group_of is None else group_of(names[record.key], shown) or {}
 
-    groups = group_keys(records, options_of)
-    optimizer = kind(grouped(groups, main_parameters), **options)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(f"{written(kind)} made {type(optimizer).__name__}, expected an Optimizer")
+    groups_of_parts = [group_keys(part.records, options_of) for part in parts]
+    made = [
+        part.made(grouped(groups, main_parameters), sharded)
+        for part, groups in zip(parts, groups_of_parts, strict=True)
+    ]
+    optimizer = made[0] if len(made) == 1 else JoinedOptimizer(made)
+    groups = [group for groups in groups_of_parts for group in groups]
     named = {names[main.record.key] + locations[main.record.key]: main for main in main_parameters}
+    plain = {name: names[main.record.key] for name, main in named.items()}
     names_of_groups = [[names[key] for key in keys] for _, keys in groups]
-    NamedState(optimizer, named, names_of_groups, strides=strides)
+    NamedState(optimizer, named, names_of_groups, strides=strides, plain=plain)
     described = [
         f"{written(own)} for {len(keys)} parameters ({_digest(keys)})" for own, keys in groups
     ]
-    return optimizer, f"{written(kind)} with {written(options)}; groups: {', '.join(described)}"
+    return optimizer, f"{', '.join(map(str, parts))}; groups: {', '.join(described)}"
 
 
 def _digest(keys: Sequence[str]) -> str:
@@ -82,6 +89,7 @@ class NamedState:
         main_parameters: Name -> what it steps. Names have locations.
         groups: The names of each group's parameters on all ranks, without locations.
         strides: Key -> strides of the parameter in its module.
+        plain: Name -> the same without its location.
     """
 
     def __init__(
@@ -91,7 +99,9 @@ class NamedState:
         groups: Sequence[Sequence[str]],
         *,
         strides: Mapping[str, Sequence[int]],
+        plain: Mapping[str, str],
     ) -> None:
+        self._plain = plain
         self._main_parameters = main_parameters
         self._strides = strides
         self._names = {id(main.tensor): name for name, main in main_parameters.items()}
@@ -145,6 +155,9 @@ class NamedState:
         for number in range(first):
             name = names.get(number, number)
             main = self._main_parameters.get(str(name))
+            if main is not None and name not in state_dict["state"]:
+                # It was saved where all ranks had one state, as before a run with `diloco`.
+                name = self._plain[str(name)]
             if name in state_dict["state"]:
                 values = state_dict["state"][name]
                 state[number] = self._loaded(main, values) if main else values
@@ -178,7 +191,8 @@ def _other_groups(own: Sequence[Sequence[str]], saved: Sequence[Sequence[object]
     if here == there:
         return (
             f"the optimizer's state has groups of {[len(group) for group in saved]} parameters, "
-            f"expected {[len(group) for group in own]}: give the group_of of the run that saved it"
+            f"expected {[len(group) for group in own]}: give the group_of, and the others, of the "
+            f"run that saved it"
         )
     return (
         f"the optimizer's state is of another model: it has {sorted(there - here)[:4]}, which are "

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipegrad.plan.plan import Plan
+from pipegrad.plan.routes import gradient_route, meeting_of
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
 
@@ -43,12 +44,13 @@ class Locations:
             key: The parameter; None for a buffer, which no reduction makes equal.
         """
         view = self._view
+        route = self._routes.get(key or "", ())
         # Replicas along "dp" count as one parameter, even if no reduction makes them equal. Experts
-        # are the exception: each data rank may hold other experts.
-        replicated = {view.pipeline, *(() if key in self._divisors else ("dp",))}
-        reduction_steps = [
-            set(reduction_step.ranks) for reduction_step in self._routes.get(key or "", ())
-        ]
+        # are the exception: each data rank may hold other experts. So are replicas that train
+        # alone: each has its own parameters, and its own state of the optimizer.
+        is_apart = key in self._divisors or meeting_of(route) is not None
+        replicated = {view.pipeline, *(() if is_apart else ("dp",))}
+        reduction_steps = [set(reduction_step.ranks) for reduction_step in gradient_route(route)]
         apart = [
             f"{axis}={view.coordinate(axis)}"
             for axis, size in view.axes

@@ -18,6 +18,7 @@ from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
 from pipegrad.optimizer.main_params import MainShard
+from pipegrad.optimizer.meetings import Meetings
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.publishes import Publish
@@ -78,8 +79,10 @@ class ParameterSync:
         reducer: It has the comm streams.
         groups: The communicators.
         main_shards: Of this rank.
+        meetings: Of parameters that are stepped by replicas which train alone.
         main_parameters: Returns the main parameters that are sent or copied, by key.
-        is_needed: Whether any rank sends parameters, or has a master copy.
+        stepped_parameters: Returns those that this rank steps and that are sent, copied or met.
+        is_needed: Whether any rank sends parameters, has a master copy, or meets others.
         device: Of the parameters.
 
     Attributes:
@@ -98,7 +101,9 @@ class ParameterSync:
         reducer: Reducer,
         groups: Groups,
         main_shards: Sequence[MainShard],
+        meetings: Meetings,
         main_parameters: Callable[[], Mapping[str, nn.Parameter]],
+        stepped_parameters: Callable[[], Mapping[str, nn.Parameter]],
         is_needed: bool,
         device: torch.device,
     ) -> None:
@@ -107,7 +112,9 @@ class ParameterSync:
         self._reducer = reducer
         self._groups = groups
         self._main_shards = main_shards
+        self._meetings = meetings
         self._main_parameters = main_parameters
+        self._stepped_parameters = stepped_parameters
         self._device = device
         self.is_needed = is_needed
         self.coming: dict[int, list[Ticket]] = {}
@@ -134,9 +141,10 @@ class ParameterSync:
         """Sends the parameters that this rank has stepped; returns at once.
 
         Do not change them until the gradients of the next step are there. After `publish_stepped`
-        it does nothing.
+        it does nothing. If replicas meet after this step, it returns when they have met.
 
-        Sync: on the comm streams, after everything on the current stream.
+        Sync: on the comm streams, after everything on the current stream. A meeting is on the
+        current stream.
 
         Raises:
             StepError: If a parameter sync is needed, and `take` was not called.
@@ -144,9 +152,20 @@ class ParameterSync:
         self.refuse_untaken()
         if not self.is_needed or self._is_done:
             return
+        start = time.perf_counter()
+        # Before all that follows: what the replicas have made together is copied and sent.
+        self._meetings.meet_if_due()
+        self._blocked_seconds += time.perf_counter() - start
+        self.send_copied()
+
+    def send_copied(self) -> None:
+        """Copies master copies into the parameters, and sends them.
+
+        Sync: as `publish`.
+        """
         for main_shard in self._main_shards:
             main_shard.copy_back()
-        self._note_versions()
+        self._note_versions(self._main_parameters())
         self.send()
 
     def refuse_untaken(self) -> None:
@@ -157,9 +176,10 @@ class ParameterSync:
         """
         if self.is_needed and not self._is_taken:
             raise StepError(
-                "some gradients live on other ranks, in shards or in another dtype, and nobody has "
-                "asked for what this rank steps: give the optimizer sync.optimizer_parameters(), "
-                "or make it by sync.optimizer(), not of module.parameters()"
+                "some gradients live on other ranks, in shards or in another dtype, or replicas "
+                "meet, and nobody has asked for what this rank steps: give the optimizer "
+                "sync.optimizer_parameters(), or make it by sync.optimizer(), not of "
+                "module.parameters()"
             )
 
     def publish_stepped(self) -> None:
@@ -223,7 +243,8 @@ class ParameterSync:
         if self.is_needed:
             self.is_due, self._is_idle, self.is_moving = True, False, False
             self._is_done = False
-            self._note_versions()
+            self._note_versions(self._stepped_parameters())
+            self._meetings.count_step()
 
     def check_published(self) -> None:
         """Refuses parameters that were changed after `publish`, which other ranks do not have.
@@ -274,10 +295,8 @@ class ParameterSync:
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds
 
-    def _note_versions(self) -> None:
-        self._versions = [
-            (key, tensor, tensor._version) for key, tensor in self._main_parameters().items()
-        ]
+    def _note_versions(self, tensors: Mapping[str, nn.Parameter]) -> None:
+        self._versions = [(key, tensor, tensor._version) for key, tensor in tensors.items()]
 
     def _sync(self, buffer: ParameterBuffer, publish: Publish) -> None:
         """Sends or receives one bucket, backwards along one reduction. On a comm stream."""
@@ -292,5 +311,10 @@ class ParameterSync:
             region = buffer.bucket.region(rank, publish.step)
             group = self._groups.of(step.ranks, publish.comm_stream)
             with record_function(f"pipegrad bucket {buffer.bucket.index} back along {step}"):
-                sync_parameters(buffer.flat[region.start : region.stop], step.placement, group)
+                sync_parameters(
+                    buffer.flat[region.start : region.stop],
+                    step.placement,
+                    group,
+                    scattered=buffer.bucket.scattered(publish.step, rank),
+                )
         tape.note("parameter sync", (publish.bucket, publish.step), began)

@@ -22,7 +22,7 @@ class PlacedParameter:
 
     Attributes:
         main_shard: The same.
-        is_sharded: Whether its gradient is reduced with SHARD.
+        is_sharded: Whether its gradient is reduced with SHARD. With WHOLE it is like with OWNER.
         is_replaced: Whether an optimizer may not step the parameter itself on this rank.
         is_updated_elsewhere: Whether its values come from a parameter sync or a master copy.
     """

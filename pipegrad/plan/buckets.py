@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.routes import Route, signature
-from pipegrad.plugins.handler import ParameterRecord, Placement
+from pipegrad.plan.owners import Owners
+from pipegrad.plan.routes import Route, gradient_route, signature
+from pipegrad.plugins.handler import ParameterRecord, Placement, ReductionStep
 
 _ALIGN_BYTES = 64
 
@@ -49,11 +50,15 @@ class Bucket:
         holders: Stages that hold its parameters.
         dtype: dtype in which its gradients accumulate.
         wire_dtype: dtype in which they are sent.
+        sum_dtype: dtype in which the parts of ranks are added: that of the wire, or a wider one.
         parameter_dtype: dtype of its parameters, also in a parameter sync.
         route: The reductions, in order.
         slots: By reverse position in the model, which is the order in which backward fills them.
+            With WHOLE the slots of each rank lie together.
         payload_numel: Elements of all slots, with padding. The flags follow, one for each slot.
             Only with SHARD is it a multiple of the number of ranks.
+        whole_numels: With WHOLE, the elements of each rank of that reduction, by its order of
+            ranks. No slot crosses from one rank to the next.
     """
 
     index: int
@@ -61,10 +66,12 @@ class Bucket:
     holders: tuple[int, ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype
+    sum_dtype: torch.dtype
     parameter_dtype: torch.dtype
     route: Route
     slots: tuple[Slot, ...]
     payload_numel: int
+    whole_numels: tuple[int, ...] = ()
 
     @property
     def names(self) -> str:
@@ -82,19 +89,35 @@ class Bucket:
         The flags of all slots lie right after this region. See [Note: shards].
         """
         region = range(self.payload_numel)
-        for step in self.route[:num_steps]:
-            if step.placement is Placement.SHARD:
-                numel, shard = len(region) // len(step.ranks), step.ranks.index(rank)
-                region = region[shard * numel : (shard + 1) * numel]
+        for number, step in enumerate(self.route[:num_steps]):
+            if step.placement.scatters:
+                numels, index = self._scattered(number, len(region)), step.ranks.index(rank)
+                begin = sum(numels[:index])
+                region = region[begin : begin + numels[index]]
         return region
+
+    def scattered(self, step: int, rank: int) -> tuple[int, ...]:
+        """Returns how many elements each rank of a reduction has after it, by its order of ranks.
+
+        Without SHARD or WHOLE all have what they had.
+        """
+        return self._scattered(step, len(self.region(rank, step)))
+
+    def _scattered(self, step: int, numel: int) -> tuple[int, ...]:
+        reduction = self.route[step]
+        if reduction.placement is Placement.WHOLE:
+            return self.whole_numels
+        shards = len(reduction.ranks) if reduction.placement is Placement.SHARD else 1
+        return (numel // shards,) * len(reduction.ranks)
 
     def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
         """Returns the part of each slot that `rank` has, with offsets inside its region.
 
-        A part of a shard is flat. It is empty if the shard has no element of the slot.
+        Once the bucket was scattered, a part is flat. It is empty if the region has no element of
+        the slot.
         """
         region = self.region(rank, num_steps)
-        if len(region) == self.payload_numel:
+        if not any(step.placement.scatters for step in self.route[:num_steps]):
             return self.slots
         return tuple(_piece(slot, region) for slot in self.slots)
 
@@ -103,19 +126,24 @@ class Bucket:
         reduction = self.route[step]
         return f"bucket {self.index}: {reduction} over ranks {list(reduction.ranks)}"
 
-    def nbytes(self, step: int) -> int:
-        """Returns the bytes on the wire of a reduction: payload and flags."""
-        size = self.payload_numel // num_shards(self.route[:step])
-        return (size + len(self.slots)) * self.wire_dtype.itemsize
+    def nbytes(self, step: int, rank: int) -> int:
+        """Returns the bytes of a reduction on a rank: payload and flags."""
+        return (len(self.region(rank, step)) + len(self.slots)) * self.wire_dtype.itemsize
 
-    def parameter_nbytes(self, step: int) -> int:
-        """Returns the bytes of the parameter sync along a reduction."""
-        return self.payload_numel // num_shards(self.route[:step]) * self.parameter_dtype.itemsize
+    def parameter_nbytes(self, step: int, rank: int) -> int:
+        """Returns the bytes on a rank of the parameter sync along a reduction."""
+        return len(self.region(rank, step)) * self.parameter_dtype.itemsize
 
     @property
     def syncs_parameters(self) -> bool:
         """Whether its parameters need a parameter sync after the optimizer's step."""
         return any(step.syncs_parameters for step in self.route)
+
+    @property
+    def alone(self) -> Bucket | None:
+        """The same inside of one replica, without a meeting; None if no step is left."""
+        route = gradient_route(self.route)
+        return replace(self, route=route) if route else None
 
 
 def _piece(slot: Slot, region: range) -> Slot:
@@ -125,11 +153,13 @@ def _piece(slot: Slot, region: range) -> Slot:
     return Slot(slot.key, offset, (len(part),), (1,))
 
 
-# [Note: shards] After a reduction with SHARD, a rank continues with one shard of the payload, and
-# with the flags. The shard stays where it is. The flags are copied to right behind it, over
-# elements that belong to other ranks now. So the later reductions of the route also have one flat
-# tensor, and the payload is neither copied nor allocated again. See step 6 of the journey of a
-# gradient in docs/internals.md.
+# [Note: shards] After a reduction with SHARD or WHOLE, a rank continues with one region of the
+# payload, and with the flags. The flags are copied to right behind the region, over elements that
+# belong to other ranks now. So the later reductions of the route also have one flat tensor. Behind
+# the first of these reductions, this tensor, the rank's part, is copied into new memory, and the
+# mean is taken in the same pass. Then nobody needs the memory of the whole bucket, and it goes. The
+# part goes with the last gradient that is in it. See step 6 of the journey of a gradient in
+# docs/internals.md.
 
 
 class Kind:
@@ -142,12 +172,15 @@ class Kind:
         ticks: Sequence[int],
         wire_dtype: torch.dtype | None = None,
         gradients_of: Manifest | None = None,
+        *,
+        sum_dtype: torch.dtype | None = None,
     ) -> None:
         entry_dtype = gradients_of and gradients_of.entries(record.key)[0].gradient_dtype
         self.record = record
         self.route = route
         self.dtype = entry_dtype or record.dtype
         self.wire_dtype = wire_dtype or self.dtype
+        self.sum_dtype = torch.promote_types(self.wire_dtype, sum_dtype or self.wire_dtype)
         self.ready = max(ticks[stage] for stage in record.holders)
 
     @property
@@ -176,16 +209,33 @@ def make_buckets(manifest: Manifest, kinds: Iterable[Kind], capacity_bytes: int)
     # Two buckets may be ready in the same tick, in one stage. The later position in the model is
     # complete first.
     cuts.sort(key=lambda cut: (cut[0].ready, -cut[-1].record.position, str(cut[0].key)))
-    return [_bucket(index, cut, manifest) for index, cut in enumerate(cuts)]
+    owners = Owners()
+    return [
+        _whole_bucket(index, cut, manifest, owners)
+        if _whole_step(cut[0].route)
+        else _bucket(index, cut, manifest)
+        for index, cut in enumerate(cuts)
+    ]
+
+
+def _whole_step(route: Route) -> ReductionStep | None:
+    """Returns the reduction with WHOLE of a route; `make_routes` allows one."""
+    return next((step for step in route if step.placement is Placement.WHOLE), None)
 
 
 def _cut(family: Iterable[Kind], capacity_bytes: int) -> Iterable[list[Kind]]:
-    """Yields runs of at most `capacity_bytes`. A larger gradient is a run by itself."""
+    """Yields runs of at most `capacity_bytes`. A larger gradient is a run by itself.
+
+    With WHOLE, a run has a parameter for each rank, even if it is larger then.
+    """
+    # If fewer ranks owned a bucket, all the others would send to these few at once.
     cut: list[Kind] = []
     filled = 0
     for kind in family:
         nbytes = _aligned(kind.record.numel, kind.wire_dtype) * kind.wire_dtype.itemsize
-        if cut and filled + nbytes > capacity_bytes:
+        whole = _whole_step(kind.route)
+        least = 1 if whole is None else len(whole.ranks)
+        if len(cut) >= least and filled + nbytes > capacity_bytes:
             yield cut
             cut, filled = [], 0
         cut.append(kind)
@@ -196,11 +246,6 @@ def _cut(family: Iterable[Kind], capacity_bytes: int) -> Iterable[list[Kind]]:
 def _aligned(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
     step = max(1, _ALIGN_BYTES // dtype.itemsize) * num_shards
     return -(-numel // step) * step
-
-
-def num_shards(route: Route) -> int:
-    """Returns the number of shards into which a route cuts a bucket."""
-    return math.prod(len(step.ranks) for step in route if step.placement is Placement.SHARD)
 
 
 def _bucket(index: int, cut: Sequence[Kind], manifest: Manifest) -> Bucket:
@@ -215,6 +260,7 @@ def _bucket(index: int, cut: Sequence[Kind], manifest: Manifest) -> Bucket:
         holders=first.record.holders,
         dtype=first.dtype,
         wire_dtype=first.wire_dtype,
+        sum_dtype=first.sum_dtype,
         parameter_dtype=first.record.dtype,
         route=first.route,
         slots=tuple(slots),
@@ -222,11 +268,25 @@ def _bucket(index: int, cut: Sequence[Kind], manifest: Manifest) -> Bucket:
     )
 
 
+def _whole_bucket(index: int, cut: Sequence[Kind], manifest: Manifest, owners: Owners) -> Bucket:
+    """Returns a bucket in which the slots of each rank lie together."""
+    step = _whole_step(cut[0].route)
+    assert step is not None
+    chosen = owners.choose(step.ranks, [kind.record.shape for kind in cut])
+    order = sorted(range(len(cut)), key=lambda i: chosen[i])
+    numels = [0] * len(step.ranks)
+    for kind, owner in zip(cut, chosen, strict=True):
+        numels[owner] += _aligned(kind.record.numel, kind.wire_dtype)
+    bucket = _bucket(index, [cut[i] for i in order], manifest)
+    return replace(bucket, whole_numels=tuple(numels))
+
+
 def _padded(numel: int, num_flags: int, kind: Kind) -> int:
     """Returns the number of elements of a payload, so that all shards have the same size."""
     # The flags are written right behind a shard, over a shard of another rank; see [Note: shards].
     # So no shard may be smaller than the flags.
-    shards = num_shards(kind.route)
+    scattered = (s for s in kind.route if s.placement is Placement.SHARD)
+    shards = math.prod(len(step.ranks) for step in scattered)
     minimum = num_flags * shards if shards > 1 else 0
     return _aligned(max(numel, minimum), kind.wire_dtype, shards)
 

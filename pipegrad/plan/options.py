@@ -27,6 +27,8 @@ class GradientOptions:
     Attributes:
         bucket_bytes: Wire bytes at which a bucket is closed. A larger gradient has its own bucket.
         reduce_dtype: dtype on the wire. None: the dtype of each gradient, so nothing is copied.
+        sum_dtype: dtype in which the parts of ranks are added, if it is wider than the dtype on the
+            wire. The sum is rounded once. None: the dtype on the wire.
         master_dtype: dtype of the main parameters, and of the optimizer's state. With float32, each
             parameter of lower precision has a master copy of the part that this rank steps. None:
             the dtype of each parameter, so nothing is copied.
@@ -48,6 +50,7 @@ class GradientOptions:
 
     bucket_bytes: int = BUCKET_BYTES
     reduce_dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     comm_streams: int = 2
     allow_unsynced: Sequence[str] = ()
@@ -104,7 +107,7 @@ class GradientOptions:
                 f"check_every={self.check_every} must be at least 0 and repair={self.repair!r} "
                 f"True or False"
             )
-        for name in ("reduce_dtype", "master_dtype"):
+        for name in ("reduce_dtype", "sum_dtype", "master_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):
                 raise PlanError(f"{name} is {dtype!r}, expected one of floats or None")

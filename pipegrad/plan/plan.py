@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import (
     Bucket,
@@ -14,20 +16,23 @@ from pipegrad.plan.buckets import (
     in_few_words,
     localised,
     make_buckets,
-    num_shards,
 )
 from pipegrad.plan.build_routes import make_routes
+from pipegrad.plan.check_sums import check_sums
+from pipegrad.plan.meetings import Meeting, make_meetings
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
 from pipegrad.plan.publishes import Publish, make_publishes
 from pipegrad.plan.routes import (
     Divisors,
     Route,
     Routes,
+    gradient_route,
     has_result,
+    meeting_of,
     shared_routes,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement
 from pipegrad.topology import Topology
 
 
@@ -79,6 +84,11 @@ class Plan:
             comm stream). All ranks make them in this order.
         digest: Of the routes and buckets of all ranks. Equal digests mean that plans fit together.
         divisors: Key -> divisor of its gradient before it is sent, if that is not 1.
+        meetings: Parameters that meet those of other replicas every few steps, in order.
+        replica: The ranks that train as one, if parameters of any rank meet. Otherwise empty: all
+            ranks do.
+        matrices: Keys of the parameters of all ranks that a handler reduces with WHOLE, also over
+            a single rank.
     """
 
     rank: int
@@ -93,20 +103,36 @@ class Plan:
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
     divisors: tuple[tuple[str, float], ...] = ()
+    meetings: tuple[Meeting, ...] = ()
+    replica: tuple[int, ...] = ()
+    matrices: frozenset[str] = frozenset()
 
     @cached_property
     def reduced_bytes(self) -> int:
         """Bytes that this rank's collectives reduce in one step."""
         buckets = {bucket.index: bucket for bucket in self.buckets}
-        return sum(buckets[launch.bucket].nbytes(launch.step) for launch in self.launches)
+        return sum(
+            buckets[launch.bucket].nbytes(launch.step, self.rank) for launch in self.launches
+        )
 
     @cached_property
     def published_bytes(self) -> int:
         """Bytes of parameters that this rank sends or receives in the parameter sync of a step."""
         buckets = {bucket.index: bucket for bucket in self.buckets}
         return sum(
-            buckets[publish.bucket].parameter_nbytes(publish.step) for publish in self.publishes
+            buckets[publish.bucket].parameter_nbytes(publish.step, self.rank)
+            for publish in self.publishes
         )
+
+    @property
+    def meets(self) -> bool:
+        """Whether parameters of any rank meet those of other replicas."""
+        return bool(self.replica)
+
+    @property
+    def met_bytes(self) -> int:
+        """Bytes of parameters that this rank averages with other replicas in a meeting."""
+        return sum(meeting.nbytes for meeting in self.meetings)
 
     @property
     def chains(self) -> frozenset[tuple[int, ...]]:
@@ -116,9 +142,20 @@ class Plan:
 
     @property
     def launching(self) -> frozenset[str]:
-        """Names of the handlers that launch a collective on this rank."""
+        """Names of the handlers that launch a collective on this rank, or whose parameters meet."""
+        # Also a rank that steps nothing counts the steps until the parameters of others meet.
         routes = {bucket.index: bucket.route for bucket in self.buckets}
-        return frozenset(routes[x.bucket][x.step].handler for x in self.launches)
+        meeting = {step.handler for _, route in self.routes if (step := meeting_of(route))}
+        return frozenset({routes[x.bucket][x.step].handler for x in self.launches} | meeting)
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """Keys of this rank's parameters that ranks step in shards."""
+        return frozenset(
+            key
+            for key, route in self.routes
+            if any(step.placement is Placement.SHARD for step in route)
+        )
 
     @property
     def main_numel(self) -> int:
@@ -132,6 +169,8 @@ class Plan:
             f"{self.main_numel:,} of {self.trained_numel:,} elements"
         )
         lines = [summary]
+        if whole := [m.key for m in self.main_ranges if m.key in self.matrices and not m.sharded]:
+            lines.append(f"it steps whole: {in_few_words(whole)}")
         for divisor in sorted({divisor for _, divisor in self.divisors}):
             keys = [key for key, by in self.divisors if by == divisor]
             lines.append(f"divided by {divisor:g} before they leave: {in_few_words(keys)}")
@@ -140,22 +179,31 @@ class Plan:
         buckets = {bucket.index: bucket for bucket in self.buckets}
         for number, launch in enumerate(self.launches):
             bucket = buckets[launch.bucket]
-            step = bucket.route[launch.step]
+            step, nbytes = bucket.route[launch.step], bucket.nbytes(launch.step, self.rank)
             lines.append(
                 f"{number:<8}{bucket.index:<8}{launch.comm_stream:<8}{launch.ready:<7}"
-                f"{bucket.nbytes(launch.step) / 2**20:<11.3f}{step} over ranks {list(step.ranks)}: "
-                f"{bucket.names}"
+                f"{nbytes / 2**20:<11.3f}{step} over ranks {list(step.ranks)}: {bucket.names}"
             )
         if self.publishes:
             lines.append("publish bucket  stream  for stages        MiB        movement")
         for number, publish in enumerate(self.publishes):
-            step = buckets[publish.bucket].route[publish.step]
+            bucket = buckets[publish.bucket]
+            step, nbytes = (
+                bucket.route[publish.step],
+                bucket.parameter_nbytes(publish.step, self.rank),
+            )
             readers = ", ".join(map(str, publish.readers)) or "others"
             lines.append(
                 f"{number:<8}{publish.bucket:<8}{publish.comm_stream:<8}{readers:<18}"
-                f"{buckets[publish.bucket].parameter_nbytes(publish.step) / 2**20:<11.3f}"
-                f"back along {step} over ranks {list(step.ranks)}"
+                f"{nbytes / 2**20:<11.3f}back along {step} over ranks {list(step.ranks)}"
             )
+        if self.meetings:
+            lines.append("meeting                         MiB        replicas")
+        lines += [
+            f"{meeting.index:<32}{meeting.nbytes / 2**20:<11.3f}{meeting.step} over ranks "
+            f"{list(meeting.step.ranks)}: {meeting.names}"
+            for meeting in self.meetings
+        ]
         return "\n".join(lines)
 
 
@@ -205,8 +253,10 @@ class _Shared:
     divisors: Divisors
     buckets: tuple[Bucket, ...]
     packs: tuple[Bucket, ...]
+    meeting_axes: tuple[str, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
+    matrices: frozenset[str]
 
 
 def _plan_shared(
@@ -218,7 +268,8 @@ def _plan_shared(
     """Makes the routes and buckets of all ranks."""
     # Every rank computes this from the same manifest, and gets the same result. So bucket numbers
     # and communicators need no further message; `digest` is compared as a check.
-    routes, divisors = make_routes(manifest, topology, handlers, options.allow_unsynced)
+    allowed = options.allow_unsynced
+    routes, divisors, matrices = make_routes(manifest, topology, handlers, allowed)
     shared = shared_routes(routes)
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
@@ -231,11 +282,13 @@ def _plan_shared(
             several if topology.crosses(record.holders) else alone,
             options.reduce_dtype,
             manifest,
+            sum_dtype=options.sum_dtype,
         )
         for record, route in agreed
-        if record.requires_grad
+        if record.requires_grad and gradient_route(route)
     ]
     buckets = tuple(make_buckets(manifest, gradients, options.bucket_bytes))
+    check_sums(buckets, dict(handlers))
     kinds = [Kind(*pair, alone) for pair in agreed]
     packs = tuple(make_buckets(manifest, kinds, options.bucket_bytes))
     # `make_routes` has checked that the mesh and a parameter's route on one rank decide its routes
@@ -246,8 +299,10 @@ def _plan_shared(
         divisors=divisors,
         buckets=buckets,
         packs=packs,
+        meeting_axes=_meeting_axes(shared),
         groups=_groups(routes, buckets, options.comm_streams),
         digest=hashlib.sha256(repr(decided).encode()).hexdigest(),
+        matrices=matrices,
     )
 
 
@@ -259,20 +314,40 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
     shards = {record.key: manifest.shard(rank, record.key) for record in held}
     shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
     buckets = localised(shared.buckets, route_of, shapes)
+    packs = localised(shared.packs, route_of, shapes)
+    main_ranges = tuple(_main_ranges(trained, buckets, route_of, rank))
+    numels = {main_range.key: main_range.end - main_range.begin for main_range in main_ranges}
+    for key in numels.keys() & shapes.keys():  # of a DTensor a rank steps its shard
+        numels[key] = torch.Size(shapes[key]).numel()
     return Plan(
         rank=rank,
         buckets=buckets,
         launches=_launches(buckets, rank, options.comm_streams),
         publishes=make_publishes(buckets, view, shared.routes, options.comm_streams),
-        main_ranges=tuple(_main_ranges(trained, buckets, route_of, rank)),
+        main_ranges=main_ranges,
         trained_numel=sum(record.numel for record in trained),
         syncs_parameters=any(bucket.syncs_parameters for bucket in shared.buckets),
         routes=tuple(route_of.items()),
-        packs=localised(shared.packs, route_of, shapes),
+        packs=packs,
+        meetings=tuple(make_meetings(packs, numels, rank, options.master_dtype)),
+        replica=_replica(view, shared.meeting_axes),
         groups=shared.groups,
         digest=shared.digest,
         divisors=tuple((r.key, shared.divisors[r.key]) for r in held if r.key in shared.divisors),
+        matrices=shared.matrices,
     )
+
+
+def _meeting_axes(routes: Mapping[str, Route]) -> tuple[str, ...]:
+    """Returns the dimensions along which replicas meet; `make_routes` has checked them."""
+    steps = map(meeting_of, routes.values())
+    return next((tuple(step.axes.split("+")) for step in steps if step is not None), ())
+
+
+def _replica(view: Topology, meeting_axes: Sequence[str]) -> tuple[int, ...]:
+    """Returns the ranks that train together with ``view.rank``; none if nothing meets."""
+    others = tuple(axis for axis, _ in view.axes if axis not in meeting_axes)
+    return view.ranks_along(others) if meeting_axes else ()
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
@@ -297,13 +372,14 @@ def _main_ranges(
         route = routes.get(record.key, ())
         if not has_result(route, rank):
             continue
-        if num_shards(route) == 1:
+        if not any(step.placement.scatters for step in route):
             yield MainRange(record.key, 0, record.numel, sharded=False)
             continue
         bucket, slot = locations[record.key]
         part = slot.within(bucket.region(rank, len(route)))
         if part:
-            yield MainRange(record.key, part.start, part.stop, sharded=True)
+            sharded = any(step.placement is Placement.SHARD for step in route)
+            yield MainRange(record.key, part.start, part.stop, sharded=sharded)
 
 
 # [Note: order of collectives] There is one list of all collectives, sorted by one key. Each rank
@@ -340,7 +416,8 @@ def _groups(
     for (_, comm_stream), step in used.items():
         # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first
         # step.
-        specs |= {(step.ranks, 0), (step.ranks, comm_stream or 0)}
+        is_sent = step.placement is not Placement.MEET
+        specs |= {(step.ranks, 0), (step.ranks, (comm_stream or 0) if is_sent else 0)}
         if comm_stream is not None and step.is_pair:
             specs.add((step.ranks, second_communicator(comm_stream)))
     return tuple(sorted(specs))

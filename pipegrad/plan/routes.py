@@ -21,18 +21,32 @@ def steps_taken(route: Route, rank: int) -> int:
     for index, step in enumerate(route):
         if step.placement is Placement.OWNER and rank != step.owner:
             return index + 1
-    return len(route)
+    return len(gradient_route(route))
+
+
+def gradient_route(route: Route) -> Route:
+    """Returns the steps that send gradients: all but a meeting, which is the last step."""
+    return tuple(step for step in route if step.placement is not Placement.MEET)
+
+
+def meeting_of(route: Route) -> ReductionStep | None:
+    """Returns the step of a route along which parameters meet; None if there is none."""
+    return next((step for step in route if step.placement is Placement.MEET), None)
 
 
 def has_result(route: Route, rank: int) -> bool:
-    """Whether `rank` has the result of a route, or a shard of it."""
-    # With SHARD every rank has a part, with REPLICATE every rank has all.
+    """Whether `rank` has a part of the result of a route, if there are several parts."""
+    # With SHARD every rank has a part, with REPLICATE every rank has all. With WHOLE the bucket
+    # says which parameters a rank has: see `Plan.main_ranges`.
     return all(rank == step.owner for step in route if step.placement is Placement.OWNER)
 
 
 def is_counted(route: Route, rank: int) -> bool:
     """Whether the result on `rank` counts in a norm. Equal results count once, on the owner."""
-    return all(rank == step.owner for step in route if step.placement is not Placement.SHARD)
+    # With SHARD and WHOLE no two ranks have the same element. Ranks that meet have different
+    # gradients, and each of them counts in its own replica.
+    steps = (step for step in gradient_route(route) if not step.placement.scatters)
+    return all(rank == step.owner for step in steps)
 
 
 def signature(route: Route) -> tuple[tuple[str, ...], ...]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import cached_property
-from inspect import Parameter, Signature
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.comm.work import Work
+from pipegrad.plugins.constructed import Constructed
 from pipegrad.plugins.registry import HANDLERS, Registry
-from pipegrad.plugins.written import written
 from pipegrad.topology import Topology
 
 DEFAULT_HANDLERS = ("pipeline-shared", "data-parallel")
+# Usual names of embeddings and heads. Muon is meant for the matrices between them.
+EMBEDDINGS_AND_HEADS = ("*embed*", "*lm_head*", "head.*", "*.head.*", "output.*", "*classifier*")
 BUCKET_BYTES = 25 * 2**20  # a bucket is closed at this size, as in DistributedDataParallel
 
 Op = Literal["sum", "mean"]
@@ -27,11 +30,63 @@ PAIR_EXCHANGES: tuple[Exchange, ...] = ("pairwise", "asymmetric")
 
 
 class Placement(Enum):
-    """Where the result of a reduction lives. It decides the collective and the parameter sync."""
+    """Where the result of a reduction lives. It decides the collective and the parameter sync.
+
+    OWNER: on the lowest rank. WHOLE: each parameter whole on one of the ranks, another one for each
+    parameter. SHARD: a shard on each rank. REPLICATE: on every rank. MEET: no gradient is sent;
+    each of the ranks steps its own copy, and every few steps all copies meet: see `OuterStep`.
+    """
 
     OWNER = "owner"
+    WHOLE = "whole"
     SHARD = "shard"
     REPLICATE = "replicate"
+    MEET = "meet"
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank goes on with its own part of a bucket: a reduce-scatter."""
+        return self in (Placement.WHOLE, Placement.SHARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterStep:
+    """What happens when the copies of a parameter meet: a step of SGD with Nesterov's momentum.
+
+    It is DiLoCo's outer optimizer. Its gradient is the parameter of the last meeting minus the mean
+    of all copies now. It steps the parameter of the last meeting, and all copies go on from there.
+    With ``lr=1.0`` and ``momentum=0.0`` the new parameter is the mean of all copies.
+
+    Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models,
+    algorithm 1.
+
+    Attributes:
+        every: Steps between two meetings.
+        lr: Learning rate of the outer step.
+        momentum: Its momentum.
+
+    Raises:
+        ValueError: If a value is wrong. It names the value.
+    """
+
+    every: int
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(
+                f"every is {self.every!r}, expected a whole number of steps, 1 or more"
+            )
+        for name in ("lr", "momentum"):
+            value: Any = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value):
+                raise ValueError(f"{name} is {value!r}, expected a number")
+        if self.lr <= 0:
+            raise ValueError(f"lr is {self.lr!r}, expected a number above 0")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum!r}, expected at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -49,6 +104,7 @@ class ParameterRecord:
         requires_grad: Whether it is trained. Other parameters are never reduced.
         holders: All stages that hold it, ascending.
         position: Index in the order of ``named_parameters`` of the lowest holder.
+        kind: Class name of the module at the lowest holder that has it, such as ``"Embedding"``.
     """
 
     key: str
@@ -59,6 +115,7 @@ class ParameterRecord:
     requires_grad: bool
     holders: tuple[int, ...]
     position: int
+    kind: str = ""
 
     @property
     def shared(self) -> bool:
@@ -69,6 +126,23 @@ class ParameterRecord:
     def numel(self) -> int:
         """Number of elements."""
         return torch.Size(self.shape).numel()
+
+    def is_matrix(self, others: Sequence[str] = EMBEDDINGS_AND_HEADS) -> bool:
+        """Whether an optimizer such as Muon should step it: not a vector, an embedding, or a head.
+
+        It has two dimensions or more of more than one element. The class of its module is not
+        called an embedding, as ``nn.Embedding`` is. No other stage holds it, as a tied head.
+
+        Args:
+            others: Shell-style patterns of names that are none, case-sensitive.
+        """
+        names = (self.name, self.key.partition(".")[2])
+        return (
+            sum(size > 1 for size in self.shape) > 1
+            and "Embedding" not in self.kind
+            and not self.shared
+            and not any(fnmatchcase(name, pattern) for name in names for pattern in others)
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +179,8 @@ class ReductionStep:
     Attributes:
         axes: The mesh dimensions that it spans (``"dp"``, ``"pp[0,3]"``). The same in each group.
         ranks: Global ranks of this group, ascending.
-        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards, but in float16 before.
+        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards. If the handler has neither
+            a `launch` nor a hook of its own, it may divide before: see `FlatBucket.is_mean`.
         placement: Where the result lives.
         handler: Name of the handler that has requested it.
         exchange: How two ranks sum.
@@ -136,7 +211,7 @@ class ReductionStep:
     @property
     def syncs_parameters(self) -> bool:
         """Whether updated parameters are sent along it, backwards, after the optimizer's step."""
-        return self.placement is not Placement.REPLICATE
+        return self.placement is Placement.OWNER or self.placement.scatters
 
     @property
     def is_point_to_point(self) -> bool:
@@ -164,7 +239,8 @@ class FlatBucket(Protocol):
     """The gradients that travel together, for a handler's `launch`.
 
     Attributes:
-        is_mean: A `launch` sets it if it leaves the mean. Then pipegrad does not divide.
+        is_mean: A `launch` sets it if it leaves the mean. Then pipegrad does not divide. It is True
+            already if gradients were divided as they were put into the bucket.
     """
 
     is_mean: bool
@@ -186,7 +262,7 @@ class FlatBucket(Protocol):
         """Views of `payload`, one for each flag, in the shapes of the parameters.
 
         After a reduction with SHARD: the part of each gradient in this rank's shard, flat. It may
-        be empty.
+        be empty. After one with WHOLE: the gradient, or nothing of it, flat.
         """
 
     @property
@@ -197,7 +273,7 @@ class FlatBucket(Protocol):
         """Sums over `group` with the reduction's placement: what `launch` does by default.
 
         For a mean of float16, it divides before, so that the sum does not overflow, and sets
-        `is_mean`.
+        `is_mean`. With a `sum_dtype`, it divides the wide sum and sets `is_mean`.
         """
 
 
@@ -219,7 +295,7 @@ class Averaging(Protocol):
         """As `GradientHandler.load_state_dict`."""
 
 
-class GradientHandler(ABC):
+class GradientHandler(Constructed, ABC):
     """Returns the reductions of gradients. pipegrad does everything else.
 
     Options are keyword-only arguments of ``__init__``. Subclasses import only ``pipegrad``'s
@@ -228,24 +304,14 @@ class GradientHandler(ABC):
     Attributes:
         hook: Set it in ``__init__`` for `launch` to average with it. Then every reduction must be
             a mean with REPLICATE.
+        outer: Set it in ``__init__`` for reductions with MEET: when parameters meet, and how.
         keeps_equal: False in a handler that sends nothing, for measurements. Then copies drift
             apart, and `GradientSync.finish` does not compare them.
-        made_with: The arguments of its constructor, as text.
     """
 
     hook: Averaging | None = None
+    outer: OuterStep | None = None
     keeps_equal: bool = True
-    made_with: tuple[tuple[str, str], ...]
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Stores the arguments of the handler, so that ranks can compare instances."""
-        # Here and not in `__init__`: a subclass need not call the `__init__` of its base class.
-        if (args or kwargs) and cls.__init__ is object.__init__:
-            raise TypeError(f"{cls.__name__}() takes no arguments")
-        handler = super().__new__(cls)
-        arguments = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-        handler.made_with = tuple((name, written(arguments[name])) for name in sorted(arguments))
-        return handler
 
     @abstractmethod
     def reductions(
@@ -253,14 +319,14 @@ class GradientHandler(ABC):
     ) -> Iterable[Reduction]:
         """Returns the reductions of the parameters that ``topology.rank`` holds.
 
+        With MEET a reduction must be a mean along whole data dimensions.
+
         It must be pure. Every rank calls it for every rank (``topology.at(rank)``), and computes
         the plans of all ranks. Reductions over a single rank cost nothing: they are dropped, except
         their divisors.
         """
 
-    def check(  # noqa: B027 - need not be overridden
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> None:
+    def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
         """Raises an error if the handler's options do not fit the model. By default it does not.
 
         It is called once on every rank, with the parameters of all stages. It must be pure.
@@ -307,18 +373,17 @@ class GradientHandler(ABC):
             raise ValueError("it has no communication hook, and takes nothing that one kept")
 
 
+def sums_plainly(handler: GradientHandler) -> bool:
+    """Whether a handler launches reductions as `GradientHandler` does, without a hook."""
+    launch = getattr(handler.launch, "__func__", None)
+    return handler.hook is None and launch is GradientHandler.launch
+
+
 def keeps_state(handler: GradientHandler) -> bool:
     """Whether a handler may have a state from step to step, such as error feedback."""
     # After a failed step, such a state may differ between ranks. So it makes the failure final.
     overridden = type(handler).state_dict is not GradientHandler.state_dict
     return handler.hook is not None or overridden
-
-
-# `inspect.signature` takes the `__init__` of a subclass if it has one, otherwise this `__new__`. A
-# handler without an `__init__` has no options, so this signature is empty.
-GradientHandler.__new__.__signature__ = Signature(  # type: ignore[attr-defined]
-    [Parameter("cls", Parameter.POSITIONAL_ONLY)]
-)
 
 
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm import collectives, sync_points
+from pipegrad.comm import collectives, messages, sync_points
 from pipegrad.comm.comm_stream import CommStream, Ticket
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.graph_capture import outside_of_graphs
@@ -287,13 +287,13 @@ class Bucketer:
             if not key.in_place:
                 result = _fresh(staging.numel, key)
                 events.append(result.written(RESULT))
-            threaded = collectives.blocks_host(key.group, key.device)
+            threaded = messages.blocks_host(key.group, key.device)
             if (key.device, threaded) not in self._comm_streams:
                 comm_stream = CommStream("pipegrad bucketer", key.device, threaded=threaded)
                 self._comm_streams[key.device, threaded] = comm_stream
             if self._ending is None:
                 self._ending = Ending(self, threads=self._comm_streams.values(), used=self._used)
-            if collectives.backend_of(key.group, key.device) == "gloo":
+            if messages.backend_of(key.group, key.device) == "gloo":
                 self._used.add(key.group)
             task = partial(_reduce, key, result.buffer[: staging.numel], staging.rows)
             ticket = self._comm_streams[key.device, threaded].submit(

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import AgreementError, PlanError, in_words
-from pipegrad.plugins.handler import GradientHandler
-from pipegrad.plugins.registry import ResolvedPlugin
 
 
-def hook_states(
-    handlers: Mapping[str, ResolvedPlugin[GradientHandler]], digest: str
-) -> dict[str, Any]:
+class Stateful(Protocol):
+    """A handler, or what keeps the state of one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state; {} if there is none."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with a result of `state_dict`; starts anew if it is empty."""
+
+
+def hook_states(handlers: Mapping[str, Stateful], digest: str) -> dict[str, Any]:
     """Returns the states of all handlers that have one; empty if none has.
 
     Args:
-        handlers: All handlers, by name.
+        handlers: By name, what has the state of each handler.
         digest: Of the plan.
     """
     states = {
-        name: state
-        for name, resolved in handlers.items()
-        if (state := resolved.plugin.state_dict())
+        name: state for name, stateful in handlers.items() if (state := stateful.state_dict())
     }
     return {"plan": digest, "handlers": states} if states else {}
 
 
 def load_hook_states(
     state: Mapping[str, Any],
-    handlers: Mapping[str, ResolvedPlugin[GradientHandler]],
+    handlers: Mapping[str, Stateful],
     digest: str,
     *,
     launching: Collection[str],
@@ -40,9 +44,10 @@ def load_hook_states(
 
     Args:
         state: The saved state of this rank.
-        handlers: All handlers, by name.
+        handlers: As in `hook_states`.
         digest: Of the plan.
-        launching: Handlers that launch collectives on this rank. Others have no state here.
+        launching: Handlers that launch collectives on this rank, or whose parameters meet. Others
+            have no state here.
         ranks: All ranks that call this, ascending.
     """
     hook_state = dict(state.get("handlers", {}))
@@ -51,13 +56,13 @@ def load_hook_states(
         if state and state.get("plan") != digest:
             raise PlanError(
                 "what handlers kept is of another plan: of another model, other handlers, buckets "
-                "or ranks; error feedback fits into its own plan alone"
+                "or ranks; it fits into its own plan alone"
             )
         if unknown := sorted(hook_state.keys() - handlers.keys()):
             raise PlanError(f"what is to be loaded was kept by handlers {unknown}, not in use here")
-        for name, resolved in handlers.items():
+        for name, stateful in handlers.items():
             try:
-                resolved.plugin.load_state_dict(hook_state.get(name, {}))
+                stateful.load_state_dict(hook_state.get(name, {}))
             except Exception as error:
                 raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
         return {name: "what it kept" if hook_state.get(name) else "nothing" for name in launching}
@@ -69,8 +74,8 @@ def load_hook_states(
             same(f"what handler {name!r} goes on from", sources)
     except (PlanError, AgreementError) as error:
         # Ranks with and without a loaded state would compute different means. So all start anew.
-        for resolved in handlers.values():
-            resolved.plugin.load_state_dict({})
+        for stateful in handlers.values():
+            stateful.load_state_dict({})
         if isinstance(error, PlanError):
             raise
         raise PlanError(str(error)) from error

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import collectives
-from pipegrad.comm.collectives import (
+from pipegrad.comm.collectives import Arriving
+from pipegrad.comm.messages import (
     BACK,
     COUNTS,
     RECEIVED,
     SENT,
-    Arriving,
+    can_send,
     real,
     receive,
     send,
@@ -74,21 +75,23 @@ class PairSum:
     """The exchange of one bucket between two ranks, in each step. Runs on a comm stream.
 
     Args:
-        buffer: Payload and flags, flat.
-        rows: Its rows, if the first rank sends only rows that are not zero; otherwise empty.
+        rows: The rows of the buffer, if the first rank sends only rows that are not zero; otherwise
+            empty.
         back: The communicator for messages of the first rank. The other communicator has a receive
             that was posted early. It would block these messages on a backend without tags.
     """
 
-    def __init__(
-        self, buffer: torch.Tensor, rows: Sequence[Rows], *, back: dist.ProcessGroup
-    ) -> None:
-        self._buffer = buffer
+    def __init__(self, rows: Sequence[Rows], *, back: dist.ProcessGroup) -> None:
+        self._buffer: torch.Tensor
         self._rows = rows
         self._back = back
         self._scratch: torch.Tensor | None = None  # for the whole part of the first rank
         self._receiving: Work | None = None
         self._sending: list[tuple[torch.Tensor, Work]] = []
+
+    def place(self, buffer: torch.Tensor) -> None:
+        """Makes `buffer` the tensor that is summed: payload and flags, flat."""
+        self._buffer = buffer
 
     def begin(self, arriving: Arriving | None, group: dist.ProcessGroup) -> Work:
         """Sends this rank's part; the returned work ends when the sum is in the buffer.
@@ -104,7 +107,7 @@ class PairSum:
         # The second rank (a later stage) is final first. The first rank answers at the end of its
         # step. If the second rank waited here, all later collectives of its comm stream would wait
         # for another rank's backward. So it waits late.
-        if not collectives.can_send(group, self._buffer.device):
+        if not can_send(group, self._buffer.device):
             work: Work = dist.all_reduce(self._buffer, group=group, async_op=True)
             return work
         if dist.get_rank(group) == 0:

@@ -20,11 +20,13 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
+from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Launch, Plan, second_communicator
-from pipegrad.plugins.handler import GradientHandler
+from pipegrad.plugins.handler import GradientHandler, Placement, sums_plainly
 from pipegrad.reduce.bucket_buffer import BucketBuffer, FlatBuffer
 from pipegrad.reduce.pair_exchange import PairSum, rows_of
 from pipegrad.reduce.reductions import StepBucket
+from pipegrad.reduce.room import Room
 
 _POLL_SECONDS = 0.2
 _REFUSED_SECONDS = 5.0  # after a verb was refused on another rank, which may call it again
@@ -47,8 +49,10 @@ class Reducer:
         handlers: Handlers by name.
         notice: The board for failures of this rank and of others.
         device: Of the gradients.
+        is_patient: Whether a backward may wait for memory, some time: no other stage needs it.
 
     Attributes:
+        room: Frees the memory of buckets whose parts were taken.
         comm_streams: They run the collectives.
         tape: Where collectives are noted.
     """
@@ -62,8 +66,15 @@ class Reducer:
         handlers: Mapping[str, GradientHandler],
         notice: FailureNotice,
         device: torch.device,
+        is_patient: bool = False,
     ) -> None:
-        self.buffers = {bucket.index: BucketBuffer(bucket, device) for bucket in plan.buckets}
+        self._handlers = handlers
+        self._rank = plan.rank
+        self._device = device
+        self.buffers = {bucket.index: self._bucket_buffer(bucket) for bucket in plan.buckets}
+        self.room = Room(self.buffers, is_patient=is_patient)
+        for buffer in self.buffers.values():
+            buffer.on_making = self.room.make
         self.buffer_of = {s.key: self.buffers[b.index] for b in plan.buckets for s in b.slots}
         self._queues = [
             [x for x in plan.launches if x.comm_stream == comm_stream]
@@ -75,9 +86,6 @@ class Reducer:
             for comm_stream in range(comm_streams)
         ]
         self._groups = groups
-        self._handlers = handlers
-        self._rank = plan.rank
-        self._device = device
         self.notice = notice
         self.tape = Tape()
         self._lock = threading.Lock()
@@ -85,10 +93,7 @@ class Reducer:
         # For each sum that another rank will send, memory is made now, and `expect` posts the
         # receive at the beginning of each step.
         self._expecting = [x for x in plan.launches if self._receives_sum(x)]
-        self._inboxes = {
-            launch: FlatBuffer(torch.empty_like(self._flat[launch].buffer))
-            for launch in self._expecting
-        }
+        self._inboxes = {launch: self._inbox(launch) for launch in self._expecting}
         self._complete: set[int] = set()
         self._ending: set[int] = set()  # buckets with a reduction whose wait was put off
         self._next = [0] * comm_streams
@@ -112,6 +117,7 @@ class Reducer:
     def reset(self) -> None:
         """Sets all buckets to incomplete, and all collectives to not launched."""
         self._ending.clear()
+        self.room.begin()
         self._complete.clear()
         self._next = [0] * len(self.comm_streams)
         self.num_launched = 0
@@ -145,8 +151,15 @@ class Reducer:
         for launch in self._expecting:
             self.comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
 
-    def announce(self, key: str, gradient: torch.Tensor | None, *, contributed: bool) -> None:
-        """Takes a final gradient, and launches the collectives that are due now.
+    def announce(
+        self,
+        key: str,
+        gradient: torch.Tensor | None,
+        *,
+        contributed: bool,
+        divisor: float = 1.0,
+    ) -> None:
+        """Takes a final gradient, which must be divided, and launches the collectives due now.
 
         Sync: the slot is written and its event recorded on the current stream; collectives run on
         the comm streams. May be called from autograd's threads.
@@ -155,7 +168,7 @@ class Reducer:
             buffer = self.buffer_of[key]
             self._is_in_doubt = True
             try:
-                if buffer.fill(key, gradient, contributed=contributed):
+                if buffer.fill(key, gradient, contributed=contributed, divisor=divisor):
                     self._complete.add(buffer.bucket.index)
                     for comm_stream in range(len(self.comm_streams)):
                         self._launch_due(comm_stream)
@@ -178,7 +191,36 @@ class Reducer:
             buffer = self.buffers[launch.bucket]
             self._next[comm_stream] += 1
             self.num_launched += 1
-            self.comm_streams[comm_stream].submit(partial(self._reduce, launch), buffer.producers())
+            ticket = self.submit(comm_stream, partial(self._reduce, launch), buffer.producers())
+            if launch.step == buffer.scatters_at:
+                self.room.launched(launch.bucket, ticket)
+
+    def _bucket_buffer(self, bucket: Bucket) -> BucketBuffer:
+        divisor = len(bucket.route[0].ranks) if self._divides_first(bucket) else 1
+        return BucketBuffer(bucket, self._device, rank=self._rank, divisor=divisor)
+
+    def _divides_first(self, bucket: Bucket) -> bool:
+        """Whether gradients are divided for the mean of the first reduction as they are filled.
+
+        That costs no pass of its own if they are written then. With SHARD it is cheaper afterwards,
+        of the shard alone, but a sum of float16 may overflow although the mean does not. A wide sum
+        is divided before it is rounded. What a handler's own `launch` reduces must be whole.
+        """
+        first = bucket.route[0]
+        is_cheaper = first.placement is Placement.REPLICATE or bucket.wire_dtype == torch.float16
+        return (
+            first.op == "mean"
+            and first.placement is not Placement.OWNER
+            and is_cheaper
+            and bucket.sum_dtype == bucket.wire_dtype
+            and sums_plainly(self._handlers[first.handler])
+        )
+
+    def _inbox(self, launch: Launch) -> FlatBuffer:
+        """Returns memory for a sum that another rank will send."""
+        bucket = self.buffers[launch.bucket].bucket
+        numel = len(bucket.region(self._rank, launch.step)) + len(bucket.slots)
+        return FlatBuffer(torch.empty(numel, dtype=bucket.wire_dtype, device=self._device))
 
     def _receives_sum(self, launch: Launch) -> bool:
         """Whether the next rank sends its partial sum to this rank."""
@@ -187,22 +229,23 @@ class Reducer:
 
     def _step_bucket(self, launch: Launch) -> StepBucket:
         buffer = self.buffers[launch.bucket]
-        bucket, part = buffer.bucket, buffer.part(self._rank, launch.step)
+        bucket = buffer.bucket
+        part = buffer.nothing() if buffer.goes else buffer.part(launch.step)
         step, pair_sum = bucket.route[launch.step], None
         if step.is_pair:
             region = bucket.region(self._rank, launch.step)
             rows = rows_of(bucket, region) if step.exchange == "asymmetric" else ()
-            pair_sum = PairSum(
-                part,
-                rows,
-                back=self._groups.of(step.ranks, second_communicator(launch.comm_stream)),
-            )
+            back = self._groups.of(step.ranks, second_communicator(launch.comm_stream))
+            pair_sum = PairSum(rows, back=back)
         return StepBucket(
             part,
-            len(buffer.views),
+            len(bucket.slots),
             index=launch.bucket,
             slots=bucket.pieces(self._rank, launch.step),
+            sum_dtype=bucket.sum_dtype,
+            scattered=bucket.scattered(launch.step, self._rank),
             pair_sum=pair_sum,
+            is_divided=launch.step == 0 and self._divides_first(bucket),
         )
 
     def _expect(self, launch: Launch) -> None:
@@ -230,6 +273,10 @@ class Reducer:
         )
         with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
+            if launch.step == 0:
+                buffer.divide()
+            if buffer.goes:
+                flat.place(buffer.part(launch.step))
             flat.begin()
             with record_function(f"pipegrad bucket {buffer.bucket.index} {step}"):
                 work = self._handlers[step.handler].launch(flat, step, group)
@@ -251,9 +298,10 @@ class Reducer:
             self._ending.discard(launch.bucket)
             flat = self._flat[launch]
             flat.end()
-            rest = buffer.cut(self._rank, launch.step + 1)
-            if step.op == "mean" and not flat.is_mean:
-                rest.div_(len(step.ranks))
+            is_sum_of_mean = step.op == "mean" and not flat.is_mean
+            buffer.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
+            if buffer.goes:
+                flat.place(buffer.nothing())
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     @contextmanager
@@ -291,6 +339,9 @@ class Reducer:
             ReduceError: If a collective failed on this rank, or another rank posted a failure.
         """
         start, began = time.perf_counter(), self.tape.now()
+        for ticket in self.room.tickets():
+            self.wait_for(ticket)
+            self.room.free_done()
         self._wait_for_comm_streams()
         late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import collectives
+from pipegrad.comm.shard_sums import WideSum
 from pipegrad.comm.work import Done, Work
 from pipegrad.plan.buckets import Slot
 from pipegrad.plugins.handler import Placement, ReductionStep
@@ -25,7 +26,10 @@ class StepBucket:
         num_flags: Number of flags.
         index: Of the bucket.
         slots: The slot of each gradient in the payload.
+        scattered: How many elements each rank has after the reduction; see `Bucket.scattered`.
+        sum_dtype: dtype in which the parts of ranks are added; None: that of the buffer.
         pair_sum: The exchange of two ranks, if the reduction has one.
+        is_divided: Whether what is reduced was divided before, so that its sum is the mean.
 
     Attributes:
         is_mean: Whether the last launch leaves the mean, not the sum: a hook's, or that of float16.
@@ -39,20 +43,31 @@ class StepBucket:
         *,
         index: int,
         slots: Sequence[Slot],
+        scattered: Sequence[int],
+        sum_dtype: torch.dtype | None = None,
         pair_sum: PairSum | None = None,
+        is_divided: bool = False,
     ) -> None:
-        self.buffer = buffer
         self.num_flags = num_flags
         self.index = index
-        self.payload, self.flags = buffer[:-num_flags], buffer[-num_flags:]
         self._slots = slots
+        self.sum_dtype = sum_dtype or buffer.dtype
+        self.scattered = scattered
         self.pair_sum = pair_sum
-        self.is_mean = False
+        self.is_mean = self._is_divided = is_divided
         self.arriving: collectives.Arriving | None = None
+        self.place(buffer)
+
+    def place(self, buffer: torch.Tensor) -> None:
+        """Makes `buffer` the tensor that is reduced: the memory of a bucket may be new."""
+        self.buffer = buffer
+        self.payload, self.flags = buffer[: -self.num_flags], buffer[-self.num_flags :]
+        if self.pair_sum is not None:
+            self.pair_sum.place(buffer)
 
     def begin(self) -> None:
         """Starts a reduction: what is launched next is a sum, unless it says otherwise."""
-        self.is_mean = False
+        self.is_mean = self._is_divided
 
     def expect(self, inbox: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Posts the receive of the next rank's partial sum, for this step."""
@@ -74,46 +89,65 @@ class StepBucket:
     def reduce(self, reduction: ReductionStep, group: dist.ProcessGroup) -> Work:
         """Sums over `group` as the reduction's placement says.
 
-        Sync: on a comm stream. With SHARD, only this rank's shard and the flags hold sums then.
+        Sync: on a comm stream. With SHARD and WHOLE, only this rank's part and the flags hold sums
+        then.
         """
         # A sum of float16 may overflow although the mean does not. So each rank divides its own
-        # part before the sum.
-        if reduction.op == "mean" and self.buffer.dtype == torch.float16:
-            self.buffer.div_(len(reduction.ranks))
+        # part before the sum. A wider sum is divided before it is rounded.
+        wide = self._wide_sum(reduction)
+        is_due = reduction.op == "mean" and not self.is_mean
+        if is_due and (wide is not None or self.buffer.dtype == torch.float16):
             self.is_mean = True
-        return _REDUCE[reduction.placement](self, group)
+            if wide is None:
+                self.buffer.div_(len(reduction.ranks))
+        return _REDUCE[reduction.placement](self, group, wide)
+
+    def _wide_sum(self, reduction: ReductionStep) -> WideSum | None:
+        # Messages between two ranks add two parts, and such a sum is rounded once in any case.
+        if self.sum_dtype == self.buffer.dtype or reduction.is_point_to_point:
+            return None
+        is_due = reduction.op == "mean" and not self.is_mean
+        return WideSum(self.sum_dtype.to_real(), len(reduction.ranks) if is_due else 1)
 
 
-def _replicate(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
+def _replicate(bucket: StepBucket, group: dist.ProcessGroup, wide: WideSum | None) -> Work:
     if bucket.pair_sum is not None:
         return bucket.pair_sum.begin(bucket.arriving, group)
+    if wide is not None:
+        collectives.wide_all_reduce(bucket.buffer, wide, group)
+        return Done()
     work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
     return work
 
 
-def _give_to_owner(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
+def _give_to_owner(bucket: StepBucket, group: dist.ProcessGroup, _: WideSum | None) -> Work:
     # The receive was posted at the beginning of the step, so the sender need not wait for this
     # rank. See steps 1 and 6 of the journey of a gradient.
     collectives.reduce_chain(bucket.buffer, bucket.arriving, group)
     return Done()
 
 
-def _shard(bucket: StepBucket, group: dist.ProcessGroup) -> Work:
+def _scatter(bucket: StepBucket, group: dist.ProcessGroup, wide: WideSum | None) -> Work:
     numel = bucket.buffer.numel() - bucket.num_flags
     payload, flags = bucket.buffer[:numel], bucket.buffer[numel:]
-    me, size = dist.get_rank(group), dist.get_world_size(group)
-    shards = payload.view(size, -1)
-    collectives.reduce_scatter(shards[me], shards.unbind(), group, common=flags)
+    me, shards = dist.get_rank(group), payload.split(list(bucket.scattered))
+    collectives.reduce_scatter(shards[me], shards, group, common=flags, wide=wide)
     # The flags are copied to right behind this rank's shard; see [Note: shards]. They overwrite the
-    # next shard, which the next rank has summed by now.
-    if me + 1 < size:
-        end = (me + 1) * shards.shape[1]
-        payload[end : end + bucket.num_flags].copy_(flags)
+    # next shards, which other ranks have summed by now.
+    end = sum(bucket.scattered[: me + 1])
+    if end < numel:
+        # With WHOLE, the parts of the last ranks may be smaller than the flags.
+        overlap = numel - end < bucket.num_flags
+        bucket.buffer[end : end + bucket.num_flags].copy_(flags.clone() if overlap else flags)
     return Done()
 
 
 def sync_parameters(
-    parameters: torch.Tensor, placement: Placement, group: dist.ProcessGroup
+    parameters: torch.Tensor,
+    placement: Placement,
+    group: dist.ProcessGroup,
+    *,
+    scattered: Sequence[int],
 ) -> None:
     """Sends updated parameters backwards along a reduction.
 
@@ -121,22 +155,29 @@ def sync_parameters(
         parameters: The parameters of the region that the reduction has reduced, ``(numel,)``.
         placement: Of the reduction.
         group: Its communicator.
+        scattered: How many elements each rank had after the reduction; see `Bucket.scattered`.
 
     Sync: on a comm stream.
     """
-    _SYNC[placement](parameters, group)
+    _SYNC[placement](parameters, scattered, group)
 
 
-def _gather(parameters: torch.Tensor, group: dist.ProcessGroup) -> None:
-    collectives.all_gather(parameters.view(dist.get_world_size(group), -1).unbind(), group)
+def _gather(parameters: torch.Tensor, scattered: Sequence[int], group: dist.ProcessGroup) -> None:
+    collectives.all_gather(parameters.split(list(scattered)), group)
 
 
-_REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup], Work]] = {
+def _give_to_all(parameters: torch.Tensor, _: Sequence[int], group: dist.ProcessGroup) -> None:
+    collectives.broadcast_chain(parameters, group)
+
+
+_REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup, WideSum | None], Work]] = {
     Placement.REPLICATE: _replicate,
     Placement.OWNER: _give_to_owner,
-    Placement.SHARD: _shard,
+    Placement.WHOLE: _scatter,
+    Placement.SHARD: _scatter,
 }
-_SYNC: Mapping[Placement, Callable[[torch.Tensor, dist.ProcessGroup], None]] = {
-    Placement.OWNER: collectives.broadcast_chain,
+_SYNC: Mapping[Placement, Callable[[torch.Tensor, Sequence[int], dist.ProcessGroup], None]] = {
+    Placement.OWNER: _give_to_all,
+    Placement.WHOLE: _gather,
     Placement.SHARD: _gather,
 }

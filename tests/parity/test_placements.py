@@ -71,6 +71,18 @@ owner+sharded zb-h1-head  3x2 bf16      again AdamW free 2 2 one   publish+eval 
 owner+sharded zbv         2x2 fp32      keep  AdamW free 1 4 one   forget       close none
 owner+sharded zbv         2x3 bf16-fp32 again SGD   clip 1 2 small eval         wait  zero
 owner+sharded zbv         3x2 bf16-fp32 keep  AdamW clip 2 4 one   read         wait  zero
+whole         gpipe       1x2 fp32      again SGD   clip 1 4 small publish      wait  none
+whole         gpipe       1x3 bf16-fp32 again AdamW free 1 2 small read         close none
+whole         1f1b        2x2 bf16-fp32 keep  AdamW free 2 2 one   publish      close zero
+whole         1f1b        3x2 fp32      again SGD   free 2 4 small eval         close zero
+whole         eager       2x1 fp32      keep  SGD   free 1 2 small publish      wait  none
+whole         eager       2x3 fp32-bf16 keep  SGD   clip 2 4 small forget       wait  zero
+whole         interleaved 2x2 bf16      again AdamW clip 1 2 small forget       close none
+whole         interleaved 4x1 fp32      keep  SGD   free 1 2 small publish      wait  none
+whole         zb-h1       1x3 fp32      keep  AdamW free 2 4 one   publish+eval wait  zero
+whole         zb-h1       2x3 bf16      keep  SGD   clip 1 4 one   read         wait  zero
+whole         zb-h1-head  3x2 bf16-fp32 again SGD   free 1 2 small publish+eval close none
+whole         zbv         2x2 fp32-bf16 keep  AdamW clip 2 2 one   eval         wait  none
 pairwise      gpipe       3x2 fp32      again AdamW free 1 4 small eval         wait  zero
 pairwise      1f1b        4x1 fp32-bf16 again SGD   free 1 2 one   publish+eval wait  zero
 pairwise      eager       2x1 fp32-bf16 keep  SGD   clip 2 2 small read         close none
@@ -97,6 +109,7 @@ replicate     1f1b        1x2 fp32      keep  SGD   clip 1 4 one   publish      
 sharded       zbv         1x3 fp32      keep  AdamW free 1 4 small forget       close zero
 owner         zb-h1-head  2x1 fp32      again AdamW clip 2 4 small publish      close none
 owner+sharded interleaved 2x2 fp32      keep  SGD   clip 1 4 small publish+eval wait  none
+whole         1f1b        2x2 fp32      again AdamW clip 1 4 small publish      wait  none
 pairwise      zb-h1       2x2 fp32      keep  SGD   free 1 2 one   publish      wait  zero
 asym+sharded  1f1b        2x2 fp32      keep  AdamW clip 1 2 one   publish      wait  none
 """

@@ -171,7 +171,7 @@ def bucket(*slots: Slot) -> Bucket:
     last = slots[-1]
     numel = -(-(last.offset + last.numel) // 16) * 16
     f32 = torch.float32
-    return Bucket(0, 0, (0, 1), f32, f32, f32, (), slots, numel)
+    return Bucket(0, 0, (0, 1), f32, f32, f32, f32, (), slots, numel)
 
 
 def test_rows_are_what_lies_together() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, Topology
-from pipegrad.comm import collectives
+from pipegrad.comm import collectives, messages
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.plugins.handler import Exchange
@@ -60,7 +60,7 @@ def bytes_sent() -> dict[str, Any]:
 
         def counted(tensor: torch.Tensor, *rest: Any, to: list[int] = sizes) -> Any:
             to.append(tensor.nbytes)
-            return collectives.send(tensor, *rest)
+            return messages.send(tensor, *rest)
 
         with mock.patch.object(pair_exchange, "send", counted):
             sync.stage_final(here)

@@ -227,7 +227,9 @@ def test_only_means_that_live_everywhere_have_hooks(two: Any) -> None:
 def test_a_square_has_gradients_and_zeros() -> None:
     buffer = torch.full((8,), 9.0)
     slots = [Slot("a", 1, (2,), (1,)), Slot("b", 4, (1,), (1,))]
-    square = power_sgd._Square(TorchBucket(StepBucket(buffer, 2, index=0, slots=slots)))
+    square = power_sgd._Square(
+        TorchBucket(StepBucket(buffer, 2, index=0, slots=slots, scattered=(6,)))
+    )
     assert square.buffer().tolist() == [0, 9, 9, 0, 9, 0, 0, 0, 0]
     assert [tuple(g.shape) for g in square.gradients()] == [(3, 3)]
 
@@ -235,7 +237,7 @@ def test_a_square_has_gradients_and_zeros() -> None:
 def test_torch_sees_gradients_as_they_lie_in_memory() -> None:
     buffer = torch.arange(20.0)
     slots = [Slot("t", 0, (2, 3), (1, 2)), Slot("s", 8, (), ()), Slot("none", 9, (0, 2), (2, 1))]
-    bucket = StepBucket(buffer, 3, index=7, slots=slots)
+    bucket = StepBucket(buffer, 3, index=7, slots=slots, scattered=(17,))
     seen = TorchBucket(bucket)
     assert (seen.index(), seen.is_last()) == (7, True)
     assert bucket.flags.tolist() == [17.0, 18.0, 19.0]

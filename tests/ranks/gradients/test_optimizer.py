@@ -34,7 +34,7 @@ from tests.support.gradients.cases import (
     stage,
     tied,
 )
-from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, alone, compute
+from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, WHOLE, By, alone, compute
 from tests.support.pipeline.schedulers import error
 from tests.support.rounding import ADAM_EPS, rounding
 
@@ -47,6 +47,8 @@ KINDS: dict[str, tuple[By, dict[str, Any]]] = {
     "replicate": (By("dp", REPLICATE, "mean"), {}),
     "owner": (By("dp", OWNER, "mean"), {}),
     "sharded": (By("dp", SHARD, "mean"), {}),
+    "whole": (By("dp", WHOLE, "mean"), {}),
+    "whole copies": (By("dp", WHOLE, "mean"), {"master_dtype": torch.float64}),
     "mixed": (By("dp", {"a": SHARD, "b": OWNER, "c": REPLICATE}, "mean"), {}),
     "copies": (By("dp", REPLICATE, "mean"), {"master_dtype": torch.float64}),
     "sharded copies": (By("dp", SHARD, "mean"), {"master_dtype": torch.float64}),

@@ -19,6 +19,7 @@ from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import ReduceError
 from pipegrad.model.manifest import Manifest
+from pipegrad.optimizer.meetings import Meetings
 from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.reduce.reducer import Reducer
 from pipegrad.testing import run_ranks
@@ -525,7 +526,9 @@ def test_a_first_use_that_fails_keeps_its_tickets() -> None:
         reducer=never,
         groups=cast("Groups", None),
         main_shards=[],
+        meetings=cast("Meetings", None),
         main_parameters=dict,
+        stepped_parameters=dict,
         is_needed=True,
         device=cpu,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,9 +78,11 @@ def step() -> dict[str, Any]:
 
     back, gather = Meeting(), reductions._SYNC[Placement.SHARD]
 
-    def gathered(parameters: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def gathered(
+        parameters: torch.Tensor, scattered: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
         back.begin(*(("shard", "replicate") if len(parameters) > 100 else ("replicate", "shard")))
-        gather(parameters, group)
+        gather(parameters, scattered, group)
 
     reductions._SYNC[Placement.SHARD] = gathered  # type: ignore[index]
     sync.publish()

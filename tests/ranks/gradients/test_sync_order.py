@@ -276,6 +276,11 @@ PLACED: dict[str, dict[str, Any]] = {
     "both": {"handlers": [OWNED, "sharded"]},
     "both, small buckets": {"handlers": [OWNED, "sharded"], "bucket_bytes": 0, "comm_streams": 3},
     "both, wire of its own": {"handlers": [OWNED, "sharded"], "reduce_dtype": torch.float64},
+    "both, wide sums": {
+        "handlers": [OWNED, "sharded"],
+        "reduce_dtype": torch.bfloat16,
+        "sum_dtype": torch.float32,
+    },
     "both, master copies": {"handlers": [OWNED, "sharded"], "master_dtype": torch.float64},
 }
 # Comm streams are streams, behind threads or with a host that runs ahead; or there are threads
@@ -359,9 +364,9 @@ def first_uses() -> Any:
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
     gates = [threading.Event(), threading.Event()]
 
-    def held_back(parameters: torch.Tensor, *where: Any) -> None:
+    def held_back(parameters: torch.Tensor, *where: Any, **numels: Any) -> None:
         assert gates[int(parameters[0] > 5)].wait(30)
-        sync_parameters(parameters, *where)
+        sync_parameters(parameters, *where, **numels)
 
     found = []
     with mock.patch.object(param_sync, "sync_parameters", held_back):

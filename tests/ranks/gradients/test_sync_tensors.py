@@ -78,7 +78,8 @@ def test_steady_state_allocates_and_copies_nothing(two: list[dict[str, Any]]) ->
         assert found["bytes"][2] == 17
         assert found["bytes"][4:] == [17, 0, 17]
         assert found["copies"] == [0] * 7
-        assert found["early"] == [0] + [6] * 6
+        # "own" is on one rank alone, so nobody reduces it.
+        assert found["early"] == [0] + [5] * 6
 
 
 @on(TWO)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,8 @@ from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.sync_points import sites
 from pipegrad.optimizer.param_sync import UPDATED
 from pipegrad.plan.buckets import Bucket, Slot
-from pipegrad.reduce.bucket_buffer import RELEASED, WRITTEN, BucketBuffer, FlatBuffer
+from pipegrad.plugins.handler import Placement, ReductionStep
+from pipegrad.reduce.bucket_buffer import WRITTEN, BucketBuffer, FlatBuffer
 from pipegrad.testing import OrderChecker
 
 NUMEL = 4096
@@ -31,10 +32,17 @@ BUCKET = Bucket(
     holders=(0,),
     dtype=F32,
     wire_dtype=F32,
+    sum_dtype=F32,
     parameter_dtype=F32,
     route=(),
-    slots=(Slot("a", 0, (NUMEL,), (1,)), Slot("b", NUMEL, (NUMEL,), (1,))),
-    payload_numel=2 * NUMEL,
+    slots=tuple(Slot(key, at * NUMEL, (NUMEL,), (1,)) for at, key in enumerate("abc")),
+    payload_numel=3 * NUMEL,
+)
+SHARDED = replace(
+    BUCKET,
+    route=(ReductionStep("dp", (0, 1), "sum", Placement.SHARD, "sharded"),),
+    slots=(Slot("a", 0, (LARGE,), (1,)),),
+    payload_numel=LARGE,
 )
 
 
@@ -72,14 +80,20 @@ Slow = Mapping[str, int]  # where -> for how many units
 Program = Callable[[Where, Slow], Any]
 
 
-def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[dict[str, list[float]]]:
-    """Two steps of one bucket: zeroed, filled by two producers, reduced in a comm stream, read."""
+Result = dict[str, list[float]]
+
+
+def two_steps(
+    where: Where, slow: Slow, *, threaded: bool = False, adopts: bool = False
+) -> list[Result]:
+    """Two steps of one bucket: zeroed, filled by producers, reduced in a comm stream, read."""
     gradients = [[_full(where, 10 * step + key) for key in (1, 2)] for step in range(2)]
-    results = [_full(where, 0, 2 * NUMEL) for _ in range(2)]
+    results = [_full(where, 0, 3 * NUMEL + 3) for _ in range(2)]
     comm_stream = CommStream("comm_stream", where.device, threaded=threaded)
     made = _recorded(where)
     _pause(where, slow, "allocation")
     bucket = BucketBuffer(BUCKET, where.device)
+    assert bucket.buffer.numel() == len(results[0])  # the memory is made here
 
     def reduce() -> None:
         _pause(where, slow, "comm_stream")
@@ -89,27 +103,66 @@ def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[dict[
     for given, result in zip(gradients, results, strict=True):
         with where.on("zeroing"):
             _pause(where, slow, "zeroing")
-            bucket.reset(["a", "b"])
-        for key, gradient in zip("ab", given, strict=True):
+            bucket.reset(() if adopts else "abc")
+        for key, gradient in zip("abc", [*given, None], strict=True):
             with where.on(f"producer of {key}"):
                 sync_points.in_use.wait(made, where.device)
                 _pause(where, slow, f"producer of {key}")
-                bucket.fill(key, gradient, contributed=True)
+                own = bucket.adopt(key, gradient) if adopts and gradient is not None else gradient
+                bucket.fill(key, own, contributed=own is not None)
         tickets.append(comm_stream.submit(reduce, bucket.producers()))
         tickets[-1].wait(10)
         _pause(where, slow, "reader")
-        result.copy_(bucket.buffer[: 2 * NUMEL])
-        bucket.release(RELEASED)
+        result.copy_(bucket.buffer)
+        bucket.end_step()
     for ticket in tickets:
         ticket.done.result(10)  # a comm stream's thread, also where nobody waited for it
     comm_stream.close()
     where.synchronize()
-    return [{"a": _values(r[:NUMEL]), "b": _values(r[NUMEL:])} for r in results]
+    parts = [dict(zip(("a", "b", "c", "flags"), r.split(NUMEL), strict=True)) for r in results]
+    return [{name: _values(part) for name, part in step.items()} for step in parts]
 
 
-def in_a_thread(where: Where, slow: Slow) -> list[dict[str, list[float]]]:
+def in_a_thread(where: Where, slow: Slow) -> list[Result]:
     """The same with a comm stream that is a thread, as with gloo."""
     return two_steps(where, slow, threaded=True)
+
+
+def adopted(where: Where, slow: Slow) -> list[Result]:
+    """The same with nothing zeroed: each producer copies its gradient into its slot."""
+    return two_steps(where, slow, adopts=True)
+
+
+def taken(where: Where, slow: Slow) -> list[list[float]]:
+    """A comm stream copies the shard out of a bucket, whose memory goes on the host meanwhile.
+
+    The shard may be in memory of the last step's shard, which is still read.
+    """
+    comm_stream = CommStream("taken", where.device, threaded=False)
+    last, result, gradient = _full(where, 0), _full(where, 0), _full(where, 3, LARGE)
+    old = [_full(where, 7, LARGE // 2 + 1)]
+    bucket = BucketBuffer(SHARDED, where.device)
+    bucket.reset(())
+    assert bucket.buffer.numel() == LARGE + 1  # the memory is made here
+    made = _recorded(where)
+    with where.on("producer of a"):
+        sync_points.in_use.wait(made, where.device)
+        bucket.fill("a", bucket.adopt("a", gradient), contributed=True)
+    _pause(where, slow, "reader")
+    last.copy_(old.pop()[:NUMEL])
+
+    def reduce() -> None:
+        _pause(where, slow, "comm_stream")
+        bucket.end_reduction(0, 1)
+
+    ticket = comm_stream.submit(reduce, bucket.producers())
+    bucket.let_go()
+    others = [_full(where, -1, LARGE) for _ in range(4)]
+    ticket.wait(10)
+    result.copy_(bucket.shard("a", 0, NUMEL))
+    comm_stream.close()
+    where.synchronize()
+    return [_values(last), _values(result), *map(_values, others)]
 
 
 def held(where: Where, slow: Slow, *, drop: bool = False) -> list[list[float]]:
@@ -178,9 +231,14 @@ def published(where: Where, slow: Slow) -> list[list[float]]:
     return [_values(result) for result in results]
 
 
+_RESULTS: list[Result] = [
+    {"a": [a], "b": [a + 2], "c": [0.0], "flags": [0.0, 2.0]} for a in (2.0, 22.0)
+]
 EXPECTED: dict[Program, Any] = {
-    two_steps: [{"a": [2.0], "b": [4.0]}, {"a": [22.0], "b": [24.0]}],
-    in_a_thread: [{"a": [2.0], "b": [4.0]}, {"a": [22.0], "b": [24.0]}],
+    two_steps: _RESULTS,
+    in_a_thread: _RESULTS,
+    adopted: _RESULTS,
+    taken: [[7.0], [3.0], *[[-1.0]] * 4],
     held: [[1.0], *[[-1.0]] * 4],
     given_up: [[0.0], *[[-1.0]] * 4],
     published: [[2.0], [6.0]],
@@ -200,9 +258,13 @@ TWINS: dict[str, Twin] = {
     "buffer.allocated": Twin(two_steps, {"allocation": 1}),
     "buffer.reset-free": Twin(two_steps, {"reader": 1}),
     "buffer.reset": Twin(two_steps, _LATE_ZEROES),
+    "buffer.adopt-free": Twin(adopted, {"reader": 1}),
     "buffer.fill-free": Twin(two_steps, _LATE_ZEROES),
     "buffer.written": Twin(two_steps, {"producer of a": 1}),
     "buffer.released": Twin(two_steps, {"reader": 1}),
+    "buffer.part-free": Twin(taken, {"reader": 1}),
+    "buffer.part-taken": Twin(taken, {"comm_stream": 1}),
+    "buffer.gone": Twin(taken, {"comm_stream": 1}),
     "comm-stream.producers": Twin(two_steps, {"producer of a": 1}),
     "comm-stream.task-done": Twin(two_steps, {"comm_stream": 1}),
     "comm-stream.host": Twin(in_a_thread, {"comm_stream": 1}),

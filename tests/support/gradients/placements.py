@@ -19,7 +19,8 @@ from pipegrad import (
 )
 from pipegrad.plugins.handler import Op
 
-OWNER, SHARD, REPLICATE = Placement.OWNER, Placement.SHARD, Placement.REPLICATE
+OWNER, WHOLE = Placement.OWNER, Placement.WHOLE
+SHARD, REPLICATE = Placement.SHARD, Placement.REPLICATE
 Placed = Placement | Mapping[str, Placement]
 
 

@@ -36,6 +36,7 @@ def test_a_plan_as_a_whole() -> None:
         holders=(2,),
         dtype=FLOAT,
         wire_dtype=FLOAT,
+        sum_dtype=FLOAT,
         parameter_dtype=FLOAT,
         route=(mean,),
         slots=(Slot("2.ln", 0, (3,), (1,)),),
@@ -73,7 +74,7 @@ def test_a_plan_as_a_whole() -> None:
         digest=plan.digest,
     )  # fmt: skip
     assert [b.index for b in plans(TIED, grid(3, 2))[0].buckets] == [2, 3]
-    assert (norm.numel, norm.nbytes(0), plan.reduced_bytes) == (17, 68, 3 * 68)
+    assert (norm.numel, norm.nbytes(0, 0), plan.reduced_bytes) == (17, 68, 3 * 68)
 
 
 def test_a_plan_prints_what_matters() -> None:
@@ -138,10 +139,10 @@ def test_slots_are_aligned_to_64_bytes_of_the_wire() -> None:
         Slot("0.b", 16, (17,), (1,)),
         Slot("0.a", 48, (3,), (1,)),
     )
-    assert (bucket.payload_numel, bucket.numel, bucket.nbytes(0)) == (64, 68, 272)
+    assert (bucket.payload_numel, bucket.numel, bucket.nbytes(0, 0)) == (64, 68, 272)
     (bucket,) = plans(model, grid(1, 2), reduce_dtype=HALF)[0].buckets
     assert [slot.offset for slot in bucket.slots] == [0, 0, 32, 64]
-    assert (bucket.dtype, bucket.wire_dtype, bucket.nbytes(0)) == (FLOAT, HALF, 2 * 100)
+    assert (bucket.dtype, bucket.wire_dtype, bucket.nbytes(0, 0)) == (FLOAT, HALF, 2 * 100)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What holds for every plan with OWNER and SHARD: shares, rows, and the ways there and back."""
+"""What holds for every plan: shares, rows, and the ways there and back of what is placed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import MainRange, Plan, make_plans
 from pipegrad_handlers.pipeline_shared import PipelineShared
-from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, members
+from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, WHOLE, By, members
 from tests.support.gradients.plans import FLOAT, HALF, Handlers, entry, grid
 
 quick = settings(deadline=None, max_examples=60, derandomize=True)
@@ -62,7 +62,13 @@ class Case:
 
 SHAPES = [(), (0,), (1,), (7,), (16,), (67,), (5, 3), (0, 3)]
 DTYPES = [FLOAT, FLOAT, FLOAT, HALF, torch.float64, torch.complex64]
-PLACED = st.sampled_from([OWNER, SHARD, REPLICATE, None])
+PLACED = st.sampled_from([OWNER, WHOLE, SHARD, REPLICATE, None])
+
+
+def is_possible(style: Style) -> bool:
+    """Whether a style scatters at most once, if it scatters whole parameters."""
+    scatters = [placement for placement in style.values() if placement in (WHOLE, SHARD)]
+    return len(scatters) < 2 or WHOLE not in scatters
 
 
 @st.composite
@@ -98,7 +104,8 @@ def topologies(draw: st.DrawFn, *, permuted: bool) -> Topology:
 @st.composite
 def cases(draw: st.DrawFn, *, permuted: bool = False) -> Case:
     topology = draw(topologies(permuted=permuted))
-    palette = draw(st.lists(st.fixed_dictionaries(dict.fromkeys(AXES, PLACED)), min_size=1))
+    styles = st.fixed_dictionaries(dict.fromkeys(AXES, PLACED)).filter(is_possible)
+    palette = draw(st.lists(styles, min_size=1))
     stages: list[list[ParameterEntry]] = []
     for stage in range(topology.num_stages):
         names = [f"s{stage}p{i}" for i in range(draw(st.integers(0, 4)))]
@@ -141,7 +148,10 @@ def steppers(case: Case, record: ParameterRecord) -> list[set[int]]:
 
 
 def who_should(case: Case, record: ParameterRecord, element: set[int]) -> bool:
-    """Whether `element` is stepped by one owner, by one rank of a SHARD, by all of the others."""
+    """Whether `element` is stepped by one owner, by one rank of a SHARD, by all of the others.
+
+    With WHOLE it is one rank for all elements of a parameter, which a test below compares.
+    """
     count = len(case.holders(record))
     for axis, placement in case.styles[record.name].items():
         for rank in element:
@@ -149,11 +159,11 @@ def who_should(case: Case, record: ParameterRecord, element: set[int]) -> bool:
             there = element.intersection(group)
             if placement is OWNER and there != {min(group)}:
                 return False
-            if placement is SHARD and there != {rank}:
+            if placement in (WHOLE, SHARD) and there != {rank}:
                 return False
             if placement in (REPLICATE, None) and there != set(group):
                 return False
-        if placement in (OWNER, SHARD):
+        if placement in (OWNER, WHOLE, SHARD):
             count //= len(group_of(case, axis, record))
     return len(element) == count
 
@@ -183,6 +193,14 @@ def test_every_element_is_stepped_by_exactly_the_ranks_that_should(case: Case) -
 
 @quick
 @given(cases())
+def test_whole_parameters_have_no_part_on_another_rank(case: Case) -> None:
+    for record in case.manifest.parameters:
+        if WHOLE in case.styles[record.name].values():
+            assert len({frozenset(ranks) for ranks in steppers(case, record)}) <= 1
+
+
+@quick
+@given(cases())
 def test_a_share_is_what_the_rank_has_the_sums_of(case: Case) -> None:
     for rank, plan in case.plans.items():
         numels = {r.key: r.numel for r in case.manifest.records(case.topology.at(rank))}
@@ -204,13 +222,16 @@ def test_a_share_is_what_the_rank_has_the_sums_of(case: Case) -> None:
 @quick
 @given(cases())
 def test_rows_partition_what_was_left_aligned_and_no_smaller_than_the_flags(case: Case) -> None:
-    """A row that was smaller than the flags had them written over the next one's gradients."""
+    """A row that was smaller than the flags had them written over the next one's gradients.
+
+    Of whole parameters they may be of any size, and end between slots.
+    """
     for rank, plan in case.plans.items():
         for bucket in plan.buckets:
             before = range(bucket.payload_numel)
             for number, reduction_step in enumerate(bucket.route, 1):
                 mine = bucket.region(rank, number)
-                if reduction_step.placement is not SHARD:
+                if not reduction_step.placement.scatters:
                     assert mine == before
                     continue
                 theirs = [
@@ -218,11 +239,18 @@ def test_rows_partition_what_was_left_aligned_and_no_smaller_than_the_flags(case
                     for member in reduction_step.ranks
                 ]
                 assert list(itertools.chain(*theirs)) == list(before)
-                assert len({len(row) for row in theirs}) == 1
+                numels = tuple(map(len, theirs))
+                assert bucket.scattered(number - 1, rank) == numels
                 assert mine == theirs[reduction_step.ranks.index(rank)]
                 assert mine.start * bucket.wire_dtype.itemsize % 64 == 0
-                assert len(mine) >= len(bucket.slots)
                 before = mine
+                if reduction_step.placement is SHARD:
+                    assert len(set(numels)) == 1
+                    assert len(mine) >= len(bucket.slots)
+                    continue
+                for slot in bucket.slots:
+                    parts = [len(slot.within(row)) for row in theirs if slot.within(row)]
+                    assert parts == ([slot.numel] if slot.numel else [])
 
 
 def in_plan(case: Case, rank: int, bucket: Bucket) -> Bucket:
@@ -242,6 +270,8 @@ def test_bytes_are_those_of_rows_and_flags(case: Case) -> None:
                     break
                 if reduction_step.placement is SHARD:
                     left //= len(reduction_step.ranks)
+                if reduction_step.placement is WHOLE:
+                    left = bucket.whole_numels[reduction_step.ranks.index(plan.rank)]
         assert plan.reduced_bytes == expected
 
 
@@ -253,7 +283,7 @@ def test_bytes_of_one_bucket_by_hand() -> None:
     for plan in make_plans(model, topology, handlers, GradientOptions(bucket_bytes=0)).values():
         (bucket,) = plan.buckets
         assert (bucket.payload_numel, bucket.numel) == (96, 97)
-        assert [bucket.nbytes(reduction_step) for reduction_step in (0, 1)] == [4 * 97, 4 * 49]
+        assert [bucket.nbytes(number, plan.rank) for number in (0, 1)] == [4 * 97, 4 * 49]
         assert plan.reduced_bytes == 4 * 97 + 4 * 49
         begin = 48 * (plan.rank // 2)
         assert plan.main_ranges == (MainRange("0.w", begin, min(begin + 48, 70), sharded=True),)
@@ -336,9 +366,9 @@ class World:
         assert len(set(regions.values())) == 1
         here = slice(regions[rank].start, regions[rank].stop)
         parts = [self.memory[m, index][here] for m in reduction_step.ranks]
-        if reduction_step.placement is SHARD:
-            rows = [p.view(len(parts), -1)[i] for i, p in enumerate(parts)]
-            result = torch.cat(rows)
+        if reduction_step.placement.scatters:
+            numels = list(self.buckets[rank, index].scattered(number, rank))
+            result = torch.cat([p.split(numels)[i] for i, p in enumerate(parts)])
         else:
             result = parts[0].clone()
         for part in parts:
@@ -383,7 +413,7 @@ def assert_waited_for(case: Case, rank: int, plan: Plan) -> None:
     for publish in plan.publishes:
         bucket = buckets[publish.bucket]
         reduction_step = bucket.route[publish.step]
-        comes = reduction_step.placement is SHARD or rank != min(reduction_step.ranks)
+        comes = reduction_step.placement.scatters or rank != min(reduction_step.ranks)
         assert set(publish.readers) == (set(local).intersection(bucket.holders) if comes else set())
 
 

@@ -19,7 +19,8 @@ from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.plan.manifests import Reductions, Say, entry, manifest, say
 
-OWNER, SHARD, REPLICATE = Placement.OWNER, Placement.SHARD, Placement.REPLICATE
+OWNER, WHOLE = Placement.OWNER, Placement.WHOLE
+SHARD, REPLICATE = Placement.SHARD, Placement.REPLICATE
 GRID = Topology.build(axes=(("pp", 4), ("dp", 2)))  # ranks 2p and 2p + 1 hold stage p
 SHARED, DATA = ("pipeline-shared", PipelineShared()), ("data-parallel", DataParallel())
 
@@ -94,12 +95,12 @@ def test_routes_are_ordered_by_placement_and_across_stages_last() -> None:
         ("shared", PipelineShared()),
     ]
     for order in (handlers, handlers[::-1]):
-        found, _ = make_routes(model, cube, order, ())
+        found, *_ = make_routes(model, cube, order, ())
         assert [str(h) for h in found[5]["0.emb"]] == [
             "owner-sum(cp)", "shard-sum(dp)", "replicate-sum(tp)", "replicate-sum(pp)",
         ]  # fmt: skip
     late = [("shared", Say(over("pp", OWNER))), ("own", Say(over("dp", OWNER)))]
-    found, _ = make_routes(model, cube, late, ())
+    found, *_ = make_routes(model, cube, late, ())
     assert [h.axes for h in found[0]["0.emb"]] == ["dp", "pp"]
 
 
@@ -107,7 +108,7 @@ def test_an_axis_whose_name_is_part_of_another_is_another_axis() -> None:
     """The dimension "p" is not in the reduction over "replicas", though the letter is."""
     axes = (("p", 2), ("replicas", 2))
     mesh = Topology.build(axes=axes, pipeline="p", data="replicas")
-    found, _ = make_routes(manifest(["emb"], ["head"]), mesh, [SHARED, DATA], ())
+    found, *_ = make_routes(manifest(["emb"], ["head"]), mesh, [SHARED, DATA], ())
     assert [str(h) for h in found[0]["0.emb"]] == ["replicate-mean(replicas)", "replicate-sum(p)"]
     mesh = Topology.build(axes=(("pp", 2), ("p", 2)), data="p")
     wrapped = manifest(["emb"], ["head"], wrappers=((0, "DistributedDataParallel"),))

@@ -1,0 +1,526 @@
+"""owned: matrices whole, each on one rank; the rest in rows; what one process gets of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from pipegrad import (
+    GradientSync,
+    ParameterRecord,
+    Placement,
+    Reduction,
+    Scheduler,
+    Stage,
+    Topology,
+    cut,
+)
+from pipegrad.comm import messages
+from pipegrad.errors import PlanError
+from pipegrad.testing import HandlerContract, run_ranks
+from pipegrad_handlers.owned import Owned
+from tests.support.pipeline.schedulers import error
+from tests.support.rounding import ADAM_EPS, rounding
+
+VOCAB, WIDTH, ROWS, STEPS = 16, 8, 4, 3
+
+
+class TestOwned(HandlerContract):
+    handler = "owned"
+    beside = ("pipeline-shared",)
+
+
+class TestOwnedBehindOwners(HandlerContract):
+    """Ties are given to an owner first, and its sums are cut into rows."""
+
+    handler = "owned"
+    beside = ({"name": "pipeline-shared", "placement": "owner"},)
+
+
+# Which parameters are matrices.
+
+
+def record(name: str, *shape: int, kind: str = "Linear", holders: Any = (0,)) -> ParameterRecord:
+    return ParameterRecord(f"0.{name}", name, 0, shape, torch.float32, True, holders, 0, kind)
+
+
+MATRICES = [
+    record("1.weight", 4, 3),
+    record("1.filter", 2, 3, 5, 5, kind="Conv2d"),
+    record("self_attn.q_proj.weight", 4, 4),
+]
+OTHERS = [
+    record("1.bias", 4),
+    record("scale"),
+    record("column", 4, 1),
+    record("0.weight", 9, 3, kind="Embedding"),
+    record("0.weight", 9, 3, kind="ScaledWordEmbedding"),
+    record("embed_tokens.weight", 9, 3),
+    record("lm_head.weight", 9, 3),
+    record("model.head.weight", 9, 3),
+    record("tied", 9, 3, holders=(0, 3)),
+]
+
+
+@pytest.mark.parametrize("placement", [Placement.WHOLE, Placement.SHARD], ids=str)
+def test_matrices_are_whole_and_everything_else_is_in_rows(placement: Placement) -> None:
+    topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
+    records = MATRICES if placement is Placement.WHOLE else OTHERS
+    assert list(Owned().reductions(records, topology)) == [
+        Reduction(r, (0, 1), "mean", placement) for r in records
+    ]
+
+
+def test_patterns_say_what_else_is_no_matrix() -> None:
+    topology = Topology.build(axes=(("pp", 1), ("dp", 2)))
+    owned = Owned(others=["*q_proj*"])
+    owned.check(MATRICES, topology)
+    placed = {r.record.name: r.placement for r in owned.reductions([*MATRICES, *OTHERS], topology)}
+    assert placed["self_attn.q_proj.weight"] is Placement.SHARD
+    assert placed["lm_head.weight"] is Placement.WHOLE  # the default patterns are replaced
+    with pytest.raises(ValueError, match=r"others is \['\*k_proj'\], which matches none"):
+        Owned(others=["*k_proj"]).check(MATRICES, topology)
+    Owned().check([record("w", 2)], topology)
+    with pytest.raises(ValueError, match=r"others is 'head', expected a list of patterns"):
+        Owned(others="head")
+
+
+# One process.
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed(tokens).flatten(1)  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    def __init__(self, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if weight is not None:
+            self.lm_head.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(x)  # type: ignore[no-any-return]
+
+
+def build(*, tied: bool = False) -> nn.Sequential:
+    """Five matrices of three shapes, vectors, an embedding and a head, and one that is frozen."""
+    torch.manual_seed(3)
+    tokens: Any = Tokens()
+    model: Any = nn.Sequential(
+        tokens,
+        nn.Linear(2 * WIDTH, 12),
+        nn.Tanh(),
+        nn.Linear(12, 12),
+        nn.LayerNorm(12),
+        nn.Linear(12, 2 * WIDTH),
+        nn.Tanh(),
+        nn.Linear(2 * WIDTH, 12, bias=False),
+        nn.Linear(12, WIDTH),
+        Head(tokens.embed.weight if tied else None),
+    )
+    model[3].bias.requires_grad_(False)
+    built: nn.Sequential = model
+    return built
+
+
+def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float(), target)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return torch.randint(VOCAB, (ROWS, 2), generator=made), torch.randint(
+        VOCAB, (ROWS,), generator=made
+    )
+
+
+class Whitened(torch.optim.Optimizer):
+    """Somebody's optimizer of whole matrices, as Shampoo: scales by both sides of each gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                gradient = p.grad.float()
+                for side, product in (("l", gradient @ gradient.T), ("r", gradient.T @ gradient)):
+                    state[side] = state.get(side, torch.zeros_like(product)) + product
+                scaled = [torch.linalg.inv(state[s] + torch.eye(len(state[s]))) for s in "lr"]
+                p.sub_((group["lr"] * scaled[0] @ gradient @ scaled[1]).to(p.dtype))
+
+
+Kind = Callable[..., torch.optim.Optimizer]
+KINDS: dict[str, Kind] = {
+    "Muon": partial(torch.optim.Muon, lr=0.02),
+    "Whitened": partial(Whitened, lr=0.05),
+}
+adamw = partial(torch.optim.AdamW, lr=0.01, eps=ADAM_EPS)
+IS_MATRIX = tuple(f"{index}.weight" for index in (1, 3, 5, 7, 8))
+
+
+def half_then_less(step: int) -> float:
+    return 0.5 ** (step + 1)
+
+
+@dataclass
+class Trained:
+    """What a rank has after some steps.
+
+    Attributes:
+        weights: By name.
+        gradients: Of the last step, of what its optimizer steps, by name.
+        shapes: Of what it steps, by name.
+        state_numel: Elements of the optimizer's state.
+        norms: Of each step.
+        sent: Bytes of payload that it has sent in the last step.
+        violations: Of the order checker.
+    """
+
+    weights: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    state_numel: int = 0
+    norms: list[float] = field(default_factory=list)
+    sent: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+def one_process(kind: str, gradients: Callable[[int, nn.Module], None]) -> dict[str, torch.Tensor]:
+    """Trains the uncut model by two optimizers of torch, with the gradients that are given."""
+    model = build()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizers = [
+        KINDS[kind]([p for name, p in named.items() if name in IS_MATRIX]),
+        adamw([p for name, p in named.items() if name not in IS_MATRIX]),
+    ]
+    schedules = [LambdaLR(optimizer, half_then_less) for optimizer in optimizers]
+    for step in range(STEPS):
+        gradients(step, model)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def of_replicas(data: int, microbatches: int) -> Callable[[int, nn.Module], None]:
+    """Sets gradients to the mean of replicas, added up in the order in which ranks add them."""
+
+    def gradients(step: int, model: nn.Module) -> None:
+        inputs, target = batch(step)
+        sums: dict[str, torch.Tensor] = {}
+        for x, t in zip(inputs.chunk(data), target.chunk(data), strict=True):
+            for one, its_target in zip(x.chunk(microbatches), t.chunk(microbatches), strict=True):
+                (loss_of(model(one), its_target) / microbatches).backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    sums[name] = sums[name] + p.grad if name in sums else p.grad
+                    p.grad = None
+        for name, p in model.named_parameters():
+            p.grad = sums[name] / data if name in sums else None
+
+    return gradients
+
+
+# The ranks.
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[int]]:
+    """Counts the elements of every message of shards."""
+    sent, send = [0], messages.send
+
+    def counted(tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Any:
+        sent[0] += tensor.nbytes if tag != messages.COMMON else 0
+        return send(tensor, peer, group, tag)
+
+    with mock.patch.object(messages, "send", counted):
+        yield sent
+
+
+def scheduler_of(
+    pipeline: int, handlers: Sequence[Any], *, tied: bool = False, **options: Any
+) -> tuple[Scheduler, Topology, nn.Module]:
+    topology = Topology.create(pipeline=pipeline)
+    parts, stage = cut(build(tied=tied), pipeline), topology.coordinate("pp")
+    module = parts.modules[stage]
+    scheduler = Scheduler(
+        [Stage(module, stage)],
+        topology,
+        loss_fn=loss_of,
+        tied=parts.tied,
+        handlers=handlers,
+        schedule="1f1b",
+        num_microbatches=2 if pipeline > 1 else 1,
+        **options,
+    )
+    return scheduler, topology, module
+
+
+def train(
+    pipeline: int, kind: str, handlers: Sequence[Any], max_norm: float, options: dict[str, Any]
+) -> Trained:
+    scheduler, topology, module = scheduler_of(pipeline, handlers, **options)
+    sync, data, me = scheduler.sync, topology.size("dp"), topology.coordinate("dp")
+    optimizer = scheduler.optimizer(KINDS[kind], others=adamw)
+    schedule, found = LambdaLR(optimizer, half_then_less), Trained({})
+    for step in range(STEPS):
+        inputs, target = batch(step)
+        with counting() as sent:
+            scheduler.step(inputs.chunk(data)[me], target=target.chunk(data)[me])
+            found.norms.append(sync.clip_grad_norm_(max_norm).item())
+            main = {m.record.name: m.tensor for m in sync.main_parameters()}
+            found.gradients = {n: t.grad.clone() for n, t in main.items() if t.grad is not None}
+            optimizer.step()
+            sync.wait_parameters()
+        found.sent = sent[0]
+        found.shapes = {name: tuple(tensor.shape) for name, tensor in main.items()}
+        schedule.step()
+        optimizer.zero_grad()
+    sync.check_replicas()
+    found.weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    found.state_numel = sum(
+        value.numel()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )
+    scheduler.close()
+    return found
+
+
+OWNED: list[Any] = ["pipeline-shared", "owned"]
+SMALL = {"bucket_bytes": 600}  # several buckets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("pipeline", "data"), [(2, 2), (1, 2), (2, 1), (1, 1)])
+def test_bits_are_those_of_one_process(kind: str, pipeline: int, data: int) -> None:
+    """Two terms have one sum, in any order: so gradients have the same bits, and all else too."""
+    expected = one_process(kind, of_replicas(data, 2 if pipeline > 1 else 1))
+    replies = run_ranks(train, pipeline * data, pipeline, kind, OWNED, 1e9, SMALL)
+    seen = set()
+    for reply in replies:
+        for name, weight in reply.weights.items():
+            seen.add(name)
+            assert torch.equal(weight, expected[name]), name
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize("options", [{}, SMALL, {"bucket_bytes": 0}], ids=str)
+def test_each_matrix_is_stepped_whole_on_one_rank(options: dict[str, Any]) -> None:
+    replies = run_ranks(train, 4, 1, "Muon", OWNED, 1e9, options)
+    shapes = {name: tuple(p.shape) for name, p in build().named_parameters()}
+    for name in IS_MATRIX:
+        assert [r.shapes[name] for r in replies if name in r.shapes] == [shapes[name]]
+    assert {len(r.shapes.keys() & set(IS_MATRIX)) for r in replies} == {1, 2}  # five, on four ranks
+
+
+def test_states_are_divided_and_bytes_are_those_of_an_all_reduce() -> None:
+    """Muon keeps one number for an element, AdamW two; a ring sends 2 (n - 1) / n of all bytes."""
+    model, ranks = build(), 4
+    replies = run_ranks(train, ranks, 1, "Muon", OWNED, 1e9, {})
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    of_muon = sum(numel for name, numel in trained.items() if name in IS_MATRIX)
+    states = 2 * sum(trained.values()) - of_muon
+    assert sum(reply.state_numel for reply in replies) == states
+    largest = max(trained[name] for name in IS_MATRIX)
+    assert max(reply.state_numel for reply in replies) <= states / ranks + largest
+    # Slots and shards are aligned to 16 elements of 4 bytes, shards to as many flags.
+    padding = 4 * 16 * (len(trained) + 2 * ranks)
+    all_reduce = 2 * (ranks - 1) * 4 * sum(trained.values())  # of all ranks together
+    total = sum(reply.sent for reply in replies)
+    assert all_reduce <= total <= all_reduce + 2 * (ranks - 1) * padding
+    # A rank sends more for what it owns: the parameters go to all others.
+    assert max(reply.sent for reply in replies) <= total / ranks + (ranks - 2) * 4 * largest
+
+
+def test_norms_and_clipping_count_each_element_once() -> None:
+    def clipped(step: int, model: nn.Module) -> None:
+        of_replicas(2, 2)(step, model)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
+
+    norms: list[float] = []
+    expected = one_process("Whitened", clipped)
+    for reply in run_ranks(train, 4, 2, "Whitened", OWNED, 0.2, SMALL):
+        assert reply.norms == pytest.approx(norms, rel=rounding(5000))
+        for name, weight in reply.weights.items():
+            assert error(weight, expected[name]) <= rounding(STEPS * 64)
+
+
+def train_half() -> Any:
+    """Parameters of bfloat16: the optimizers step copies of float32, on the owners alone."""
+    topology = Topology.create(pipeline=1)
+    model = build().to(torch.bfloat16)
+    sync = GradientSync({0: model}, topology, handlers=["owned"], master_dtype=torch.float32)
+    others = partial(torch.optim.AdamW, lr=0.1)
+    optimizer = sync.optimizer(torch.optim.Muon, others=others, lr=0.02)
+    inputs, target = batch(0)
+    sync.prepare()
+    loss_of(model(inputs.chunk(2)[dist.get_rank()]), target.chunk(2)[dist.get_rank()]).backward()
+    sync.stage_final(0)
+    sync.finish()
+    optimizer.step()
+    sync.wait_parameters()
+    sync.check_replicas()
+    named = dict(model.named_parameters())
+    whole = [m for m in sync.main_parameters() if not m.sharded]
+    rounded = all(
+        torch.equal(m.tensor.to(torch.bfloat16), named[m.record.name].detach()) for m in whole
+    )
+    masters = {m.record.name: m.tensor.dtype for m in sync.main_parameters()}
+    sync.close()
+    return masters, rounded, {n: p.detach().clone() for n, p in named.items()}
+
+
+def test_master_copies_are_on_the_owners() -> None:
+    (first, rounded, one), (second, also, other) = run_ranks(train_half, 2)
+    assert rounded
+    assert also
+    assert not set(IS_MATRIX) & first.keys() & second.keys()
+    assert set(IS_MATRIX) <= first.keys() | second.keys()
+    assert set(first.values()) == set(second.values()) == {torch.float32}
+    before = build().to(torch.bfloat16).state_dict()
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name])
+        assert torch.equal(weight, before[name]) == (name == "3.bias"), name  # it is frozen
+
+
+# Ties and pipelines.
+
+
+def train_tied(owner: bool) -> Any:
+    shared = {"name": "pipeline-shared", "placement": "owner" if owner else "replicate"}
+    scheduler, topology, module = scheduler_of(2, [shared, "owned"], tied=True)
+    optimizer = scheduler.optimizer(torch.optim.Muon, others=adamw, lr=0.02)
+    data, me = topology.size("dp"), topology.coordinate("dp")
+    for step in range(STEPS):
+        inputs, target = batch(step)
+        scheduler.step(inputs.chunk(data)[me], target=target.chunk(data)[me])
+        optimizer.step()
+        optimizer.zero_grad()
+    scheduler.sync.wait_parameters()
+    scheduler.sync.check_replicas()
+    stepped = {(main.record.key, main.sharded) for main in scheduler.sync.main_parameters()}
+    scheduler.close()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}, stepped
+
+
+@pytest.mark.parametrize("owner", [False, True])
+def test_a_tied_embedding_is_no_matrix(owner: bool) -> None:
+    model = build(tied=True)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizers = [
+        torch.optim.Muon([named[name] for name in IS_MATRIX], lr=0.02),
+        adamw([p for name, p in named.items() if name not in IS_MATRIX]),
+    ]
+    for step in range(STEPS):
+        inputs, target = batch(step)
+        loss_of(model(inputs), target).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    for weights, stepped in run_ranks(train_tied, 4, owner):
+        assert ("0.0.embed.weight", False) not in stepped
+        for name, weight in weights.items():
+            # Muon divides by norms, and AdamW by roots: a rounding of a gradient counts more there.
+            assert error(weight, state[name]) <= 20 * STEPS * rounding(64), name
+
+
+# Mistakes.
+
+MISTAKES: dict[str, tuple[list[Any], Callable[[GradientSync], object], str]] = {
+    "vectors for Muon": (
+        ["data-parallel"],
+        lambda sync: sync.optimizer(torch.optim.Muon),
+        r"Muon steps matrices of two dimensions, but '0.1.bias' is \(12,\).*others=torch.optim",
+    ),
+    "Muon for everything": (
+        ["owned"],
+        lambda sync: sync.optimizer(torch.optim.Muon),
+        r"Muon steps matrices of two dimensions",
+    ),
+    "Muon for shards": (
+        ["sharded"],
+        lambda sync: sync.optimizer(torch.optim.Muon, others=torch.optim.AdamW),
+        r"Muon cannot step sharded parameters.*The handler 'owned' gives it whole matrices",
+    ),
+    "swapped": (
+        ["owned"],
+        lambda sync: sync.optimizer(torch.optim.AdamW, others=torch.optim.Muon),
+        r"Muon steps matrices of two dimensions, but '0.0.embed.weight' is|but '0.1.bias' is",
+    ),
+    "not elementwise": (
+        ["owned"],
+        lambda sync: sync.optimizer(Whitened),
+        r"Whitened cannot step sharded parameters.*others=torch.optim.AdamW",
+    ),
+    "others of a wrong kind": (
+        ["owned"],
+        lambda sync: sync.optimizer(torch.optim.Muon, others=len),  # type: ignore[arg-type]
+        r"made int, expected an Optimizer",
+    ),
+    "others that are there already": (
+        ["owned"],
+        lambda sync: sync.optimizer(torch.optim.Muon, others="AdamW"),  # type: ignore[arg-type]
+        r"cannot be made by an object of class str: give a class of torch.optim, or a function",
+    ),
+    "a group too many": (
+        ["owned"],
+        lambda sync: sync.optimizer(torch.optim.Muon, others=adamw).add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, 2))]}
+        ),
+        r"add_param_group\(\) of Muon and AdamW as one optimizer",
+    ),
+}
+
+
+def mistaken() -> dict[str, str]:
+    found = {}
+    for name, (handlers, make, _) in MISTAKES.items():
+        sync = None
+        try:
+            sync = GradientSync({0: build()}, Topology.create(pipeline=1), handlers=handlers)
+            make(sync)
+            found[name] = "nothing"
+        except Exception as raised:  # noqa: BLE001 - what it says is compared
+            found[name] = f"{type(raised).__name__}: {raised}"
+        if sync is not None:
+            sync.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def mistakes() -> list[dict[str, str]]:
+    return run_ranks(mistaken, 2)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_the_same_error_on_all_ranks(
+    name: str, mistakes: list[dict[str, str]]
+) -> None:
+    for reply in mistakes:
+        assert reply[name].startswith(PlanError.__name__)
+        assert re.search(MISTAKES[name][2], reply[name]), reply[name]
