@@ -17,6 +17,7 @@ from torch import Tensor
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.model.wrappers import fsdp_modules
+from pipegrad.observe.codec_costs import measured_codecs
 from pipegrad.observe.links import Pair, host_name, measure_links, network_of
 from pipegrad.observe.stage_profile import Loss, StageAlone
 from pipegrad.observe.step_costs import (
@@ -106,7 +107,8 @@ def measure_costs(
     patience = seconds * (1 + 3 * len(pairs))
     found = agree("links", around, ranks=ranks, timeout_seconds=patience)
     network, host = next(each for each in found if each is not None)
-    return Costs(tuple(stages), network, collective_costs(scheduler.sync), host)
+    codecs = agree("codecs", partial(measured_codecs, scheduler, profile.specs), ranks=ranks)
+    return Costs(tuple(stages), network, collective_costs(scheduler.sync), host, codecs[0])
 
 
 def _network(scheduler: Scheduler, pairs: Sequence[Pair], timeout_seconds: float) -> Network:

@@ -13,6 +13,7 @@ import torch
 from pipegrad.comm import sync_points
 from pipegrad.errors import ScheduleError
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.optimizer.joined_optimizer import parts_in
 from pipegrad.optimizer.main_params import MainParameter
 from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.plugins.handler import Placement, ReductionStep
@@ -42,10 +43,12 @@ def collective_costs(sync: GradientSync) -> dict[str, CollectiveCosts]:
             bucket, number = buckets[launch.bucket], launch.step
             step = bucket.route[number]
             costs[bucket.name_of(number)] = CollectiveCosts(
-                num_bytes=bucket.nbytes(number),
+                num_bytes=bucket.nbytes(number, plan.rank),
                 num_ranks=len(step.ranks),
                 kind=_kind(step),
-                sync_bytes=bucket.parameter_nbytes(number) if step.syncs_parameters else 0,
+                sync_bytes=bucket.parameter_nbytes(number, plan.rank)
+                if step.syncs_parameters
+                else 0,
             )
     return costs
 
@@ -54,7 +57,7 @@ def _kind(step: ReductionStep) -> Literal["all-reduce", "reduce-scatter", "send"
     # The two ranks of a pair send each other as much as in an all-reduce of two.
     if step.placement is Placement.OWNER:
         return "send"
-    return "reduce-scatter" if step.placement is Placement.SHARD else "all-reduce"
+    return "reduce-scatter" if step.placement.scatters else "all-reduce"
 
 
 def gradient_bytes(sync: GradientSync, stage: int) -> int:
@@ -83,6 +86,7 @@ def optimizer_costs(
     """Returns what stepping a stage takes, measured with a copy of the optimizer.
 
     The copy has the groups of `optimizer`, not its state, and steps clones with gradients of zero.
+    If it is made of several, each of them has a copy.
     A class that cannot be made of its groups alone is not measured; then its own state counts.
 
     Raises:
@@ -92,20 +96,21 @@ def optimizer_costs(
     masters = sum(main.tensor.nbytes for main in own if main.copied)
     if optimizer is None or not own:
         return OptimizerCosts(0.0, masters)
-    groups = _copied_groups(optimizer, own)
-    if not groups:
+    parts = [(type(part), _copied_groups(part, own)) for part in parts_in(optimizer)]
+    if not any(groups for _, groups in parts):
         raise ScheduleError(
             f"the optimizer has none of the parameters that stage {stage} steps: give the one of "
             f"scheduler.optimizer(), or leave it out"
         )
-    kind: Callable[[object], Optimizer] = type(optimizer)
+    kinds: list[tuple[Callable[[object], torch.optim.Optimizer], object]] = [*parts]
     try:
-        twin = kind(groups)
+        twins = [kind(groups) for kind, groups in kinds if groups]
     except TypeError:
         state = [optimizer.state.get(main.tensor, {}) for main in own]
         return OptimizerCosts(0.0, masters + _state_bytes(state))
-    seconds = [_step_seconds(twin, sync.device) for _ in range(repeats + 1)][1:]
-    return OptimizerCosts(statistics.median(seconds), masters + _state_bytes(twin.state.values()))
+    seconds = [_step_seconds(twins, sync.device) for _ in range(repeats + 1)][1:]
+    states = (state for twin in twins for state in twin.state.values())
+    return OptimizerCosts(statistics.median(seconds), masters + _state_bytes(states))
 
 
 def _state_bytes(states: Iterable[Mapping[str, object]]) -> int:
@@ -113,7 +118,9 @@ def _state_bytes(states: Iterable[Mapping[str, object]]) -> int:
     return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
-def _copied_groups(optimizer: Optimizer, own: list[MainParameter]) -> list[dict[str, object]]:
+def _copied_groups(
+    optimizer: torch.optim.Optimizer, own: list[MainParameter]
+) -> list[dict[str, object]]:
     """Returns the groups of some main parameters, of clones with gradients of zero."""
     ids = {id(main.tensor) for main in own}
     groups = list[dict[str, object]]()
@@ -126,10 +133,11 @@ def _copied_groups(optimizer: Optimizer, own: list[MainParameter]) -> list[dict[
     return groups
 
 
-def _step_seconds(optimizer: Optimizer, device: torch.device) -> float:
+def _step_seconds(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> float:
     sync_points.finish_device(device)
     began = time.perf_counter()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     sync_points.finish_device(device)
     return time.perf_counter() - began
 

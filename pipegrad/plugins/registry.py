@@ -30,6 +30,7 @@ from pipegrad.plugins.options import closest_first, complaints_of
 # Entry-point groups. They are here, because listing plug-ins needs no torch.
 HANDLERS = "pipegrad.handlers"
 REPORTERS = "pipegrad.reporters"
+CODECS = "pipegrad.codecs"
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 
 T = TypeVar("T")

@@ -1,7 +1,8 @@
-"""What authors of handlers and schedules need to test them."""
+"""What authors of handlers, codecs and schedules need to test them."""
 
+from pipegrad.testing.codec_contract import CodecContract
 from pipegrad.testing.handlers.contract import HandlerContract
 from pipegrad.testing.ordering.checker import OrderChecker
 from pipegrad.testing.ranks import run_ranks
 
-__all__ = ["HandlerContract", "OrderChecker", "run_ranks"]
+__all__ = ["CodecContract", "HandlerContract", "OrderChecker", "run_ranks"]

@@ -9,7 +9,7 @@ from unittest import SkipTest
 
 import torch
 
-from pipegrad import ParameterRecord, Topology, handlers
+from pipegrad import OuterStep, ParameterRecord, Topology, handlers
 from pipegrad.plan.plan import Plan
 from pipegrad.testing.handlers import scenario
 from pipegrad.testing.handlers.scenario import Piece, Seen, Specs
@@ -17,6 +17,7 @@ from pipegrad.testing.ranks import run_ranks
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 120.0
+_MEAN = OuterStep(every=1, lr=1.0, momentum=0.0)  # with it replicas that meet take the mean
 
 
 class Rehearsed:
@@ -85,10 +86,25 @@ class Rehearsed:
         }
 
     def _expected(self, step: str, rank: int, name: str) -> torch.Tensor | None:
-        whole, own = scenario.whole(step, rank, name), scenario.gradient_of(step, rank, name)
+        whole = scenario.whole(step, rank, name, is_apart=self._outer() is not None)
+        own = scenario.gradient_of(step, rank, name)
         if whole is None:
             return None
         return self.expected(whole, torch.zeros_like(whole) if own is None else own.double())
+
+    def _expected_step(self, step: str, rank: int, name: str) -> torch.Tensor | None:
+        """Returns the gradient with which a parameter has moved when a step has ended."""
+        if (outer := self._outer()) is None:
+            return self._expected(step, rank, name)
+        if outer != _MEAN:
+            raise SkipTest(f"what {outer} makes of a mean is not known here: give it {_MEAN}")
+        return scenario.whole(step, rank, name)
+
+    @classmethod
+    def _outer(cls) -> OuterStep | None:
+        """Returns what happens when parameters meet; None if none do."""
+        resolved = map(handlers.resolve, cls._specs())
+        return next((each.plugin.outer for each in resolved if each.plugin.outer), None)
 
     def _alike(self, step: str, rank: int, other: int, name: str) -> bool:
         """True if two holders of a parameter must have the same gradient of it."""

@@ -162,11 +162,21 @@ def holders(rank: int, name: str) -> list[int]:
     return [other for other in LIVE.ranks if stages & {*LIVE.at(other).local_stages}]
 
 
-def whole(step: str, rank: int, name: str) -> torch.Tensor | None:
-    """Returns the gradient of one process, in float64; None if no rank has a gradient."""
-    gradients = [gradient_of(step, other, name) for other in holders(rank, name)]
+def whole(step: str, rank: int, name: str, *, is_apart: bool = False) -> torch.Tensor | None:
+    """Returns the gradient of one process, in float64; None if no rank has a gradient.
+
+    Args:
+        step: The step.
+        rank: A rank that holds the parameter.
+        name: Of the parameter.
+        is_apart: Whether the process trains the data replica of `rank` alone.
+    """
+    replica = LIVE.at(rank).ranks_along(LIVE.pipeline) if is_apart else LIVE.ranks
+    ranks = [other for other in holders(rank, name) if other in replica]
+    gradients = [gradient_of(step, other, name) for other in ranks]
     present = [gradient.double() for gradient in gradients if gradient is not None]
-    return torch.stack(present).sum(0) / LIVE.size(LIVE.data) if present else None
+    num_replicas = 1 if is_apart else LIVE.size(LIVE.data)
+    return torch.stack(present).sum(0) / num_replicas if present else None
 
 
 def steps(specs: Specs) -> Seen:

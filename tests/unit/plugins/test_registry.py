@@ -302,7 +302,10 @@ def test_the_handlers_of_pipegrad_are_entry_points_like_any_other() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_handlers_of_pipegrad_resolve(name: str) -> None:
-    required = {"sequence-parallel": {"parameters": ["*norm*"]}}
+    required: dict[str, dict[str, object]] = {
+        "sequence-parallel": {"parameters": ["*norm*"]},
+        "diloco": {"every": 50},
+    }
     resolved = handlers.resolve({"name": name, **required.get(name, {})})
 
     assert isinstance(resolved.plugin, GradientHandler)

@@ -1,0 +1,1 @@
+"""The edge codecs that come with pipegrad. They use only public names of pipegrad."""

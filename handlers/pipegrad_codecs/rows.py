@@ -1,0 +1,65 @@
+"""Rows: numbers of few bits, and a scale for each row along the last dimension."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from pipegrad import EdgeCodec
+from pipegrad.plugins.codec import Carried
+
+_SCALE_BYTES = 4  # float32
+
+
+class RowScaled(EdgeCodec):
+    """Divides each row by a scale, so that its largest element becomes the largest number.
+
+    A message is the scales of all rows, and then one byte for each element. The scale of a row with
+    nan or inf is nan or inf, and so are all its decoded elements.
+    """
+
+    @abstractmethod
+    def number(self, carried: Carried) -> tuple[torch.dtype, float]:
+        """Returns the dtype of an element in a message, and its largest number."""
+
+    def round(self, scaled: Tensor) -> Tensor:
+        """Rounds scaled elements in place, if the copy to the dtype does not."""
+        return scaled
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Returns a byte for each element, and four for each row."""
+        numel = torch.Size(shape).numel()
+        return numel + _SCALE_BYTES * _num_rows(numel, shape)
+
+    def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
+        """Writes scales, then elements."""
+        dtype, largest = self.number(carried)
+        rows = value.reshape(_num_rows(value.numel(), value.shape), -1)
+        scales, elements = _parts(message, len(rows), dtype)
+        # The scale of a row of zeros, or of numbers too small for float32, is not zero: the row is
+        # divided by it. `clamp_` leaves nan and inf as they are.
+        scale = rows.abs().amax(dim=1, keepdim=True).to(torch.float32).div_(largest)
+        scales.copy_(scale.clamp_(min=torch.finfo(torch.float32).tiny))
+        # One product and no division for each element.
+        scaled = rows.to(torch.float32) * scales.reciprocal()
+        elements.copy_(self.round(scaled))
+
+    def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
+        """Multiplies elements by their scales."""
+        dtype, _ = self.number(carried)
+        rows = value.view(_num_rows(value.numel(), value.shape), -1)
+        scales, elements = _parts(message, len(rows), dtype)
+        rows.copy_(elements.to(torch.float32).mul_(scales))
+
+
+def _num_rows(numel: int, shape: tuple[int, ...]) -> int:
+    return numel // shape[-1] if shape and shape[-1] else 1
+
+
+def _parts(message: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the scales and the elements of a message, as views."""
+    begin = _SCALE_BYTES * num_rows
+    scales = message[:begin].view(torch.float32).view(num_rows, 1)
+    return scales, message[begin:].view(dtype).view(num_rows, -1)

@@ -1,0 +1,162 @@
+"""Coding: makes messages of values, and values of messages, with the codec of a hop.
+
+[Note: codecs] Both ranks of a hop know the codec, and know what a value looks like before it
+crosses. So both know how long its message is, and all of [Note: shapes] stays: a header says what
+the *value* looks like. A value crosses as it is if it is not of floats, or if its message would not
+be shorter. Both ranks decide that alike, since it depends on shape and dtype alone.
+
+The stage that takes a value computes with what was decoded, and its gradient goes back as if the
+value had not changed (straight-through). A value that stages of the producer's own rank take, too,
+is not encoded for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegrad.comm.agreement import agree
+from pipegrad.errors import PipegradError, PlanError, StepError
+from pipegrad.pipeline.coding.choice import Codec, CodecChoice, Hop
+from pipegrad.pipeline.coding.feedback import Feedback, Position
+from pipegrad.pipeline.transfers.specs import Spec
+from pipegrad.plugins.codec import Carried
+
+
+class Coding:
+    """A codec on a hop, for activations or for gradients.
+
+    Args:
+        codec: The codec.
+        carried: What it carries.
+        feedback: Keeps the errors of gradients.
+    """
+
+    def __init__(self, codec: Codec, carried: Carried, feedback: Feedback) -> None:
+        self._codec = codec
+        self._carried = carried
+        has_feedback = carried == "gradients" and codec.plugin.feedback
+        self._feedback = feedback if has_feedback else None
+        self._on_wire: dict[tuple[tuple[int, ...], torch.dtype], Spec | None] = {}
+
+    def on_wire(self, spec: Spec) -> Spec:
+        """Returns what the message of a value looks like; `spec` itself if it is not encoded."""
+        key = spec.shape, spec.dtype
+        if key not in self._on_wire:
+            self._on_wire[key] = self._message_of(spec)
+        return self._on_wire[key] or spec
+
+    def _message_of(self, spec: Spec) -> Spec | None:
+        if not spec.dtype.is_floating_point:
+            return None
+        with self._named("nbytes"):
+            nbytes = self._codec.plugin.nbytes(spec.shape, spec.dtype)
+        if type(nbytes) is not int or nbytes < 0:
+            raise StepError(
+                f"codec {self._codec}: nbytes() of {spec} is {nbytes!r}, expected a number of bytes"
+            )
+        return Spec((nbytes,), torch.uint8, False) if nbytes < spec.nbytes else None
+
+    @torch.no_grad()
+    def encoded(self, value: Tensor, spec: Spec, position: Position) -> Tensor:
+        """Returns the message of a value; the value itself if it is not encoded.
+
+        Sync: on the current stream.
+        """
+        wire = self.on_wire(spec)
+        if wire is spec:
+            return value
+        message = torch.empty(wire.shape, dtype=torch.uint8, device=value.device)
+        if self._feedback is not None:
+            value = self._feedback.total(position, value)
+        with self._named("encode"):
+            self._codec.plugin.encode(value, message, self._carried)
+        if self._feedback is not None:
+            decoded = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            self.decode(message, decoded)
+            self._feedback.note(position, value, decoded)
+        return message
+
+    @torch.no_grad()
+    def decode(self, message: Tensor, value: Tensor) -> None:
+        """Writes the value of a message.
+
+        Sync: on the current stream.
+        """
+        with self._named("decode"):
+            self._codec.plugin.decode(message, value, self._carried)
+
+    @contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"In {method}() of the codec {self._codec}, for {self._carried}.")
+            raise
+
+
+class Codings:
+    """The codings of all hops; the same choice on all ranks.
+
+    Args:
+        choice: Which codec carries what over which hop.
+        cut: A digest of the cut: what the stages hold and hand on, and where they are.
+
+    Attributes:
+        choice: The same.
+        feedback: The errors of the gradients that this rank has encoded.
+    """
+
+    def __init__(self, choice: CodecChoice, cut: str) -> None:
+        self.feedback = Feedback()
+        self._cut = cut
+        self.take(choice)
+
+    def take(self, choice: CodecChoice) -> None:
+        """Takes another choice, on all ranks alike, between two steps."""
+        self.choice = choice
+        self._made: dict[tuple[Hop, Carried], Coding | None] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the errors of gradients on this rank, and their cut; empty if there are none."""
+        errors = self.feedback.state_dict()
+        return {"cut": self._cut, "errors": errors} if errors else {}
+
+    def load(self, state: Mapping[str, Any], ranks: Sequence[int]) -> None:
+        """Takes a `state_dict` of this rank; all of these ranks call it.
+
+        Raises:
+            PlanError: If a rank was given something else, or errors of another cut; on all ranks.
+                Then none has errors.
+        """
+        try:
+            agree("what codecs kept", lambda: self._load(state), ranks=ranks)
+        except PipegradError as error:
+            self.feedback.clear()
+            raise PlanError(str(error)) from error
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        # Positions are numbers. The same number is another value in another cut, often of the same
+        # shape.
+        if state and state.get("cut") != self._cut:
+            raise PlanError(
+                "what codecs kept is of another cut: of a model with other stages, or with stages "
+                "on other ranks; it fits into its own cut alone"
+            )
+        self.feedback.load_state_dict(state.get("errors", {}))
+
+    def of(self, source: int, target: int, carried: Carried) -> Coding | None:
+        """Returns the coding between two pipeline ranks; None if values cross as they are.
+
+        A coding is the same object in all kinds of step, and for all values of the hop.
+        """
+        hop = (source, target) if source < target else (target, source)
+        if (hop, carried) not in self._made:
+            codec = self.choice.of(hop, carried)
+            made = None if codec is None else Coding(codec, carried, self.feedback)
+            self._made[hop, carried] = made
+        return self._made[hop, carried]

@@ -1,0 +1,75 @@
+"""Feedback: the errors of encoded gradients, which are added to the next ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipegrad.errors import PlanError
+
+
+class Position(NamedTuple):
+    """Where an error belongs: a gradient of the same microbatch of the next step.
+
+    Attributes:
+        link: The value whose gradient it is. A rank sends one gradient of a value.
+        microbatch: Of the step.
+    """
+
+    link: int
+    microbatch: int
+
+
+class Feedback:
+    """The errors of all gradients that this rank has encoded, each as large as its gradient."""
+
+    def __init__(self) -> None:
+        self._errors: dict[Position, Tensor] = {}
+
+    def total(self, position: Position, gradient: Tensor) -> Tensor:
+        """Returns a gradient and the error of the one before it; the gradient if there is none."""
+        error = self._errors.get(position)
+        # An error of another shape belongs to another batch.
+        if error is None or (error.shape, error.dtype) != (gradient.shape, gradient.dtype):
+            return gradient
+        return gradient + error.to(gradient.device)
+
+    def note(self, position: Position, total: Tensor, decoded: Tensor) -> None:
+        """Keeps the error of a gradient; `decoded` is overwritten.
+
+        nan and inf must not stay: a step that overflowed would spoil all that follow.
+        """
+        error = decoded.neg_().add_(total)
+        self._errors[position] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def clear(self) -> None:
+        """Forgets all errors."""
+        self._errors.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all errors, on the host, by position; empty if there are none."""
+        return {
+            f"{link} of {microbatch}": error.detach().to("cpu", copy=True)
+            for (link, microbatch), error in self._errors.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the errors of a `state_dict`, in place of its own.
+
+        Raises:
+            PlanError: If it is something else. Then there are no errors.
+        """
+        self._errors.clear()
+        loaded = dict[Position, Tensor]()
+        for key, error in state.items():
+            found = re.fullmatch(r"(\d+) of (\d+)", str(key))
+            if found is None or not isinstance(error, Tensor):
+                raise PlanError(
+                    f"{key!r} is no error of a codec, but {type(error).__name__}: expected what "
+                    f"state_dict() returns"
+                )
+            loaded[Position(*map(int, found.groups()))] = error.clone()
+        self._errors = loaded

@@ -1,0 +1,81 @@
+"""Codecs of tests: one that rounds to float32, and one that fails when it is told to."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pipegrad import EdgeCodec
+from pipegrad.plugins.codec import Carried
+
+
+class Single(EdgeCodec):
+    """Rounds float64 to float32."""
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return 4 * torch.Size(shape).numel()
+
+    def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
+        message.view(torch.float32).view(value.shape).copy_(value)
+
+    def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
+        value.copy_(message.view(torch.float32).view(value.shape))
+
+
+class Fails(Single):
+    """Raises in one of its calls, or returns what it should not.
+
+    Attributes:
+        told: Which call of which method raises, counted down; of the process.
+        size: What `nbytes` returns, if it is not None.
+    """
+
+    told: ClassVar[dict[str, int]] = {}
+    size: ClassVar[object] = None
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        self._count("nbytes")
+        size: Any = self.size
+        return super().nbytes(shape, dtype) if size is None else size
+
+    def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
+        self._count(f"encode {carried}")
+        super().encode(value, message, carried)
+
+    def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
+        self._count(f"decode {carried}")
+        super().decode(message, value, carried)
+
+    def _count(self, method: str) -> None:
+        self.told[method] = self.told.get(method, 0) - 1
+        if self.told[method] == 0:
+            raise ValueError(f"no {method}")
+
+
+class Holds(Single):
+    """Keeps views of messages, which it must not."""
+
+    held: ClassVar[list[Tensor]] = []
+
+    def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
+        self.held.append(message[:8])
+        super().decode(message, value, carried)
+
+
+class Marked(Single):
+    """Its messages begin as a header does."""
+
+    mark: ClassVar[int] = 0
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return 8 + super().nbytes(shape, dtype)
+
+    def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
+        message[:8].view(torch.int64).fill_(self.mark)
+        super().encode(value, message[8:], carried)
+
+    def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
+        assert int(message[:8].view(torch.int64)) == self.mark
+        super().decode(message[8:], value, carried)

@@ -1,0 +1,165 @@
+"""Which codec carries what over which hop: what a user may write, and what is chosen by times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipegrad.errors import PluginError, ScheduleError
+from pipegrad.pipeline.coding.choice import CodecChoice, Hop, choice_of
+from pipegrad.pipeline.coding.timing import Coded
+from pipegrad.pipeline.coding.worth import Worth, slowest, worth_of
+from pipegrad.plugins.codec import Carried
+from pipegrad.schedules import build
+from pipegrad.schedules.measured import Times
+from pipegrad_codecs.int8 import Int8
+
+BOTH = "activations int8, gradients int8"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (None, "none"),
+        ("none", "none"),
+        ({}, "none"),
+        ("int8", f"all hops: {BOTH}"),
+        (
+            {"name": "int8", "feedback": False},
+            "all hops: activations int8 feedback=False, gradients int8 feedback=False",
+        ),
+        ("topk", "all hops: gradients topk"),
+        ({"activations": "fp8"}, "all hops: activations fp8"),
+        ({"activations": None, "gradients": "none"}, "none"),
+        ({"0-1": "int8", (3, 2): {"gradients": "topk"}}, f"0-1: {BOTH}; 2-3: gradients topk"),
+        ({"1-0": "int8"}, f"0-1: {BOTH}"),
+        ({"0-1": None}, "0-1: none"),
+        ("auto", f"hops where it saves time: {BOTH}"),
+        ({"auto": {"gradients": "topk"}}, "hops where it saves time: gradients topk"),
+    ],
+)
+def test_what_a_user_writes_is_a_choice(spec: Any, words: str) -> None:
+    assert str(choice_of(spec)) == words
+    assert choice_of(spec).is_none is words.endswith("none")
+
+
+def test_an_instance_and_a_class_are_codecs() -> None:
+    for spec in (Int8, Int8(feedback=False)):
+        codec = choice_of(spec).of((0, 1), "activations")
+        assert codec is not None
+        assert isinstance(codec.plugin, Int8)
+    assert choice_of(Int8()).identity != choice_of(Int8(feedback=False)).identity
+
+
+def test_a_hop_that_is_named_has_its_own_codecs_alone() -> None:
+    choice = choice_of({"0-1": "int8", "1-2": {"gradients": "fp8"}})
+    names = {
+        (hop, carried): codec.name
+        for hop in ((0, 1), (1, 2), (0, 2))
+        for carried in ("activations", "gradients")
+        if (codec := choice.of(hop, carried)) is not None
+    }
+    assert names == {
+        ((0, 1), "activations"): "int8",
+        ((0, 1), "gradients"): "int8",
+        ((1, 2), "gradients"): "fp8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"activation": "int8"}, "the key 'activation'"),
+        ({"activations": "int8", "0-1": "int8"}, r"the keys \['0-1'\]"),
+        ({"0": "int8"}, "the key '0'"),
+        ({"0-0": "int8"}, "the key '0-0'"),
+        ({(0, 1, 2): "int8"}, "the key"),
+        ({(0, True): "int8"}, "the key"),
+        ({"0-1-2": "int8"}, "the key"),
+        ({"-1-0": "int8"}, "the key"),
+        ({"0-1": "int8", (1, 0): "int8"}, "twice"),
+        ({"auto": "int8", "1-2": "int8"}, "alone"),
+        ({"activations": "topk"}, "for gradients alone"),
+    ],
+)
+def test_what_is_no_choice_is_refused_in_words(spec: Any, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        choice_of(spec)
+
+
+@pytest.mark.parametrize("spec", ["int9", 3, ["int8"], {"0-1": {"0-1": "int8"}}, object(), int])
+def test_what_is_no_codec_is_refused_by_the_registry(spec: Any) -> None:
+    with pytest.raises(PluginError):
+        choice_of(spec)
+
+
+def test_hops_that_nothing_crosses_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"the hops 2-3.*out of 0-1, 1-2"):
+        choice_of({"0-1": "int8", "2-3": "int8"}).check([(0, 1), (1, 2)])
+    choice_of("int8").check([])
+
+
+# By times.
+
+
+def worth(
+    hop_seconds: tuple[float, ...], coding: float = 0.0, schedule: str = "1f1b", number: int = 8
+) -> Worth:
+    """Returns what is chosen where messages are a quarter, and coding takes so long."""
+    num_ranks = len(hop_seconds) + 1
+    carried: tuple[Carried, ...] = ("activations", "gradients")
+    found: dict[tuple[Hop, Carried], Coded] = {
+        ((hop, hop + 1), each): Coded(4000, 1000, coding / 2, coding / 2)
+        for hop in range(num_ranks - 1)
+        for each in carried
+    }
+    times = Times((0.01,) * num_ranks, (0.02,) * num_ranks, hop_seconds)
+    made = build(schedule, num_ranks=num_ranks, num_microbatches=number)
+    return worth_of(made, times, found, choice_of("auto").auto)
+
+
+def test_only_slow_hops_have_a_codec() -> None:
+    assert worth((0.0, 0.1, 0.0)).hops == ((1, 2),)
+    assert worth((0.1, 0.0, 0.1)).hops == ((0, 1), (2, 3))
+
+
+def test_hops_that_are_equally_slow_all_have_one() -> None:
+    assert worth((0.1, 0.1, 0.1)).hops == ((0, 1), (1, 2), (2, 3))
+
+
+def test_fast_hops_have_none() -> None:
+    assert worth((0.0, 0.0)).hops == ()
+
+
+def test_coding_must_take_less_than_it_saves() -> None:
+    assert worth((0.04,), coding=0.002).hops == ((0, 1),)
+    assert worth((0.04,), coding=0.031).hops == ()
+
+
+def test_coding_takes_time_of_ranks_that_have_none() -> None:
+    """A message would be there sooner, but both ranks would compute later."""
+    assert worth((0.04,), coding=0.029).hops == ()
+
+
+def test_a_hop_that_is_hidden_has_none() -> None:
+    """Its messages are there before anybody waits; coding would only take the ranks' time."""
+    assert worth((0.004,), coding=0.001, schedule="gpipe", number=64).hops == ()
+
+
+def test_the_times_of_later_steps_are_those_with_codecs() -> None:
+    found = worth((0.0, 0.1), coding=0.01)
+    assert found.hops == ((1, 2),)
+    assert found.times.hop_seconds == pytest.approx((0.0, 0.025 + 0.01), abs=1e-8)
+
+
+def test_the_slowest_end_of_a_hop_counts() -> None:
+    key: tuple[Hop, Carried] = ((0, 1), "activations")
+    first, other = {key: Coded(8, 4, 0.1, 0.4)}, {key: Coded(16, 8, 0.2, 0.3)}
+    assert slowest([{}, first, other]) == {key: Coded(16, 8, 0.2, 0.4)}
+
+
+def test_a_decided_choice_has_no_others() -> None:
+    decided = choice_of("auto").decided([(1, 2)])
+    assert str(decided) == f"1-2: {BOTH}"
+    assert str(CodecChoice(auto=choice_of("auto").auto).decided([])) == "none"
