@@ -66,21 +66,29 @@ class Adapting:
         """Takes what reads the times of a step, on all ranks alike."""
         self._read = read
 
-    def decide(self, step: int) -> bool:
+    def read(self) -> Times | None:
+        """Returns the times of the step that `note` was called for, once; None if there are none.
+
+        Reading waits for the message of the loss.
+        """
+        read, self._read = self._read, None
+        times = read() if read is not None else None
+        self.times = times or self.times
+        return times
+
+    def decide(self, times: Times, step: int) -> bool:
         """Decides which schedule a training step has; returns whether it was made anew.
 
         Args:
+            times: What steps take now.
             step: Which step it is, counted alike on all ranks.
 
         Raises:
             PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
                 are in the meeting. Then nothing has changed.
         """
-        read, self._read = self._read, None
-        times = read() if read is not None else None
-        if times is None or self._generator is None:
+        if self._generator is None:
             return False
-        self.times = times
         generator = self._generator.planned(times)
         if generator is self._generator:
             return False

@@ -89,6 +89,7 @@ class Compute:
         self._is_scaled = self._sync is not None and self._sync.is_scaled
         if self._sync is not None and terms is not None:
             self._sync.note_scaled()
+            self._weights.begin()
 
     def forget(self) -> None:
         """Lets go of everything of a step."""

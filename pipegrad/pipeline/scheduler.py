@@ -12,7 +12,8 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -29,6 +30,9 @@ from pipegrad.optimizer.main_params import NamedGroupOf
 from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.adapting import Adapting
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
+from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec
+from pipegrad.pipeline.coding.coding import Codings
+from pipegrad.pipeline.coding.worth import HopsChooser
 from pipegrad.pipeline.first_step import run_first_step
 from pipegrad.pipeline.loss import Losses, StepResult
 from pipegrad.pipeline.other_numbers import OtherNumbers
@@ -69,8 +73,8 @@ class Scheduler:
             these.
         topology: Over all ranks. The schedule says which rank has which stages.
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`. Some change it
-            when steps were measured: ``"adaptive-1f1b"`` after any step, ``"hop-aware-1f1b"`` and
-            ``"auto"`` after the second one, unless they are given costs.
+            when steps were measured: ``"adaptive-1f1b"`` after any step, ``"hop-aware-1f1b"``,
+            ``"hop-aware-zb-h1"`` and ``"auto"`` after the second one, unless they are given costs.
         num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
             another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
@@ -89,6 +93,11 @@ class Scheduler:
             the end of a step gradients are sums, so float16 needs a small loss scale.
         whole: Names of inputs that belong to no sample, such as a table of rotary frequencies.
             Every microbatch gets them whole. They may be anything, also ``"target"``.
+        codecs: How values cross hops between pipeline ranks in fewer bytes. A name or table of the
+            group ``pipegrad.codecs``, or an `EdgeCodec`: on all hops. ``{"activations": ...,
+            "gradients": ...}``: another one for each. ``{"0-1": ..., "2-3": ...}``: on these hops,
+            in both directions. ``{"auto": ...}``: on those hops where it saves time, as the second
+            step shows; ``"auto"`` is ``{"auto": "int8"}``. None: values cross as they are.
         tied: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
@@ -118,6 +127,7 @@ class Scheduler:
         loss_fn: Loss | None = None,
         loss_reduction: str | None = None,
         whole: Sequence[str] = (),
+        codecs: CodecsSpec = None,
         tied: Tied = (),
         handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
         depth: int = DEPTH,
@@ -134,6 +144,7 @@ class Scheduler:
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
             whole=whole,
+            codecs=codecs,
             depth=depth,
             timeout_seconds=agree_seconds,
         )
@@ -163,6 +174,8 @@ class Scheduler:
             "timeout_seconds": agree_seconds,
         }
         self._adapting = Adapting(pipeline, schedule, **meetings)
+        context = self._context
+        self._hops = HopsChooser(context.codings, self.topology, self.sync.device, **meetings)
         self._numbers = OtherNumbers(pipeline, schedule, **meetings)
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
@@ -206,7 +219,7 @@ class Scheduler:
             weights=WeightGradients(modules, self.sync),
             sharded=ShardedStages(modules, self.sync),
             # All ranks make these groups, in this order.
-            edges=Edges(program.channels, self.topology, device),
+            edges=Edges(program.channels, self.topology, device, skips=program.skips),
             losses=Losses(
                 self.topology,
                 device,
@@ -215,8 +228,15 @@ class Scheduler:
                 tape=self.sync.tape,
             ),
             pool=BufferPool(device),
+            codings=Codings(pipeline.codecs, self._cut(pipeline)),
             notice=FailureNotice(f"step {name}"),
         )
+
+    def _cut(self, pipeline: WiredPipeline) -> str:
+        """Returns a digest of what the stages hold and hand on, and of where they are."""
+        held = [[(e.name, e.shape) for e in stage] for stage in self.sync.manifest.stages]
+        words = f"{held} {pipeline.wiring.links} {self.topology.stage_to_rank}"
+        return hashlib.sha256(words.encode()).hexdigest()
 
     # What users call.
 
@@ -313,10 +333,40 @@ class Scheduler:
         kind: Callable[..., Optimizer],
         *,
         group_of: NamedGroupOf | None = None,
+        others: Callable[..., torch.optim.Optimizer] | None = None,
         **options: Any,  # noqa: ANN401 - those of `kind`
     ) -> Optimizer:
         """Returns an optimizer of what this rank steps; see `GradientSync.optimizer`."""
-        return self.sync.optimizer(kind, group_of=group_of, **options)
+        return self.sync.optimizer(kind, group_of=group_of, others=others, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this rank's handlers and codecs keep from step to step.
+
+        It is what `GradientSync.state_dict` returns, with the errors of codecs beside it; empty if
+        there is nothing. It can be loaded on the same rank, with the same plan.
+
+        Raises:
+            StepError: Inside a step.
+        """
+        state, errors = self.sync.state_dict(), self._context.codings.state_dict()
+        plan = {"plan": self.sync.plan.digest, "handlers": {}}
+        return {**plan, **state, "codecs": errors} if errors else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with a result of `state_dict` of this rank; all else starts anew.
+
+        Every rank must call it.
+
+        Raises:
+            PlanError: On every rank, as `GradientSync.load_state_dict`, or if what codecs kept is
+                none of theirs, or of another cut. Then they start anew.
+            StepError: Inside a step.
+        """
+        codings = self._context.codings
+        codings.feedback.clear()
+        self.sync.load_state_dict({key: v for key, v in state.items() if key != "codecs"})
+        if not codings.choice.is_none:
+            codings.load(state.get("codecs", {}), sorted(self.topology.ranks))
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -334,6 +384,11 @@ class Scheduler:
         Steps are measured while the schedule may still change by it, from the second one on.
         """
         return self._adapting.times
+
+    @property
+    def codecs(self) -> CodecChoice:
+        """Which codec carries what over which hop, in the next step; printable."""
+        return self._context.codings.choice
 
     @property
     def choice(self) -> Choice | None:
@@ -380,8 +435,9 @@ class Scheduler:
         context.notice.next_step()
         schedule = self.schedule
         try:
-            if not forward_only and self._adapting.decide(context.notice.step):
-                self._take(self._adapting.schedule)
+            times = None if forward_only else self._adapting.read()
+            if times is not None:
+                self._adapt(times, context.notice.step)
             schedule = self.schedule
             if batch.number not in (None, schedule.num_microbatches):
                 schedule = self._numbers.agreed(batch.number, context.notice.step)
@@ -403,6 +459,23 @@ class Scheduler:
             self._adapting.note(kind.times_reader(result))
         return result
 
+    @property
+    def _wants_times(self) -> bool:
+        return self._adapting.wants_times or self._hops.wants_times
+
+    def _adapt(self, times: Times, step: int) -> None:
+        """Chooses codecs and a schedule by the times of the step before, which was measured."""
+        if self._hops.wants_times:
+            kind = next(kind for (forward, _), kind in self._kinds.items() if not forward)
+            times = self._hops.decide(times, kind.program, kind.specs, step)
+            # What has a codec is decided when a kind is made: all of them are made anew.
+            for key, kind in self._kinds.items():
+                self._kinds[key] = kind.with_schedule(
+                    kind.program.schedule, is_measured=self._wants_times
+                )
+        if self._adapting.decide(times, step):
+            self._take(self._adapting.schedule)
+
     def _take(self, schedule: Schedule) -> None:
         """Takes another schedule for training; evaluations have the forwards of any."""
         kind = self._known_kind(schedule, forward_only=False)
@@ -420,7 +493,7 @@ class Scheduler:
         if not learned:
             return None
         try:
-            return learned[0].with_schedule(schedule, is_measured=self._adapting.wants_times)
+            return learned[0].with_schedule(schedule, is_measured=self._wants_times)
         except BaseException as error:
             # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
             self._leave(error)
@@ -433,7 +506,7 @@ class Scheduler:
             schedule,
             batch,
             forward_only=forward_only,
-            is_measured=self._adapting.wants_times,
+            is_measured=self._wants_times,
             wait_seconds=self._first_step_seconds,
         )
         self._kinds[forward_only, schedule.num_microbatches] = kind

@@ -16,6 +16,7 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.aliases import Aliases
 from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
+from pipegrad.pipeline.coding.coding import Codings
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.executor import Executor
 from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
@@ -25,7 +26,7 @@ from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.step_times import Layout, StepTimes
 from pipegrad.pipeline.transfers.buffers import BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
-from pipegrad.pipeline.transfers.specs import Specs
+from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.wiring import Loss, Wiring
@@ -58,6 +59,7 @@ class StepContext:
         sharded: The stages whose parameters FSDP2 swaps.
         edges: The communicators between stages.
         pool: The receive buffers.
+        codings: Which values cross in fewer bytes.
         losses: Sends losses to all ranks.
         notice: Where ranks post that a step has failed. It counts the steps of all kinds.
     """
@@ -78,6 +80,7 @@ class StepContext:
     sharded: ShardedStages
     edges: Edges
     pool: BufferPool
+    codings: Codings
     losses: Losses
     notice: FailureNotice
 
@@ -146,7 +149,9 @@ class StepKind:
             schedule, links, depth=depth, forward_only=forward_only
         )
         stages, rank = context.stages, context.topology.coordinate(context.topology.pipeline)
-        transfers = Transfers(self.program.channels, context.edges, context.pool, specs)
+        transfers = Transfers(
+            self.program.channels, context.edges, context.pool, specs, context.codings
+        )
         aliases = Aliases(stages, context.sharded, transfers.lent)
         values = Values(
             self.program,
@@ -213,6 +218,11 @@ class StepKind:
             forward_only=forward_only,
             is_measured=is_measured and not forward_only,
         )
+
+    @property
+    def specs(self) -> Mapping[int, Spec | None]:
+        """What its values look like in the first microbatch, by link."""
+        return self._specs.by_link
 
     @property
     def is_measured(self) -> bool:
@@ -330,12 +340,18 @@ class StepKind:
         cause = context.notice.fail(error)
         if not self.program.forward_only:
             context.sync.abort(error, begun=begun, final=executor.is_in_doubt)
-        if executor.is_in_doubt:
+        interrupt: BaseException | None = None
+        if not executor.is_in_doubt:
+            try:
+                executor.finish_transfers()
+            except BaseException as again:  # noqa: BLE001 - such as a second Ctrl-C; raised below
+                interrupt = again
+                if not self.program.forward_only:
+                    context.sync.abort(again, final=True)
+        if executor.is_in_doubt or interrupt is not None:
             # It is unknown which messages were sent, so no edge can be used again. Connections are
             # closed, and ranks that wait fail at once.
             context.edges.cut()
-        else:
-            executor.finish_transfers()
         context.sharded.forget()
         with contextlib.suppress(RuntimeError):  # another rank has died
             # Every rank sends a loss in every step, or later losses would be added to this one.
@@ -346,6 +362,8 @@ class StepKind:
                 failed=True,
                 times=() if self._times is None else [0.0] * self._times.layout.size,
             )
+        if interrupt is not None:
+            raise interrupt from error
         # An interrupt stays one, whichever rank failed first. An error before the step has begun,
         # such as that of a batch that does not fit, is this rank's own. All ranks raise DriftError,
         # and StallError, which has the cause already.

@@ -36,7 +36,7 @@ from pipegrad.topology import Topology
 
 _SAMPLES = 3  # microbatches that measure hops
 _Stamp = float | torch.Event
-_FORWARD, _BACKWARD = 0, 1  # the rows of a rank's computes
+_FORWARD, _BACKWARD, _WEIGHTS = _ROWS = 0, 1, 2  # of a rank's computes; W is a part of a backward
 
 
 class StepTimes:
@@ -114,6 +114,8 @@ class StepTimes:
             row = _FORWARD if kind == "F" else _BACKWARD
             median = statistics.median(_seconds(begin, end) for begin, end in stamps)
             numbers[layout.compute(row, self._rank)] += median
+            if kind == "W":
+                numbers[layout.compute(_WEIGHTS, self._rank)] += median
         marks = self._transfers
         for microbatch in range(layout.num_samples):
             out, back = ("F", True, microbatch), ("B", False, microbatch)
@@ -144,31 +146,35 @@ class Layout:
         self._num_pipelines = len(pipelines)
         self._num_ranks = topology.size(topology.pipeline)
         self.num_samples = min(_SAMPLES, num_microbatches)
-        self._of_pipeline = 2 * self._num_ranks + self.num_samples * (self._num_ranks - 1)
+        self._of_pipeline = len(_ROWS) * self._num_ranks + self.num_samples * (self._num_ranks - 1)
         self.size = self._num_pipelines * self._of_pipeline
         own = topology.ranks_along(topology.pipeline)
         self._begin = pipelines.index(own) * self._of_pipeline
 
     def compute(self, row: int, rank: int) -> int:
-        """Returns where a rank of this pipeline has its forwards, or its backwards."""
+        """Returns where a rank of this pipeline has its forwards, backwards or W."""
         return self._begin + row * self._num_ranks + rank
 
     def hop(self, microbatch: int, hop: int) -> int:
         """Returns where a hop of this pipeline has a microbatch."""
-        return self._begin + 2 * self._num_ranks + microbatch * (self._num_ranks - 1) + hop
+        hops = self._begin + len(_ROWS) * self._num_ranks
+        return hops + microbatch * (self._num_ranks - 1) + hop
 
     def times(self, numbers: Sequence[float]) -> Times:
         """Returns what the sums of all ranks say, the same on every rank."""
         size, hops = self._num_ranks, self._num_ranks - 1
-        rows = list[tuple[Sequence[float], Sequence[float], Sequence[float]]]()
+        pipelines = list[list[Sequence[float]]]()
         for begin in range(0, self.size, self._of_pipeline):
             own = numbers[begin : begin + self._of_pipeline]
-            both_ways = own[2 * size :]
+            computes = [own[row * size : (row + 1) * size] for row in _ROWS]
+            both_ways = own[len(_ROWS) * size :]
             # A clock that is read twice at once may go backwards by a rounding error.
             hop_seconds = [max(0.0, min(both_ways[hop::hops]) / 2) for hop in range(hops)]
-            rows.append((own[:size], own[size : 2 * size], hop_seconds))
-        slowest = [tuple(map(max, zip(*column, strict=True))) for column in zip(*rows, strict=True)]
-        return Times(*slowest)
+            pipelines.append([*computes, hop_seconds])
+        forwards, backwards, weights, slowest_hops = (
+            tuple(map(max, zip(*column, strict=True))) for column in zip(*pipelines, strict=True)
+        )
+        return Times(forwards, backwards, slowest_hops, weights)
 
 
 def _seconds(begin: _Stamp, end: _Stamp) -> float:

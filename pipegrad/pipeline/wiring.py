@@ -17,6 +17,8 @@ from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec, Hop, choice_of
+from pipegrad.pipeline.coding.worth import check_auto
 from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.loss.terms import MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
@@ -65,6 +67,7 @@ class WiredPipeline:
         loss_fn: Takes the last stage's outputs and a target by position; on this rank alone.
         is_weighted: Whether losses are sums and have weights.
         labels: Names of the inputs that are the target, too; empty if a step is given a target.
+        codecs: Which codec carries what over which hop.
     """
 
     schedule: Schedule
@@ -74,6 +77,7 @@ class WiredPipeline:
     loss_fn: Loss | None
     is_weighted: bool
     labels: Names
+    codecs: CodecChoice
 
 
 def agree_on_wiring(
@@ -85,6 +89,7 @@ def agree_on_wiring(
     loss_fn: Loss | None,
     loss_reduction: str | None,
     whole: Sequence[str],
+    codecs: CodecsSpec,
     depth: int,
     timeout_seconds: float,
 ) -> WiredPipeline:
@@ -95,14 +100,14 @@ def agree_on_wiring(
     Raises:
         PipegradError: If anything does not fit together; on all ranks alike.
     """
-    own: tuple[Schedule, Topology, Sequence[Stage], Loss | None] | None = None
+    own: tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice] | None = None
     source = None if isinstance(stages, Sequence) else stages
     labels: Names = ()
     if source is not None and loss_fn is None:
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
-    def describe() -> tuple[str, Ends]:
+    def describe() -> tuple[str, str, Ends]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         nonlocal own
         if reduction not in REDUCTIONS:
@@ -115,30 +120,36 @@ def agree_on_wiring(
                 f"leave it out, or give a loss_fn"
             )
         generated = schedule_of(schedule, topology, num_microbatches)
+        choice = choice_of(codecs)
+        if choice.auto:
+            check_auto(generated)
         placed = topology.with_stages(generated.stage_to_rank)
         made = made_stages(stages, generated, placed, own_loss=bool(labels))
         check_stages(generated, made, placed)
-        own = generated, placed, made, bound_loss(loss_fn, made, placed)
+        own = generated, placed, made, bound_loss(loss_fn, made, placed), choice
         refuse_loss_parameters(loss_fn, [stage.module for stage in made], placed)
         ends = {s.index: (s.inputs, s.outputs, s.losses) for s in made}
         words = f"depth {depth}, whole {whole!r}, loss_reduction {reduction!r}"
         words += later_words(schedule)
         if source is not None:
             words += f", {source!r}"
-        return f"{words}\n{generated}", ends
+        return f"{words}\n{generated}", choice.identity, ends
 
     ranks = sorted(topology.ranks)
     replies = agree("Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds)
     by_rank = dict(zip(ranks, replies, strict=True))
-    same("the schedule", {rank: words for rank, (words, _) in by_rank.items()})
+    same("the schedule", {rank: words for rank, (words, _, _) in by_rank.items()})
+    same("codecs", {rank: words for rank, (_, words, _) in by_rank.items()})
     # All ranks have the same replies, so an error below is raised on all of them.
-    wiring = wired({rank: ends for rank, (_, ends) in by_rank.items()})
+    wiring = wired({rank: ends for rank, (_, _, ends) in by_rank.items()})
     check_whole(whole, wiring)
     assert own is not None
-    generated, placed, made, bound = own
+    generated, placed, made, bound, choice = own
+    choice.check(hops_of(wiring, generated.stage_to_rank))
     fitted = fed(generated, wiring)
     _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
-    return WiredPipeline(fitted, placed, wiring, made, bound, reduction == TOKEN_MEAN, labels)
+    is_weighted = reduction == TOKEN_MEAN
+    return WiredPipeline(fitted, placed, wiring, made, bound, is_weighted, labels, choice)
 
 
 def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]]) -> Wiring:
@@ -199,6 +210,16 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]])
         ),
         tuple(dict.fromkeys(name for stage in range(num_stages) for name in ends[stage][2])),
     )
+
+
+def hops_of(wiring: Wiring, stage_to_rank: Sequence[int]) -> tuple[Hop, ...]:
+    """Returns the pairs of pipeline ranks between which values cross, the lower one first."""
+    pairs = {
+        (stage_to_rank[link.producer], stage_to_rank[consumer])
+        for link in wiring.links
+        for consumer in link.consumers
+    }
+    return tuple(sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}))
 
 
 def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | None) -> Schedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from pipegrad.errors import ScheduleError
 from pipegrad.schedules.schedule import ScheduleGenerator
 
 
@@ -19,11 +20,14 @@ class Times:
         backward_seconds: For each rank the same of a backward.
         hop_seconds: For each hop s -> s+1 what the values of a microbatch take in one direction: a
             mean of there and back.
+        weight_seconds: For each rank the part of a backward that W takes, 0 where backwards are
+            whole; empty if nobody has measured it.
     """
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     hop_seconds: tuple[float, ...]
+    weight_seconds: tuple[float, ...] = ()
 
     @property
     def compute_seconds(self) -> tuple[float, ...]:
@@ -35,7 +39,8 @@ class MeasuredGenerator(ScheduleGenerator):
     """A generator that takes what steps have shown, and then makes another schedule.
 
     `generate` makes the schedule to begin with. All its schedules, for one number of ranks, place
-    the same stages on the same ranks, and give gradients final in the same order of stages.
+    the same stages on the same ranks. Their gradients are best final in the same order of stages:
+    reductions leave in the order of the first schedule.
     """
 
     @property
@@ -49,3 +54,15 @@ class MeasuredGenerator(ScheduleGenerator):
 
         The function is pure: every rank returns the same for the same times.
         """
+
+
+def check_live_activations(limit: object) -> None:
+    """Refuses a limit of live activations that is no whole number from 1; None is no limit.
+
+    Raises:
+        ScheduleError: If it is something else.
+    """
+    if limit is None:
+        return
+    if not isinstance(limit, int) or limit is True or limit < 1:
+        raise ScheduleError(f"max_live_activations is {limit!r}, expected a whole number from 1")

@@ -1,10 +1,10 @@
 """choose: which schedule takes least time within a memory limit, and why. Pure.
 
 [Note: candidates] The candidates are all registered schedules, plug-ins too. One that takes
-``stages_per_rank`` is tried with 1, 2, ... of them. hop-aware-1f1b is given the hops and computes
-of the costs, with several thresholds. Then 1f1b is tried with more warm-up, as much at every hop.
-Each candidate is lowered, proven and simulated, in this order, and refused where one of these
-fails.
+``stages_per_rank`` is tried with 1, 2, ... of them. hop-aware-1f1b and hop-aware-zb-h1 are given
+the hops and computes of the costs, with several thresholds. Then 1f1b is tried with more warm-up,
+as much at every hop. Each candidate is lowered, proven and simulated, in this order, and refused
+where one of these fails.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pipegrad.errors import PipegradError, ScheduleError
+from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.schedules import generate, lower, registry, verify
-from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
+from pipegrad.schedules.builtin.hop_aware import HopAware
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
 from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Link
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Spec = str | Mapping[str, Any]  # a name, or a table of name and options
 
 _FOLLOWERS = ("auto", "adaptive-1f1b")  # what chooses or changes schedules is none itself
-_THRESHOLDS = (0.0, 0.05, 0.2)  # of hop-aware-1f1b
+_THRESHOLDS = (0.0, 0.05, 0.2)  # of those that know hops
 _MOST_FORWARDS_A_HOP = 6
 _NUM_STEPS = 2  # the second begins while the first ends, as all that follow do
 # Steps that differ by less than this take equally long: more activations must buy something.
@@ -182,7 +183,9 @@ def choose(
     check_limit("max_live_activations", max_live_activations)
     tried = dict[tuple[object, ...], None]()
     candidates = list[Candidate]()
-    for name, made in _candidates(num_ranks, num_microbatches, costs, schedules):
+    for name, made in _candidates(
+        num_ranks, num_microbatches, costs, schedules, max_live_activations
+    ):
         if isinstance(made, Schedule):
             # Names stand for one schedule if their warm-ups are equal.
             key = made.stage_to_rank, made.actions, made.head_w_first
@@ -222,17 +225,27 @@ def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _candidates(
-    num_ranks: int, num_microbatches: int, costs: Costs, specs: Sequence[Spec] | None
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    specs: Sequence[Spec] | None,
+    max_live_activations: int | None,
 ) -> Iterator[tuple[str, Schedule | str]]:
     """Yields the name of each candidate with its schedule, or with the reason that it has none."""
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    times = times_of(merged(costs, num_ranks))
     names = [plugin.name for plugin in registry if plugin.name not in _FOLLOWERS]
-    for spec in names if specs is None else specs:
-        for table in _tables(spec, num_ranks, costs):
-            try:
-                yield _words(table), generate(registry.resolve(table), **sizes)
-            except PipegradError as error:
-                yield _words(table), str(error).partition("\n")[0]
+    tables = [
+        table
+        for spec in (names if specs is None else specs)
+        for table in _tables(spec, num_ranks, costs, max_live_activations)
+    ]
+    # Of names that stand for one schedule the first counts, so plain ones come first.
+    for table in sorted(tables, key=lambda table: "threshold" in table):
+        try:
+            yield _words(table), generate(knowing(registry.resolve(table), times), **sizes)
+        except PipegradError as error:
+            yield _words(table), str(error).partition("\n")[0]
     if specs is None:
         for forwards in range(3, _MOST_FORWARDS_A_HOP + 1):
             if (forwards - 1) * (num_ranks - 1) < num_microbatches:
@@ -241,7 +254,9 @@ def _candidates(
                 yield name, in_turns(name, num_warmups, num_microbatches)
 
 
-def _tables(spec: Spec, num_ranks: int, costs: Costs) -> Iterator[dict[str, Any]]:
+def _tables(
+    spec: Spec, num_ranks: int, costs: Costs, max_live_activations: int | None
+) -> Iterator[dict[str, Any]]:
     """Yields what a schedule is to be tried with."""
     table = {"name": spec} if isinstance(spec, str) else dict(spec)
     try:
@@ -249,11 +264,12 @@ def _tables(spec: Spec, num_ranks: int, costs: Costs) -> Iterator[dict[str, Any]
     except PipegradError:
         yield table  # is refused with the same error
         return
-    if issubclass(kind, HopAwareOneForwardOneBackward) and "hop_seconds" not in table:
-        known = _hop_aware_options(merged(costs, num_ranks))
+    if issubclass(kind, HopAware) and "hop_seconds" not in table:
+        if _takes("max_live_activations", kind) and max_live_activations is not None:
+            table = {"max_live_activations": int(max_live_activations), **table}
         thresholds = [table["threshold"]] if "threshold" in table else _THRESHOLDS
-        yield from ({**table, **known, "threshold": threshold} for threshold in thresholds)
-    elif _takes_stages_per_rank(kind) and "stages_per_rank" not in table:
+        yield from ({**table, "threshold": threshold} for threshold in thresholds)
+    elif _takes("stages_per_rank", kind) and "stages_per_rank" not in table:
         most = len(costs.stages) // num_ranks
         numbers = [n for n in range(1, most + 1) if most % n == 0]
         yield from ({**table, "stages_per_rank": number} for number in numbers)
@@ -261,18 +277,22 @@ def _tables(spec: Spec, num_ranks: int, costs: Costs) -> Iterator[dict[str, Any]
         yield table
 
 
-def _hop_aware_options(costs: Costs) -> dict[str, Any]:
-    times = times_of(costs)
-    compute = max(times.compute_seconds)
-    return {"hop_seconds": times.hop_seconds, "compute_seconds": compute or 1.0}
+def knowing(
+    resolved: ResolvedPlugin[ScheduleGenerator], times: Times
+) -> ResolvedPlugin[ScheduleGenerator]:
+    """Returns a schedule that is made for these times, if it knows hops and was given none."""
+    plugin = resolved.plugin
+    if isinstance(plugin, HopAware) and plugin.wants_times:
+        return replace(resolved, plugin=plugin.planned(times))
+    return resolved
 
 
-def _takes_stages_per_rank(kind: type[ScheduleGenerator]) -> bool:
-    return "stages_per_rank" in inspect.signature(kind).parameters
+def _takes(option: str, kind: type[ScheduleGenerator]) -> bool:
+    return option in inspect.signature(kind).parameters
 
 
 def _words(table: Mapping[str, Any]) -> str:
-    measured = ("name", "hop_seconds", "compute_seconds")
+    measured = ("name", "hop_seconds", "compute_seconds", "weight_seconds")
     options = (f", {key} {value}" for key, value in table.items() if key not in measured)
     return f"{table['name']}{''.join(options)}"
 
@@ -349,13 +369,14 @@ def chain_of(costs: Costs) -> list[Link]:
 def times_of(costs: Costs) -> Times:
     """Returns what steps would show on ranks with these costs, one stage on each."""
     hops = [
-        (costs.network.seconds(s, s + 1, size) + costs.network.seconds(s + 1, s, size)) / 2
-        for s, size in enumerate(sum(stage.outputs.values()) for stage in costs.stages[:-1])
+        (costs.hop_seconds(s, s + 1, "F") + costs.hop_seconds(s + 1, s, "B")) / 2
+        for s in range(len(costs.stages) - 1)
     ]
     return Times(
         tuple(stage.forward_seconds for stage in costs.stages),
         tuple(stage.backward_seconds for stage in costs.stages),
         tuple(hops),
+        tuple(stage.weight_seconds for stage in costs.stages),
     )
 
 

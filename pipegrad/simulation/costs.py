@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.program.program import Collective
+from pipegrad.schedules.program.program import Channel, Collective, Link
 from pipegrad.schedules.schedule import Kind
 from pipegrad.simulation.plain_data import loaded, validated
 
@@ -134,7 +134,7 @@ class Network:
     Every host has a full-duplex NIC. Messages that leave a NIC at once share its rate, and so do
     messages that enter it; those with longer round trips get less. Ranks of one host send to each
     other without their NIC. Messages from one rank to another go one after the other, in the order
-    in which they are sent.
+    in which they are sent. Skips may go beside them; see [Note: skips] in `program`.
 
     Attributes:
         nic_bytes_per_second: Rate of every NIC, each way: what it keeps up, not what one message
@@ -213,6 +213,50 @@ class CollectiveCosts:
 
 
 @dataclass(frozen=True)
+class CodecCosts:
+    """A codec between two pipeline ranks, for what crosses in either direction.
+
+    Attributes:
+        ranks: The two pipeline ranks, the lower one first.
+        carries: What it encodes.
+        codec: Its name.
+        share: Bytes of a message, by the bytes of its value.
+        encode_seconds_per_byte: What the rank that sends takes, by the bytes of the value.
+        decode_seconds_per_byte: What the rank that receives takes.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    ranks: tuple[int, int]
+    carries: Literal["activations", "gradients"]
+    codec: str = ""
+    share: float = 1.0
+    encode_seconds_per_byte: float = 0.0
+    decode_seconds_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if not 0 <= self.ranks[0] < self.ranks[1]:
+            raise ScheduleError(
+                f"a codec has the ranks {list(self.ranks)}, expected two, the lower one first"
+            )
+
+
+class Crossing(NamedTuple):
+    """What a value costs that crosses from one rank to another.
+
+    Attributes:
+        num_bytes: Of its message.
+        encode_seconds: Of the rank that sends.
+        decode_seconds: Of the rank that receives.
+    """
+
+    num_bytes: int
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class HostCosts:
     """What the rank's host takes on top of computing.
 
@@ -242,6 +286,7 @@ class Costs:
         collectives: For each reduction of the Program, by its name. One that is missing takes no
             time.
         host: What hosts take on top.
+        codecs: Of those hops that have one.
         ranks_meet: True if no rank begins a step before all have ended the one before. Clipping by
             a global norm and reading the loss on every rank do that.
     """
@@ -252,7 +297,39 @@ class Costs:
     network: Network = Network()
     collectives: Mapping[str, CollectiveCosts] = field(default_factory=dict)
     host: HostCosts = HostCosts()
+    codecs: tuple[CodecCosts, ...] = ()
     ranks_meet: bool = True
+
+    @cached_property
+    def _codecs(self) -> dict[tuple[tuple[int, int], str], CodecCosts]:
+        return {(codec.ranks, codec.carries): codec for codec in self.codecs}
+
+    def crossing(self, link: Link, channel: Channel) -> Crossing:
+        """Returns what a value, or its gradient, costs on its way from rank to rank."""
+        num_bytes = self.stages[link.producer].outputs.get(link.name, 0)
+        ranks = min(channel.source, channel.target), max(channel.source, channel.target)
+        codec = self._codecs.get((ranks, "activations" if channel.kind == "F" else "gradients"))
+        if codec is None:
+            return Crossing(num_bytes)
+        return Crossing(
+            round(num_bytes * codec.share),
+            num_bytes * codec.encode_seconds_per_byte,
+            num_bytes * codec.decode_seconds_per_byte,
+        )
+
+    def hop_seconds(self, source: int, target: int, kind: Literal["F", "B"]) -> float:
+        """Returns the time of all outputs of stage `source`, or `target`, between two ranks.
+
+        For stages that are on the ranks of their numbers, and while nothing else is sent.
+        """
+        producer = source if kind == "F" else target
+        crossings = [
+            self.crossing(Link(name, producer, (producer + 1,)), Channel(0, kind, source, target))
+            for name in self.stages[producer].outputs
+        ]
+        coding = sum(each.encode_seconds + each.decode_seconds for each in crossings)
+        num_bytes = sum(each.num_bytes for each in crossings)
+        return coding + self.network.seconds(source, target, num_bytes)
 
     def collective(self, collective: Collective) -> CollectiveCosts:
         """Returns the costs of a reduction; without any if nothing is known of it."""

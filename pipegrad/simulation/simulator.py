@@ -135,7 +135,8 @@ class _Run:
         self._collectives = Collectives(
             program, costs, events=events, network=network, recording=recording
         )
-        self._memory = Memory(program, costs, self._messages.num_bytes, records=records)
+        self._memory = Memory(program, costs, records=records)
+        self._crossings = self._messages.crossings
         self._seconds = [stage.seconds(kind) for stage in costs.stages for kind in KINDS]
         self._step_ends = [0.0] * num_steps
         self._num_ended = [0] * num_steps
@@ -201,7 +202,9 @@ class _Run:
                     break
                 if not self._has_happened(now, rank, op, which):
                     return
-                clock += self._costs.host.message_seconds if op == _RECEIVE else 0.0
+                if op == _RECEIVE:
+                    decoding = self._crossings[which >> MICROBATCH_BITS].decode_seconds
+                    clock += self._costs.host.message_seconds + decoding
             rank.position += 1
         self._recording.note(rank.number, "host", now, clock, rank.step)
         if clock > now:
@@ -218,7 +221,7 @@ class _Run:
             self._memory.post(clock, rank.number, channel)
             self._messages.post(clock, rank.step, which)
             return clock
-        clock += self._costs.host.message_seconds
+        clock += self._costs.host.message_seconds + self._crossings[channel].encode_seconds
         self._memory.send(clock, rank.number, channel)
         self._messages.send(clock, rank.step, which)
         return clock

@@ -43,6 +43,7 @@ SCHEDULES = (
     "hop-aware-1f1b",
     "interleaved-1f1b",
     "zb-h1",
+    "hop-aware-zb-h1",
     "zbv",
     "vee",
 )
@@ -82,7 +83,7 @@ class Case:
             return vee(self.pipeline, self.num_microbatches)
         if self.schedule == "zb-h1":
             return {"name": self.schedule, "head_w_first": self.num_microbatches % 2 == 0}
-        if self.schedule == "hop-aware-1f1b":
+        if self.schedule.startswith("hop-aware"):
             hops = [0.6, 0.0, 1.2][: self.pipeline - 1]
             return {"name": self.schedule, "hop_seconds": hops, "compute_seconds": 1.0}
         return self.schedule

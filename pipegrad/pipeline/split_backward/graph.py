@@ -18,8 +18,8 @@ autograd's graph, so modules may do with their weights what they like.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,7 @@ def backward_inputs(
     gradients: Sequence[Tensor | None],
     parameters: Collection[int],
     marked: Collection[int] = (),
+    lent: Collection[int] = (),
 ) -> Waiting:
     """Runs a backward, all but the products that can wait: see [Note: what waits].
 
@@ -69,6 +70,7 @@ def backward_inputs(
         gradients: The gradients of the roots.
         parameters: Ids of the parameters whose gradients may wait.
         marked: Ids of those that were marked when there were no graphs: see [Note: direct].
+        lent: Addresses of receive buffers, which the next receives will write into.
 
     Sync: as `torch.autograd.backward`.
     """
@@ -80,8 +82,9 @@ def backward_inputs(
     bare = [leaf for node in graph.leaves if (leaf := node.variable).grad is None]
     # A node computes the gradient of an argument only if that leads to a needed node. The leaves of
     # waiting weights are not needed, so their products are not computed. The nodes of products are
-    # needed themselves: some of them may lead to nothing else.
-    needed = [*graph.leaves, *graph.nodes]
+    # needed themselves: some of them may lead to nothing else. Autograd finds out by itself that
+    # those next to a leaf are needed, and fewer names cost less.
+    needed = [*graph.leaves, *(node for node in graph.nodes if not graph.leads_to_leaf(node))]
     hooks = [
         node.register_prehook(partial(_arrive, product, arrived))
         for node, product in zip(graph.nodes, graph.products, strict=True)
@@ -92,14 +95,19 @@ def backward_inputs(
     finally:
         for hook in hooks:
             hook.remove()  # a node may outlive its graph
+    # The gradient of an output may lie in a receive buffer that is free after I, before W reads it.
     # A new gradient may lie in the memory of what waits, and will be added to in place.
     taken = {
-        leaf.grad.untyped_storage().data_ptr()
-        for leaf in bare
-        if leaf.grad is not None and leaf.grad.layout == torch.strided
+        *lent,
+        *(
+            leaf.grad.untyped_storage().data_ptr()
+            for leaf in bare
+            if leaf.grad is not None and leaf.grad.layout == torch.strided
+        ),
     }
-    for product in arrived:
-        product.keep_apart(taken)
+    if taken:
+        for product in arrived:
+            product.keep_apart(taken)
     return Waiting(arrived, graph.early)
 
 
@@ -124,54 +132,67 @@ class _Graph:
         early: As in `Waiting`.
     """
 
-    leaves: tuple[Any, ...] = ()
+    leaves: Mapping[Any, None] = field(default_factory=dict)
     nodes: tuple[Any, ...] = ()
     products: tuple[WeightProduct, ...] = ()
     early: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        candidates: Sequence[tuple[Node, Node, WeightProduct]],
+        leaves: Mapping[Node, None],
+        early: tuple[str, ...],
+    ) -> _Graph:
+        """Returns what waits of the candidates: nodes, leaves of their weights, and products."""
+        if any(_is_reentrant(name) for name in early):
+            return cls(early=early)
+        # A leaf that autograd reaches by another way gets a gradient now. Then none of its uses
+        # waits, since its hooks must see one sum.
+        waiting = [(node, product) for node, leaf, product in candidates if leaf not in leaves]
+        nodes, products = (node for node, _ in waiting), (product for _, product in waiting)
+        return cls(leaves, tuple(nodes), tuple(products), early)
+
+    def leads_to_leaf(self, node: Node) -> bool:
+        """Whether a leaf that gets its gradient at once, such as a bias, is next to a node."""
+        return any(successor in self.leaves for successor, _ in node.next_functions)
 
 
 def _explore(
     roots: Sequence[Tensor], parameters: Collection[int], marked: Collection[int]
 ) -> _Graph:
     """Returns what must run now, and what can wait."""
+    # This loop sees every node of every microbatch, and Python's time there counts.
     stack = list(dict.fromkeys(get_gradient_edge(root).node for root in roots))
-    seen, leaves = set(stack), dict[Node, None]()
-    candidates, early = list[tuple[Node, Node, WeightProduct]](), dict[str, None]()
+    seen, leaves, early = set(stack), dict[Node, None](), dict[str, None]()
+    candidates = list[tuple[Node, Node, WeightProduct]]()
     while stack:
         node = stack.pop()
-        name = type(node).__name__
-        if name == LEAF:
-            leaves[node] = None
-            continue
-        waits = set[int]()
+        name, successors = type(node).__name__, node.next_functions
         if name in PRODUCTS:
-            for index, leaf, product in _products(node, parameters, marked):
+            waits = set[int]()
+            for index, leaf, product in _products(node, name, parameters, marked):
                 if isinstance(product, str):
                     early[product] = None
                 else:
                     waits.add(index)
                     candidates.append((node, leaf, product))
+            if waits:
+                successors = tuple(e for i, e in enumerate(successors) if i not in waits)
+        elif name == LEAF:
+            leaves[node] = None
         elif _takes_parameters(node, parameters):
             early[name] = None
-        for index, (successor, _) in enumerate(node.next_functions):
-            if successor is not None and successor not in seen and index not in waits:
+        for successor, _ in successors:
+            if successor is not None and successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
-    if any(_is_reentrant(name) for name in early):
-        return _Graph(early=tuple(early))
-    # A leaf that autograd reaches by another way gets a gradient now. Then none of its uses waits,
-    # since its hooks must see one sum.
-    waiting = [(node, product) for node, leaf, product in candidates if leaf not in leaves]
-    return _Graph(
-        leaves=tuple(leaves),
-        nodes=tuple(node for node, _ in waiting),
-        products=tuple(product for _, product in waiting),
-        early=tuple(early),
-    )
+    return _Graph.of(candidates, leaves, tuple(early))
 
 
 def _products(
     node: Any,  # noqa: ANN401 - its attributes are made in C++
+    name: str,
     parameters: Collection[int],
     marked: Collection[int],
 ) -> Iterator[tuple[int, Node, WeightProduct | str]]:
@@ -179,23 +200,23 @@ def _products(
 
     Behind them comes the product that waits, or a string that says why it cannot.
     """
-    for index, known in PRODUCTS[type(node).__name__].items():
-        successor, number = node.next_functions[index]
-        chain = _chain(successor, parameters)
+    successors = node.next_functions
+    for known in PRODUCTS[name]:
+        edge = successors[known.argument]
+        chain = _chain(edge[0], parameters)
         rule = known.rule(node, chain) if chain else None
         if rule is None:
             continue
         leaf: Any = chain[-1]
-        saved = getattr(node, f"_raw_saved_{known.operand}")
-        if saved.unpack_hook is not None:
-            yield index, leaf, PACKED
-        elif issubclass(type(successor), BackwardCFunction) and not _BEGINS_AT_FUNCTIONS:
-            yield index, leaf, "an autograd function of a weight, before torch 2.13"
+        if getattr(node, known.raw_operand).unpack_hook is not None:
+            yield known.argument, leaf, PACKED
+        elif issubclass(type(edge[0]), BackwardCFunction) and not _BEGINS_AT_FUNCTIONS:
+            yield known.argument, leaf, "an autograd function of a weight, before torch 2.13"
         else:
-            edge = GradientEdge(successor, number)
-            operand: Tensor = getattr(node, f"_saved_{known.operand}")
-            direct = id(leaf.variable) in marked and is_direct(chain)
-            yield index, leaf, WeightProduct(leaf.variable, edge, operand.detach(), rule, direct)
+            parameter, operand = leaf.variable, getattr(node, known.operand).detach()
+            direct = id(parameter) in marked and is_direct(chain)
+            product = WeightProduct(parameter, None if direct else edge, operand, rule)
+            yield known.argument, leaf, product
 
 
 def _takes_parameters(node: Node, parameters: Collection[int]) -> bool:
@@ -213,14 +234,18 @@ def _is_reentrant(name: str) -> bool:
 
 def _chain(node: Node | None, parameters: Collection[int]) -> tuple[Node, ...]:
     """Returns the nodes from a weight to its parameter; none if it is not made of one alone."""
-    chain = list[Any]()
+    chain: tuple[Any, ...] = ()
     while node is not None:
-        chain.append(node)
+        chain += (node,)
         name = type(node).__name__
         if name == LEAF:
-            return tuple(chain) if id(chain[-1].variable) in parameters else ()
-        successors = [successor for successor, _ in node.next_functions if successor is not None]
-        if len(successors) != 1 or name in PRODUCTS or name.startswith(_NOT_IN_CHAINS):
+            return chain if id(chain[-1].variable) in parameters else ()
+        if name in PRODUCTS or name.startswith(_NOT_IN_CHAINS):
             return ()
-        (node,) = successors
+        successors = node.next_functions
+        if len(successors) != 1:
+            successors = tuple(edge for edge in successors if edge[0] is not None)
+            if len(successors) != 1:
+                return ()
+        node = successors[0][0]
     return ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,34 +11,53 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipegrad.errors import StepError
 
-LEAF = "AccumulateGrad"
+LEAF, TRANSPOSED = "AccumulateGrad", "TBackward0"
 Factors = tuple[Tensor, ...]  # one, or two to be multiplied
+Claim = Callable[[nn.Parameter], Tensor | None]
 
 
-@dataclass(slots=True)
+def _nothing(_: nn.Parameter) -> None:
+    """Gives no memory for a first gradient: autograd makes it."""
+
+
 class WeightProduct:
     """A use of a weight, whose gradient waits.
+
+    It is an object of few others, since many wait at once: Python's garbage collector looks at
+    them all.
 
     Attributes:
         parameter: The parameter that the weight is made of.
         edge: The edge of autograd's graph by which the weight's gradient goes to the parameter.
+            None if that way has at most a transposition, and no hooks: see [Note: direct].
         operand: The factor that the weight was multiplied with.
         rule: How to compute the gradient of the weight.
-        is_direct: Whether that way has at most a transposition: see [Note: direct].
         gradient: The gradient of the forward's product; None until autograd has computed it.
     """
 
-    parameter: nn.Parameter
-    edge: GradientEdge
-    operand: Tensor
-    rule: Rule
-    is_direct: bool
-    gradient: Tensor | None = None
-    _operand_version: int = field(init=False)
-    _gradient_version: int = field(init=False)
+    __slots__ = (
+        "_gradient_version",
+        "_operand_version",
+        "edge",
+        "gradient",
+        "operand",
+        "parameter",
+        "rule",
+    )
 
-    def __post_init__(self) -> None:
-        self._operand_version = self.operand._version
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        edge: tuple[Node, int] | None,
+        operand: Tensor,
+        rule: Rule,
+    ) -> None:
+        self.parameter = parameter
+        self.edge = edge
+        self.operand = operand
+        self.rule = rule
+        self.gradient: Tensor | None = None
+        self._operand_version = operand._version
 
     def keep(self, gradient: Tensor) -> None:
         """Takes the gradient, to multiply it later."""
@@ -57,22 +75,20 @@ class WeightProduct:
         Raises:
             StepError: If one of them has been changed in place meanwhile.
         """
-        assert self.gradient is not None
-        versions = self.operand._version, self.gradient._version
-        if versions != (self._operand_version, self._gradient_version):
+        operand, gradient = self.operand, self.gradient
+        assert gradient is not None
+        if operand._version != self._operand_version or gradient._version != self._gradient_version:
             raise StepError(
                 f"what a weight of shape {tuple(self.parameter.shape)} was multiplied with, of "
-                f"shape {tuple(self.operand.shape)}, or the gradient of what that made, was "
+                f"shape {tuple(operand.shape)}, or the gradient of what that made, was "
                 f"changed in place before the weight's gradient was computed"
             )
-        return self.rule.factors(self.operand, self.gradient)
+        return self.rule.factors(operand, gradient)
 
-    @property
-    def adds_directly(self) -> bool:
-        """Whether the product may be added to the parameter's gradient without autograd."""
-        grad = self.parameter.grad
+    def may_write(self, grad: Tensor | None) -> bool:
+        """Whether the product may go into `grad`, the parameter's or a slot, without autograd."""
         return (
-            self.is_direct
+            self.edge is None
             and grad is not None
             and grad.dim() == self.operand.dim() == 2
             and grad.dtype == self.operand.dtype
@@ -80,57 +96,98 @@ class WeightProduct:
             and not self.parameter._backward_hooks
         )
 
+    def gradient_at_edge(self) -> tuple[GradientEdge, Tensor]:
+        """Returns where autograd takes the product, and the product."""
+        factors = self.factors()
+        product = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
+        if self.edge is None:
+            return get_gradient_edge(self.parameter), product
+        return GradientEdge(*self.edge), product.mT if self.rule.is_transposed else product
 
-def accumulate(products: Sequence[WeightProduct]) -> None:
+
+def accumulate(products: Sequence[WeightProduct], claim: Claim = _nothing) -> None:
     """Adds the waiting products of some parameters in a microbatch to their gradients.
 
     One pass of autograd adds them. So hooks of a parameter, and all nodes between a weight and its
     parameter, see the sum of all uses, as in a whole backward. If nothing is between the two, a
-    product is added while it is computed, without memory of its own.
+    product is added while it is computed, without memory of its own. The first one of a step is
+    computed into a slot.
+
+    Args:
+        products: All that wait of these parameters in the microbatch.
+        claim: Parameter -> memory for its first gradient, as `GradientSync.claim` gives it.
 
     Sync: all on the current stream.
     """
     by_edge, added = dict[GradientEdge, Tensor](), dict[int, Any]()
-    indirect = {id(product.parameter) for product in products if not product.adds_directly}
+    slots = {id(p.parameter): claim(p.parameter) for p in products if p.parameter.grad is None}
+    indirect = {
+        id(product.parameter)
+        for product in products
+        if not product.may_write(slots.get(id(product.parameter), product.parameter.grad))
+    }
     with torch.no_grad():
         for product in products:
-            parameter, edge, factors = product.parameter, product.edge, product.factors()
-            if id(parameter) not in indirect:
-                assert parameter.grad is not None
-                parameter.grad.addmm_(*factors)
+            parameter = product.parameter
+            if id(parameter) in indirect:
+                edge, gradient = product.gradient_at_edge()
+                by_edge[edge] = by_edge[edge] + gradient if edge in by_edge else gradient
+            else:
+                _write(parameter, product.factors(), slots.get(id(parameter)))
                 added[id(parameter)] = parameter
-                continue
-            gradient = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
-            if product.rule.is_transposed:
-                gradient = gradient.mT
-            by_edge[edge] = by_edge[edge] + gradient if edge in by_edge else gradient
         for parameter in added.values():
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                hook(parameter)
+            if hooks := parameter._post_accumulate_grad_hooks:
+                for hook in hooks.values():
+                    hook(parameter)
         if by_edge:
             # Microbatches may share nodes, such as casts that autocast keeps. So the graph stays.
             torch.autograd.backward(list(by_edge), list(by_edge.values()), retain_graph=True)
 
 
+def _write(parameter: nn.Parameter, factors: Factors, slot: Tensor | None) -> None:
+    """Adds a product to a gradient; the first one of a step makes its slot the gradient."""
+    if parameter.grad is not None:
+        parameter.grad.addmm_(*factors)
+        return
+    assert slot is not None
+    torch.mm(*factors, out=slot)
+    parameter.grad = slot
+
+
 # [Note: direct] Autograd adds to a parameter's gradient in a node. The node may have hooks of its
 # own, and torch has no way to list them. Whoever wants hooks there must hold the node, or it dies
-# with the last graph that ends in it. So nodes are marked between steps, when there are no graphs,
-# and not held. If the mark is still there in the next step, then somebody holds the node, and its
-# gradients go through it. If the mark is gone, the node is new and has no hooks.
+# with the last graph that ends in it. So nodes are marked right before a step, when there are no
+# graphs, and not held. If the mark is there in the step, then somebody holds the node, and its
+# gradients go through it. If it is not, the node is new and has no hooks.
 _MARK = "pipegrad"
+
+
+class _Ends(torch.autograd.Function):
+    """A function of all parameters: its node leads to the nodes that add to their gradients."""
+
+    @staticmethod
+    def forward(_ctx: object, *_parameters: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(_ctx: object, *_gradients: Tensor) -> None:
+        raise AssertionError
 
 
 def mark(parameters: Iterable[Tensor]) -> None:
     """Marks the nodes that add to parameters' gradients; call it when there are no graphs."""
-    for parameter in parameters:
-        node: Any = get_gradient_edge(parameter).node
-        node.metadata[_MARK] = True
+    with torch.enable_grad():
+        ends: Any = _Ends.apply(*parameters)  # type: ignore[no-untyped-call] # one call for all: torch has no cheap one for each
+    if ends.grad_fn is not None:
+        for node, _ in ends.grad_fn.next_functions:
+            node.metadata[_MARK] = True
 
 
-def is_direct(chain: Sequence[Node]) -> bool:
+def is_direct(chain: Sequence[Any]) -> bool:
     """Whether there is at most a transposition between a weight and its parameter, and no mark."""
-    kinds, leaf = [kind_of(step) for step in chain], chain[-1]  # type: tuple[list[str], Any]
-    return kinds in ([LEAF], ["TBackward0", LEAF]) and _MARK not in leaf.metadata
+    return (
+        len(chain) == 1 or (len(chain) == 2 and kind_of(chain[0]) == TRANSPOSED)
+    ) and _MARK not in chain[-1].metadata
 
 
 # Kinds of products.
@@ -149,32 +206,40 @@ class Rule(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A kind of product.
+    """An argument of a kind of product that may be a weight that waits.
 
     Attributes:
-        operand: The name under which its node saved the factor that is no weight.
+        argument: Which one it is.
+        operand: The attribute of the product's node that has the factor that is no weight.
+        raw_operand: The attribute that says how that was saved.
         rule: Takes the node, and the nodes from the weight to its parameter. Returns how to compute
             the gradient of the weight; None if this product cannot wait.
     """
 
+    argument: int
     operand: str
+    raw_operand: str
     rule: Callable[[Any, Sequence[Node]], Rule | None]
 
 
 def _on_the_right(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
     if getattr(node, "_saved_alpha", 1) != 1:
         return None
-    if kind_of(chain[0]) == "TBackward0":
-        return Rule(lambda operand, gradient: (gradient.mT, operand.conj()), is_transposed=True)
-    return Rule(lambda operand, gradient: (operand.mH, gradient))
+    return _RIGHT_TRANSPOSED if kind_of(chain[0]) == TRANSPOSED else _RIGHT
 
 
 def _on_the_left(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
     if getattr(node, "_saved_alpha", 1) != 1:
         return None
-    if kind_of(chain[0]) == "TBackward0":
-        return Rule(lambda operand, gradient: (operand.conj(), gradient.mT), is_transposed=True)
-    return Rule(lambda operand, gradient: (gradient, operand.mH))
+    return _LEFT_TRANSPOSED if kind_of(chain[0]) == TRANSPOSED else _LEFT
+
+
+_RIGHT = Rule(lambda operand, gradient: (operand.mH, gradient))
+_LEFT = Rule(lambda operand, gradient: (gradient, operand.mH))
+_RIGHT_TRANSPOSED = Rule(
+    lambda operand, gradient: (gradient.mT, operand.conj()), is_transposed=True
+)
+_LEFT_TRANSPOSED = Rule(lambda operand, gradient: (operand.conj(), gradient.mT), is_transposed=True)
 
 
 def _kernel(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
@@ -196,12 +261,16 @@ def _kernel(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
     return Rule(factors)
 
 
+def _known(argument: int, saved: str, rule: Callable[[Any, Sequence[Node]], Rule | None]) -> Known:
+    return Known(argument, f"_saved_{saved}", f"_raw_saved_{saved}", rule)
+
+
 # Kind of node -> which of its arguments may be a weight that waits.
-PRODUCTS: dict[str, dict[int, Known]] = {
-    "MmBackward0": {0: Known("mat2", _on_the_left), 1: Known("self", _on_the_right)},
-    "BmmBackward0": {0: Known("mat2", _on_the_left), 1: Known("self", _on_the_right)},
-    "AddmmBackward0": {1: Known("mat2", _on_the_left), 2: Known("mat1", _on_the_right)},
-    "ConvolutionBackward0": {1: Known("input", _kernel)},
+PRODUCTS: dict[str, tuple[Known, ...]] = {
+    "MmBackward0": (_known(0, "mat2", _on_the_left), _known(1, "self", _on_the_right)),
+    "BmmBackward0": (_known(0, "mat2", _on_the_left), _known(1, "self", _on_the_right)),
+    "AddmmBackward0": (_known(1, "mat2", _on_the_left), _known(2, "mat1", _on_the_right)),
+    "ConvolutionBackward0": (_known(1, "input", _kernel),),
 }
 
 

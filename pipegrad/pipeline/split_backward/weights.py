@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -31,18 +33,22 @@ class WeightGradients:
         self._sync = sync
         self._warned = set[int]()  # stages
         self._parameters: dict[int, dict[int, nn.Parameter]] = {}  # by stage and id, in a step
-        self._marked: dict[int, nn.Parameter] = {}
+        self._marked: dict[int, nn.Parameter] = {}  # those of the last step that were trained
         self.forget()
 
+    def begin(self) -> None:
+        """Begins a step. No graph of another step may be left: see [Note: direct]."""
+        with _garbage_later():
+            mark(self._marked.values())
+
     def forget(self) -> None:
-        """Lets go of everything of a step. No graph of it may be left: see [Note: direct]."""
+        """Lets go of everything of a step."""
         self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
         self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
         self._inputs_are_final = set[int]()
         if self._parameters:
             trained = [p for by_id in self._parameters.values() for p in by_id.values()]
             self._marked = {id(p): p for p in trained if p.requires_grad}
-            mark(self._marked.values())
             self._parameters = {}
 
     def backward(
@@ -64,7 +70,8 @@ class WeightGradients:
         """
         if stage not in self._parameters:
             self._parameters[stage] = {id(p): p for p in self._modules[stage].parameters()}
-        waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked)
+        with _garbage_later():
+            waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked, lent)
         if waiting.early and stage not in self._warned:
             self._warned.add(stage)
             advice = "; Stage(recompute=True) can be both" if PACKED in waiting.early else ""
@@ -74,11 +81,7 @@ class WeightGradients:
                 f"there{advice}",
                 stacklevel=2,
             )
-        for product in waiting.products:
-            # The gradient of an output may lie in a receive buffer that is free after I, before W
-            # reads it.
-            product.keep_apart(lent)
-            self._counts[stage][id(product.parameter)] += 1
+        self._counts[stage].update([id(product.parameter) for product in waiting.products])
         self._waiting[stage, microbatch] = waiting.products
 
     def inputs_are_final(self, stage: int, _microbatch: int) -> None:
@@ -118,21 +121,40 @@ class WeightGradients:
         for product in products:
             by_parameter.setdefault(id(product.parameter), []).append(product)
         products.clear()
+        groups = list(reversed(by_parameter.values()))
+        by_parameter.clear()
         chunk, nbytes = list[WeightProduct](), 0
-        while by_parameter:
-            uses = by_parameter.pop(next(iter(by_parameter)))
-            chunk += uses
-            nbytes += sum(use.parameter.nbytes for use in uses)
-            if nbytes >= _AT_ONCE_BYTES or not by_parameter:
-                accumulate(chunk)
+        while groups:
+            chunk += groups[-1]
+            nbytes += len(groups[-1]) * groups.pop()[0].parameter.nbytes
+            if nbytes >= _AT_ONCE_BYTES or not groups:
+                accumulate(chunk, self._sync.claim)
                 self._became_complete(stage, chunk)
                 chunk, nbytes = [], 0
 
     def _became_complete(self, stage: int, products: Sequence[WeightProduct]) -> None:
         counts, final = self._counts[stage], list[nn.Parameter]()
         for product in products:
-            counts[id(product.parameter)] -= 1
-            if not counts[id(product.parameter)]:
-                final.append(product.parameter)
+            parameter = product.parameter
+            counts[id(parameter)] -= 1
+            if not counts[id(parameter)]:
+                final.append(parameter)
         if final and stage in self._inputs_are_final:
             self._sync.parameters_final(stage, final)
+
+
+@contextlib.contextmanager
+def _garbage_later() -> Iterator[None]:
+    """Keeps Python from looking for garbage inside.
+
+    A walk through autograd's graph makes an object for each node, and few of them outlive it. But
+    Python would count them, and look through the objects of the whole process far more often: that
+    takes longer than the walk.
+    """
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

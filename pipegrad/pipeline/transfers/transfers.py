@@ -40,6 +40,8 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.work import Done, Work
 from pipegrad.errors import StepError
 from pipegrad.interop.private import storage_holders
+from pipegrad.pipeline.coding.coding import Codings
+from pipegrad.pipeline.coding.feedback import Position
 from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS, Buffer, BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.ends import End, Ends
@@ -73,6 +75,7 @@ class Transfers:
         edges: The communicators.
         pool: The receive buffers.
         specs: What values look like in the first microbatch.
+        codings: Which values cross in fewer bytes; see [Note: codecs].
 
     Attributes:
         ends: This rank's ends of the channels.
@@ -81,12 +84,18 @@ class Transfers:
     """
 
     def __init__(
-        self, channels: Sequence[Channel], edges: Edges, pool: BufferPool, specs: Specs
+        self,
+        channels: Sequence[Channel],
+        edges: Edges,
+        pool: BufferPool,
+        specs: Specs,
+        codings: Codings,
     ) -> None:
+        self._channels = channels
         self._num_channels = len(channels)
         self._is_tagged = edges.is_tagged
         self._pool = pool
-        self.ends = Ends(channels, edges, pool, specs)
+        self.ends = Ends(channels, edges, pool, specs, codings)
         self._ends = self.ends.known
         self._lent: dict[int, None] = {}  # a set, without a call for each microbatch
         self.lent = self._lent.keys()
@@ -134,10 +143,15 @@ class Transfers:
         RECEIVED(work)
         end = self._ends[channel]
         assert end is not None
-        like = end.sizes.spec if spec is None else spec
+        sizes = end.sizes
+        like = sizes.spec if spec is None else spec
+        if sizes.coding is not None:
+            like = sizes.coding.on_wire(like)
         if end.has_headers or buffer.head.value == MARK or buffer.spec != like:
             buffer = self._opened(end, key, buffer, spec)
         del self._receiving[key]
+        if sizes.coding is not None:
+            buffer = self._decoded(end, buffer, spec or sizes.spec)
         self._lent[buffer.address] = None
         return buffer
 
@@ -167,12 +181,27 @@ class Transfers:
             raise PeerFailedError("another rank failed before it made a value for this one")
         if end.is_value:
             self.ends.note(sizes, spec)
-        if offset + spec.nbytes > buffer.capacity:
-            buffer = self._with_rest(end, self._tag(*key) + 1, buffer, offset + spec.nbytes)
-        buffer.show(spec, offset)
+        wire = sizes.on_wire(spec)
+        if offset + wire.nbytes > buffer.capacity:
+            buffer = self._with_rest(end, self._tag(*key) + 1, buffer, offset + wire.nbytes)
+        buffer.show(wire, offset)
         self._receiving[key] = buffer, Done()
         self.is_in_doubt = False
         return buffer
+
+    def _decoded(self, end: End, message: Buffer, spec: Spec) -> Buffer:
+        """Returns a buffer with the value of a message; that of the message may be used again.
+
+        Sync: on the current stream, which has waited for the message.
+        """
+        coding = end.sizes.coding
+        assert coding is not None
+        if coding.on_wire(spec) is spec:
+            return message
+        value = self.ends.value_buffer(end.sizes, spec)
+        coding.decode(message.tensor, value.tensor)
+        self.ends.give_back(end.sizes, message)
+        return value
 
     def _with_rest(self, end: End, tag: int, buffer: Buffer, nbytes: int) -> Buffer:
         """Receives what did not fit; returns a buffer with all of it."""
@@ -192,11 +221,13 @@ class Transfers:
         end = self._ends[channel]
         assert end is not None
         del self._lent[buffer.address]
+        sizes = end.sizes
+        if sizes.coding is not None:
+            self.ends.give_back(sizes, buffer)
         # A buffer of another capacity was made for a value that did not fit. It is freed: from the
         # next step on all buffers are as large.
-        is_usual = buffer.capacity == end.sizes.capacity
-        if is_usual and storage_holders(buffer.holders) == OWN_HOLDERS:
-            end.sizes.free.append(buffer)
+        elif buffer.capacity == sizes.capacity and storage_holders(buffer.holders) == OWN_HOLDERS:
+            sizes.free.append(buffer)
 
     def send(
         self, channel: int, microbatch: int, tensor: torch.Tensor, spec: Spec | None = None
@@ -214,7 +245,12 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
         if end is None:
             return
-        nbytes, sizes = tensor.nbytes, end.sizes
+        like, sizes = spec, end.sizes
+        if sizes.coding is not None:
+            like = like or Spec.of(tensor)
+            position = Position(self._channels[channel].link, microbatch)
+            tensor = sizes.coding.encoded(tensor, like, position)
+        nbytes = tensor.nbytes
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         # The last condition is `begins_with_mark`, without a call.
@@ -224,17 +260,26 @@ class Transfers:
             or not self._is_tagged
             or (nbytes >= 8 and c_int64.from_address(tensor.data_ptr()).value == MARK)
         ):
-            tensor = self._wrapped(end, (channel, microbatch), tensor, spec)
+            tensor = self._wrapped(end, (channel, microbatch), tensor, spec, like)
         self.is_in_doubt = True
         tag = 2 * (microbatch * self._num_channels + channel)
         work = sync_points.in_use.send(end.group, tensor, end.peer, tag)
         self._sending[channel, microbatch] = work, SENDING(tensor)
         self.is_in_doubt = False
 
-    def _wrapped(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+    def _wrapped(
+        self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None, like: Spec | None
+    ) -> torch.Tensor:
         """Returns the message for a value that does not go as it is; see [Note: shapes].
 
         Leaves `is_in_doubt` set: what belongs to the message may have been sent.
+
+        Args:
+            end: Where to.
+            key: Which transfer it is.
+            tensor: The value or gradient; or its message, if it is encoded.
+            spec: What the value looks like; None for a gradient.
+            like: What the value or gradient looks like, if `tensor` may not say it.
 
         Raises:
             StepError: If no header says what the value looks like.
@@ -246,7 +291,7 @@ class Transfers:
             or begins_with_mark(tensor)
             or (spec is not None and spec != end.sizes.spec)
         )
-        head = header(spec or Spec.of(tensor)) if needs_header else None
+        head = header(like or Spec.of(tensor)) if needs_header else None
         self.is_in_doubt = True
         if spec is not None:
             self.ends.note(end.sizes, spec)

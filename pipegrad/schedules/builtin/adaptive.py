@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
-from pipegrad.schedules.measured import MeasuredGenerator, Times
+from pipegrad.schedules.measured import MeasuredGenerator, Times, check_live_activations
 from pipegrad.schedules.schedule import Schedule
 
 # Activations are given back only if the warm-up also suits hops that are slower by this factor.
@@ -44,11 +44,7 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
     """
 
     def __init__(self, *, max_live_activations: int | None = None, threshold: float = 0.05) -> None:
-        is_number = isinstance(max_live_activations, int) and max_live_activations is not True
-        if max_live_activations is not None and (not is_number or max_live_activations < 1):
-            raise ScheduleError(
-                f"max_live_activations is {max_live_activations!r}, expected a whole number from 1"
-            )
+        check_live_activations(max_live_activations)
         if not 0 <= threshold < 1:
             raise ScheduleError(f"threshold is {threshold}, expected at least 0 and below 1")
         self.max_live_activations = max_live_activations

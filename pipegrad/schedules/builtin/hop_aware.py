@@ -1,9 +1,10 @@
-"""1F1B that warms up by what each hop costs."""
+"""Schedules that warm up by what each hop costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
@@ -11,7 +12,77 @@ from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.schedule import Schedule
 
 
-class HopAwareOneForwardOneBackward(MeasuredGenerator):
+class HopAware(MeasuredGenerator):
+    """What hops take: given, or measured in the second step of a `Scheduler`.
+
+    Args:
+        hop_seconds: For each hop s -> s+1 (P-1 hops) the time of one transfer of a microbatch.
+        compute_seconds: Time of a stage's compute of a microbatch.
+        threshold: Share of the time that may be lost, in [0, 1).
+
+    Raises:
+        ScheduleError: If a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        hop_seconds: Sequence[float] | None,
+        compute_seconds: float | None,
+        threshold: float,
+    ) -> None:
+        if (hop_seconds is None) != (compute_seconds is None):
+            raise ScheduleError(
+                f"hop_seconds is {hop_seconds} and compute_seconds is {compute_seconds}: give both "
+                f"in one unit, or none of them, and a Scheduler measures them"
+            )
+        if isinstance(hop_seconds, Mapping | str):
+            raise ScheduleError(
+                f"hop_seconds is {hop_seconds!r}, expected a sequence of numbers, one for each hop"
+            )
+        self.hop_seconds = None if hop_seconds is None else tuple(hop_seconds)
+        for hop, seconds in enumerate(self.hop_seconds or ()):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ScheduleError(
+                    f"hop_seconds[{hop}] is {seconds}, expected a finite number, at least 0"
+                )
+        if compute_seconds is not None and not (
+            math.isfinite(compute_seconds) and compute_seconds > 0
+        ):
+            raise ScheduleError(
+                f"compute_seconds is {compute_seconds}, expected a finite number above 0"
+            )
+        if not 0 <= threshold < 1:
+            raise ScheduleError(f"threshold is {threshold}, expected at least 0 and below 1")
+        self.compute_seconds = compute_seconds
+        self.threshold = threshold
+
+    @property
+    def wants_times(self) -> bool:
+        """True until they are given, or measured."""
+        return self.hop_seconds is None
+
+    @abstractmethod
+    def planned(self, times: Times) -> HopAware:
+        """Returns what makes the schedules from the next step on."""
+
+    def _hops(self, name: str, num_ranks: int) -> tuple[float, ...]:
+        """Returns the time of each hop; zeros if they are not known yet.
+
+        Raises:
+            ScheduleError: If the number of `hop_seconds` is not the number of hops.
+        """
+        if self.hop_seconds is None:
+            return (0.0,) * (num_ranks - 1)
+        if len(self.hop_seconds) != num_ranks - 1:
+            raise ScheduleError(
+                f"{name} over {num_ranks} ranks has {num_ranks - 1} hops, found "
+                f"{len(self.hop_seconds)} hop_seconds; give one for each rank but the last"
+            )
+        return self.hop_seconds
+
+
+class HopAwareOneForwardOneBackward(HopAware):
     """Hides the transfers of slow hops, each for more live activations on the ranks before it.
 
     For 3 ranks and 5 microbatches, with `hop_seconds` (0, 0.5) and `compute_seconds` 1::
@@ -61,38 +132,15 @@ class HopAwareOneForwardOneBackward(MeasuredGenerator):
         compute_seconds: float | None = None,
         threshold: float = 0.05,
     ) -> None:
-        if (hop_seconds is None) != (compute_seconds is None):
-            raise ScheduleError(
-                f"hop_seconds is {hop_seconds} and compute_seconds is {compute_seconds}: give both "
-                f"in one unit, or none of them, and a Scheduler measures them"
-            )
-        for hop, seconds in enumerate(hop_seconds or ()):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ScheduleError(
-                    f"hop_seconds[{hop}] is {seconds}, expected a finite number, at least 0"
-                )
-        if compute_seconds is not None and not (
-            math.isfinite(compute_seconds) and compute_seconds > 0
-        ):
-            raise ScheduleError(
-                f"compute_seconds is {compute_seconds}, expected a finite number above 0"
-            )
-        if not 0 <= threshold < 1:
-            raise ScheduleError(f"threshold is {threshold}, expected at least 0 and below 1")
-        self.hop_seconds = None if hop_seconds is None else tuple(hop_seconds)
-        self.compute_seconds = compute_seconds
-        self.threshold = threshold
-
-    @property
-    def wants_times(self) -> bool:
-        """True until they are given, or measured."""
-        return self.hop_seconds is None
+        super().__init__(
+            hop_seconds=hop_seconds, compute_seconds=compute_seconds, threshold=threshold
+        )
 
     def planned(self, times: Times) -> HopAwareOneForwardOneBackward:
         """Returns what makes the schedules from the next step on."""
         return HopAwareOneForwardOneBackward(
             hop_seconds=times.hop_seconds,
-            compute_seconds=max(times.compute_seconds),
+            compute_seconds=max(times.compute_seconds) or 1.0,
             threshold=self.threshold,
         )
 
@@ -102,15 +150,9 @@ class HopAwareOneForwardOneBackward(MeasuredGenerator):
         Raises:
             ScheduleError: If the number of `hop_seconds` is not the number of hops.
         """
-        hop_seconds = (0.0,) * (num_ranks - 1) if self.hop_seconds is None else self.hop_seconds
-        if len(hop_seconds) != num_ranks - 1:
-            raise ScheduleError(
-                f"hop-aware-1f1b over {num_ranks} ranks has {num_ranks - 1} hops, found "
-                f"{len(hop_seconds)} hop_seconds; give one for each rank but the last"
-            )
         # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
         num_warmups = [0]
-        for seconds in reversed(hop_seconds):
+        for seconds in reversed(self._hops("hop-aware-1f1b", num_ranks)):
             extra = self._extra(seconds, num_microbatches)
             num_warmups.append(num_warmups[-1] + 1 + extra)
         return in_turns("hop-aware-1f1b", num_warmups[::-1], num_microbatches)

@@ -2,7 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipegrad.schedules.schedule import Action, Schedule, ScheduleGenerator
+
+
+def split_in_turns(
+    name: str, num_warmups: Sequence[int], num_microbatches: int, *, head_w_first: bool = False
+) -> Schedule:
+    """Returns a schedule with one stage on each rank and a split backward.
+
+    Args:
+        name: Of the schedule.
+        num_warmups: For each rank its forwards before its first I, not ascending. A rank computes
+            each W as many microbatches later as it has fewer of them than rank 0. So each rank
+            holds as many activations as rank 0.
+        num_microbatches: Of a step.
+        head_w_first: As in `zb-h1`.
+    """
+    # With all W behind all I, more delay changes nothing.
+    delays = [min(num_warmups[0] - num_warmup, num_microbatches) for num_warmup in num_warmups]
+    actions = tuple(
+        tuple(_actions_of(rank, num_warmup, num_delayed, num_microbatches))
+        for rank, (num_warmup, num_delayed) in enumerate(zip(num_warmups, delays, strict=True))
+    )
+    stage_to_rank = tuple(range(len(actions)))
+    return Schedule(name, num_microbatches, stage_to_rank, actions, head_w_first=head_w_first)
+
+
+def _actions_of(
+    rank: int, num_warmup: int, num_delayed: int, num_microbatches: int
+) -> list[Action]:
+    actions = [Action(rank, "F", m) for m in range(min(num_warmup, num_microbatches))]
+    for microbatch in range(num_microbatches + num_delayed):
+        # I comes first, because the previous rank waits for it. W needs no other rank. Delayed, it
+        # fills the time in which 1f1b would wait.
+        late, ahead = microbatch - num_delayed, microbatch + num_warmup
+        if microbatch < num_microbatches:
+            actions.append(Action(rank, "I", microbatch))
+        if late >= 0:
+            actions.append(Action(rank, "W", late))
+        if ahead < num_microbatches:
+            actions.append(Action(rank, "F", ahead))
+    return actions
 
 
 class ZeroBubbleH1(ScheduleGenerator):
@@ -19,7 +61,7 @@ class ZeroBubbleH1(ScheduleGenerator):
     1f1b is (P-1) (tF+tI+tW). If tI is at most tF and at most tW, the bubble is (P-1) tF. No
     schedule with one stage on each rank has a smaller bubble, because the last rank starts that
     late. ZB-H2 holds 2P-1 activations and gains nothing here, because ranks meet at the end of each
-    step.
+    step. These bubbles are those of transfers that take no time; `hop-aware-zb-h1` hides others.
 
     Args:
         head_w_first: After the last input gradient of a stage, first compute the weight gradients
@@ -34,26 +76,7 @@ class ZeroBubbleH1(ScheduleGenerator):
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""
-        actions = tuple(
-            tuple(_actions_of(rank, num_ranks - rank, num_microbatches))
-            for rank in range(num_ranks)
+        num_warmups = range(num_ranks, 0, -1)
+        return split_in_turns(
+            "zb-h1", num_warmups, num_microbatches, head_w_first=self.head_w_first
         )
-        stage_to_rank = tuple(range(num_ranks))
-        return Schedule(
-            "zb-h1", num_microbatches, stage_to_rank, actions, head_w_first=self.head_w_first
-        )
-
-
-def _actions_of(rank: int, num_warmup: int, num_microbatches: int) -> list[Action]:
-    actions = [Action(rank, "F", m) for m in range(min(num_warmup, num_microbatches))]
-    for microbatch in range(num_microbatches + rank):
-        # I comes first, because the previous rank waits for it. W needs no other rank. Delayed by
-        # `rank` microbatches, it fills the time in which 1f1b would wait.
-        late, ahead = microbatch - rank, microbatch + num_warmup
-        if microbatch < num_microbatches:
-            actions.append(Action(rank, "I", microbatch))
-        if late >= 0:
-            actions.append(Action(rank, "W", late))
-        if ahead < num_microbatches:
-            actions.append(Action(rank, "F", ahead))
-    return actions

@@ -26,9 +26,10 @@ from pipegrad.schedules.program.program import (
 )
 from pipegrad.schedules.schedule import Action, Kind, Schedule
 
-# How many receives are posted ahead. On gloo a sender waits for a notice that its receive is
-# posted, which takes a round trip. So receives must be posted early.
-DEPTH = 4
+# How many receives of an edge are posted ahead. On gloo a sender waits for a notice that its
+# receive is posted, which takes a round trip. So receives must be posted early. Each of them holds
+# a buffer, and more than two gained nothing (benchmarks/network).
+DEPTH = 2
 Transfer = tuple[int, int]  # channel and microbatch
 
 

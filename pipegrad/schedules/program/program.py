@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pipegrad.schedules.schedule import Action, Kind, Schedule
@@ -138,6 +139,28 @@ class Program:
     def num_items(self) -> int:
         """Number of items of all ranks."""
         return sum(map(len, self.items))
+
+    @cached_property
+    def skips(self) -> frozenset[Channel]:
+        """Channels that have a connection of their own; see [Note: skips].
+
+        [Note: skips] A value that skips stages is needed later than what the next stage takes. If
+        both go from one rank to another on one connection, a large skip holds up the values behind
+        it, for which a rank waits. On two connections they share the NIC, and the small one is
+        soon there. That happens only where ranks have several stages: otherwise each of the two
+        goes to another rank.
+        """
+        skips = {channel for channel in self.channels if self._is_skip(channel)}
+        next_ones = {(c.source, c.target) for c in self.channels if c not in skips}
+        return frozenset(c for c in skips if (c.source, c.target) in next_ones)
+
+    def _is_skip(self, channel: Channel) -> bool:
+        """Returns whether no stage of the taking rank comes right behind the one that makes it."""
+        link = self.links[channel.link]
+        rank = channel.target if channel.kind == "F" else channel.source
+        return min(c for c in link.consumers if self.schedule.stage_to_rank[c] == rank) > (
+            link.producer + 1
+        )
 
     def decoded(self, rank: int) -> Iterator[Item]:
         """Yields the items of a pipeline rank."""

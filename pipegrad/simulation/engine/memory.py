@@ -24,12 +24,14 @@ class Memory:
         points: For each rank what it held, and from when on; empty without recording.
     """
 
-    def __init__(
-        self, program: Program, costs: Costs, num_bytes: list[int], *, records: bool
-    ) -> None:
+    def __init__(self, program: Program, costs: Costs, *, records: bool) -> None:
         self._program = program
         self._stages = costs.stages
-        self._num_bytes = num_bytes  # of a message of each channel
+        # Of a value of each channel. Also if its message is shorter, the value is held.
+        self._num_bytes = [
+            costs.stages[program.links[c.link].producer].outputs.get(program.links[c.link].name, 0)
+            for c in program.channels
+        ]
         ranks = range(program.schedule.num_ranks)
         self._held = [0] * len(ranks)
         for stage, rank in enumerate(program.schedule.stage_to_rank):

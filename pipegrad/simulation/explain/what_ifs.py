@@ -10,9 +10,11 @@ from pipegrad.errors import PipegradError
 from pipegrad.plugins.registry import Plugin
 from pipegrad.schedules import generate, registry
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
+from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
+from pipegrad.simulation.choose import knowing, merged_stages
 from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.explain.critical_path import CriticalPath, PathKind, Segment
 from pipegrad.simulation.explain.words import in_percent
@@ -194,12 +196,9 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
 
 
 def _generated(plugin: Plugin, program: Program, costs: Costs) -> Schedule | None:
-    options: dict[str, object] = {"name": plugin.name}
-    if plugin.name == "hop-aware-1f1b":
-        options |= hop_aware_options(program, costs)
     try:
         return generate(
-            registry.resolve(options),
+            knowing(registry.resolve({"name": plugin.name}), _times(program, costs)),
             num_ranks=program.schedule.num_ranks,
             num_microbatches=program.schedule.num_microbatches,
         )
@@ -207,14 +206,19 @@ def _generated(plugin: Plugin, program: Program, costs: Costs) -> Schedule | Non
         return None
 
 
-def hop_aware_options(program: Program, costs: Costs) -> dict[str, object]:
-    """Returns the options of hop-aware-1f1b for what a Program costs."""
-    slowest = max(_compute_seconds(program, costs))
-    hops = range(program.schedule.num_ranks - 1)
-    return {
-        "hop_seconds": [_hop_seconds(program, costs, hop) for hop in hops],
-        "compute_seconds": slowest / program.schedule.num_microbatches,
-    }
+def _times(program: Program, costs: Costs) -> Times:
+    """Returns what a microbatch takes on each rank of a Program, and on each hop."""
+    size, ranks = program.schedule.num_ranks, program.schedule.stage_to_rank
+    stages = [
+        merged_stages([s for s, its_rank in zip(costs.stages, ranks, strict=True) if its_rank == r])
+        for r in range(size)
+    ]
+    return Times(
+        forward_seconds=tuple(stage.forward_seconds for stage in stages),
+        backward_seconds=tuple(stage.backward_seconds for stage in stages),
+        hop_seconds=tuple(_hop_seconds(program, costs, hop) for hop in range(size - 1)),
+        weight_seconds=tuple(stage.weight_seconds for stage in stages),
+    )
 
 
 def _hop_seconds(program: Program, costs: Costs, hop: int) -> float:

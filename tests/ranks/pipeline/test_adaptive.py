@@ -104,7 +104,7 @@ class Pipeline:
 
 def warm_ups_of(schedule: Schedule) -> list[int]:
     """Returns for each rank how many forwards come before its first backward."""
-    return [[action.kind for action in row].index("B") for row in schedule.actions]
+    return [[action.kind in "BI" for action in row].index(True) for row in schedule.actions]
 
 
 def fail_behind_others(error: Exception) -> None:
@@ -257,7 +257,7 @@ SLOW_SECONDS = 0.02
 def measured() -> Any:
     """Schedules by name alone, over a network whose last hop is slow."""
     found = {}
-    for name in ("hop-aware-1f1b", "auto", "adaptive-1f1b"):
+    for name in ("hop-aware-1f1b", "hop-aware-zb-h1", "auto", "adaptive-1f1b"):
         with sync_points.using(SlowHop()):
             pipeline = Pipeline(name)
             said = [pipeline.step(), pipeline.step()]
@@ -289,6 +289,8 @@ def test_by_name_alone_hops_are_measured_in_the_second_step(trio: Replies) -> No
             assert warm_ups == warm_ups_of(made)
         assert times.hop_seconds[1] >= SLOW_SECONDS
         assert all(seconds > 0 for seconds in times.compute_seconds)
+        splits = name == "hop-aware-zb-h1"
+        assert [seconds > 0 for seconds in times.weight_seconds] == [splits] * RANKS
         assert bool(choice) is (name == "auto")
     # The numbers of all ranks are equal, to the last bit.
     assert [reply["measured"] for reply in trio[1:]] == [first] * 2

@@ -26,6 +26,7 @@ from tests.support.pipeline.chains import (
     SCHEDULES,
     SPLIT,
     WIDTH,
+    far_skips,
     make,
     matrices,
     matrices_and_skips,
@@ -50,11 +51,14 @@ TIED = ("tied", "placed")
 CHECKED = [
     *((kind, schedule) for schedule in (*SCHEDULES, *SPLIT) for kind in KINDS),
     *(("tied", schedule) for schedule in HEAD_FIRST),
+    *(("far", schedule) for schedule in (INTERLEAVED, "zbv")),
 ]
 
 
 def stages(kind: str, schedule: str) -> Callable[[int], Stage]:
     """Returns what makes them: where backward is split they have something that waits."""
+    if kind == "far":
+        return far_skips
     if schedule.startswith(SPLIT):
         return matrices_and_skips if kind == "skips" else matrices
     return skips if kind == "skips" else plain

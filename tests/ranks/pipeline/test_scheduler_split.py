@@ -56,8 +56,8 @@ def noted(events: list[Event]) -> Iterator[None]:
         events.append(("final", {id(p) for p in parameters}))
         final(self, stage, parameters)
 
-    def say_products(found: Any) -> None:
-        accumulate(found)
+    def say_products(found: Any, claim: Any) -> None:
+        accumulate(found, claim)
         events.append(("products", {id(product.parameter) for product in found}))
 
     def say_leaves(self: CommStream, task: Any, after: Any) -> Any:

@@ -16,6 +16,7 @@ from pipegrad.comm import sync_points
 from pipegrad.pipeline.transfers import edges, messages
 from pipegrad.pipeline.transfers.messages import MARK
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
+from tests.support.pipeline.codecs import Single
 from tests.support.pipeline.layers import (
     NUM_MICROBATCHES,
     WIDTH,
@@ -108,6 +109,34 @@ def lengths() -> Any:
 def test_a_value_has_another_shape_in_each_microbatch(pair: Replies) -> None:
     for reply in pair:
         assert {name: wrong for name, wrong in reply["lengths"].items() if wrong} == {}
+
+
+CODED = {"codecs": Single}
+SINGLE = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
+
+
+@on(PAIR)
+def coded_lengths() -> Any:
+    return {
+        schedule: {n: e for n, e in errors(schedule, **CODED).items() if not e <= SINGLE}
+        for schedule in ("gpipe", "1f1b", "zb-h1")
+    }
+
+
+@on(PAIR)
+def coded_without_tags() -> Any:
+    with (
+        mock.patch.object(edges, "has_tags", return_value=False),
+        mock.patch.object(messages, "c_int64", None),
+    ):
+        found = errors("1f1b", **CODED)
+    return {"1f1b": {n: e for n, e in found.items() if not e <= SINGLE}}
+
+
+def test_values_with_codecs_have_other_shapes_in_each_microbatch(pair: Replies) -> None:
+    for reply in pair:
+        for case in ("coded_lengths", "coded_without_tags"):
+            assert {name: wrong for name, wrong in reply[case].items() if wrong} == {}, case
 
 
 @on(PAIR)

@@ -40,8 +40,8 @@ class Producers:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around a call of backward."""
-        # Last in line: behind the hook of pipegrad, which belongs to the producer's stream.
-        backs = [p.register_post_accumulate_grad_hook(self._back) for p in self._parameters]
+        # Behind all hooks of the parameter: that of pipegrad belongs to the producer's stream.
+        backs = [node.register_hook(self._back) for node in self._nodes]
         self._caller = self._checker.on_now
         try:
             yield
@@ -87,6 +87,6 @@ class Producers:
 
         return switch
 
-    def _back(self, _: torch.Tensor) -> None:
+    def _back(self, *_: object) -> None:
         self._leaves.append(sync_points.in_use.record(CPU))
         self._checker.switch(self._caller)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
-from pipegrad.comm import collectives
+from pipegrad.comm import messages
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
@@ -35,6 +35,7 @@ from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
+from tests.support.gradients.placements import WHOLE, By
 from tests.support.ordering.producers import CPU, Producers
 
 Result = tuple[Any, list[str]]  # what the program returned, and the violations
@@ -317,8 +318,13 @@ def trained(
     return [{name: p.unique().tolist() for name, p in one.items()} for one in found]
 
 
-def sharded(checker: OrderChecker, module: nn.Module, numbers: Sequence[int]) -> Any:
-    sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=["sharded"])
+def sharded(
+    checker: OrderChecker,
+    module: nn.Module,
+    numbers: Sequence[int],
+    handler: HandlerSpec = "sharded",
+) -> Any:
+    sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=[handler])
     return trained(checker, sync, module, used, numbers)
 
 
@@ -358,6 +364,32 @@ def rows_inline(checker: OrderChecker) -> Any:
 @program(ROWS, virtual_streams=False)
 def rows_in_threads(checker: OrderChecker) -> Any:
     return sharded(checker, model(), (1,) * 4)
+
+
+@program(ROWS)
+def wholes(checker: OrderChecker) -> Any:
+    """Each rank steps some parameters whole; parts of a bucket have different sizes."""
+    return sharded(checker, model(), NUMBERS, By("dp", WHOLE, "mean"))
+
+
+@program(ROWS)
+def wholes_inline(checker: OrderChecker) -> Any:
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return sharded(checker, model(), NUMBERS, By("dp", WHOLE, "mean"))
+
+
+FOUR = "abcd"
+
+
+@program(updated([dict.fromkeys(FOUR, 3.0 + step) for step in range(4)]))
+def rows_that_go(checker: OrderChecker) -> Any:
+    """Buckets are reduced, and their memory goes, while other producers write the next ones."""
+    module = stage(**dict.fromkeys(FOUR, (64,)))
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        sync = replicated(module, bucket_bytes=256, handlers=["sharded"])
+    return trained(
+        checker, sync, module, lambda step: dict.fromkeys(FOUR, used(step)["a"]), NUMBERS
+    )
 
 
 @program(PASSED)
@@ -492,7 +524,7 @@ def sums_in_threads(checker: OrderChecker) -> Any:
 
 @program(True)
 def sums_inline(checker: OrderChecker) -> Any:
-    with mock.patch.object(collectives, "blocks_host", return_value=False):
+    with mock.patch.object(messages, "blocks_host", return_value=False):
         return sums(checker)
 
 

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 WIDTH = 4
 INTERLEAVED = "interleaved-1f1b"
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", INTERLEAVED)
-SPLIT = ("zb-h1", "zbv")
+SPLIT = ("zb-h1", "hop-aware-zb-h1", "zbv")
 HEAD_FIRST = tuple(f"{name} head_w_first" for name in SPLIT)
 
 
@@ -78,6 +78,11 @@ def skips(stage: int) -> Stage:
     return Stage(Scale(stage), stage, ["x", "skip"], ["x"])
 
 
+def far_skips(stage: int) -> Stage:
+    """All stages but the next one take the first one's skip."""
+    return Stage(Scale(stage), stage) if stage == 1 else skips(stage)
+
+
 def matrices_and_skips(stage: int) -> Stage:
     if stage == 0:
         return Stage(ForkedMatrices(stage), stage, ["x"], ["x", "skip"])
@@ -103,8 +108,8 @@ def make(
     """
     name, *flags = schedule.split()
     settings = dict[str, Any](dict.fromkeys(flags, True))
-    if name == "hop-aware-1f1b":
-        settings = {"hop_seconds": [0.2] * (pipeline - 1), "compute_seconds": 1.0}
+    if name.startswith("hop-aware"):
+        settings |= {"hop_seconds": [0.2] * (pipeline - 1), "compute_seconds": 1.0}
     topology = Topology.create(pipeline=pipeline)
     built = schedules.build(name, num_ranks=pipeline, num_microbatches=microbatches, **settings)
     tied = {name for tie in options.get("tied", ()) for name in tie.values()}

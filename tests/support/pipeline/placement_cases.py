@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipegrad import GradientHandler, schedules
 from pipegrad.plugins.handler import handlers as registry
 from pipegrad.schedules import Schedule
+from tests.support.gradients.placements import WHOLE, By
 from tests.support.pipeline.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
 from tests.support.pipeline.schedulers import ROWS, batch
 from tests.support.rounding import ADAM_EPS, rounding
@@ -23,6 +24,7 @@ HANDLERS: dict[str, list[Any]] = {
     "sharded": ["pipeline-shared", "sharded"],
     "owner": [{"name": "pipeline-shared", "placement": "owner"}, "data-parallel"],
     "owner+sharded": [{"name": "pipeline-shared", "placement": "owner"}, "sharded"],
+    "whole": [{"name": "pipeline-shared", "placement": "owner"}, By("dp", WHOLE, "mean")],
     "pairwise": [{"name": "pipeline-shared", "exchange": "pairwise"}, "data-parallel"],
     "asym+sharded": [{"name": "pipeline-shared", "exchange": "asymmetric"}, "sharded"],
     "noop": ["noop"],
@@ -48,6 +50,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "sharded",
         "owner",
         "owner+sharded",
+        "whole",
         "pairwise",
         "asym+sharded",
     ),
@@ -120,11 +123,16 @@ class Case:
 
     @property
     def is_owned(self) -> bool:
-        return self.handlers.startswith("owner")
+        return self.handlers.startswith(("owner", "whole"))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each parameter is on one rank of those that share all of them."""
+        return self.handlers == "whole"
 
     @property
     def is_sharded(self) -> bool:
-        return self.handlers.endswith("sharded")
+        return self.handlers.endswith("sharded") or self.is_whole
 
     @property
     def is_placed(self) -> bool:

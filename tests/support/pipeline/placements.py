@@ -157,7 +157,10 @@ class Comparison:
             # A rank has its part of what is padded; that no element is missing `gradients` tells.
             excess = sum(held.values()) * (self.case.data if self.case.is_sharded else 1)
             excess -= sum(self.named[root].numel() for root in mine)
-            found[f"all of rank {rank}"] = Distance(max(0, excess), seen.padding)
+            # One rank may have more whole parameters than another, by the largest of them.
+            most = max((self.named[root].numel() for root in mine), default=0)
+            allowed = most * self.case.data if self.case.is_whole else seen.padding
+            found[f"all of rank {rank}"] = Distance(max(0, excess), allowed)
             found[f"others' of rank {rank}"] = Distance(len(held.keys() - {*mine}), 0)
             found[f"idle of rank {rank}"] = Distance(len(seen.idle), 0)
             for name, size in seen.state.items():

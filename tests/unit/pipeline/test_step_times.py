@@ -100,7 +100,19 @@ def test_computes_are_medians_and_belong_to_their_rank() -> None:
 
     run(times, made, 1, script)
 
-    assert times.layout.times(times.numbers()) == Times((0, 3), (0, 4), (0,))
+    assert times.layout.times(times.numbers()) == Times((0, 3), (0, 4), (0,), (0, 0))
+
+
+def test_the_weights_part_of_a_backward_has_a_time_of_its_own() -> None:
+    made = lower(build("zb-h1", num_ranks=2, num_microbatches=3))
+    times = StepTimes(made, topology(0), CPU)
+    script = {f"0F{m}": (10.0 * m, 10.0 * m + s) for m, s in enumerate((9, 2, 3))}
+    script |= {f"0I{m}": (10.0 * m + 5, 10.0 * m + 5 + s) for m, s in enumerate((8, 4, 1))}
+    script |= {f"0W{m}": (10.0 * m + 5, 10.0 * m + 5 + s) for m, s in enumerate((7, 6, 2))}
+
+    run(times, made, 0, script)
+
+    assert times.layout.times(times.numbers()) == Times((3, 0), (4 + 6, 0), (0,), (6, 0))
 
 
 def test_a_new_step_begins_with_nothing() -> None:
@@ -117,7 +129,7 @@ def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -
 
     def places() -> Iterator[int]:
         for layout, rank in zip(layouts, own, strict=True):
-            yield from (layout.compute(row, rank) for row in (0, 1))
+            yield from (layout.compute(row, rank) for row in (0, 1, 2))
             if rank < 2:
                 yield from (layout.hop(sample, rank) for sample in range(layout.num_samples))
 
@@ -128,6 +140,9 @@ def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -
     zeros = [0.0] * len(first)
     alone = [layouts[0].times(first + zeros), layouts[0].times(zeros + second)]
     both = layouts[0].times(numbers)
+    assert both.weight_seconds == tuple(
+        map(max, zip(*(t.weight_seconds for t in alone), strict=True))
+    )
     assert both.forward_seconds == tuple(
         map(max, zip(*(t.forward_seconds for t in alone), strict=True))
     )
@@ -138,12 +153,12 @@ def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -
 @pytest.mark.parametrize(("num_microbatches", "expected"), [(1, 1), (2, 2), (64, 3)])
 def test_few_microbatches_measure_hops(num_microbatches: int, expected: int) -> None:
     layout = Layout(topology(0), num_microbatches)
-    assert (layout.num_samples, layout.size) == (expected, 4 + expected)
+    assert (layout.num_samples, layout.size) == (expected, 6 + expected)
 
 
 def test_one_rank_has_computes_and_no_hops() -> None:
     layout = Layout(topology(0, pipeline=1), 4)
-    assert layout.times([1.0, 2.0]) == Times((1.0,), (2.0,), ())
+    assert layout.times([1.0, 2.0, 0.5]) == Times((1.0,), (2.0,), (), (0.5,))
 
 
 def test_other_items_are_left_as_they_are() -> None:

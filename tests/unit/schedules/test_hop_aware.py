@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from pipegrad import schedules
 from pipegrad.errors import PluginOptionError, ScheduleError
-from pipegrad.schedules import Action, Schedule
+from pipegrad.schedules import Schedule
 from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
 from pipegrad.schedules.measured import Times
+from tests.support.schedules.makespan import makespan
 
 NAME = "hop-aware-1f1b"
 FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0
@@ -31,19 +33,8 @@ def warm_ups(schedule: Schedule) -> list[int]:
 
 
 def seconds(schedule: Schedule, hop_seconds: Sequence[float]) -> float:
-    """Returns how long a step takes where transfers are asynchronous; stage is rank."""
-    ends: dict[Action, float] = {}
-    free = [0.0] * schedule.num_ranks
-    for action in sorted(schedule.ticks, key=schedule.ticks.__getitem__):
-        stage, kind, microbatch = action
-        ready = free[stage]
-        if kind == "F" and stage > 0:
-            ready = max(ready, ends[Action(stage - 1, "F", microbatch)] + hop_seconds[stage - 1])
-        if kind == "B" and stage + 1 < schedule.num_ranks:
-            ready = max(ready, ends[Action(stage + 1, "B", microbatch)] + hop_seconds[stage])
-        free[stage] = ready + (FORWARD_SECONDS if kind == "F" else BACKWARD_SECONDS)
-        ends[action] = free[stage]
-    return max(free)
+    """Returns how long a step takes where transfers are asynchronous."""
+    return makespan(schedule, {"F": FORWARD_SECONDS, "B": BACKWARD_SECONDS}, hop_seconds)
 
 
 def period(name: str, hops: Sequence[float], **options: Any) -> float:
@@ -136,6 +127,8 @@ def test_all_hops_together_lose_no_more_than_the_threshold(threshold: float) -> 
         ({"hop_seconds": [0, -1, 0]}, r"hop_seconds\[1\] is -1, expected a finite number"),
         ({"hop_seconds": [math.inf]}, r"hop_seconds\[0\] is inf, expected a finite number"),
         ({"hop_seconds": [0, math.nan]}, r"hop_seconds\[1\] is nan, expected a finite number"),
+        ({"hop_seconds": {0: 1.0, 1: 2.0}}, "expected a sequence of numbers, one for each hop"),
+        ({"hop_seconds": "12"}, "hop_seconds is '12', expected a sequence of numbers"),
         ({"compute_seconds": 0}, "compute_seconds is 0, expected a finite number above 0"),
         ({"compute_seconds": -1.5}, "compute_seconds is -1.5, expected a finite number above 0"),
         ({"compute_seconds": math.nan}, "compute_seconds is nan, expected"),
@@ -165,6 +158,17 @@ def test_each_hop_has_its_cost(num_ranks: int, given: list[float]) -> None:
 def test_one_cost_alone_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(PluginOptionError, match="give both in one unit, or none of them"):
         schedules.build(NAME, num_ranks=2, num_microbatches=2, **given)
+
+
+def test_hops_may_be_any_sequence_of_numbers() -> None:
+    hops = (0.0, 1.5, 0.0)
+    for given in (list(hops), torch.tensor(hops), (c for c in hops)):
+        assert (
+            build(hops).actions
+            == schedules.build(
+                NAME, num_ranks=4, num_microbatches=64, hop_seconds=given, compute_seconds=3.0
+            ).actions
+        )
 
 
 def test_without_costs_it_begins_as_1f1b_and_takes_what_is_measured() -> None:

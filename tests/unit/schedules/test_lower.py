@@ -20,13 +20,13 @@ from tests.support.schedules.programs import places_of, programs, rows
 quick = settings(deadline=None, max_examples=60, derandomize=True)
 TRANSFERS = (Op.POST_RECEIVE, Op.WAIT_RECEIVE, Op.SEND, Op.RELEASE)
 FULL = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", "interleaved-1f1b")  # backwards are whole
-NAMES = (*FULL, "zb-h1", "zbv")
+NAMES = (*FULL, "zb-h1", "hop-aware-zb-h1", "zbv")
 
 
 def build(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Returns a schedule; of hop-aware-1f1b one where hops differ."""
+    """Returns a schedule; one where hops differ, if it knows them."""
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    if name == "hop-aware-1f1b":
+    if name.startswith("hop-aware"):
         hops = [0.0, 0.5, 2.0, 0.1] * 2
         return schedules.build(
             name, **numbers, hop_seconds=hops[: num_ranks - 1], compute_seconds=1
@@ -171,6 +171,22 @@ def test_1f1b_holds_as_many_buffers_as_are_in_flight(
         for rank in range(num_ranks)
     )
     assert max(held) <= num_ranks + 2 * depth
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        ("1f1b", (3, 8, 7, 3)),
+        ("eager-1f1b", (3, 10, 8, 3)),
+        ("gpipe", (3, 19, 19, 16)),
+        ("interleaved-1f1b", (9, 14, 12, 10)),
+        ("zb-h1", (3, 9, 9, 6)),
+        ("zbv", (3, 14, 14, 8)),
+    ],
+)
+def test_two_receives_of_an_edge_are_posted_ahead(schedule: str, held: tuple[int, ...]) -> None:
+    """Each one more costs a rank in the middle two buffers, and gained nothing."""
+    assert verify(lower(build(schedule, 4, 16))).receive_buffers == held
 
 
 @quick

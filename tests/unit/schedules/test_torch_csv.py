@@ -28,6 +28,7 @@ from pipegrad.schedules import (
 
 OPTIONS: dict[str, dict[str, object]] = {
     "hop-aware-1f1b": {"hop_seconds": [0, 0.5, 0], "compute_seconds": 1},
+    "hop-aware-zb-h1": {"hop_seconds": [0, 0.5, 0], "compute_seconds": 1},
     "interleaved-1f1b": {"stages_per_rank": 3},
 }
 SPLIT = "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"

@@ -17,6 +17,7 @@ from pipegrad.errors import PluginOptionError
 from pipegrad.schedules import Action, Kind, Schedule, read_csv, write_csv
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.verify import verify
+from tests.support.schedules.makespan import makespan
 
 NAMES = ("zb-h1", "zbv")
 IFW: tuple[Kind, ...] = ("I", "F", "W")
@@ -41,17 +42,6 @@ def needs(action: Action, num_stages: int) -> set[Action]:
         return {Action(stage, "I", microbatch)}
     later = {Action(stage + 1, kind, microbatch)} if stage + 1 < num_stages else set()
     return {Action(stage, "F", microbatch), *later}
-
-
-def makespan(schedule: Schedule, units: Mapping[Kind, int]) -> int:
-    """Returns how many units a step takes where transfers take none."""
-    ends: dict[Action, int] = {}
-    free = [0] * schedule.num_ranks
-    for action in sorted(schedule.ticks, key=schedule.ticks.__getitem__):
-        rank = schedule.stage_to_rank[action.stage]
-        ready = [ends[need] for need in needs(action, len(schedule.stage_to_rank))]
-        free[rank] = ends[action] = max([free[rank], *ready]) + units[action.kind]
-    return max(free)
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 13))
@@ -84,7 +74,7 @@ def test_zbv_has_no_bubble_but_that_its_last_rank_begins_late(num_ranks: int) ->
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 def test_the_bubble_is_a_third_of_that_of_1f1b_and_in_a_v_a_sixth(num_ranks: int) -> None:
-    def bubble(name: str, units: Mapping[Kind, int], work: int) -> int:
+    def bubble(name: str, units: Mapping[Kind, int], work: int) -> float:
         number = 4 * num_ranks
         return makespan(build(name, num_ranks, number), units) - work * number
 

@@ -57,6 +57,29 @@ def test_where_weights_can_wait_backwards_are_split() -> None:
     assert choice.best.bubble < named(choice)["1f1b"].bubble
 
 
+def test_where_weights_can_wait_and_the_network_is_slow_both_are_hidden() -> None:
+    """Of four hosts of 1 Gbit/s, with activations of 1 MiB."""
+    choice = chosen(SPLIT, SLOW)
+    assert choice.best.name.startswith("hop-aware-zb-h1")
+    assert choice.best.live_activations == (7, 7, 7, 7)
+    others = named(choice)
+    assert choice.best.step_seconds < 0.9 * others["eager-1f1b"].step_seconds
+    assert choice.best.step_seconds < 0.85 * others["zb-h1"].step_seconds
+
+
+@pytest.mark.parametrize("limit", [4, 5, 6, 7])
+def test_within_a_limit_hops_get_what_is_left(limit: int) -> None:
+    choice = chosen(SPLIT, SLOW, max_live_activations=limit, schedules=["hop-aware-zb-h1"])
+    assert {max(c.live_activations) for c in choice.candidates} == {limit}
+    plain = chosen(SPLIT, SLOW, schedules=["zb-h1"]).best.step_seconds
+    assert (choice.best.step_seconds < plain) == (limit > 4)
+
+
+def test_a_limit_below_what_zb_h1_holds_refuses_it() -> None:
+    with pytest.raises(ScheduleError, match="max_live_activations is 2, and zb-h1 itself holds 3"):
+        chosen(SPLIT, SLOW, num_microbatches=3, max_live_activations=2.5)
+
+
 def test_costs_of_more_stages_than_ranks_are_merged_and_virtual_stages_tried() -> None:
     halves = replace(STAGE, forward_seconds=0.005, backward_seconds=0.01, activation_bytes=2 * MIB)
     choice = chosen(halves, num_stages=8)
@@ -98,7 +121,10 @@ def test_every_candidate_that_is_refused_says_why() -> None:
     assert refused == {
         "interleaved-1f1b, stages_per_rank 1": "interleaved-1f1b takes a multiple of 4 "
         "microbatches over 4 ranks, found 15; the nearest is 16",
-        "zb-h1": "it splits backwards: weight_seconds of the costs are 0",
+        **dict.fromkeys(
+            ["zb-h1", "hop-aware-zb-h1, threshold 0.0"],
+            "it splits backwards: weight_seconds of the costs are 0",
+        ),
         "zbv": "it has 8 stages, and costs are of 4: give costs of a multiple",
     }
 

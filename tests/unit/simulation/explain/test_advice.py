@@ -217,10 +217,11 @@ def test_a_split_backward_needs_the_time_of_its_weights() -> None:
     changes = [each.change for each in advise(program, costs)]
     assert any(change.startswith("schedule zb-h1") for change in changes)
     # hop-aware-1f1b has the warm-up of eager-1f1b here, and is not tried again.
-    assert not any("hop-aware" in change for change in changes)
+    assert not any("hop-aware-1f1b" in change for change in changes)
+    assert any("hop-aware-zb-h1" in change for change in changes)
     unknown = tuple(replace(stage, weight_seconds=0.0) for stage in costs.stages)
     changes = [each.change for each in advise(program, replace(costs, stages=unknown))]
-    assert not any(change.startswith("schedule zb-h1") for change in changes)
+    assert not any("zb-h1" in change for change in changes)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
@@ -285,7 +286,10 @@ def test_a_timeline_is_explained_without_a_program() -> None:
     known, inferred = explain(timeline, program=program, costs=costs), explain(timeline)
     assert known.breakdown == inferred.breakdown
     expected = {each.change: each.step_seconds for each in known.advice}
-    del expected["schedule zb-h1"]  # no W was recorded
+    split = [change for change in expected if "zb-h1" in change]
+    assert len(split) == 2
+    for change in split:  # no W was recorded
+        del expected[change]
     assert {each.change: each.step_seconds for each in inferred.advice} == pytest.approx(
         expected, rel=0.01
     )
