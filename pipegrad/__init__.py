@@ -31,8 +31,11 @@ if typing.TYPE_CHECKING:
     from pipegrad.pipeline.stage import Stage as Stage
     from pipegrad.plan.options import GradientOptions as GradientOptions
     from pipegrad.plan.plan import make_plan as make_plan
+    from pipegrad.plugins.codec import EdgeCodec as EdgeCodec
+    from pipegrad.plugins.codec import codecs as codecs
     from pipegrad.plugins.handler import FlatBucket as FlatBucket
     from pipegrad.plugins.handler import GradientHandler as GradientHandler
+    from pipegrad.plugins.handler import OuterStep as OuterStep
     from pipegrad.plugins.handler import ParameterRecord as ParameterRecord
     from pipegrad.plugins.handler import Placement as Placement
     from pipegrad.plugins.handler import Reduction as Reduction
@@ -64,8 +67,10 @@ _HOMES = {
     "pipeline.stage": "Stage",
     "plan.options": "GradientOptions",
     "plan.plan": "make_plan",
+    "plugins.codec": "EdgeCodec codecs",
     "plugins.handler": (
-        "FlatBucket GradientHandler ParameterRecord Placement Reduction ReductionStep handlers"
+        "FlatBucket GradientHandler OuterStep ParameterRecord Placement Reduction ReductionStep "
+        "handlers"
     ),
     "reduce.bucketer": "Bucketer",
     "reduce.ddp_hooks": "CommunicationHook",

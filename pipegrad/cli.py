@@ -9,7 +9,12 @@ import click
 from pipegrad.commands.audit import audit
 from pipegrad.commands.doctor import doctor
 from pipegrad.commands.export import export
-from pipegrad.commands.installed import list_handlers, list_reporters, list_schedules
+from pipegrad.commands.installed import (
+    list_codecs,
+    list_handlers,
+    list_reporters,
+    list_schedules,
+)
 from pipegrad.commands.launch import launch
 from pipegrad.commands.options import add_traceback
 from pipegrad.commands.plan import plan
@@ -38,5 +43,5 @@ def main() -> None:
 
 for command in (train, launch, plan, schedule, simulate, trace, doctor, export, audit):
     main.add_command(add_traceback(command))
-for command in (list_handlers, list_reporters, list_schedules):
+for command in (list_codecs, list_handlers, list_reporters, list_schedules):
     main.add_command(command)

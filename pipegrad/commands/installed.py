@@ -1,4 +1,4 @@
-"""`pipegrad handlers`, `schedules` and `reporters`: list what is installed; import none."""
+"""`pipegrad handlers`, `schedules`, `codecs`, `reporters`: list what is installed; import none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from pipegrad.commands.options import AS_JSON, print_parts
-from pipegrad.plugins.registry import HANDLERS, REPORTERS, Plugin, Registry
+from pipegrad.plugins.registry import CODECS, HANDLERS, REPORTERS, Plugin, Registry
 
 
 @click.command("handlers")
@@ -26,6 +26,13 @@ def list_schedules(as_json: bool) -> None:
     from pipegrad.schedules import registry
 
     _list(registry, as_json)
+
+
+@click.command("codecs")
+@AS_JSON
+def list_codecs(as_json: bool) -> None:
+    """List the installed edge codecs; none is imported."""
+    _list(Registry(CODECS, object), as_json)
 
 
 @click.command("reporters")

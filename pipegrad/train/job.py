@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.nn import functional
 from pipegrad.errors import ConfigError, PlanError, TopologyError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
-from pipegrad.optimizer.main_params import refuse_unless_elementwise
+from pipegrad.optimizer.parts import Part, parts_of
 from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.sequential import only_layers
+from pipegrad.pipeline.coding.choice import CodecChoice, choice_of
+from pipegrad.pipeline.coding.worth import check_auto
 from pipegrad.pipeline.loss import TOKEN_MEAN
 from pipegrad.plan.check_replicas import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
@@ -41,6 +44,7 @@ from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.models.transformers_model import uncut_model
+from pipegrad.train.optimizer import kinds
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
 
@@ -62,6 +66,7 @@ class Job:
         num_shares: Number of parts of a batch, which is the size of all data dimensions.
         generator: The plug-in of the schedule.
         schedule: What every pipeline rank computes.
+        codecs: Which codec carries what over which hop.
         handlers: The handlers by name.
         reporters: The reporters by name.
         dataset: Makes the batches of an epoch; None if text is read.
@@ -104,6 +109,7 @@ class Job:
             "parallel.schedule", schedules.resolve, self._schedule_spec()
         )
         self.schedule: Schedule = self._refusing("parallel.schedule", self._schedule)
+        self.codecs: CodecChoice = self._refusing("parallel.codecs", self._codecs)
         self._loss = None
         if config.train.loss is not None:
             self._loss = with_options(config, "train.loss", config.train.loss, lambda n: n[:2])
@@ -222,9 +228,23 @@ class Job:
                 dict(plan.divisors),
                 self.config.gradients.allow_unsynced,
             )
-        if any(share.sharded for plan in plans.values() for share in plan.main_ranges):
-            self.check_optimizer()
+        if any(plan.meets for plan in plans.values()):
+            self._check_meetings()
+        self.check_optimizer(manifest, plans.values())
         return plans
+
+    def _check_meetings(self) -> None:
+        """Refuses a run that does not end with a meeting: its replicas would differ."""
+        steps = self.config.train.steps
+        for name, resolved in self.handlers.items():
+            outer = resolved.plugin.outer
+            if outer is not None and steps % outer.every:
+                self.config.refuse(
+                    "train.steps",
+                    f"{steps} is no multiple of {outer.every}, the steps between two meetings of "
+                    f"handler {name!r}: the replicas would end as different models; choose "
+                    f"{steps - steps % outer.every + outer.every}",
+                )
 
     @property
     def gradient_options(self) -> dict[str, Any]:
@@ -235,15 +255,25 @@ class Job:
             for name, value in options.items()
         } | {"step_timeout_seconds": self.config.train.step_timeout_seconds}
 
-    def check_optimizer(self) -> None:
-        """Refuses an optimizer that cannot step shards of parameters."""
-        # An unknown name is refused where the optimizer is made, with a list of known names.
-        kind = getattr(torch.optim, self.config.optimizer.name, None)
+    def check_optimizer(self, manifest: Manifest, plans: Iterable[Plan]) -> None:
+        """Refuses an optimizer that cannot step these parameters, or shards of them."""
         try:
-            if kind is not None:
-                refuse_unless_elementwise(kind)
+            for plan in plans:
+                for part in self.optimizer_parts(manifest, plan):
+                    part.check(part.kind, plan.sharded)
         except PlanError as error:
             self.config.refuse("optimizer.name", str(error), cause=error)
+
+    def optimizer_parts(self, manifest: Manifest, plan: Plan) -> list[Part]:
+        """Returns which optimizer steps which parameters of all ranks.
+
+        Raises:
+            PlanError: As `parts_of`.
+        """
+        kind, others = kinds(self.config)
+        options = self.config.optimizer.options
+        trained = [record for record in manifest.parameters if record.requires_grad]
+        return parts_of(kind, options, others, records=trained, matrices=plan.matrices)
 
     # Sizes are checked in an order: the most specific message comes first. So one rank of a larger
     # job is refused before anything is divided.
@@ -328,6 +358,14 @@ class Job:
             return None
         number = self.config.parallel.microbatches
         return plugin.choice(num_ranks=self.pipeline, num_microbatches=number)
+
+    def _codecs(self) -> CodecChoice:
+        choice = choice_of(self.config.parallel.codecs)
+        # Which hops are crossed depends on the model; a rank that is none never is.
+        choice.check(list(combinations(range(self.pipeline), 2)))
+        if choice.auto:
+            check_auto(self.schedule)
+        return choice
 
     def _schedule(self) -> Schedule:
         microbatches = self.config.parallel.microbatches

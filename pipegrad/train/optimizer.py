@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from pipegrad.optimizer.joined_optimizer import JoinedOptimizer
 from pipegrad.plugins.options import closest_first, complaints_of
 from pipegrad.train.config import Config
-from pipegrad.train.schema import LearningRate
+from pipegrad.train.schema import LearningRate, Named
 
 
 def make_optimizer(
@@ -25,52 +27,108 @@ def make_optimizer(
 
     Args:
         config: The configuration.
-        make: Takes a class of torch.optim and its options, and returns an optimizer.
+        make: Takes a class of torch.optim, options, and `others` if they are set, and returns an
+            optimizer; see `GradientSync.optimizer`.
 
     Raises:
         ConfigError: If torch has no such optimizer, or if it does not take these options.
     """
     choice = config.optimizer
-    known = _classes(torch.optim, torch.optim.Optimizer)
-    if choice.name not in known:
-        config.refuse("optimizer.name", f"torch.optim has none; {_known(choice.name, known)}")
-    if choice.name == "LBFGS":
-        config.refuse("optimizer.name", "it evaluates the loss itself: choose a first-order one")
-    kind = known[choice.name]
-    if complaint := complaints_of(kind, choice.options, given=("params",)):
-        config.refuse("optimizer", f"{choice.name} {complaint}")
-    for option, value in choice.options.items():
-        if option == "lr" and isinstance(value, bool):  # Python would count it as a number
-            config.refuse("optimizer.lr", "should be a finite number")
-        if isinstance(value, float) and not math.isfinite(value):
-            config.refuse(f"optimizer.{option}", "should be a finite number")
-    # An option that has no effect is an error: the user believes that it works.
-    decay = "weight_decay" in inspect.signature(kind).parameters
-    if not (choice.decay_norms_and_biases or decay):
-        config.refuse("optimizer.decay_norms_and_biases", f"{choice.name} has no weight decay")
+    kind, others = kinds(config)
+    names = choice.name if choice.others is None else f"{choice.name} with {choice.others.name}"
+    beside = {} if others is None else {"others": others}
     # torch checks values of options itself, with many kinds of errors.
     try:
-        optimizer = make(kind, **choice.options)
+        optimizer = make(kind, **beside, **choice.options)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        config.refuse("optimizer", f"{choice.name} will not take that: {error}", cause=error)
+        config.refuse("optimizer", f"{names} will not take that: {error}", cause=error)
     return optimizer
 
 
-def state_numel(config: Config) -> int:
-    """Returns how many elements the optimizer keeps for each element of a large parameter.
+def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | None]:
+    """Returns the class of the optimizer, and what makes the optimizer of the others, if any.
 
-    It is measured by one step of a small matrix.
+    Raises:
+        ConfigError: As `make_optimizer`.
     """
-    probe = nn.Parameter(torch.ones(8, 8))
-    probe.grad = torch.ones_like(probe)
-    optimizer = make_optimizer(config, lambda kind, **options: kind([probe], **options))
+    choice = config.optimizer
+    kind = _kind(config, "optimizer", choice)
+    if choice.others is None:
+        of_vectors, others = kind, None
+    else:
+        of_vectors = _kind(config, "optimizer.others", choice.others)
+        others = partial(of_vectors, **choice.others.options)
+    # An option that has no effect is an error: the user believes that it works.
+    decay = "weight_decay" in inspect.signature(of_vectors).parameters
+    if not (choice.decay_norms_and_biases or decay):
+        name = of_vectors.__name__
+        config.refuse("optimizer.decay_norms_and_biases", f"{name} has no weight decay")
+    return kind, others
+
+
+def _kind(config: Config, key: str, choice: Named) -> type:
+    """Returns a class of torch.optim that takes the options of a choice."""
+    known = _classes(torch.optim, torch.optim.Optimizer)
+    if choice.name not in known:
+        config.refuse(f"{key}.name", f"torch.optim has none; {_known(choice.name, known)}")
+    if choice.name == "LBFGS":
+        config.refuse(f"{key}.name", "it evaluates the loss itself: choose a first-order one")
+    kind: type = known[choice.name]
+    if complaint := complaints_of(kind, choice.options, given=("params",)):
+        config.refuse(key, f"{choice.name} {complaint}")
+    for option, value in choice.options.items():
+        if option == "lr" and isinstance(value, bool):  # Python would count it as a number
+            config.refuse(f"{key}.lr", "should be a finite number")
+        if isinstance(value, float) and not math.isfinite(value):
+            config.refuse(f"{key}.{option}", "should be a finite number")
+    return kind
+
+
+def probe_optimizer(
+    config: Config, *, size: int, device: torch.device | str = "cpu"
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """Returns the optimizer of small matrices, and these matrices: one for each of its parts."""
+    probes: list[nn.Parameter] = []
+
+    def probe() -> list[nn.Parameter]:
+        probes.append(nn.Parameter(torch.ones(size, size, device=device)))
+        probes[-1].grad = torch.ones_like(probes[-1])
+        return probes[-1:]
+
+    def make(
+        kind: type, *, others: Callable[..., torch.optim.Optimizer] | None = None, **options: object
+    ) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = kind(probe(), **options)
+        return optimizer if others is None else JoinedOptimizer([optimizer, others(probe())])
+
+    return make_optimizer(config, make), probes
+
+
+def make_first_step(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Makes the first step of `probe_optimizer`.
+
+    Raises:
+        ConfigError: If torch has accepted options and fails with them now.
+    """
     try:
         optimizer.step()
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
         config.refuse("optimizer", f"its first step fails: {error!r}", cause=error)
-    values = optimizer.state[probe].values()
+
+
+def state_numels(config: Config) -> list[int]:
+    """Returns how many elements the optimizer keeps for each element of a large parameter.
+
+    There is a number for each part: of `optimizer.name`, and of `optimizer.others`, if it is set.
+    It is measured by one step of a small matrix.
+    """
+    optimizer, probes = probe_optimizer(config, size=8)
+    make_first_step(config, optimizer)
     # What is smaller, such as a counter, does not grow with the parameter.
-    return sum(torch.is_tensor(v) and v.numel() == probe.numel() for v in values)
+    return [
+        sum(torch.is_tensor(v) and v.numel() == p.numel() for v in optimizer.state[p].values())
+        for p in probes
+    ]
 
 
 def group_of(config: Config, _: str, parameter: nn.Parameter) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pipegrad.train.config import Config
 from pipegrad.train.data.pairs import Inputs
 from pipegrad.train.data.sources import named_inputs
 from pipegrad.train.data.tokenizer import Tokenizer
-from pipegrad.train.optimizer import make_learning_rate, make_optimizer
+from pipegrad.train.optimizer import make_first_step, make_learning_rate, probe_optimizer
 
 RANDOM = "the next random number"  # sorts behind names of parameters
 
@@ -248,24 +248,19 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def try_out_optimizer(config: Config, device: torch.device) -> set[str]:
-    """Makes one step of the optimizer and every step of its learning rate, on a small matrix.
+def try_out_optimizer(config: Config, device: torch.device) -> list[set[str]]:
+    """Makes one step of the optimizer and every step of its learning rate, on small matrices.
 
     Returns:
-        The names of the state that the optimizer keeps for a matrix.
+        The names of the state that the optimizer keeps for a matrix, of each of its parts.
 
     Raises:
         ConfigError: If torch accepts options and fails with them later.
     """
-    probe = nn.Parameter(torch.ones(2, 2, device=device))
-    probe.grad = torch.ones_like(probe)
-    optimizer = make_optimizer(config, lambda kind, **options: kind([probe], **options))
+    optimizer, probes = probe_optimizer(config, size=2, device=device)
     learning_rate = make_learning_rate(config, optimizer)
-    try:
-        optimizer.step()
-    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        config.refuse("optimizer", f"its first step fails: {error!r}", cause=error)
-    state_names = set(optimizer.state[probe])
+    make_first_step(config, optimizer)
+    state_names = [set(optimizer.state[probe]) for probe in probes]
     if learning_rate is None:
         return state_names
     try:

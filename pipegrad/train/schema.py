@@ -69,6 +69,12 @@ def _check_dimensions(value: object) -> object:
     return value
 
 
+def _check_codecs(value: object) -> object:
+    if not isinstance(value, str | Mapping | None):
+        raise PydanticCustomError("codecs", "should be a name, or a table")
+    return value
+
+
 def _check_boundary(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise PydanticCustomError("boundary", "should be an index or a name of a layer")
@@ -85,6 +91,7 @@ FUNCTION = r"^[\w.]+:[\w.]+$"
 Choice = Annotated[Named, BeforeValidator(_as_table)]
 Function = Annotated[Choice, AfterValidator(_check_function)]
 FileList = Annotated[list[str], BeforeValidator(_as_file_list)]
+Codecs = Annotated[str | dict[str, Any] | None, BeforeValidator(_check_codecs)]
 Dimensions = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_check_dimensions)]
 
 
@@ -97,6 +104,11 @@ class Gradients(Table):
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         description="dtype on the wire, 'float32', 'bfloat16' or 'float16'; else each its own",
+    )
+    sum_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="dtype in which the parts of ranks are added, before the sum is rounded to the "
+        "dtype on the wire; else that of the wire",
     )
     master_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
@@ -217,6 +229,13 @@ class Parallel(Table):
         default=Named(name="1f1b"),
         description="a name that `pipegrad schedules` lists, or a table of name and options",
     )
+    codecs: Codecs = Field(
+        default=None,
+        description="how values cross between pipeline ranks in fewer bytes: a name that `pipegrad "
+        "codecs` lists, or a table of name and options; { activations = ..., gradients = ... } for "
+        "one of them, { '0-1' = ... } for some hops, { auto = ... } for those where it saves time; "
+        "by default values cross as they are",
+    )
     microbatches: int = Field(default=4, ge=1, description="microbatches a step, on every replica")
     boundaries: list[Annotated[int | str, BeforeValidator(_check_boundary)]] | None = Field(
         default=None,
@@ -315,6 +334,11 @@ class Optimizer(Named):
     decay_norms_and_biases: bool = Field(
         default=True,
         description="false: weight decay only for parameters of two or more dimensions",
+    )
+    others: Choice | None = Field(
+        default=None,
+        description="another class of torch.optim, or a table of its name and options: it steps "
+        "what is no matrix, and optimizer.name steps matrices alone; else one steps everything",
     )
     schedule: Annotated[
         list[Annotated[LearningRate, BeforeValidator(_as_table)]], BeforeValidator(_as_list)

@@ -48,7 +48,7 @@ from pipegrad.train.optimizer import (
     group_of,
     make_learning_rate,
     make_optimizer,
-    state_numel,
+    state_numels,
 )
 from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process.last_words import show_in
@@ -70,8 +70,10 @@ _RUN_KEYS = (
     "train.precision",
     "train.loss",
     "train.loss_reduction",
+    "parallel.codecs",
     "gradients.clip_norm",
     "gradients.reduce_dtype",
+    "gradients.sum_dtype",
     "gradients.master_dtype",
 )
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import what the job names
@@ -213,7 +215,7 @@ class Trainer:
             peak_memory_bytes=int(max(memory)),
             skipped=self._update.skipped,
             repaired=statistics.repaired,
-            note=update.note,
+            note=update.note or self._chosen_codecs(),
         )
 
     def save(self, folder: Path, number: int) -> None:
@@ -320,11 +322,21 @@ class Trainer:
             num_microbatches=job.schedule.num_microbatches,
             loss_fn=job.loss,
             loss_reduction=job.config.train.loss_reduction,
+            codecs=job.config.parallel.codecs,
             tied=self._cut.tied,
             handlers=[choice.spec for choice in job.config.gradient_handlers],
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync
+        self._codecs = str(self._scheduler.codecs)  # those of the step before
+
+    def _chosen_codecs(self) -> str | None:
+        """Returns which hops have a codec, if that was chosen in this step."""
+        words = str(self._scheduler.codecs)
+        if words == self._codecs:
+            return None
+        self._codecs = words
+        return f"codecs from here on: {words}"
 
     def _make_evaluation(self) -> Evaluation:
         """Makes what is measured and shown between steps; every rank must call it."""
@@ -359,15 +371,14 @@ class Trainer:
 
     def _try_out_optimizer(self) -> None:
         self._state_names = try_out_optimizer(self.job.config, self._device)
-        if any(main_range.sharded for main_range in self.sync.plan.main_ranges):
-            self.job.check_optimizer()
+        self.job.check_optimizer(self.sync.manifest, [self.sync.plan])
 
     def _make_learning_rate(self) -> None:
         config = self.job.config
         self._learning_rate = make_learning_rate(config, self._optimizer)
         self._update = Update(config, self.sync, self._optimizer, self._learning_rate, self.scaler)
         self._state = TrainingState(
-            self.sync,
+            self._scheduler,
             self._modules,
             self._optimizer,
             common=CommonState(config, self._optimizer, self._learning_rate, self._update),
@@ -375,7 +386,7 @@ class Trainer:
             shards=self._shards,
         )
         self.saving = Saving(
-            config, self._state, self._device, self._run, state_numel=state_numel(config)
+            config, self._state, self._device, self._run, state_numel=max(state_numels(config))
         )
 
     def _resume(self, config: Config) -> None:
@@ -399,7 +410,7 @@ class Trainer:
         resumed = resume(
             config,
             self._state,
-            self.sync,
+            self._scheduler,
             origin.checkpoints,
             state_names=self._state_names,
             run=self._run,

@@ -24,6 +24,7 @@ from tests.support.distributions import declared
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pipegrad"
 HANDLERS = ROOT / "handlers" / "pipegrad_handlers"
+CODECS = ROOT / "handlers" / "pipegrad_codecs"
 ACME = ROOT / "tests" / "support" / "acme_handlers"
 TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
 
@@ -179,13 +180,14 @@ def test_every_folder_says_what_it_answers() -> None:
         assert len(list(folder.glob("*.py"))) - 1 <= FLAT_FILES, folder
 
 
-def test_the_built_in_handlers_use_public_names_only() -> None:
+@pytest.mark.parametrize(("folder", "contract"), [(HANDLERS, "handler"), (CODECS, "codec")])
+def test_built_in_plug_ins_use_public_names_only(folder: Path, contract: str) -> None:
     """The contract is public too: it has the names of its annotations."""
-    contract = "pipegrad.plugins.handler"
+    contract = f"pipegrad.plugins.{contract}"
     public = {"pipegrad", *(f"pipegrad.{name}" for name in pipegrad.__all__)}
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(HANDLERS)
+        for path in sources(folder)
         for name, _ in imports(path)
         if name.split(".")[0] == "pipegrad" and name not in public and not name.startswith(contract)
     ]
@@ -193,7 +195,7 @@ def test_the_built_in_handlers_use_public_names_only() -> None:
 
 
 def test_private_names_of_torch_are_where_they_are_known_to_be() -> None:
-    used = {path: private_torch_names(path) for path in sources(PACKAGE, HANDLERS)}
+    used = {path: private_torch_names(path) for path in sources(PACKAGE, HANDLERS, CODECS)}
     assert {path for path, names in used.items() if names} == TORCH_PRIVATE
 
 
@@ -203,7 +205,7 @@ def test_streams_and_events_are_touched_by_sites_alone() -> None:
     verbs |= {"synchronize", "Stream", "Event"}
     found = {
         f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
-        for path in sources(PACKAGE, HANDLERS)
+        for path in sources(PACKAGE, HANDLERS, CODECS)
         if "testing" not in path.parts and path.name != "sync_points.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
@@ -338,13 +340,14 @@ def python(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_two_typed_packages(wheels: list[Path]) -> None:
+def test_the_wheel_holds_the_typed_packages(wheels: list[Path]) -> None:
     wheel = next(path for path in wheels if path.name.startswith("pipegrad-"))
     names = zipfile.ZipFile(wheel).namelist()
 
     folders = {name.split("/")[0] for name in names}
-    assert folders == {"pipegrad", "pipegrad_handlers", wheel.name.split("-py3")[0] + ".dist-info"}
-    assert {"pipegrad/py.typed", "pipegrad_handlers/py.typed"} <= set(names)
+    packages = {"pipegrad", "pipegrad_codecs", "pipegrad_handlers"}
+    assert folders == {*packages, wheel.name.split("-py3")[0] + ".dist-info"}
+    assert {f"{package}/py.typed" for package in packages} <= set(names)
     page = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "picture/page").iterdir()}
     assert page <= set(names)
 

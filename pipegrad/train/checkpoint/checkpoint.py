@@ -15,7 +15,7 @@ their keys have a location, ``name[tp=1]``, and only a run with the same sizes r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
-from pipegrad.gradients.sync import GradientSync
 from pipegrad.optimizer.chunks import Chunk
+from pipegrad.optimizer.joined_optimizer import parts_in
 from pipegrad.optimizer.names import Locations
+from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint import common_state
 from pipegrad.train.checkpoint.checksums import STEP
 from pipegrad.train.checkpoint.common_state import CommonState
@@ -46,7 +47,7 @@ class TrainingState:
     """The state of one rank that a checkpoint saves and loads.
 
     Args:
-        sync: The gradient layer. It has the parameters and their keys.
+        scheduler: Its gradient layer has the parameters and their keys.
         modules: Stage -> module, for the stages of this rank.
         optimizer: Made by ``sync.optimizer``.
         common: What all ranks have alike.
@@ -62,7 +63,7 @@ class TrainingState:
 
     def __init__(
         self,
-        sync: GradientSync,
+        scheduler: Scheduler,
         modules: dict[int, torch.nn.Module],
         optimizer: torch.optim.Optimizer,
         *,
@@ -71,7 +72,8 @@ class TrainingState:
         shards: Mapping[str, Shard],
     ) -> None:
         self._optimizer = optimizer
-        self._sync = sync
+        self._scheduler = scheduler
+        self._sync = sync = scheduler.sync
         self._common, self._random_states = common, random_states
         self._read: dict[str, Tensor] = {}  # what `load` has read of the state that is packed
         self.handler_state: dict[str, Any] = {}
@@ -165,19 +167,20 @@ class TrainingState:
         return {**state, common_state.KEY: self._common.packed(), **self._pack()}
 
     def _pack(self) -> dict[str, Tensor]:
-        """Returns the packed state of this rank's handlers by its key; empty without state."""
-        handler_state = self._sync.state_dict()
+        """Returns the packed state of this rank's handlers and codecs; empty without state."""
+        handler_state = self._scheduler.state_dict()
         return {own_key(): pack(handler_state)} if handler_state else {}
 
     def check(
-        self, config: Config, metadata: Metadata, own_names: set[str], held: set[str]
+        self, config: Config, metadata: Metadata, own_names: Sequence[set[str]], held: set[str]
     ) -> None:
         """Refuses a checkpoint of another model or optimizer. Local.
 
         Args:
             config: The configuration.
             metadata: Of the checkpoint.
-            own_names: Names of the state that the optimizer of this run keeps for a matrix.
+            own_names: Names of the state that each part of the optimizer of this run keeps for a
+                matrix.
             held: The `keys` of all ranks.
 
         Raises:
@@ -201,13 +204,27 @@ class TrainingState:
                 saved_names.setdefault(name, set()).add(_state_name(key))
         self._check_state(config, metadata)
         for name, names in saved_names.items():
-            parameter = self._parameters[name]
-            if parameter.ndim == 2 and parameter.requires_grad and names != own_names:
+            parameter, expected = self._parameters[name], self._expected_names(name, own_names)
+            if parameter.ndim == 2 and parameter.requires_grad and expected not in (None, names):
                 config.refuse(
                     "optimizer",
-                    f"it keeps {sorted(own_names)} of {name!r}, but the optimizer of the "
+                    f"it keeps {sorted(expected or ())} of {name!r}, but the optimizer of the "
                     f"checkpoint kept {sorted(names)}: choose the same",
                 )
+
+    def _expected_names(self, name: str, own_names: Sequence[set[str]]) -> set[str] | None:
+        """Returns the state that the optimizer keeps of a matrix; None if that is not known here.
+
+        If the optimizer is made of several, only the rank that steps a matrix knows which has it.
+        """
+        parts, main = parts_in(self._optimizer), self._main_parameters.get(name)
+        if len(parts) == 1:
+            return own_names[0]
+        for part, names in zip(parts, own_names, strict=True):
+            tensors = (tensor for group in part.param_groups for tensor in group["params"])
+            if main is not None and any(tensor is main.tensor for tensor in tensors):
+                return names
+        return None
 
     def _check_state(self, config: Config, metadata: Metadata) -> None:
         """Refuses state of the optimizer that does not fit what this rank steps."""

@@ -1,4 +1,4 @@
-"""Handler state: the state of handlers on one rank, packed into a checkpoint as bytes."""
+"""Handler state: that of handlers and codecs on one rank, packed into a checkpoint as bytes."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ def unpack(tensor: Tensor, *, is_own: bool) -> dict[str, Any]:
     except Exception as error:
         reason = error.__context__ or error  # torch's own error only adds advice to it
         raise PlanError(f"what handlers kept cannot be read again: {reason}") from error
-    return state if is_own else {**state, "handlers": {}}
+    return state if is_own else {"plan": state.get("plan"), "handlers": {}}

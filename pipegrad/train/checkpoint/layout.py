@@ -25,8 +25,8 @@ def check_locations(config: Config, saved: set[str], own: set[str]) -> None:
                 "train.resume",
                 f"{stem.partition('.')[2]!r} is there in the places "
                 f"{_in_words(saved_at[stem])}, and here in {_in_words(own_at[stem])}: "
-                f"choose the parallel.dimensions, the parallel.shards and the handlers of the run "
-                f"that wrote it",
+                f"choose the parallel.dimensions, the parallel.data, the parallel.shards and the "
+                f"handlers of the run that wrote it",
             )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
-from pipegrad.gradients.sync import GradientSync
+from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums, DamageError, ReadError
 from pipegrad.train.checkpoint.folders import step_of
@@ -42,10 +42,10 @@ class Resumed:
 def resume(
     config: Config,
     state: TrainingState,
-    sync: GradientSync,
+    scheduler: Scheduler,
     folders: Sequence[Path],
     *,
-    state_names: set[str],
+    state_names: Sequence[set[str]],
     run: Mapping[str, str],
 ) -> Resumed:
     """Loads a checkpoint; every rank must call it.
@@ -53,10 +53,10 @@ def resume(
     Args:
         config: The configuration.
         state: The state of this rank, which takes the values of the checkpoint.
-        sync: The gradient layer, which takes the state of handlers.
+        scheduler: Takes the state of handlers and codecs.
         folders: The checkpoint, and those before it. They are read only with ``train.fallback``, if
             the first is damaged.
-        state_names: Names of the state that the optimizer keeps for a matrix.
+        state_names: Names of the state that each part of the optimizer keeps for a matrix.
         run: Values of this run, as text.
 
     Raises:
@@ -85,7 +85,8 @@ def resume(
             f"{_named(config, folder)}is the checkpoint of step {num_steps} by what it has: give "
             f"the folder the name checkpoint-{num_steps} again",
         )
-    return Resumed(num_steps, folder, (*notes, *_resume_handlers(state, sync)), damaged)
+    notes += _resume_handlers(config, state, scheduler)
+    return Resumed(num_steps, folder, tuple(notes), damaged)
 
 
 def _first_whole(
@@ -182,14 +183,25 @@ def _differences(folder: Path, checksums: Checksums | None, run: Mapping[str, st
     return [f"train.resume: this is not the run that wrote the checkpoint: {'; '.join(changed)}"]
 
 
-def _resume_handlers(state: TrainingState, sync: GradientSync) -> list[str]:
-    """Restores the state of the handlers of all ranks, or of none; returns notes."""
+def _resume_handlers(config: Config, state: TrainingState, scheduler: Scheduler) -> list[str]:
+    """Restores what handlers and codecs kept on all ranks, or on none; returns notes.
+
+    Raises:
+        ConfigError: If it cannot be restored, and replicas train alone: the state has the
+            parameters of each of them.
+    """
     # Error feedback of some ranks alone would be wrong. So if one rank cannot read its own, all
     # ranks start without.
     replies = agree("what handlers kept", state.unpack_handler_state)
     reasons = [reason for reason in replies if reason]
     try:
-        sync.load_state_dict({} if reasons else state.handler_state)
+        scheduler.load_state_dict({} if reasons else state.handler_state)
     except PlanError as error:
         reasons = [str(error)]
+    if reasons and scheduler.sync.plan.meets:
+        config.refuse(
+            "train.resume",
+            f"replicas that train alone cannot go on: {reasons[0]}; choose the [parallel], the "
+            f"gradient_handlers and the gradients.bucket_bytes of the run that wrote it",
+        )
     return [f"train.resume: error feedback starts afresh: {reasons[0]}"] if reasons else []

@@ -161,7 +161,8 @@ def _whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"{folder} has shards of {listed(shards)}, as {_places(tensors, min(shards))}: a "
             f"checkpoint does not say how tensor parallelism or experts cut a parameter, so it "
             f"cannot be put together: declare it in parallel.shards of the run that writes it, or "
-            f"read the keys with torch.distributed.checkpoint"
+            f"read the keys with torch.distributed.checkpoint. If replicas train alone (handler "
+            f"diloco), export a checkpoint of a step after which they have met"
         )
     return whole
 

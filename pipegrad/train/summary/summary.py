@@ -11,6 +11,7 @@ from typing import Any
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
+from pipegrad.observe.codec_costs import with_codecs
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.wiring import collectives_in
 from pipegrad.plan.buckets import Bucket
@@ -25,7 +26,7 @@ from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
 from pipegrad.train.job import Job
-from pipegrad.train.optimizer import state_numel
+from pipegrad.train.optimizer import state_numels
 from pipegrad.train.summary.spans import spans
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -50,6 +51,7 @@ def make_summary(
     topology = job.topology()
     plans = job.plans(manifest, ranks=topology.one_replica)
     program = _program(job, plans)
+    costs = None if costs is None else with_codecs(_of_stages(program, costs), job.codecs, program)
     proof, times = verify(program), _times(program, costs)
     views = _views(job, topology)
     stages = [_stage(views, cut, manifest, stage) for stage in sorted(cut.modules)]
@@ -65,13 +67,17 @@ def make_summary(
         "is_measured": job.measured_generator is not None,
         "choice": None if job.choice is None else job.choice.to_json(),
         "handlers": [_identity(resolved) for resolved in job.handlers.values()],
+        "codecs": str(job.codecs),
         "stages": stages,
         "ties": list(_ties(job, manifest)),
         "routes": list(_routes(job, manifest, plans)),
         "links": list(_links(program, costs)),
-        "pipeline_ranks": list(_pipeline_ranks(job, stages, plans, proof, times["bubble"])),
+        "pipeline_ranks": list(
+            _pipeline_ranks(job, stages, plans, proof, times["bubble"], manifest=manifest)
+        ),
         "collectives": sum(n for n, _ in _launched(buckets.values(), topology)),
         "reduced_bytes": sum(nbytes for _, nbytes in _launched(buckets.values(), topology)),
+        "meetings": list(_meetings(job, plans)),
     }
 
 
@@ -178,7 +184,8 @@ def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timel
         ScheduleError: If the costs are not those of the job's stages.
     """
     program = _program(job, job.plans(manifest, ranks=job.topology().one_replica))
-    timeline = simulate(program, _of_stages(program, costs)).timeline
+    own = with_codecs(_of_stages(program, costs), job.codecs, program)
+    timeline = simulate(program, own).timeline
     assert timeline is not None
     return timeline
 
@@ -268,12 +275,22 @@ def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator
         yield {"route": route, "parameters": len(keys), "elements": elements}
 
 
+def _meetings(job: Job, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
+    """Yields how often replicas that train alone meet, and the most bytes that a rank averages."""
+    for name, resolved in job.handlers.items():
+        outer = resolved.plugin.outer
+        if outer is not None and any(plan.meets for plan in plans.values()):
+            nbytes = max(plan.met_bytes for plan in plans.values())
+            yield {"handler": name, "every": outer.every, "bytes": nbytes}
+
+
 def _links(program: Program, costs: Costs | None) -> Iterator[dict[str, Any]]:
     """Yields for each direction between two pipeline ranks what a step sends."""
     channels: dict[tuple[int, int], list[int | None]] = {}
     for channel in program.channels:
         link = program.links[channel.link]
-        num_bytes = costs.stages[link.producer].outputs.get(link.name) if costs else None
+        is_known = costs is not None and link.name in costs.stages[link.producer].outputs
+        num_bytes = costs.crossing(link, channel).num_bytes if costs and is_known else None
         channels.setdefault((channel.source, channel.target), []).append(num_bytes)
     microbatches = program.schedule.num_microbatches
     for (source, target), sizes in sorted(channels.items()):
@@ -292,15 +309,21 @@ def _pipeline_ranks(
     plans: Mapping[int, Plan],
     proof: Proof,
     bubble: Sequence[float],
+    *,
+    manifest: Manifest,
 ) -> Iterator[dict[str, Any]]:
-    per_element = state_numel(job.config)
+    per_element = state_numels(job.config)
     for number, (rank, plan) in enumerate(plans.items()):
         view = job.topology(rank)
         own = [stages[stage] for stage in view.local_stages]
         nbytes, elements = (sum(s[name] for s in own) for name in ("bytes", "elements"))
         width = nbytes / elements if elements else 0
         master = job.gradient_options["master_dtype"]
-        state = plan.main_numel * per_element * (master.itemsize if master else width)
+        parts = zip(per_element, job.optimizer_parts(manifest, plan), strict=False)
+        kept_of = {record.key: kept for kept, part in parts for record in part.records}
+        numel = sum((main.end - main.begin) * kept_of[main.key] for main in plan.main_ranges)
+        state = numel * (master.itemsize if master else width)
+        state += 2 * plan.met_bytes  # the parameters of the last meeting, and the outer momentum
         yield {
             "pipeline_rank": number,
             "ranks": spans(_replicas(view)),
@@ -335,7 +358,7 @@ def _comm_streams(plan: Plan) -> Iterator[dict[str, int]]:
     buckets = {bucket.index: bucket for bucket in plan.buckets}
     for number in sorted({launch.comm_stream for launch in plan.launches}):
         own = [launch for launch in plan.launches if launch.comm_stream == number]
-        nbytes = sum(buckets[launch.bucket].nbytes(launch.step) for launch in own)
+        nbytes = sum(buckets[launch.bucket].nbytes(launch.step, plan.rank) for launch in own)
         yield {"comm_stream": number, "collectives": len(own), "bytes": nbytes}
 
 
@@ -344,7 +367,11 @@ def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[i
     replicas = len(topology.ranks) // topology.size(topology.pipeline)
     for bucket in buckets:
         ranks = replicas * len({topology.stage_to_rank[stage] for stage in bucket.holders})
-        for number, step in enumerate(bucket.route):
-            yield ranks, ranks * bucket.nbytes(number)
+        parts = 1
+        for step in bucket.route:
+            # The parts of a bucket may have different sizes, but all of them are the payload.
+            numel = ranks // parts * bucket.payload_numel + ranks * len(bucket.slots)
+            yield ranks, numel * bucket.wire_dtype.itemsize
             # The groups of a step have equal sizes, and after OWNER one rank of each goes on.
             ranks //= len(step.ranks) if step.placement is Placement.OWNER else 1
+            parts *= len(step.ranks) if step.placement.scatters else 1

@@ -28,6 +28,8 @@ def rendered(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[Rendera
         f"{summary['microbatches']} microbatches by {_source(summary['schedule'])}"
     )
     yield "handlers: " + (", ".join(map(_source, summary["handlers"])) or "none")
+    if summary["codecs"] != "none":
+        yield f"codecs: {summary['codecs']}"
     yield ""
     if summary["choice"]:
         head, *rows = rows_of(summary["choice"])
@@ -50,6 +52,12 @@ def rendered(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[Rendera
         ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in summary["routes"]),
     )
     yield from _divisors(summary["pipeline_ranks"])
+    for meeting in summary["meetings"]:
+        yield (
+            f"replicas train alone and meet every {meeting['every']} steps: a rank averages at "
+            f"most {_mib(meeting['bytes'])} MiB with the other replicas, "
+            f"{_mib(meeting['bytes'] / meeting['every'])} MiB a step"
+        )
     yield (
         f"all ranks: {summary['collectives']} collectives, "
         f"{summary['reduced_bytes'] / _MIB:.2f} MiB a step, each rank's part counted; "
@@ -169,7 +177,7 @@ def _divisors(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"divided by {divisor:g} before they leave: {len(keys)} parameters, such as {keys[0]}"
 
 
-def _mib(nbytes: int) -> str:
+def _mib(nbytes: float) -> str:
     return f"{nbytes / _MIB:.2f}"
 
 

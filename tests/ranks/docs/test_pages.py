@@ -70,3 +70,18 @@ def test_the_handler_of_the_page_keeps_the_contract(
     space: dict[str, Any] = {"__name__": "test_my_handlers"}
     exec(file_of(page, "test_my_handlers.py"), space)
     space["TestDataParallel"]().test_gradients_are_those_of_one_process()
+
+
+def test_the_codec_of_the_page_keeps_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "docs/how_to/write_a_codec.md"
+    (tmp_path / "my_codecs.py").write_text(file_of(page, "my_codecs.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    space: dict[str, Any] = {"__name__": "test_my_codecs"}
+    exec(file_of(page, "test_my_codecs.py"), space)
+    checks = space["TestSigns"]()
+    names = [name for name in dir(checks) if name.startswith("test_")]
+    assert len(names) > 10
+    for name in names:
+        getattr(checks, name)()

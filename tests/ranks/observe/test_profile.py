@@ -110,6 +110,19 @@ def recomputed() -> Any:
     return measured("1f1b", recompute=True)
 
 
+@on(FOUR)
+def of_two_optimizers() -> list[int]:
+    x, y = batch()
+    scheduler = made("1f1b")
+    optimizer = scheduler.optimizer(torch.optim.Muon, others=torch.optim.AdamW)
+    costs = pipegrad.measure_costs(
+        scheduler, x, target=y, optimizer=optimizer, links=False, repeats=1
+    )
+    assert all(stage.optimizer_seconds > 0 for stage in costs.stages)
+    scheduler.close()
+    return [stage.optimizer_bytes for stage in costs.stages]
+
+
 class Broken(Block):
     def forward(self, x: Tensor) -> Tensor:
         if self.stage == 1:
@@ -203,6 +216,12 @@ def test_bytes_are_counted_once_for_memory_that_tensors_share(four: Replies) -> 
         # the norm.
         assert first.activation_bytes == 3 * value + statistics
         assert second.activation_bytes > first.activation_bytes - value
+
+
+def test_two_optimizers_as_one_are_measured_together(four: Replies) -> None:
+    """Muon keeps one number for an element of a matrix; AdamW two, and a count."""
+    of_matrix, of_vectors = WIDTH * WIDTH, 2 * 3 * WIDTH + 3
+    assert four[0]["of_two_optimizers"] == [FLOAT * (of_matrix + of_vectors)] * 2
 
 
 def test_the_costs_can_be_simulated_and_saved(four: Replies) -> None:

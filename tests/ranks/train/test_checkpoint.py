@@ -35,6 +35,12 @@ OWNED = "{name='pipeline-shared', placement='owner'}"
 SHARDED = [*STEADY, "gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
 OWNER = [*STEADY, f"gradient_handlers=[{OWNED}, 'sharded']"]
 STORED = [*SHARDED, "gradients.master_dtype='bfloat16'"]  # coarser than what parameters are in
+MUON_RATE, STEPS_OF_MUON = 0.01, 3
+OF_MUON = [
+    *STEADY,
+    f"optimizer={{name='Muon', lr={MUON_RATE}, others={{name='AdamW', lr=1e-3}}}}",
+]
+MUON = [*OF_MUON, "gradient_handlers=['pipeline-shared', 'owned']", "parallel.data=2"]
 VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
 
 
@@ -65,7 +71,8 @@ def histories(folder: str) -> dict[str, Any]:
         "averaging": trained(AVERAGING, 3, "averaging"),
         "averaging again": trained([*AVERAGING, "train.resume=averaging"], 3),  # reads, no step
     }
-    for name, placed in {"sharded": SHARDED, "owner": OWNER, "stored": STORED}.items():
+    every = {"sharded": SHARDED, "owner": OWNER, "stored": STORED, "muon": MUON}
+    for name, placed in every.items():
         found[f"{name} through"] = trained(placed, 6)
         found[f"{name} first half"] = trained(placed, 3, f"{name} half")
         found[f"{name} second half"] = trained([*placed, f"train.resume='{name} half'"], 6)
@@ -81,6 +88,8 @@ def histories(folder: str) -> dict[str, Any]:
         "pipeline to sharded": [*SHARDED, steady],
         "owner to sharded": [*SHARDED, "train.resume='owner half'"],
         "stored to replicas": [*STEADY, "train.resume='stored half'", "parallel.data=2"],
+        "muon to pipeline": [*OF_MUON, "train.resume='muon half'"],
+        "muon to replicas": [*OF_MUON, "train.resume='muon half'", "parallel.data=2"],
     }.items():
         found[name] = trained(cut, 6)
     for name, settings in {
@@ -88,6 +97,7 @@ def histories(folder: str) -> dict[str, Any]:
         "nowhere": ["train.resume=nowhere"],
         "over": [steady, "train.steps=3"],
         "another optimizer": [steady, "optimizer={name='SGD', momentum=0.9}"],
+        "others alone": [*MUON, "train.resume='muon half'", "optimizer={name='AdamW'}"],
     }.items():
         try:
             trained(settings, 6)
@@ -102,7 +112,7 @@ def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(histories, 2, str(folder))
 
 
-@pytest.mark.parametrize("placed", ["", "sharded ", "owner ", "stored "])
+@pytest.mark.parametrize("placed", ["", "sharded ", "owner ", "stored ", "muon "])
 def test_going_on_is_never_having_stopped(replies: list[dict[str, Any]], placed: str) -> None:
     for found in replies:
         (whole, held), (first, _), (second, held_then) = (
@@ -141,6 +151,21 @@ def test_any_cut_goes_on_from_any_other(replies: list[dict[str, Any]], cut: str)
             torch.testing.assert_close(tensor, every[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("cut", ["muon to pipeline", "muon to replicas"])
+def test_whole_matrices_are_found_by_name_wherever_they_are_stepped(
+    replies: list[dict[str, Any]], cut: str
+) -> None:
+    """Muon's matrix products are in bf16: where gradients differ by a rounding, so may its steps.
+
+    A step moves an element by at most its rate, here times the root of two, at 8 bits.
+    """
+    _, whole = replies[0]["muon through"]
+    limit = STEPS_OF_MUON * MUON_RATE * 2**0.5 * 2.0**-8
+    for found in replies:
+        for name, tensor in found[cut][1].items():
+            torch.testing.assert_close(tensor, whole[name], rtol=0, atol=limit)
+
+
 def test_what_was_stored_coarser_goes_on_finer(replies: list[dict[str, Any]]) -> None:
     stored, finer = replies[0]["stored through"][0], replies[0]["stored to replicas"][0]
     assert finer == pytest.approx(stored[3:], rel=1e-2)
@@ -152,6 +177,7 @@ def test_what_was_stored_coarser_goes_on_finer(replies: list[dict[str, Any]]) ->
     [
         ("wider", "it is of another model: '0.weight' is (256, 9) here and (256, 8) there"),
         ("another optimizer", "but the optimizer of the checkpoint kept ['exp_avg', 'exp_avg_sq'"),
+        ("others alone", "but the optimizer of the checkpoint kept ['momentum_buffer']: choose"),
         ("nowhere", "train.resume = 'nowhere': there is no such folder, seen from the"),
         ("over", "train.steps = 3: the checkpoint is of step 3: nothing is left to do"),
     ],

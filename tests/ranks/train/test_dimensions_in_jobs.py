@@ -91,7 +91,7 @@ SAID = {
     "more expert ranks": "places [ep=0] [ep=1], and here in [ep=0] [ep=1] [ep=2] [ep=3]",
     "declared behind": "places [tp=0] [tp=1], and here in (everywhere the same)",
     "not declared behind": "places (everywhere the same), and here in [tp=0] [tp=1]: choose the "
-    "parallel.dimensions, the parallel.shards",
+    "parallel.dimensions, the parallel.data, the parallel.shards",
     "a pattern without a parameter": "parallel.shards = {'*.upp.weight': 0}: '*.upp.weight' "
     "matches no parameter",
     "a dimension that is not there": "'block0.up.weight' has no dimension 2: its shape is (64, 32)",

@@ -14,6 +14,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pipegrad.errors import PlanError
+from pipegrad.pipeline.step_times import Layout
+from pipegrad.schedules.measured import Times
 from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint import checkpoint
 from pipegrad.train.config import load
@@ -21,6 +23,7 @@ from pipegrad.train.trainer import Trainer
 from tests.support.train.jobs import with_job
 
 SETTINGS = ["model.dropout=0.25", "optimizer.lr=1e-2", "train.steps=6"]
+CODED = ["parallel.codecs={gradients='topk', activations='int8'}"]
 REPLICAS = ["parallel.data=2"]
 RANK_1 = "{name='powerSGD_hook', start_powerSGD_iter=2, matrix_approximation_rank=1}"
 RANK_2 = "{name='powerSGD_hook', start_powerSGD_iter=2, matrix_approximation_rank=2}"
@@ -40,6 +43,16 @@ def trained(settings: list[str], until: int, saved: str = "") -> Any:
     held = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
     trainer.close()
     return losses, held, trainer.notes
+
+
+def notes_of_steps(settings: list[str]) -> list[str | None]:
+    """Returns what a job notes in its first steps, whose hops are said to be slow."""
+    trainer = Trainer(partial(load, Path("small.toml"), [*SETTINGS, *settings]))
+    times = Times((0.01,) * 2, (0.02,) * 2, (0.5,))
+    with mock.patch.object(Layout, "times", return_value=times):
+        notes = [trainer.step(number).note for number in range(1, 5)]
+    trainer.close()
+    return notes
 
 
 ODD_HOOK = """
@@ -72,7 +85,17 @@ def histories(folder: str) -> dict[str, Any]:
         "second half": trained([*feedback, half], 6),
         "plain": trained(averaged("'bf16_compress_hook'"), 2, "plain"),
     }
+    found |= {
+        "coded through": trained(CODED, 6),
+        "coded first half": trained(CODED, 4, "coded"),
+        "coded second half": trained([*CODED, "train.resume=coded"], 6),
+        "no codecs": trained(["train.resume=coded"], 5),
+        "other replicas": trained([*CODED, *REPLICAS, "train.resume=coded"], 5),
+        "other cut": trained([*CODED, "parallel.boundaries=[1]", "train.resume=coded"], 5),
+    }
     found["kept"], found["nothing"] = kept_in("half"), kept_in("plain")
+    found["kept of codecs"] = kept_in("coded")
+    found["auto"] = notes_of_steps(["parallel.codecs=auto"])
     for name, settings in {
         "buckets": [*feedback, half, "gradients.bucket_bytes=2048"],
         "rank 1": [*averaged(RANK_1), half],
@@ -113,6 +136,34 @@ def test_error_feedback_goes_on_to_the_bit(replies: list[dict[str, Any]]) -> Non
         assert held.keys() == then.keys()
         assert all(torch.equal(held[name], then[name]) for name in held)
         assert notes == ()
+
+
+def test_errors_of_codecs_go_on_to_the_bit(replies: list[dict[str, Any]]) -> None:
+    for found in replies:
+        (whole, held, _), (first, _, _), (second, then, notes) = (
+            found[f"coded {name}"] for name in ("through", "first half", "second half")
+        )
+        assert first + second == whole
+        assert all(torch.equal(held[name], then[name]) for name in held)
+        assert notes == ()
+        # The first stage sends no gradient, so its rank has no errors.
+        assert found["kept of codecs"] == ["kept.1"]
+
+
+def test_a_run_with_other_codecs_or_ranks_says_what_is_another(
+    replies: list[dict[str, Any]],
+) -> None:
+    for found in replies:
+        assert "parallel.codecs was" in found["no codecs"][2][0]
+        for name, words in {"other replicas": "of another plan", "other cut": "cut"}.items():
+            (note,) = found[name][2]
+            assert "error feedback starts afresh" in note
+            assert words in note
+
+
+def test_the_step_that_chooses_codecs_says_so(replies: list[dict[str, Any]]) -> None:
+    words = "codecs from here on: 0-1: activations int8, gradients int8"
+    assert [found["auto"] for found in replies] == [[None, None, words, None]] * 2
 
 
 def test_each_rank_keeps_its_own_and_others_keep_nothing(replies: list[dict[str, Any]]) -> None:

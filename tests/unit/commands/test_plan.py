@@ -81,3 +81,31 @@ def test_what_cannot_be_planned_is_refused_in_words(arguments: list[str], messag
     assert found.exit_code != 0
     assert message in found.output
     assert isinstance(found.exception, SystemExit), found.exception
+
+
+def test_codecs_are_shown_and_their_bytes_are_counted(tmp_path: Path) -> None:
+    """Rows of 1,024 numbers have 1,024 bytes and a scale of 4 in place of 4,096."""
+    stage = {"forward_seconds": 1.0, "backward_seconds": 2.0, "outputs": {"x": 2**20}}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"stages": [stage] * 3}))
+    arguments = ("--ranks", "3", "--costs", str(path), "--set", "model.layers=6")
+    codecs = ("--set", "parallel.codecs={'0-1' = {gradients = 'int8'}}")
+    assert "\ncodecs: 0-1: gradients int8\n" in printed(*arguments, *codecs)
+    assert "\ncodecs" not in printed(*arguments)
+    told = json.loads(printed(*arguments, *codecs, "--json"))
+    found = {(link["source"], link["target"]): link["bytes"] for link in told["links"]}
+    plain, coded = 4 * 2**20, 4 * 2**8 * (1024 + 4)
+    assert found == {(0, 1): plain, (1, 0): coded, (1, 2): plain, (2, 1): plain}
+
+
+def test_codecs_that_do_not_fit_are_errors_of_their_key() -> None:
+    for codecs, words in {
+        "{'0-4' = 'int8'}": "which nothing crosses",
+        "int9": "closest first: int8",
+        "{activations = 'topk'}": "for gradients alone",
+    }.items():
+        setting = f"parallel.codecs={codecs}"
+        found = CliRunner().invoke(main, ["plan", TIED_GPT, "--ranks", "4", "--set", setting])
+        assert found.exit_code == 1
+        assert "parallel.codecs" in found.output
+        assert words in " ".join(found.output.split())

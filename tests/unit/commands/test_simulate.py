@@ -57,6 +57,14 @@ def test_hop_aware_takes_its_hops_from_the_costs() -> None:
     assert sizes["hop-aware-1f1b"][1] < 0.9 * sizes["1f1b"][1]
 
 
+def test_the_split_one_takes_them_too() -> None:
+    taken = {
+        name: as_json(name, *SIZE, "--mib", "1")["step_seconds"][0]
+        for name in ("hop-aware-zb-h1", "zb-h1", "eager-1f1b")
+    }
+    assert taken["hop-aware-zb-h1"] < 0.95 * min(taken["zb-h1"], taken["eager-1f1b"])
+
+
 def test_schedules_that_measure_steps_are_given_the_costs() -> None:
     steps = {
         name: as_json(name, *SIZE)["step_seconds"][0]

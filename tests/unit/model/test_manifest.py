@@ -208,7 +208,7 @@ def tied(index: int) -> nn.Module:
 def test_records_of_every_rank() -> None:
     manifest = merged(tied, topology(3), {0: "emb", 2: "head"})
     assert manifest.ties == (((0, "emb"), (2, "head")),)
-    record = partial(ParameterRecord, dtype=torch.float32, requires_grad=True)
+    record = partial(ParameterRecord, dtype=torch.float32, requires_grad=True, kind="Module")
     emb = record(key="0.emb", name="emb", stage=0, shape=(4, 2), holders=(0, 2), position=0)
     assert [manifest.records(topology(3).at(rank)) for rank in range(3)] == [
         (emb, record(key="0.b", name="b", stage=0, shape=(2,), holders=(0,), position=1)),

@@ -43,7 +43,7 @@ def test_a_plan_shows_why_a_schedule_was_chosen(job: Path) -> None:
 
 
 def test_without_costs_a_plan_shows_what_it_begins_with(job: Path) -> None:
-    for name in ("auto", "hop-aware-1f1b", "adaptive-1f1b"):
+    for name in ("auto", "hop-aware-1f1b", "hop-aware-zb-h1", "adaptive-1f1b"):
         code, text = planned(job, "--schedule", name)
         assert code == 0, text
         assert "the schedule to begin with; it may change when steps have been measured:" in text

@@ -11,9 +11,12 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from pipegrad import ParameterRecord
+from pipegrad.errors import ConfigError
+from pipegrad.optimizer.joined_optimizer import JoinedOptimizer
 from pipegrad.optimizer.main_params import MainParameter, group_keys, grouped
 from pipegrad.train.config import Config
-from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer
+from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer, state_numels
+from pipegrad.train.schema import Named
 
 
 def config(**optimizer: Any) -> Config:
@@ -88,6 +91,46 @@ def test_any_first_order_optimizer(name: str) -> None:
         parameter.grad = torch.ones_like(parameter)
     made.step()
     assert all(bool((p < 1).all()) for p in given)
+
+
+def test_others_step_what_is_no_matrix() -> None:
+    def of_both(kind: Any, *, others: Any, **options: Any) -> torch.optim.Optimizer:
+        matrix, *rest = parameters()
+        return JoinedOptimizer([kind([matrix], **options), others(rest)])
+
+    wanted = config(name="Muon", lr=0.2, others={"name": "AdamW", "lr": 0.1, "betas": [0.8, 0.9]})
+    of_muon, of_adamw = make_optimizer(wanted, of_both).param_groups
+    assert (of_muon["lr"], of_muon["momentum"]) == (0.2, 0.95)
+    assert (of_adamw["lr"], *of_adamw["betas"]) == (0.1, 0.8, 0.9)
+    assert state_numels(wanted) == [1, 2]
+    assert state_numels(config(name="Adagrad")) == [1]
+    assert config(others="AdamW").optimizer.others == Named(name="AdamW")
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            "AdamWW",
+            "optimizer.others.name = 'AdamWW': torch.optim has none; known, closest first: Ad",
+        ),
+        ({"name": "AdamW", "rate": 1}, "optimizer.others.*AdamW has no option 'rate'"),
+        ({"name": "AdamW", "lr": True}, "optimizer.others.lr.*should be a finite number"),
+        ("LBFGS", "optimizer.others.name.*it evaluates the loss itself"),
+    ],
+)
+def test_wrong_others_are_refused_by_key(others: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_optimizer(config(name="Muon", others=others), of(parameters()[:1]))
+
+
+def test_weight_decay_of_vectors_is_that_of_the_others() -> None:
+    spared: dict[str, Any] = {"name": "Rprop", "decay_norms_and_biases": False}
+    with pytest.raises(ConfigError, match="Rprop has no weight decay"):
+        make_optimizer(config(**spared), of(parameters()))
+    make_optimizer(
+        config(**spared, others="AdamW"), lambda kind, others, **options: kind(parameters())
+    )
 
 
 def rates(schedule: Any, steps: int) -> list[float]:
