@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pipegrad
 from pipegrad.schedules import Kind, Schedule
+from pipegrad.schedules.program.lower import DEPTH
 
 KIB = 2**10 // 4  # a KiB of fp32, in elements
 COMPUTES, MESSAGES = 40, 20  # measured alone, of which medians are taken
@@ -111,7 +112,7 @@ class Batch:
         module.weight.grad = None
 
 
-def ours(schedule: Schedule, seconds: Seconds, batch: Batch) -> Step:
+def ours(schedule: Schedule, seconds: Seconds, batch: Batch, *, depth: int = DEPTH) -> Step:
     """Returns a step of pipegrad's Scheduler, each of whose stages sleeps `seconds`."""
     topology = pipegrad.Topology.create(
         pipeline=schedule.num_ranks, stage_to_rank=schedule.stage_to_rank
@@ -124,6 +125,7 @@ def ours(schedule: Schedule, seconds: Seconds, batch: Batch) -> Step:
         num_microbatches=schedule.num_microbatches,
         loss_fn=batch.loss,
         handlers=["noop"],
+        depth=depth,
     )
 
     def step() -> list[SleepingStage]:

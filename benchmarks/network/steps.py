@@ -2,13 +2,15 @@
 
 benchmarks/network/cluster.sh -r 1gbit benchmarks/network/steps.py [--rounds 20] [--json FILE]
 
-With --weight-ms it is the schedules that split backward.
+With --weight-ms it is the schedules that split backward. With --ahead it is a few of them, each on
+torch's executor, and on ours with few receives posted ahead, or many.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -35,9 +37,11 @@ from stages import (
 )
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineSchedule, _PipelineScheduleRuntime
 
 import pipegrad
 from pipegrad.schedules import Kind, Schedule
+from pipegrad.schedules.torch_csv import for_torch
 
 RANKS, MICROBATCHES = 4, 16
 ROW, LOOP, V = (0, 1, 2, 3), (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)  # stages to ranks
@@ -45,13 +49,13 @@ BASE = "torch, Schedule1F1B"
 COLUMNS = ("", "time", "ms", "over the bound", "simulated", "over it", "shared", "over it")
 
 Way = Callable[[Seconds, Batch], Step]  # given what a rank's computes take
-costs: dict[str, Any] = {}  # measured: what hop-aware-1f1b is given
+costs: dict[str, dict[str, Any]] = {}  # measured: what schedules that know hops are given
 
 
 def build(name: str) -> Schedule:
     """Returns the schedule of that name."""
-    options = costs if name == "hop-aware-1f1b" else {}
-    return pipegrad.schedules.build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES, **options)
+    sizes = {"num_ranks": RANKS, "num_microbatches": MICROBATCHES}
+    return pipegrad.schedules.build(name, **sizes, **costs.get(name, {}))
 
 
 def shares(seconds: Seconds, stages_per_rank: int) -> dict[Kind, float]:
@@ -73,8 +77,37 @@ def torchs(
     schedule = getattr(pipelining, name)(
         stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=batch.loss
     )
-    given = [batch.x] if indices[0] == 0 else []
-    target = batch.target if indices[-1] == last else None
+    return torchs_step(schedule, modules, batch, is_first=0 in indices, is_last=last in indices)
+
+
+def torchs_runtime(seconds: Seconds, batch: Batch, *, name: str) -> Step:
+    """Returns a step of one of pipegrad's schedules on torch's executor of schedules in files."""
+    order = build(name)
+    indices = [stage for stage, rank in enumerate(order.stage_to_rank) if rank == dist.get_rank()]
+    last = len(order.stage_to_rank) - 1
+    modules = [SleepingStage(shares(seconds, len(indices))) for _ in indices]
+    stages = [
+        PipelineStage(module, index, last + 1, torch.device("cpu"))
+        for index, module in zip(indices, modules, strict=True)
+    ]
+    schedule = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=batch.loss)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "schedule.csv")
+        path.write_text(for_torch(order))
+        schedule._load_csv(str(path))
+    return torchs_step(schedule, modules, batch, is_first=0 in indices, is_last=last in indices)
+
+
+def torchs_step(
+    schedule: _PipelineSchedule,
+    modules: list[SleepingStage],
+    batch: Batch,
+    *,
+    is_first: bool,
+    is_last: bool,
+) -> Step:
+    """Returns a step of a schedule of torch's, on a rank that has the first or the last stage."""
+    given, target = [batch.x] if is_first else [], batch.target if is_last else None
 
     def step() -> list[SleepingStage]:
         schedule.step(*given, target=target, return_outputs=False)
@@ -83,15 +116,29 @@ def torchs(
     return step
 
 
-def pipegrads(seconds: Seconds, batch: Batch, *, name: str) -> Step:
+def pipegrads(seconds: Seconds, batch: Batch, *, name: str, **options: Any) -> Step:  # noqa: ANN401
     """Returns a step of one of pipegrad's schedules."""
     schedule = build(name)
-    return ours(schedule, shares(seconds, len(schedule.stage_to_rank) // RANKS), batch)
+    stages_per_rank = len(schedule.stage_to_rank) // RANKS
+    return ours(schedule, shares(seconds, stages_per_rank), batch, **options)
 
 
 def named(*names: str) -> dict[str, Way]:
     """Returns pipegrad's schedules of these names."""
     return {f"pipegrad, {name}": partial(pipegrads, name=name) for name in names}
+
+
+def runtime(*names: str) -> dict[str, Way]:
+    """Returns the same schedules on torch's executor."""
+    return {f"torch's runtime, {name}": partial(torchs_runtime, name=name) for name in names}
+
+
+def ahead(name: str) -> dict[str, Way]:
+    """Returns a schedule on torch's executor, and on ours with several receives posted ahead."""
+    return runtime(name) | {
+        f"pipegrad, {name}, {depth} ahead": partial(pipegrads, name=name, depth=depth)
+        for depth in (0, 1, 2, 4)
+    }
 
 
 WAYS: dict[str, Way] = {
@@ -100,6 +147,7 @@ WAYS: dict[str, Way] = {
     "torch, ScheduleInterleaved1F1B": partial(
         torchs, name="ScheduleInterleaved1F1B", stage_to_rank=LOOP
     ),
+    **runtime("1f1b", "eager-1f1b"),
     **named("1f1b", "eager-1f1b", "hop-aware-1f1b", "gpipe", "interleaved-1f1b"),
 }
 SPLIT_WAYS: dict[str, Way] = {
@@ -108,7 +156,14 @@ SPLIT_WAYS: dict[str, Way] = {
         torchs, name="ScheduleInterleavedZeroBubble", stage_to_rank=LOOP
     ),
     "torch, ScheduleZBVZeroBubble": partial(torchs, name="ScheduleZBVZeroBubble", stage_to_rank=V),
-    **named("1f1b", "eager-1f1b", "zb-h1", "zbv"),
+    **runtime("zb-h1", "zbv"),
+    **named("1f1b", "eager-1f1b", "zb-h1", "hop-aware-zb-h1", "zbv"),
+}
+TABLES = {  # by --ahead, and whether weights are split
+    (False, False): WAYS,
+    (False, True): SPLIT_WAYS,
+    (True, False): {BASE: WAYS[BASE], **ahead("1f1b"), **ahead("eager-1f1b")},
+    (True, True): {BASE: WAYS[BASE], **ahead("zb-h1"), **ahead("zbv")},
 }
 
 
@@ -117,7 +172,9 @@ def measure(ways: dict[str, Way], seconds: Seconds, kib: int, rounds: int) -> di
     batch = Batch(MICROBATCHES, kib)
     alone = {count: compute_seconds(shares(seconds, count), batch) for count in (1, 2)}
     hops = hop_seconds(kib)
-    costs.update(hop_seconds=hops, compute_seconds=alone[1]["F"] + alone[1]["B"])
+    known = {"hop_seconds": hops, "compute_seconds": alone[1]["F"] + alone[1]["B"]}
+    costs["hop-aware-1f1b"] = known
+    costs["hop-aware-zb-h1"] = {**known, "weight_seconds": alone[1]["W"]}
     steps = {name: way(seconds, batch) for name, way in ways.items()}
     times = time_in_turns({**steps, "burst": burst(kib)}, batch, rounds)
     loaded = statistics.median(times.pop("burst")) / (2 * MESSAGES)  # to each of two neighbours
@@ -179,8 +236,8 @@ def print_table(found: dict[str, Any]) -> None:
     print("|---" * len(COLUMNS) + "|")
     for way, taken in times.items():
         median = statistics.median(taken)
-        name = way.removeprefix("pipegrad, ")
-        expected = simulated(name, found) if name != way else ()
+        name, is_whole = way.removeprefix("pipegrad, "), way.count(",") == 1
+        expected = simulated(name, found) if name != way and is_whole else ()
         _, over = compared(median, bound)
         time = ratios(taken, times[BASE])
         print_row(way, time, f"{1e3 * median:.0f}", over, *compared(median, *expected))
@@ -201,9 +258,10 @@ def main() -> None:
     parser.add_argument("--kib", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="", help="ways whose name contains this, and the base")
+    parser.add_argument("--ahead", action="store_true", help="receives that are posted ahead")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    ways = SPLIT_WAYS if given.weight_ms else WAYS
+    ways = TABLES[given.ahead, given.weight_ms > 0]
     ways = {name: way for name, way in ways.items() if given.only in name or name == BASE}
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     milliseconds = given.forward_ms, given.backward_ms, given.weight_ms

@@ -45,6 +45,7 @@ class Shape:
     microbatches: int
     learning_rate: float
     fused: bool
+    bucket_mib: int = 25
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -58,6 +59,7 @@ class Shape:
         parser.add_argument("--microbatches", type=int, default=1)
         parser.add_argument("--learning-rate", type=float, default=3e-4)
         parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), for all")
+        parser.add_argument("--bucket-mib", type=int, default=25, help="of ours")
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Shape":
@@ -205,7 +207,9 @@ def adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]], shape: Shape)
 def ours(model: Gpt, shape: Shape, *, handler: str) -> Way:
     """Returns pipegrad's, as in docs/attach.md."""
     topology = pipegrad.Topology.create(pipeline=1)
-    sync = pipegrad.GradientSync({0: model}, topology, handlers=[handler])
+    sync = pipegrad.GradientSync(
+        {0: model}, topology, handlers=[handler], bucket_bytes=shape.bucket_mib * 2**20
+    )
     sharded = handler == "sharded"
     optimizer = adamw(sync.optimizer_parameters() if sharded else model.parameters(), shape)
 
