@@ -74,9 +74,9 @@ class GradientSync:
     FSDP2 over the data ranks, the handlers are ``["pipeline-shared"]``. Call `stage_final` after
     the reduction of FSDP2.
 
-    Gradients are views of the buckets, and the next step writes into the same memory. With SHARD,
-    the memory of a bucket is freed when it is reduced, and the gradient of a parameter is None
-    then. If you use a gradient after the next `prepare`, for example in a logger, clone it:
+    Gradients are views of the buckets, and the next step writes into the same memory. With SHARD
+    and WHOLE, the memory of a bucket is freed when it is reduced, and the gradient of a parameter
+    is None then. If you use a gradient after the next `prepare`, for example in a logger, clone it:
     ``parameter.grad.clone()``.
 
     Some optimizers make copies of a parameter different: those whose step depends on all gradients

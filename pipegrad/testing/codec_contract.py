@@ -7,18 +7,17 @@ class TestMine(CodecContract):
 
 from __future__ import annotations
 
-import inspect
 import math
-import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pipegrad import codecs
-from pipegrad.errors import PluginOptionError
 from pipegrad.plugins.codec import CARRIED, Carried, EdgeCodec
+from pipegrad.plugins.registry import Registry
+from pipegrad.testing.plugin_contract import PluginContract
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Shapes of ordinary values, of one element, of odd numbers, of long and of many rows.
@@ -26,7 +25,7 @@ SHAPES = ((4, 16, 32), (3, 5, 7), (1, 1), (7,), (1,), (2, 513), (64, 3), (2, 3, 
 _FILL = 0x5A  # what memory has before it is written
 
 
-class CodecContract:
+class CodecContract(PluginContract):
     """Checks a codec. Subclass it in a test module, as a class whose name begins with ``Test``.
 
     Nothing is sent: the checks make messages of tensors of all floating-point dtypes and of many
@@ -44,38 +43,6 @@ class CodecContract:
     relative_error: ClassVar[float] = 1e-6
 
     # The codec itself.
-
-    def test_it_is_found_and_says_where_it_comes_from(self) -> None:
-        resolved = codecs.resolve(self.codec)
-        again = codecs.resolve(pickle.loads(pickle.dumps(self.codec)))
-        self._check(
-            pickle.loads(pickle.dumps(resolved.identity)) == again.identity,
-            f"its identity is {resolved.identity}, on another rank {again.identity}: use options "
-            f"whose repr() tells their value",
-        )
-
-    def test_its_options_are_keywords(self) -> None:
-        cls = type(self._made())
-        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
-        wrong = [p.name for p in inspect.signature(cls).parameters.values() if p.kind in kinds]
-        self._check(
-            not wrong,
-            f"its constructor takes {wrong} by position, but configurations give options by name: "
-            f"make them keywords, def __init__(self, *, ...)",
-        )
-
-    def test_an_unknown_option_is_refused_by_name(self) -> None:
-        table = self.codec if isinstance(self.codec, Mapping) else {"name": self.codec}
-        reply = "nothing, it was accepted"
-        try:
-            codecs.resolve({**table, "no_such_option": 1})
-        except PluginOptionError as error:
-            reply = str(error)
-        self._check(
-            "has no option 'no_such_option'" in reply,
-            f"given an option 'no_such_option', it said: {reply}; expected a refusal that lists "
-            f"what is allowed: name all options in __init__, without **",
-        )
 
     def test_it_says_what_it_carries(self) -> None:
         carries: object = self._made().carries
@@ -243,10 +210,8 @@ class CodecContract:
             f"{error:g}; relative_error {self.relative_error:g} allows {most:g}",
         )
 
-    def _check(self, good: bool, complaint: str) -> None:
-        __tracebackhide__ = True  # of pytest
-        if not good:
-            raise AssertionError(f"codec {codecs.resolve(self.codec)}: {complaint}")
+    def _plugin(self) -> tuple[str, Registry[EdgeCodec], Any]:
+        return "codec", codecs, self.codec
 
 
 def _words(value: Tensor) -> str:

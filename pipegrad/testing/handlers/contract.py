@@ -6,14 +6,8 @@ class TestMine(HandlerContract):
 
 from __future__ import annotations
 
-import inspect
-import pickle
-from collections.abc import Mapping
-
 import torch
 
-from pipegrad import handlers
-from pipegrad.errors import PluginOptionError
 from pipegrad.testing.handlers import hash_seeds, scenario
 from pipegrad.testing.handlers.rehearsed import Rehearsed, few, same_bits
 from pipegrad.testing.handlers.scenario import STEPS, TOPOLOGIES
@@ -35,45 +29,6 @@ class HandlerContract(Rehearsed):
         relative_error: Largest accepted error of a gradient, relative to its largest element. If
             the dtype of a parameter is coarser, twice the resolution of that dtype is accepted.
     """
-
-    # The handler itself.
-
-    def test_it_is_found_and_says_where_it_comes_from(self) -> None:
-        resolved = handlers.resolve(self.handler)
-        again = handlers.resolve(pickle.loads(pickle.dumps(self.handler)))
-        self._check(
-            pickle.loads(pickle.dumps(resolved.identity)) == again.identity,
-            f"its identity is {resolved.identity}, on another rank {again.identity}: use options "
-            f"whose repr() tells their value",
-        )
-        self._check(
-            resolved.name == resolved.value or bool(resolved.distribution and resolved.version),
-            "it is registered in this process alone, and other ranks do not know its name: install "
-            "it with an entry point, or give the class itself",
-        )
-
-    def test_its_options_are_keywords(self) -> None:
-        cls = type(handlers.resolve(self.handler).plugin)
-        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
-        wrong = [p.name for p in inspect.signature(cls).parameters.values() if p.kind in kinds]
-        self._check(
-            not wrong,
-            f"its constructor takes {wrong} by position, but configurations give options by name: "
-            f"make them keywords, def __init__(self, *, ...)",
-        )
-
-    def test_an_unknown_option_is_refused_by_name(self) -> None:
-        table = self.handler if isinstance(self.handler, Mapping) else {"name": self.handler}
-        reply = "nothing, it was accepted"
-        try:
-            handlers.resolve({**table, "no_such_option": 1})
-        except PluginOptionError as error:
-            reply = str(error)
-        self._check(
-            "has no option 'no_such_option'" in reply and "allowed" in reply,
-            f"given an option 'no_such_option', it said: {reply}; expected a refusal that lists "
-            f"what is allowed: name all options in __init__, without **",
-        )
 
     # Its plans.
 

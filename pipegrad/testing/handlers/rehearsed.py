@@ -11,8 +11,11 @@ import torch
 
 from pipegrad import OuterStep, ParameterRecord, Topology, handlers
 from pipegrad.plan.plan import Plan
+from pipegrad.plugins.handler import GradientHandler
+from pipegrad.plugins.registry import Registry
 from pipegrad.testing.handlers import scenario
 from pipegrad.testing.handlers.scenario import Piece, Seen, Specs
+from pipegrad.testing.plugin_contract import PluginContract
 from pipegrad.testing.ranks import run_ranks
 
 T = TypeVar("T")
@@ -20,7 +23,7 @@ TIMEOUT_SECONDS = 120.0
 _MEAN = OuterStep(every=1, lr=1.0, momentum=0.0)  # with it replicas that meet take the mean
 
 
-class Rehearsed:
+class Rehearsed(PluginContract):
     """A handler, and what the scenario showed of it. Plans and steps are made once for each class.
 
     Attributes:
@@ -159,10 +162,8 @@ class Rehearsed:
         notes = "\n".join(getattr(error, "__notes__", ()))
         self._check(error is None, f"{complaint}: {type(error).__name__}: {error}\n{notes}")
 
-    def _check(self, good: bool, complaint: str) -> None:
-        __tracebackhide__ = True  # of pytest
-        if not good:
-            raise AssertionError(f"handler {handlers.resolve(self.handler)}: {complaint}")
+    def _plugin(self) -> tuple[str, Registry[GradientHandler], Any]:
+        return "handler", handlers, self.handler
 
 
 def _outcome(function: Callable[[], T]) -> T | Exception:
