@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import pipegrad
 from pipegrad import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
-from stages import Batch, SleepingStage, ratios, split_seconds
+from stages import SleepingStage, ratios, split_seconds
 
 MICROBATCHES, ROWS, WIDTH = 16, 256, 1024  # of a microbatch; 1 MiB of float32
 FORWARD, BACKWARD = 0.010, 0.020
@@ -44,10 +44,15 @@ def made(codecs: object, schedule: str) -> Scheduler:
         topology,
         schedule=schedule,
         num_microbatches=MICROBATCHES,
-        loss_fn=Batch.loss,
+        loss_fn=loss,
         handlers=["noop"],
         codecs=codecs,
     )
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Returns the loss of a microbatch, whose gradient has no zeros, like that of a model."""
+    return (output - target[:, None]).square().mean()
 
 
 def sent_bytes() -> int:
