@@ -38,16 +38,18 @@ def measured_codecs(scheduler: Scheduler, specs: Mapping[int, Spec]) -> tuple[Co
 
 
 def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
-    """Returns costs with the codecs that a job names, and that its costs know nothing of.
+    """Returns costs with the codecs of a job, and with no others.
 
-    Values are taken for float32 in rows of 1,024, and encoding takes no time: nothing is measured.
+    What the costs know of them stays. Of the others values are taken for float32 in rows of 1,024,
+    and encoding takes no time: nothing is measured.
 
     Args:
         costs: Of a job.
-        choice: Its codecs. Those that are to be chosen in its second step have no hops yet.
+        choice: Its codecs. If they are to be chosen in its second step, those of the costs stay.
         program: What its ranks do.
     """
-    known = {(codec.ranks, codec.carries) for codec in costs.codecs}
+    kept = [codec for codec in costs.codecs if choice.auto or _is_chosen(codec, choice)]
+    known = {(codec.ranks, codec.carries) for codec in kept}
     crossed = {(min(c.source, c.target), max(c.source, c.target)) for c in program.channels}
     added = list[CodecCosts]()
     for hop, carried in product(sorted(crossed), CARRIED):
@@ -57,4 +59,9 @@ def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
             message_bytes = codec.plugin.nbytes((_ROW, _ROW), torch.float32)
             coded = Coded(value_bytes, min(value_bytes, message_bytes), 0.0, 0.0)
             added.append(codec_costs(hop, carried, codec.name, coded))
-    return replace(costs, codecs=(*costs.codecs, *added))
+    return replace(costs, codecs=(*kept, *added))
+
+
+def _is_chosen(known: CodecCosts, choice: CodecChoice) -> bool:
+    codec = choice.of(known.ranks, known.carries)
+    return codec is not None and codec.name == known.codec

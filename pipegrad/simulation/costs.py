@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -134,7 +134,8 @@ class Network:
     Every host has a full-duplex NIC. Messages that leave a NIC at once share its rate, and so do
     messages that enter it; those with longer round trips get less. Ranks of one host send to each
     other without their NIC. Messages from one rank to another go one after the other, in the order
-    in which they are sent. Skips may go beside them; see [Note: skips] in `program`.
+    in which they are sent. Skips may go beside them, as between processors; see [Note: skips] in
+    `program`.
 
     Attributes:
         nic_bytes_per_second: Rate of every NIC, each way: what it keeps up, not what one message
@@ -327,6 +328,10 @@ class Costs:
             self.crossing(Link(name, producer, (producer + 1,)), Channel(0, kind, source, target))
             for name in self.stages[producer].outputs
         ]
+        return self.crossing_seconds(crossings, source, target)
+
+    def crossing_seconds(self, crossings: Sequence[Crossing], source: int, target: int) -> float:
+        """Returns the time of values between two ranks, coding included, with nothing else sent."""
         coding = sum(each.encode_seconds + each.decode_seconds for each in crossings)
         num_bytes = sum(each.num_bytes for each in crossings)
         return coding + self.network.seconds(source, target, num_bytes)

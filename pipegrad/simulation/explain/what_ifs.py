@@ -209,10 +209,11 @@ def _generated(plugin: Plugin, program: Program, costs: Costs) -> Schedule | Non
 def _times(program: Program, costs: Costs) -> Times:
     """Returns what a microbatch takes on each rank of a Program, and on each hop."""
     size, ranks = program.schedule.num_ranks, program.schedule.stage_to_rank
-    stages = [
-        merged_stages([s for s, its_rank in zip(costs.stages, ranks, strict=True) if its_rank == r])
+    by_rank = [
+        [s for s, its_rank in zip(costs.stages, ranks, strict=True) if its_rank == r]
         for r in range(size)
     ]
+    stages = [merged_stages(own) if own else StageCosts() for own in by_rank]
     return Times(
         forward_seconds=tuple(stage.forward_seconds for stage in stages),
         backward_seconds=tuple(stage.backward_seconds for stage in stages),
@@ -222,14 +223,13 @@ def _times(program: Program, costs: Costs) -> Times:
 
 
 def _hop_seconds(program: Program, costs: Costs, hop: int) -> float:
-    """Returns the time of a microbatch's values from a rank to the next one."""
-    sent = (
-        costs.stages[link.producer].outputs.get(link.name, 0)
-        for link in (
-            program.links[c.link] for c in program.channels if c[1:] == ("F", hop, hop + 1)
-        )
-    )
-    return costs.network.seconds(hop, hop + 1, sum(sent))
+    """Returns the time of a microbatch's values between neighbouring ranks, in one direction."""
+    total = 0.0
+    for way in (("F", hop, hop + 1), ("B", hop + 1, hop)):
+        channels = [channel for channel in program.channels if channel[1:] == way]
+        crossings = [costs.crossing(program.links[c.link], c) for c in channels]
+        total += costs.crossing_seconds(crossings, *way[1:])
+    return total / 2  # as a step measures a hop
 
 
 def _longer_warm_ups(program: Program, costs: Costs) -> Iterator[WhatIf]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipegrad.errors import ScheduleError
+from pipegrad.observe.codec_costs import with_codecs
+from pipegrad.pipeline.coding.choice import choice_of
 from pipegrad.schedules import build, lower
 from pipegrad.simulation.choose import times_of
 from pipegrad.simulation.costs import CodecCosts, Costs, LinkCosts, Network, StageCosts
+from pipegrad.simulation.explain import what_ifs
 from pipegrad.simulation.simulator import simulate
 
 STAGE = StageCosts(forward_seconds=1.0, backward_seconds=2.0, outputs={"x": 1000})
@@ -38,6 +43,23 @@ def test_a_codec_of_another_hop_changes_nothing() -> None:
 def test_the_times_of_hops_have_codecs_in_them() -> None:
     costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
     assert times_of(costs).hop_seconds == pytest.approx(((0.55 + 1.2) / 2,))
+
+
+def test_a_job_has_its_own_codecs_and_no_others() -> None:
+    measured = replace(FORTH, codec="int8")
+    costs = Costs((STAGE, STAGE), NETWORK, codecs=(measured, BACK))
+    assert not with_codecs(costs, choice_of(None), PROGRAM).codecs
+    forth, back = with_codecs(costs, choice_of("int8"), PROGRAM).codecs
+    assert forth == measured
+    assert (back.carries, back.codec) == ("gradients", "int8")
+    names = [each.codec for each in with_codecs(costs, choice_of("fp8"), PROGRAM).codecs]
+    assert names == ["fp8", "fp8"]
+    assert with_codecs(costs, choice_of("auto"), PROGRAM).codecs == costs.codecs
+
+
+def test_what_ifs_know_the_codecs_of_hops() -> None:
+    costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
+    assert what_ifs._times(PROGRAM, costs) == times_of(costs)
 
 
 def test_costs_with_codecs_are_saved_and_read() -> None:

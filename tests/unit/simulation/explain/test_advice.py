@@ -10,6 +10,7 @@ import pytest
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective
+from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.explain.advice import Advice, advise
 from pipegrad.simulation.explain.explanation import explain
@@ -314,3 +315,10 @@ def test_a_step_that_is_not_there(step: int) -> None:
         explain(recorded(program, costs), step=step)
     with pytest.raises(ScheduleError, match="which has no step that has ended"):
         explain(replace(recorded(program, costs), step_ends=()))
+
+
+def test_a_rank_without_stages_has_advice_too() -> None:
+    first, second = ((Action(s, "F", 0), Action(s, "B", 0)) for s in (0, 1))
+    program = lower(Schedule("gaps", 1, (0, 2), (first, (), second)))
+    costs = Costs((StageCosts(0.01, 0.02),) * 2, Network(nic_bytes_per_second=125e6))
+    assert by_change(advise(program, costs), "layers moved").gain > 0
