@@ -41,10 +41,12 @@ class AgreementError(PipegradError, RuntimeError):
     Attributes:
         absent: The ranks that did not come.
         follows: Whether another rank did not come, so that this error is not the cause.
+        began: When this rank itself failed, in seconds since the epoch; None if others did.
     """
 
     absent: tuple[int, ...] = ()
     follows: bool = False
+    began: float | None = None
 
 
 class ReduceError(PipegradError, RuntimeError):

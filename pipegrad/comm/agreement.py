@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -96,12 +97,13 @@ def agree(
         return [_alone(what, function)]
     members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
     error: BaseException | None = None
+    began: float | None = None
     outcome: T | _Failure
     try:
         outcome = function()
         payload = pickle.dumps(outcome)
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
-        error, outcome = caught, _Failure(type(caught).__name__, str(caught))
+        began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, str(caught))
         payload = pickle.dumps(outcome)
     try:
         prefix = f"pipegrad/agree/{_meeting(members, meeting)}"
@@ -121,12 +123,16 @@ def agree(
     results: list[T | _Failure] = [pickle.loads(reply) for reply in replies]
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if failures:
-        _raise_failures(what, failures, len(members), error)
+        _raise_failures(what, failures, len(members), error, began)
     return [x for x in results if not isinstance(x, _Failure)]
 
 
 def _raise_failures(
-    subject: str, failures: Mapping[int, _Failure], num_ranks: int, error: BaseException | None
+    subject: str,
+    failures: Mapping[int, _Failure],
+    num_ranks: int,
+    error: BaseException | None,
+    began: float | None,
 ) -> NoReturn:
     """Raises the error of this rank if all ranks have the same; otherwise lists all errors."""
     is_common = len(failures) == num_ranks and len(set(failures.values())) == 1
@@ -136,7 +142,10 @@ def _raise_failures(
     first, *others = (f"rank {rank}: {failure}" for rank, failure in failures.items())
     line, *more = first.split("\n")
     line += f" ({subject}: {len(failures)} of {num_ranks} ranks failed, so all stop)"
-    raise AgreementError("\n".join([line, *more, *(f"  {other}" for other in others)])) from error
+    failed = AgreementError("\n".join([line, *more, *(f"  {other}" for other in others)]))
+    # All ranks raise this at once. A report names the one that failed first.
+    failed.began = began
+    raise failed from error
 
 
 def same(what: str, values: Mapping[int, str]) -> None:

@@ -309,14 +309,15 @@ class Failure:
 def failure_of(error: BaseException) -> Failure:
     """Returns what this rank has raised, as other ranks get to know it."""
     root = root_of(error)
-    absent = error.absent if isinstance(error, AgreementError) else ()
-    follows = isinstance(error, AgreementError) and error.follows
+    agreement = error if isinstance(error, AgreementError) else AgreementError()
+    absent, follows, began = agreement.absent, agreement.follows, agreement.began
     if isinstance(root, dist.DistError | RuntimeError) and not _is_raised_by_user(root):
         follows = follows or bool(_OF_OTHERS.search(f"{error} {root}"))
     # The words of pipegrad name bucket or batch. Those of others also need their line.
     words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
     notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
-    return Failure(" ".join([words, *notes]), follows, time.time(), absent, failed=failed_at(error))
+    words, failed = " ".join([words, *notes]), failed_at(error)
+    return Failure(words, follows, began or time.time(), absent, failed=failed)
 
 
 def _is_raised_by_user(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.failures import FailureNotice, failure_of
 from pipegrad.errors import AgreementError, PlanError, StallError
 from pipegrad.testing import run_ranks
 
@@ -67,6 +67,10 @@ def rounds() -> dict[str, object]:
     if rank != 1:  # a subset counts its own meetings
         said["subset"] = agree("some", lambda: rank, ranks=[2, 0])
     said["all again"] = agree("all", lambda: rank)
+    try:
+        agree("a report", lambda: fail(ValueError("a")) if rank == 2 else 0)
+    except AgreementError as error:  # a report names who failed first
+        said["failed itself"] = failure_of(error).time == error.began
     if not rank:  # a rank that knows that the job has ended waits for nobody
         said["ended"] = outcome(lambda: agree("a", lambda: fail(StallError("rank 2 has ended"))))
     said["quick"] = time.monotonic() - began < 30
@@ -78,6 +82,7 @@ def test_agreement() -> None:
     replies = run_ranks(rounds, 3)
     assert all(reply.pop("quick") for reply in replies)
     assert [reply.pop("subset", None) for reply in replies] == [[0, 2], None, [0, 2]]
+    assert [reply.pop("failed itself") for reply in replies] == [False, False, True]
     assert replies[0].pop("ended") == ("StallError", "rank 2 has ended")
     unpickled = replies[0].pop("does not pickle")
     assert replies[0] == {
