@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class Meetings:
         if self._outer is None:
             return {}
         state: dict[str, Any] = {
+            "outer": asdict(self._outer),
             "num_steps": self._num_steps,
             "number": self.number,
             "is_apart": self.is_apart,
@@ -138,11 +140,17 @@ class Meetings:
                 replica gets its own again.
 
         Raises:
-            ValueError: If it is not such a state.
+            ValueError: If it is not such a state, or was saved with another outer step.
         """
         self.begin()
-        if not state:
+        if self._outer is None or not state:
             return
+        # With another `every` the run would not end with a meeting, because its steps before count.
+        if state["outer"] != asdict(self._outer):
+            raise ValueError(
+                f"it was saved with the outer step {_written(state['outer'])}, and this run has "
+                f"{_written(asdict(self._outer))}: choose the same numbers"
+            )
         own = {index: values.numel() for index, values in self._stepped()}
         averaged = {index: values.numel() for index, values in self._anchors.items()}
         anchors, stepped = state.get("anchors", {}), state.get("stepped", {})
@@ -234,6 +242,11 @@ def _write(tensors: Sequence[Tensor], flat: Tensor) -> None:
 def _saved(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Returns copies on the CPU."""
     return {index: tensor.detach().to("cpu", copy=True) for index, tensor in tensors.items()}
+
+
+def _written(outer: Mapping[str, Any]) -> str:
+    """Returns an outer step as text, such as "every=2, lr=0.7"."""
+    return ", ".join(f"{name}={value}" for name, value in outer.items())
 
 
 def _check(
