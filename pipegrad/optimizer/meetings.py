@@ -116,7 +116,8 @@ class Meetings:
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank needs to go on from here; empty if nothing meets.
 
-        Between two meetings it has what this rank steps: replicas are different then.
+        Between two meetings it has what this rank steps: replicas are different then. It has the
+        parameters of the last meeting if the present parameters do not give them.
         """
         if self._outer is None:
             return {}
@@ -126,9 +127,9 @@ class Meetings:
             "number": self.number,
             "is_apart": self.is_apart,
             "momenta": _saved(self._momenta),
+            "anchors": _saved(self._saved_anchors(self.is_apart)),
         }
         if self.is_apart:
-            state["anchors"] = _saved(self._anchors)
             state["stepped"] = _saved(dict(self._stepped()))
         return state
 
@@ -153,10 +154,11 @@ class Meetings:
             )
         own = {index: values.numel() for index, values in self._stepped()}
         averaged = {index: values.numel() for index, values in self._anchors.items()}
-        anchors, stepped = state.get("anchors", {}), state.get("stepped", {})
+        anchors, stepped = state["anchors"], state.get("stepped", {})
         is_apart = bool(state["is_apart"])
+        kept = {index: averaged[index] for index in self._saved_anchors(is_apart)}
         _check("the momentum", state["momenta"], averaged, needs_all=False)
-        _check("the last meeting", anchors, averaged if is_apart else {})
+        _check("the last meeting", anchors, kept)
         _check("the parameters", stepped, own if is_apart else {})
         main_parameters = self._main_parameters()
         for meeting in self._plan.meetings:
@@ -219,6 +221,18 @@ class Meetings:
             for index, values in self._stepped()
             if index in averages
         }
+
+    def _saved_anchors(self, is_apart: bool) -> dict[int, Tensor]:
+        """Returns the anchors that cannot be made of the parameters that replicas have now."""
+        # Right after a meeting an anchor is equal to the parameters. If it has more bits than they
+        # have, it would lose them.
+        main_parameters = self._main_parameters()
+        wider = {
+            meeting.index
+            for meeting in self._plan.meetings
+            if any(main_parameters[key].dtype != meeting.dtype for key in meeting.keys)
+        }
+        return {i: anchor for i, anchor in self._anchors.items() if is_apart or i in wider}
 
     def _stepped(self) -> Iterator[tuple[int, Tensor]]:
         """Yields copies of what this rank steps: index of a meeting, and elements, flat."""
