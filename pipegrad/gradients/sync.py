@@ -645,7 +645,7 @@ class GradientSync:
     def _stateful(self) -> dict[str, Stateful]:
         """Returns what has the state of each handler, by its name."""
         return {
-            name: resolved.plugin if resolved.plugin.outer is None else self._parts.meetings
+            name: self._parts.meetings if name == self.plan.meeting_handler else resolved.plugin
             for name, resolved in self.handlers.items()
         }
 

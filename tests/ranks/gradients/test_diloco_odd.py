@@ -477,6 +477,35 @@ def test_a_rank_that_steps_nothing_needs_its_state_too() -> None:
         assert said == found[0][1]
 
 
+@case
+def a_second_outer_step_along_a_dimension_of_one_rank() -> Any:
+    mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("pp", "dp", "out"))
+    handlers = [
+        {"name": "diloco", "axis": "dp", "every": 7},
+        {"name": "diloco", "axis": "out", "every": 3},
+    ]
+    module = nn.Linear(2, 2)
+    topology = Topology.from_mesh(mesh, data=("dp", "out"))
+    sync = GradientSync({0: module}, topology, handlers=handlers)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        sync.prepare()
+        (module(torch.ones(1, 2)) * dist.get_rank()).sum().backward()
+        sync.stage_final(0)
+        sync.finish()
+        optimizer.step()
+    sync.check_replicas()
+    sync.load_state_dict(sync.state_dict())
+    number = sync.statistics().meetings
+    sync.close()
+    return number
+
+
+def test_the_outer_step_is_that_of_the_handler_by_which_parameters_meet() -> None:
+    """The outer step of the first handler was made, whose dimension has one rank."""
+    assert of(a_second_outer_step_along_a_dimension_of_one_rank) == [1] * 4
+
+
 def rows(step: int, inner: int, replica: int) -> Tensor:
     made_of = torch.Generator().manual_seed(100 * step + 10 * inner + replica)
     return torch.randn(4, 5, generator=made_of)
