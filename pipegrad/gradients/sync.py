@@ -469,6 +469,9 @@ class GradientSync:
                 sharded=self.plan.sharded,
                 main_parameters=self.main_parameters(),
                 locations={r.key: locations.of(r.key) for r in self.records()},
+                locations_without_meetings={
+                    r.key: locations.without_meetings(r.key) for r in self.records()
+                },
                 strides={r.key: self.parameter(r).stride() for r in self.records()},
             )
             made.append(optimizer)
