@@ -269,9 +269,8 @@ def _master_copy(parameters: Mapping[str, LiveParameter], key: str) -> torch.Ten
 
 def _outer_step(agreed: Agreed) -> OuterStep | None:
     """Returns the step of the handler whose replicas meet; None if none meets."""
-    if not agreed.plan.meets:
-        return None
-    return next((each.outer for each in agreed.plugins.values() if each.outer), None)
+    plan = agreed.plan
+    return agreed.plugins[plan.meeting_handler].outer if plan.meets else None
 
 
 def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:

@@ -469,6 +469,9 @@ class GradientSync:
                 sharded=self.plan.sharded,
                 main_parameters=self.main_parameters(),
                 locations={r.key: locations.of(r.key) for r in self.records()},
+                locations_without_meetings={
+                    r.key: locations.without_meetings(r.key) for r in self.records()
+                },
                 strides={r.key: self.parameter(r).stride() for r in self.records()},
             )
             made.append(optimizer)
@@ -645,7 +648,7 @@ class GradientSync:
     def _stateful(self) -> dict[str, Stateful]:
         """Returns what has the state of each handler, by its name."""
         return {
-            name: resolved.plugin if resolved.plugin.outer is None else self._parts.meetings
+            name: self._parts.meetings if name == self.plan.meeting_handler else resolved.plugin
             for name, resolved in self.handlers.items()
         }
 

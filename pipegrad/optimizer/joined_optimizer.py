@@ -21,6 +21,8 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         parts: The same.
+        defaults: Options that all parts have, as in the first one. Learning-rate schedules look
+            there for a momentum, for example.
         elementwise: It steps shards if its parts do. Each part is checked before its own step.
     """
 
@@ -29,6 +31,9 @@ class JoinedOptimizer(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for part in parts for group in part.param_groups], {})
+        # Not before: torch would add the defaults of one part to the groups of another.
+        shared = set.intersection(*(set(part.defaults) for part in parts))
+        self.defaults = {n: x for n, x in parts[0].defaults.items() if n in shared}
         self.parts = tuple(parts)
         for part in parts:
             self.state.update(part.state)

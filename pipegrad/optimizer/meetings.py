@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -115,18 +116,20 @@ class Meetings:
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank needs to go on from here; empty if nothing meets.
 
-        Between two meetings it has what this rank steps: replicas are different then.
+        Between two meetings it has what this rank steps: replicas are different then. It has the
+        parameters of the last meeting if the present parameters do not give them.
         """
         if self._outer is None:
             return {}
         state: dict[str, Any] = {
+            "outer": asdict(self._outer),
             "num_steps": self._num_steps,
             "number": self.number,
             "is_apart": self.is_apart,
             "momenta": _saved(self._momenta),
+            "anchors": _saved(self._saved_anchors(self.is_apart)),
         }
         if self.is_apart:
-            state["anchors"] = _saved(self._anchors)
             state["stepped"] = _saved(dict(self._stepped()))
         return state
 
@@ -138,17 +141,24 @@ class Meetings:
                 replica gets its own again.
 
         Raises:
-            ValueError: If it is not such a state.
+            ValueError: If it is not such a state, or was saved with another outer step.
         """
         self.begin()
-        if not state:
+        if self._outer is None or not state:
             return
+        # With another `every` the run would not end with a meeting, because its steps before count.
+        if state["outer"] != asdict(self._outer):
+            raise ValueError(
+                f"it was saved with the outer step {_written(state['outer'])}, and this run has "
+                f"{_written(asdict(self._outer))}: choose the same numbers"
+            )
         own = {index: values.numel() for index, values in self._stepped()}
         averaged = {index: values.numel() for index, values in self._anchors.items()}
-        anchors, stepped = state.get("anchors", {}), state.get("stepped", {})
+        anchors, stepped = state["anchors"], state.get("stepped", {})
         is_apart = bool(state["is_apart"])
+        kept = {index: averaged[index] for index in self._saved_anchors(is_apart)}
         _check("the momentum", state["momenta"], averaged, needs_all=False)
-        _check("the last meeting", anchors, averaged if is_apart else {})
+        _check("the last meeting", anchors, kept)
         _check("the parameters", stepped, own if is_apart else {})
         main_parameters = self._main_parameters()
         for meeting in self._plan.meetings:
@@ -212,6 +222,18 @@ class Meetings:
             if index in averages
         }
 
+    def _saved_anchors(self, is_apart: bool) -> dict[int, Tensor]:
+        """Returns the anchors that cannot be made of the parameters that replicas have now."""
+        # Right after a meeting an anchor is equal to the parameters. If it has more bits than they
+        # have, it would lose them.
+        main_parameters = self._main_parameters()
+        wider = {
+            meeting.index
+            for meeting in self._plan.meetings
+            if any(main_parameters[key].dtype != meeting.dtype for key in meeting.keys)
+        }
+        return {i: anchor for i, anchor in self._anchors.items() if is_apart or i in wider}
+
     def _stepped(self) -> Iterator[tuple[int, Tensor]]:
         """Yields copies of what this rank steps: index of a meeting, and elements, flat."""
         main_parameters = self._main_parameters() if self._plan.meetings else {}
@@ -234,6 +256,11 @@ def _write(tensors: Sequence[Tensor], flat: Tensor) -> None:
 def _saved(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Returns copies on the CPU."""
     return {index: tensor.detach().to("cpu", copy=True) for index, tensor in tensors.items()}
+
+
+def _written(outer: Mapping[str, Any]) -> str:
+    """Returns an outer step as text, such as "every=2, lr=0.7"."""
+    return ", ".join(f"{name}={value}" for name, value in outer.items())
 
 
 def _check(

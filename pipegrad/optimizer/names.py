@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipegrad.plan.plan import Plan
-from pipegrad.plan.routes import gradient_route, meeting_of
+from pipegrad.plan.routes import Route, gradient_route, meeting_of
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
 
@@ -43,13 +43,24 @@ class Locations:
         Args:
             key: The parameter; None for a buffer, which no reduction makes equal.
         """
-        view = self._view
-        route = self._routes.get(key or "", ())
         # Replicas along "dp" count as one parameter, even if no reduction makes them equal. Experts
         # are the exception: each data rank may hold other experts. So are replicas that train
         # alone: each has its own parameters, and its own state of the optimizer.
-        is_apart = key in self._divisors or meeting_of(route) is not None
-        replicated = {view.pipeline, *(() if is_apart else ("dp",))}
+        is_apart = key in self._divisors or meeting_of(self._route(key)) is not None
+        return self._along(key, () if is_apart else ("dp",))
+
+    def without_meetings(self, key: str) -> str:
+        """Returns the location of a parameter in a run whose replicas do not train alone."""
+        meeting = meeting_of(self._route(key))
+        return self.of(key) if meeting is None else self._along(key, meeting.axes.split("+"))
+
+    def _route(self, key: str | None) -> Route:
+        return self._routes.get(key or "", ())
+
+    def _along(self, key: str | None, replicated: Iterable[str]) -> str:
+        """Returns the location in all dimensions but the pipeline and `replicated`."""
+        view, route = self._view, self._route(key)
+        replicated = {view.pipeline, *replicated}
         reduction_steps = [set(reduction_step.ranks) for reduction_step in gradient_route(route)]
         apart = [
             f"{axis}={view.coordinate(axis)}"

@@ -32,7 +32,7 @@ from pipegrad.plan.routes import (
     shared_routes,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
 from pipegrad.topology import Topology
 
 
@@ -87,6 +87,7 @@ class Plan:
         meetings: Parameters that meet those of other replicas every few steps, in order.
         replica: The ranks that train as one, if parameters of any rank meet. Otherwise empty: all
             ranks do.
+        meeting_handler: Name of the handler by which they meet; "" if nothing meets.
         matrices: Keys of the parameters of all ranks that a handler reduces with WHOLE, also over
             a single rank.
     """
@@ -105,6 +106,7 @@ class Plan:
     divisors: tuple[tuple[str, float], ...] = ()
     meetings: tuple[Meeting, ...] = ()
     replica: tuple[int, ...] = ()
+    meeting_handler: str = ""
     matrices: frozenset[str] = frozenset()
 
     @cached_property
@@ -253,7 +255,7 @@ class _Shared:
     divisors: Divisors
     buckets: tuple[Bucket, ...]
     packs: tuple[Bucket, ...]
-    meeting_axes: tuple[str, ...]
+    meeting: ReductionStep | None  # any of them
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
     matrices: frozenset[str]
@@ -299,7 +301,7 @@ def _plan_shared(
         divisors=divisors,
         buckets=buckets,
         packs=packs,
-        meeting_axes=_meeting_axes(shared),
+        meeting=next(filter(None, map(meeting_of, shared.values())), None),
         groups=_groups(routes, buckets, options.comm_streams),
         digest=hashlib.sha256(repr(decided).encode()).hexdigest(),
         matrices=matrices,
@@ -330,7 +332,8 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
         routes=tuple(route_of.items()),
         packs=packs,
         meetings=tuple(make_meetings(packs, numels, rank, options.master_dtype)),
-        replica=_replica(view, shared.meeting_axes),
+        replica=_replica(view, shared.meeting),
+        meeting_handler=shared.meeting.handler if shared.meeting else "",
         groups=shared.groups,
         digest=shared.digest,
         divisors=tuple((r.key, shared.divisors[r.key]) for r in held if r.key in shared.divisors),
@@ -338,16 +341,13 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
     )
 
 
-def _meeting_axes(routes: Mapping[str, Route]) -> tuple[str, ...]:
-    """Returns the dimensions along which replicas meet; `make_routes` has checked them."""
-    steps = map(meeting_of, routes.values())
-    return next((tuple(step.axes.split("+")) for step in steps if step is not None), ())
-
-
-def _replica(view: Topology, meeting_axes: Sequence[str]) -> tuple[int, ...]:
+def _replica(view: Topology, meeting: ReductionStep | None) -> tuple[int, ...]:
     """Returns the ranks that train together with ``view.rank``; none if nothing meets."""
-    others = tuple(axis for axis, _ in view.axes if axis not in meeting_axes)
-    return view.ranks_along(others) if meeting_axes else ()
+    # `make_routes` has checked that all meetings have the same dimensions and the same handler.
+    if meeting is None:
+        return ()
+    axes = meeting.axes.split("+")
+    return view.ranks_along(tuple(axis for axis, _ in view.axes if axis not in axes))
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:

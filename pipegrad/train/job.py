@@ -228,23 +228,25 @@ class Job:
                 dict(plan.divisors),
                 self.config.gradients.allow_unsynced,
             )
-        if any(plan.meets for plan in plans.values()):
-            self._check_meetings()
+        for name in {plan.meeting_handler for plan in plans.values() if plan.meets}:
+            self._check_meetings(name)
         self.check_optimizer(manifest, plans.values())
         return plans
 
-    def _check_meetings(self) -> None:
-        """Refuses a run that does not end with a meeting: its replicas would differ."""
-        steps = self.config.train.steps
-        for name, resolved in self.handlers.items():
-            outer = resolved.plugin.outer
-            if outer is not None and steps % outer.every:
-                self.config.refuse(
-                    "train.steps",
-                    f"{steps} is no multiple of {outer.every}, the steps between two meetings of "
-                    f"handler {name!r}: the replicas would end as different models; choose "
-                    f"{steps - steps % outer.every + outer.every}",
-                )
+    def _check_meetings(self, name: str) -> None:
+        """Refuses a run that does not end with a meeting: its replicas would differ.
+
+        Args:
+            name: Of the handler by which they meet.
+        """
+        steps, outer = self.config.train.steps, self.handlers[name].plugin.outer
+        if outer is not None and steps % outer.every:
+            self.config.refuse(
+                "train.steps",
+                f"{steps} is no multiple of {outer.every}, the steps between two meetings of "
+                f"handler {name!r}: the replicas would end as different models; choose "
+                f"{steps - steps % outer.every + outer.every}",
+            )
 
     @property
     def gradient_options(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.optimizer.chunks import Box, Chunk
 from pipegrad.optimizer.names import Locations
+from pipegrad.plan.routes import meeting_of
 from pipegrad.train.config import Config
 
 _KEY = "parallel.shards"
@@ -103,7 +104,8 @@ def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
     Every rank must call it.
 
     Raises:
-        ConfigError: If a pattern matches nothing, or pieces do not fit together. On all ranks.
+        ConfigError: If a pattern matches nothing, or a parameter that meets those of other
+            replicas, or pieces do not fit together. On all ranks.
     """
     patterns = config.parallel.shards
     if not patterns:
@@ -114,8 +116,16 @@ def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
         for record in sync.records()
         if any(fnmatchcase(_name(record.key), pattern) for pattern in patterns)
     }
+    meeting = sorted(key for key, route in sync.plan.routes if key in own and meeting_of(route))
     pieces: dict[str, dict[str, tuple[int, ...]]] = {}
-    for of_rank in agree("the shards of parameters", lambda: own):
+    for of_rank, meeting_there in agree("the shards of parameters", lambda: (own, meeting)):
+        if meeting_there:
+            config.refuse(
+                _KEY,
+                f"replicas that train alone have {_name(meeting_there[0])!r} each, and it meets by "
+                f"handler {sync.plan.meeting_handler!r}: a checkpoint would take replicas for "
+                f"pieces; leave it out of {_KEY}, or choose another handler",
+            )
         for key, (location, shape) in of_rank.items():
             pieces.setdefault(key, {})[location] = shape
     for pattern in patterns:

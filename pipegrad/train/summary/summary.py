@@ -277,9 +277,9 @@ def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator
 
 def _meetings(job: Job, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
     """Yields how often replicas that train alone meet, and the most bytes that a rank averages."""
-    for name, resolved in job.handlers.items():
-        outer = resolved.plugin.outer
-        if outer is not None and any(plan.meets for plan in plans.values()):
+    # Either the parameters of any rank meet, or all plans say that none does.
+    for name in {plan.meeting_handler for plan in plans.values() if plan.meets}:
+        if (outer := job.handlers[name].plugin.outer) is not None:
             nbytes = max(plan.met_bytes for plan in plans.values())
             yield {"handler": name, "every": outer.every, "bytes": nbytes}
 
@@ -323,7 +323,7 @@ def _pipeline_ranks(
         kept_of = {record.key: kept for kept, part in parts for record in part.records}
         numel = sum((main.end - main.begin) * kept_of[main.key] for main in plan.main_ranges)
         state = numel * (master.itemsize if master else width)
-        state += 2 * plan.met_bytes  # the parameters of the last meeting, and the outer momentum
+        state += _meeting_bytes(job, plan)
         yield {
             "pipeline_rank": number,
             "ranks": spans(_replicas(view)),
@@ -344,6 +344,12 @@ def _pipeline_ranks(
             "comm_streams": list(_comm_streams(plan)),
             "plan": plan_data(plan),
         }
+
+
+def _meeting_bytes(job: Job, plan: Plan) -> int:
+    """Returns the bytes of the parameters of the last meeting, and of the outer momentum."""
+    outer = job.handlers[plan.meeting_handler].plugin.outer if plan.meets else None
+    return plan.met_bytes * (2 if outer is not None and outer.momentum else 1)
 
 
 def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:

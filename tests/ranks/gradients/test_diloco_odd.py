@@ -336,31 +336,52 @@ def test_a_handler_keeps_nothing() -> None:
     assert of(two_schedulers_of_one_handler) == [True] * 4
 
 
-@case
-def a_state_between_meetings() -> Any:
-    run, seen, again = Run(every=3), Seen(), Seen()
+def resumed(run: Run) -> tuple[list[bool], Scheduler, dict[str, Any]]:
+    """Saves after four steps, and goes on for three: here, and in another Scheduler.
+
+    Returns:
+        Whether both have the same bits after each step, the other Scheduler, and the saved state.
+    """
+    seen, again = Seen(), Seen()
     scheduler, optimizer = made(run)
     for step in range(4):
         train_step(run, scheduler, optimizer, step, seen)
-    saved = copy.deepcopy(
+    weights, of_optimizer, state = copy.deepcopy(
         (weights_of(scheduler), optimizer.state_dict(), scheduler.sync.state_dict())
     )
     for step in range(4, 7):
         train_step(run, scheduler, optimizer, step, seen)
     other, other_optimizer = made(run)
     for record in other.sync.records():
-        other.sync.parameter(record).data.copy_(saved[0][record.key.partition(".")[2]])
+        other.sync.parameter(record).data.copy_(weights[record.key.partition(".")[2]])
     other.sync.synchronize_parameters()
-    other_optimizer.load_state_dict(saved[1])
-    other.sync.load_state_dict(saved[2])
+    other_optimizer.load_state_dict(of_optimizer)
+    other.sync.load_state_dict(state)
     for step in range(4, 7):
         train_step(run, other, other_optimizer, step, again)
-    found: list[Any] = [
+    equal = [
         all(torch.equal(one[name], two[name]) for name in one)
         for one, two in zip(seen.weights[4:], again.weights, strict=True)
     ]
-    for state in ({}, {"plan": "x", "handlers": {}}, saved[2] if dist.get_rank() else {}):
-        other.sync.load_state_dict(saved[2])
+    return equal, other, state
+
+
+@case
+def a_state_after_a_meeting_in_bf16() -> Any:
+    return resumed(Run(every=2, dtype=torch.bfloat16))[0]
+
+
+def test_a_state_after_a_meeting_has_what_16_bits_cannot_hold() -> None:
+    """Meetings went on from rounded parameters, and the resumed run had other bits."""
+    assert of(a_state_after_a_meeting_in_bf16) == [[True, True, True]] * 4
+
+
+@case
+def a_state_between_meetings() -> Any:
+    equal, other, saved = resumed(Run(every=3))
+    found: list[Any] = [*equal]
+    for state in ({}, {"plan": "x", "handlers": {}}, saved if dist.get_rank() else {}):
+        other.sync.load_state_dict(saved)
         try:
             other.sync.load_state_dict(state)
             found.append("")
@@ -454,6 +475,35 @@ def test_a_rank_that_steps_nothing_needs_its_state_too() -> None:
     for _, said in found:
         assert "what handler 'diloco' goes on from" in said
         assert said == found[0][1]
+
+
+@case
+def a_second_outer_step_along_a_dimension_of_one_rank() -> Any:
+    mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("pp", "dp", "out"))
+    handlers = [
+        {"name": "diloco", "axis": "dp", "every": 7},
+        {"name": "diloco", "axis": "out", "every": 3},
+    ]
+    module = nn.Linear(2, 2)
+    topology = Topology.from_mesh(mesh, data=("dp", "out"))
+    sync = GradientSync({0: module}, topology, handlers=handlers)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        sync.prepare()
+        (module(torch.ones(1, 2)) * dist.get_rank()).sum().backward()
+        sync.stage_final(0)
+        sync.finish()
+        optimizer.step()
+    sync.check_replicas()
+    sync.load_state_dict(sync.state_dict())
+    number = sync.statistics().meetings
+    sync.close()
+    return number
+
+
+def test_the_outer_step_is_that_of_the_handler_by_which_parameters_meet() -> None:
+    """The outer step of the first handler was made, whose dimension has one rank."""
+    assert of(a_second_outer_step_along_a_dimension_of_one_rank) == [1] * 4
 
 
 def rows(step: int, inner: int, replica: int) -> Tensor:

@@ -61,6 +61,9 @@ def histories(folder: str) -> dict[str, Any]:
     found["no multiple"] = trained([meeting(4)], 6)
     found["no replicas"] = trained(["parallel.pipeline=4", "parallel.data=1", halfway], 6)
     found["other handlers"] = trained([halfway], 6)
+    found["shards"] = trained([meeting(2), "parallel.shards={'1.0.weight'=0}"], 6)
+    found["another every"] = trained([meeting(3), halfway], 6)
+    found["another every after a meeting"] = trained([meeting(3), "train.resume='replicas 4'"], 6)
     found["other buckets"] = trained([meeting(2), "gradients.bucket_bytes=200", halfway], 6)
     return found
 
@@ -116,6 +119,9 @@ def test_a_checkpoint_after_a_meeting_can_be_exported(
         ("no multiple", "6 is no multiple of 4, the steps between two meetings of handler"),
         ("no replicas", "is there in the places [dp=0] [dp=1], and here in (everywhere the same)"),
         ("other handlers", "is there in the places [dp=0] [dp=1], and here in (everywhere the"),
+        ("shards", "'1.0.weight' each, and it meets by handler 'diloco': a checkpoint would take"),
+        ("another every", "it was saved with the outer step every=2, lr=0.7, momentum=0.9, and"),
+        ("another every after a meeting", "and this run has every=3, lr=0.7, momentum=0.9: choose"),
         ("other buckets", "replicas that train alone cannot go on: what handlers kept is of"),
     ],
 )

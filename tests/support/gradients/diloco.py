@@ -32,7 +32,7 @@ class Run:
         replicas: How many.
         clip: Largest norm of a replica's gradients; None not to clip.
         beside: Other handlers.
-        axes: Dimensions beside the pipeline, and the axis of diloco; by default "dp" alone.
+        inner: Data ranks in a replica. If there are several, replicas lie along "out".
         options: Of the Scheduler.
         dtype: Of the parameters.
         is_published_by_hand: Whether the optimizer is the caller's own.
@@ -62,12 +62,10 @@ class Seen:
 
     Attributes:
         weights: After each step, name in the uncut model -> parameter.
-        copies: After each step, name -> all copies that this rank has of a tied parameter.
         losses: After each step, the mean over replicas.
         norms: After each step.
         met_bytes: After each step, bytes so far.
         reduced_bytes: Of one step.
-        numel: Elements that this rank averages.
     """
 
     weights: list[dict[str, Tensor]] = field(default_factory=list)

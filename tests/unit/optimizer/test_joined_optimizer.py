@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from pipegrad.errors import PlanError
 from pipegrad.optimizer.joined_optimizer import JoinedOptimizer, parts_in
@@ -50,6 +50,20 @@ def test_it_steps_and_schedules_as_its_parts_do_alone() -> None:
     assert [group["lr"] for group in joined.param_groups] == [0.0375, 0.0125, 0.025]
     joined.zero_grad()
     assert all(parameter.grad is None for parameter in together)
+
+
+def test_its_defaults_are_those_that_all_parts_have() -> None:
+    """OneCycleLR refused two AdamW as one: it looks for their momentum among the defaults."""
+    of = parameters()
+    adams = [torch.optim.AdamW(of[:1], lr=0.3), torch.optim.AdamW(of[1:], lr=0.2)]
+    joined = JoinedOptimizer(adams)
+    assert joined.defaults == adams[0].defaults
+    schedule = OneCycleLR(joined, [0.3, 0.2], total_steps=4)
+    step(of, joined)
+    schedule.step()
+    assert "betas" not in JoinedOptimizer(optimizers(parameters())).defaults
+    with pytest.raises(ValueError, match="must support momentum"):
+        OneCycleLR(JoinedOptimizer(optimizers(parameters())), 0.3, total_steps=4)
 
 
 def test_its_state_is_loaded_by_each_part() -> None:

@@ -113,6 +113,28 @@ def test_state_of_the_optimizer_is_that_of_its_kind() -> None:
     assert sizes == {"AdamW": 2.0, "SGD": 0.0}
 
 
+@pytest.mark.parametrize(("momentum", "kept"), [(0.9, 2), (0.0, 1)])
+def test_a_meeting_is_that_of_the_handler_with_several_replicas(momentum: float, kept: int) -> None:
+    """The handler of the other dimension, which has one rank here, was the one that counted."""
+    made = job(
+        2,
+        "parallel.pipeline=1",
+        "parallel.dimensions={out=2}",
+        "parallel.data_dimensions=['dp', 'out']",
+        "optimizer.name='SGD'",
+        "optimizer.weight_decay=0.0",
+        "train.steps=6",
+        "gradient_handlers=[{name='diloco', axis='dp', every=7}, "
+        f"{{name='diloco', axis='out', every=3, momentum={momentum}}}]",
+    )
+    cut = made.cut(made.model("meta"))
+    summary = make_summary(made, cut, made.manifest(cut))
+    [row] = summary["pipeline_ranks"]
+    nbytes = row["parameter_bytes"]
+    assert summary["meetings"] == [{"handler": "diloco#1", "every": 3, "bytes": nbytes}]
+    assert row["optimizer_bytes"] == kept * nbytes
+
+
 def test_a_rank_is_told_in_full() -> None:
     made = job(4, "parallel.pipeline=2")
     manifest = made.manifest(made.cut(made.model("meta")))
