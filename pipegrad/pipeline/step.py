@@ -278,6 +278,7 @@ class StepKind:
                 )
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
+                context.codings.feedback.settle()
                 context.sync.prepare(divisor=None if is_weighted else 1.0)
             begun = True
             outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
@@ -297,7 +298,7 @@ class StepKind:
         # and buffers. So it holds the context weakly.
         on_failure = partial(_drop_failed, weakref.ref(context), context.notice.step)
         self.terms = terms
-        return context.losses.send(
+        result = context.losses.send(
             terms,
             own_divisor,
             forward_only=not training,
@@ -305,6 +306,9 @@ class StepKind:
             outputs=whole_outputs,
             on_failure=on_failure,
         )
+        if training:
+            context.codings.feedback.end(result.failure_reader())
+        return result
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.

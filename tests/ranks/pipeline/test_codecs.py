@@ -245,10 +245,13 @@ def failing() -> Any:
         words = outcome(partial(train_on, scheduler, x, target))
         Fails.told.clear()
         train_on(scheduler, x, target)
-        gradient = scheduler.sync.parameter(scheduler.sync.records()[0]).grad
-        found[f"{method} {at}"] = words, gradient is not None and bool(gradient.isfinite().all())
+        found[f"{method} {at}"] = words, bits(scheduler)
         scheduler.close()
-    return found
+    fresh = made(Fails, module=double[rank()])
+    train_on(fresh, x, target)
+    expected = bits(fresh)
+    fresh.close()
+    return {name: (words, after == expected) for name, (words, after) in found.items()}
 
 
 def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right(
@@ -261,6 +264,65 @@ def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right(
             words, is_right = reply["failing"][f"{method} {at}"]
             assert is_right, (method, at)
             assert (f"no {method}" in words) is (silent[method] != at), (method, at, words)
+
+
+class FailsBackward(nn.Module):
+    """Raises in one of its backwards, counted down."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.told = 0
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.module(x)
+        if out.requires_grad:
+            out.register_hook(self._count)
+        return out
+
+    def _count(self, _: Tensor) -> None:
+        self.told -= 1
+        if self.told == 0:
+            raise ValueError("no backward")
+
+
+@on(TRIO)
+def failed_errors() -> Any:
+    """A step fails in a last microbatch; later steps are compared with those of another one."""
+    never = made("topk")
+    train(never, 0)
+    expected = [train(never, seed) for seed in (2, 3)]
+    kept = never.state_dict()["codecs"] if rank() else {}
+    never.close()
+    found = {}
+    for at in range(RANKS):
+        module = FailsBackward(layers()[rank()])
+        scheduler = made("topk", module=module)
+        train(scheduler, 0)
+        module.told = MICROBATCHES if rank() == at else 0
+        words = outcome(lambda scheduler=scheduler: read(scheduler, 1))
+        module.told = 0
+        steps = [train(scheduler, seed) for seed in (2, 3)]
+        errors = scheduler.state_dict()["codecs"]["errors"] if rank() else {}
+        scheduler.close()
+        same = all(torch.equal(error, kept["errors"][key]) for key, error in errors.items())
+        found[at] = words, steps == expected, same and len(errors) == len(kept.get("errors", {}))
+    return found
+
+
+def read(scheduler: Scheduler, seed: int) -> float:
+    x, target = batch(seed)
+    return float(scheduler.step(x, target=target).loss)
+
+
+def test_errors_of_a_failed_step_are_dropped_on_all_ranks(trio: Replies) -> None:
+    """They were added to the gradients of the next step, in place of those of the step before."""
+    for at in range(RANKS):
+        for reply in trio:
+            words, is_same, keeps = reply["failed_errors"][at]
+            assert "no backward" in words
+            assert is_same
+            assert keeps
 
 
 @on(TRIO)
