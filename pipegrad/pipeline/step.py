@@ -266,6 +266,7 @@ class StepKind:
             if not training:
                 # All ranks must take part, also one that refuses its batch below.
                 context.sync.publish_if_due()
+            context.codings.feedback.settle()
             divisor, own_divisor = self.divisors(batch)
             terms = self._make_terms(divisor)
             number = self.program.schedule.num_microbatches
@@ -278,7 +279,6 @@ class StepKind:
                 )
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
-                context.codings.feedback.settle()
                 context.sync.prepare(divisor=None if is_weighted else 1.0)
             begun = True
             outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
@@ -306,8 +306,7 @@ class StepKind:
             outputs=whole_outputs,
             on_failure=on_failure,
         )
-        if training:
-            context.codings.feedback.end(result.failure_reader())
+        context.codings.feedback.end(result.failure_reader())
         return result
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
