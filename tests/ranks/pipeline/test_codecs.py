@@ -241,9 +241,9 @@ def failing() -> Any:
     """For each method of a codec and each rank: a step that fails, and one that does not."""
     found = {}
     double = layers(torch.float64)
+    x, target = (t.double() for t in batch())
     for method, at in FAILING:
         scheduler = made(Fails, module=double[rank()])
-        x, target = (t.double() for t in batch())
         train_on(scheduler, x, target)
         if rank() == at:
             Fails.told[method] = 2  # in the second microbatch
