@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import ScheduleError, StepError
@@ -75,6 +75,7 @@ class Scheduler:
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`. Some change it
             when steps were measured: ``"adaptive-1f1b"`` after any step, ``"hop-aware-1f1b"``,
             ``"hop-aware-zb-h1"`` and ``"auto"`` after the second one, unless they are given costs.
+            With codecs that are ``"auto"`` all of these wait for one more step.
         num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
             another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
@@ -175,7 +176,10 @@ class Scheduler:
         }
         self._adapting = Adapting(pipeline, schedule, **meetings)
         context = self._context
-        self._hops = HopsChooser(context.codings, self.topology, self.sync.device, **meetings)
+        self._hops = HopsChooser(
+            context.codings, context.edges, self.topology, self.sync.device, **meetings
+        )
+        self._agree_seconds = agree_seconds
         self._numbers = OtherNumbers(pipeline, schedule, **meetings)
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
@@ -381,7 +385,8 @@ class Scheduler:
     def times(self) -> Times | None:
         """What the step before the last one took, on all ranks; None if it was not measured.
 
-        Steps are measured while the schedule may still change by it, from the second one on.
+        Steps are measured from the second one on, while the schedule may still change by it, or
+        until codecs that are ``"auto"`` are chosen.
         """
         return self._adapting.times
 
@@ -402,12 +407,13 @@ class Scheduler:
 
     @property
     def receive_buffers(self) -> int:
-        """How many receive buffers this rank has made so far.
+        """How many receive buffers this rank has made since its codecs were chosen.
 
         If all values have one shape and dtype, there are no more than the largest proof of a kind
-        of step says. Otherwise there are at most so many of each capacity: that of a link grows
-        with its largest value. If a module keeps a value, its buffer is not used again, and another
-        one is made.
+        of step says, and twice as many if values are encoded: a message and what is decoded of it
+        have a buffer each. Otherwise there are at most so many of each capacity: that of a link
+        grows with its largest value. If a module keeps a value, its buffer is not used again, and
+        another one is made.
         """
         return self._context.pool.num_made
 
@@ -466,15 +472,33 @@ class Scheduler:
     def _adapt(self, times: Times, step: int) -> None:
         """Chooses codecs and a schedule by the times of the step before, which was measured."""
         if self._hops.wants_times:
+            # The schedule is decided by a later step, which is measured with the codecs.
             kind = next(kind for (forward, _), kind in self._kinds.items() if not forward)
-            times = self._hops.decide(times, kind.program, kind.specs, step)
-            # What has a codec is decided when a kind is made: all of them are made anew.
-            for key, kind in self._kinds.items():
-                self._kinds[key] = kind.with_schedule(
-                    kind.program.schedule, is_measured=self._wants_times
-                )
-        if self._adapting.decide(times, step):
+            self._encode(self._hops.decide(times, kind.program, kind.specs, step), step)
+        elif self._adapting.decide(times, step):
             self._take(self._adapting.schedule)
+
+    def _encode(self, choice: CodecChoice, step: int) -> None:
+        """Takes codecs on all ranks, or on none if one of them fails."""
+        made = dict[tuple[bool, int], StepKind]()
+
+        def make() -> None:
+            # The ends of a kind's channels have their codecs for good: all kinds are made anew.
+            for key, kind in self._kinds.items():
+                made[key] = kind.with_schedule(
+                    kind.program.schedule, is_measured=self._adapting.wants_times
+                )
+
+        agree(
+            "steps with codecs",
+            make,
+            ranks=sorted(self.topology.ranks),
+            timeout_seconds=self._agree_seconds,
+            meeting=f"scheduler {self._context.name}/coded/{step}",
+        )
+        self._context.codings.take(choice)
+        self._context.pool.clear()  # messages are of other sizes now
+        self._kinds = made
 
     def _take(self, schedule: Schedule) -> None:
         """Takes another schedule for training; evaluations have the forwards of any."""

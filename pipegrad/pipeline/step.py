@@ -266,6 +266,7 @@ class StepKind:
             if not training:
                 # All ranks must take part, also one that refuses its batch below.
                 context.sync.publish_if_due()
+            context.codings.feedback.settle()
             divisor, own_divisor = self.divisors(batch)
             terms = self._make_terms(divisor)
             number = self.program.schedule.num_microbatches
@@ -297,7 +298,7 @@ class StepKind:
         # and buffers. So it holds the context weakly.
         on_failure = partial(_drop_failed, weakref.ref(context), context.notice.step)
         self.terms = terms
-        return context.losses.send(
+        result = context.losses.send(
             terms,
             own_divisor,
             forward_only=not training,
@@ -305,6 +306,8 @@ class StepKind:
             outputs=whole_outputs,
             on_failure=on_failure,
         )
+        context.codings.feedback.end(result.failure_reader())
+        return result
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.

@@ -42,7 +42,8 @@ def time_codec(
 
     Sync: the host waits for the device.
     """
-    coding = Coding(codec, carried, Feedback())
+    feedback = Feedback()
+    coding = Coding(codec, carried, feedback)
     value_bytes = message_bytes = 0
     encode = decode = 0.0
     # Numbers of its own: those of the caller stay as they are.
@@ -53,12 +54,15 @@ def time_codec(
         message_bytes += wire.nbytes
         if wire is not spec:
             drawn = torch.randn(spec.shape, dtype=torch.float32, device=device, generator=generator)
-            seconds = _seconds(coding, drawn.to(spec.dtype), spec, Position(number, 0))
+            value, position = drawn.to(spec.dtype), Position(number, 0)
+            seconds = _seconds(coding, feedback, value, spec, position)
             encode, decode = encode + seconds[0], decode + seconds[1]
     return Coded(value_bytes, message_bytes, encode, decode)
 
 
-def _seconds(coding: Coding, value: Tensor, spec: Spec, position: Position) -> tuple[float, float]:
+def _seconds(
+    coding: Coding, feedback: Feedback, value: Tensor, spec: Spec, position: Position
+) -> tuple[float, float]:
     """Returns the shortest of some times: a longer one shows a machine that was busy."""
     decoded, stamps = torch.empty_like(value), list[tuple[float, float, float]]()
     for _ in range(_REPEATS + 1):
@@ -70,5 +74,11 @@ def _seconds(coding: Coding, value: Tensor, spec: Spec, position: Position) -> t
         coding.decode(message, decoded)
         sync_points.finish_device(value.device)
         stamps.append((begin, middle, time.perf_counter()))
+        feedback.end(_never)
+        feedback.settle()  # from now on an error is added, as in all steps but the first
     stamps = stamps[1:]  # the first one makes memory, and kernels
     return min(m - b for b, m, _ in stamps), min(e - m for _, m, e in stamps)
+
+
+def _never() -> bool:
+    return False

@@ -4,26 +4,32 @@
 
 1. The second step is measured, without codecs: [Note: times of a step].
 2. Before the next training step, all ranks meet. Each has timed the codecs on values that look like
-   those of its hops. All ranks get all of these times.
+   those of its hops. They meet again, and time almost empty messages: a codec saves nothing of
+   that time. All ranks get all of these times.
 3. Each rank simulates steps: first with the codecs on every hop where encoding, sending and
    decoding takes less time than sending alone. Then it leaves out hops, the least useful first,
    where a step is as short without. So a hop that is hidden behind computing has no codec.
-4. All ranks have the same numbers, so they find the same hops. They take the codecs for all steps
-   that follow.
+4. All ranks have the same numbers, so they find the same hops. They meet once more, and each makes
+   its kinds of step anew. Then they take the codecs for all steps that follow.
+5. A schedule that is made of measured times is made after a further step, which is measured with
+   the codecs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ScheduleError
-from pipegrad.pipeline.coding.choice import Both, Hop
+from pipegrad.pipeline.coding.choice import Both, CodecChoice, Hop
 from pipegrad.pipeline.coding.coding import Codings
+from pipegrad.pipeline.coding.latency import latencies_of
 from pipegrad.pipeline.coding.timing import Coded, time_codec
+from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.specs import Spec
 from pipegrad.plugins.codec import Carried
 from pipegrad.schedules import Schedule, lower
@@ -41,24 +47,12 @@ _EQUAL = 0.002  # steps that differ by less take equally long
 Found = dict[tuple[Hop, Carried], Coded]
 
 
-@dataclass(frozen=True)
-class Worth:
-    """Where codecs save time.
-
-    Attributes:
-        hops: These hops.
-        times: What steps take with the codecs there.
-    """
-
-    hops: tuple[Hop, ...]
-    times: Times
-
-
 class HopsChooser:
     """Decides over which hops the codecs of ``{"auto": ...}`` carry.
 
     Args:
-        codings: Of this rank; takes what is decided.
+        codings: Of this rank.
+        edges: The communicators of the pipeline.
         topology: As this rank sees it.
         device: Where values are.
         name: Of the meeting; no other Scheduler has it.
@@ -68,6 +62,7 @@ class HopsChooser:
     def __init__(
         self,
         codings: Codings,
+        edges: Edges,
         topology: Topology,
         device: torch.device,
         *,
@@ -75,6 +70,7 @@ class HopsChooser:
         timeout_seconds: float,
     ) -> None:
         self._codings = codings
+        self._edges = edges
         self._topology = topology
         self._device = device
         self._name = name
@@ -87,8 +83,8 @@ class HopsChooser:
 
     def decide(
         self, times: Times, program: Program, specs: Mapping[int, Spec | None], step: int
-    ) -> Times:
-        """Chooses hops by the times of a step; returns the times with codecs there.
+    ) -> CodecChoice:
+        """Returns the choice that the times of a step lead to, the same on all ranks.
 
         Args:
             times: Of a step without codecs, the same on all ranks.
@@ -112,16 +108,26 @@ class HopsChooser:
                 if (codec := auto.get(carried)) is not None
             }
 
-        replies = agree(
-            "which hops codecs save time on",
-            measure,
-            ranks=sorted(self._topology.ranks),
-            timeout_seconds=self._timeout_seconds,
-            meeting=f"{self._name}/codecs/{step}",
+        met = partial(
+            agree, ranks=sorted(self._topology.ranks), timeout_seconds=self._timeout_seconds
         )
-        worth = worth_of(program.schedule, times, slowest(replies), auto)
-        self._codings.take(self._codings.choice.decided(worth.hops))
-        return worth.times
+        replies: list[Found] = met(
+            "which hops codecs save time on", measure, meeting=f"{self._name}/codecs/{step}"
+        )
+        found = slowest(replies)
+        hops = {hop for hop, _ in found}
+        # Ranks wait for each other's messages here. All of them are in a meeting by now.
+        empty: list[dict[Hop, float]] = met(
+            "how long empty messages take",
+            lambda: latencies_of(hops, own, self._edges, self._device),
+            meeting=f"{self._name}/latency/{step}",
+        )
+        latencies = [
+            max((reply.get((hop, hop + 1), 0.0) for reply in empty), default=0.0)
+            for hop in range(len(times.hop_seconds))
+        ]
+        taken = worth_of(program.schedule, times, found, auto, latency_seconds=latencies)
+        return self._codings.choice.decided(taken)
 
 
 def check_auto(schedule: Schedule) -> None:
@@ -167,7 +173,14 @@ def slowest(replies: Sequence[Found]) -> Found:
     return found
 
 
-def worth_of(schedule: Schedule, times: Times, found: Found, auto: Both) -> Worth:
+def worth_of(
+    schedule: Schedule,
+    times: Times,
+    found: Found,
+    auto: Both,
+    *,
+    latency_seconds: Sequence[float] = (),
+) -> tuple[Hop, ...]:
     """Returns over which hops codecs save time. It is pure: every rank finds the same.
 
     Args:
@@ -175,8 +188,9 @@ def worth_of(schedule: Schedule, times: Times, found: Found, auto: Both) -> Wort
         times: Of a step without codecs.
         found: What codecs make of the values of each hop.
         auto: The codecs, by what they carry.
+        latency_seconds: What an empty message takes on each hop; by default nothing.
     """
-    plain = costs_of(times)
+    plain = costs_of(times, latency_seconds)
 
     def costs(hops: Sequence[Hop]) -> Costs:
         codecs = (
@@ -196,8 +210,7 @@ def worth_of(schedule: Schedule, times: Times, found: Found, auto: Both) -> Wort
     every = sorted({hop for hop, _ in found})
     saved = _saved(times, costs(every))
     hops = sorted((hop for hop in every if saved[hop[0]] > 0), key=lambda hop: (saved[hop[0]], hop))
-    hops = _needed(hops, seconds)
-    return Worth(tuple(sorted(hops)), replace(times, hop_seconds=times_of(costs(hops)).hop_seconds))
+    return tuple(sorted(_needed(hops, seconds)))
 
 
 def codec_costs(

@@ -161,6 +161,13 @@ class StepResult:
         """
         return partial(_read_times, self._message, _METRICS + len(self._names))
 
+    def failure_reader(self) -> Callable[[], bool]:
+        """Returns what reads whether a rank failed in the step.
+
+        It holds nothing else of the result. Reading waits for the sums.
+        """
+        return partial(_has_failed, self._message)
+
     def add(self, names: Sequence[str], message: Message) -> None:
         """Adds the metrics of a first step; see [Note: names of metrics]."""
         self._late = names, message
@@ -188,6 +195,8 @@ class StepResult:
 
 
 def _read_times(message: Message, begin: int) -> list[float] | None:
-    numbers = message.read()
-    has_failed = numbers[1] > 0
-    return None if has_failed else numbers[begin:]
+    return None if _has_failed(message) else message.read()[begin:]
+
+
+def _has_failed(message: Message) -> bool:
+    return message.read()[1] > 0

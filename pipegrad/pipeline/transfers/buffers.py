@@ -80,6 +80,13 @@ class BufferPool:
         """Frees the memory of the free buffers of so many bytes."""
         self.free(capacity).clear()
 
+    def clear(self) -> None:
+        """Frees the memory of all free buffers, and counts anew. No buffer may be in use."""
+        for buffers in self._free.values():
+            buffers.clear()
+        self._free.clear()
+        self.num_made = 0
+
     def make(self, capacity: int) -> Buffer:
         """Returns a new buffer of so many bytes. Its first bytes are zero, the rest undefined."""
         self.num_made += 1

@@ -55,12 +55,16 @@ class Fails(Single):
 
 
 class Holds(Single):
-    """Keeps views of messages, which it must not."""
+    """Keeps views of messages, which it must not, and a copy of each.
 
-    held: ClassVar[list[Tensor]] = []
+    Attributes:
+        held: The views with their copies; of the process.
+    """
+
+    held: ClassVar[list[tuple[Tensor, Tensor]]] = []
 
     def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
-        self.held.append(message[:8])
+        self.held.append((message[:8], message[:8].clone()))
         super().decode(message, value, carried)
 
 

@@ -79,6 +79,21 @@ def test_measured_hops_take_what_was_measured() -> None:
     assert costs.network.seconds(1, 0, sizes) == pytest.approx(0.5)
 
 
+def test_the_latency_of_a_hop_is_a_part_of_its_time() -> None:
+    costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,)), (0.4,))
+    sizes = sum(costs.stages[0].outputs.values())
+    for pair in ((0, 1), (1, 0)):
+        assert costs.network.seconds(*pair, 0) == pytest.approx(0.4)
+        assert costs.network.seconds(*pair, sizes) == pytest.approx(0.5)
+
+
+def test_weights_that_were_measured_take_their_part_of_a_backward() -> None:
+    """W took no time, so a split backward was simulated as a whole one."""
+    costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,), (1.0, 4.5)))
+    assert [stage.seconds("W") for stage in costs.stages] == [1.0, 4.0]
+    assert [stage.seconds("I") for stage in costs.stages] == [2.0, 0.0]
+
+
 @pytest.mark.parametrize("options", [{"max_live_activations": 3}, {"schedules": ["zbv"]}])
 def test_what_can_never_fit_is_refused_before_anything_is_measured(options: dict[str, Any]) -> None:
     with pytest.raises(ScheduleError, match="no schedule fits"):
