@@ -10,7 +10,10 @@ from pipegrad.plugins.codec import Carried
 
 
 class BFloat16(EdgeCodec):
-    """Rounds each number to bfloat16: half the bytes of float32, 8 bits of precision."""
+    """Rounds each number to bfloat16: half the bytes of float32, 8 bits of precision.
+
+    Finite numbers stay finite: those that bfloat16 cannot hold become its largest number.
+    """
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Returns two bytes for each element."""
@@ -18,7 +21,10 @@ class BFloat16(EdgeCodec):
 
     def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
         """Rounds."""
-        message.view(torch.bfloat16).view(value.shape).copy_(value)
+        # The smallest number of float32, which is in additive masks, would be rounded to -inf.
+        largest = torch.finfo(torch.bfloat16).max
+        bounded = torch.where(value.isinf(), value, value.clamp(-largest, largest))
+        message.view(torch.bfloat16).view(value.shape).copy_(bounded)
 
     def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
         """Widens."""

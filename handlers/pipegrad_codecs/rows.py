@@ -11,13 +11,15 @@ from pipegrad import EdgeCodec
 from pipegrad.plugins.codec import Carried
 
 _SCALE_BYTES = 4  # float32
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class RowScaled(EdgeCodec):
     """Divides each row by a scale, so that its largest element becomes the largest number.
 
     A message is the scales of all rows, and then one byte for each element. The scale of a row with
-    nan or inf is nan or inf, and so are all its decoded elements.
+    nan or inf is nan or inf, and so are all its decoded elements. A finite row stays finite:
+    elements that float32 cannot hold become its largest number.
     """
 
     @abstractmethod
@@ -38,10 +40,15 @@ class RowScaled(EdgeCodec):
         dtype, largest = self.number(carried)
         rows = value.reshape(_num_rows(value.numel(), value.shape), -1)
         scales, elements = _parts(message, len(rows), dtype)
+        peak = rows.abs().amax(dim=1, keepdim=True)
+        scale = peak.to(torch.float32).div_(largest)
         # The scale of a row of zeros, or of numbers too small for float32, is not zero: the row is
-        # divided by it. `clamp_` leaves nan and inf as they are.
-        scale = rows.abs().amax(dim=1, keepdim=True).to(torch.float32).div_(largest)
-        scales.copy_(scale.clamp_(min=torch.finfo(torch.float32).tiny))
+        # divided by it. And the scale times the largest number is no inf, if the row has none: an
+        # additive mask has the smallest number of its dtype. The limit is rounded down for that.
+        limit = _FLOAT32.max / largest * (1 - _FLOAT32.eps)
+        scales.copy_(torch.where(peak.isfinite(), scale.clamp(_FLOAT32.tiny, limit), scale))
+        if rows.dtype == torch.float64:
+            rows = rows.clamp(-_FLOAT32.max, _FLOAT32.max)
         # One product and no division for each element.
         scaled = rows.to(torch.float32) * scales.reciprocal()
         elements.copy_(self.round(scaled))

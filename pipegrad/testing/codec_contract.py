@@ -151,6 +151,18 @@ class CodecContract(PluginContract):
                     scaled, self._decoded(self._message(scaled, carried), scaled, carried)
                 )
 
+    def test_the_largest_numbers_stay_finite(self) -> None:
+        # Additive attention masks have the smallest number of their dtype in whole rows.
+        for carried, value in self._cases():
+            for largest in (torch.finfo(value.dtype).max, torch.finfo(value.dtype).min):
+                extreme = torch.full_like(value, largest)
+                decoded = self._decoded(self._message(extreme, carried), extreme, carried)
+                self._check(
+                    bool(decoded.isfinite().all()),
+                    f"{_words(value)} of {largest:g} came back as inf or nan: an additive mask "
+                    f"would become one",
+                )
+
     def test_what_is_not_finite_is_not_hidden(self) -> None:
         for carried, value in self._cases():
             for odd in (math.nan, math.inf, -math.inf):

@@ -81,6 +81,11 @@ class Adds(TopK):
         value.add_(before)
 
 
+class Overflows(BFloat16):
+    def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
+        message.view(torch.bfloat16).view(value.shape).copy_(value)
+
+
 class NeverShorter(BFloat16):
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return torch.Size(shape).numel() * 8
@@ -105,6 +110,7 @@ WRONG = {
     ReadsMemory: ("strides_change_nothing", "not by its memory"),
     Scales: ("encode_leaves_the_tensor_as_it_was", "still reads"),
     Adds: ("all_elements_are_written", "write all of them"),
+    Overflows: ("the_largest_numbers_stay_finite", "came back as inf or nan"),
     NeverShorter: ("some_tensor_becomes_shorter", "shorter"),
     Grows: ("messages_have_a_known_number_of_bytes", "one whole number"),
     TakesAnything: ("an_unknown_option_is_refused_by_name", "without \\*\\*"),
