@@ -42,6 +42,16 @@ class Sizes:
         """Returns what the message of a value looks like, without its header."""
         return spec if self.coding is None else self.coding.on_wire(spec)
 
+    def ask(self, spec: Spec) -> None:
+        """Asks the codecs of both directions about a value, so that `Ends.note` cannot fail.
+
+        Raises:
+            Exception: What a codec raises.
+        """
+        self.on_wire(spec)
+        if self.back is not None:
+            self.back.ask(spec)
+
 
 @dataclass(frozen=True)
 class End:

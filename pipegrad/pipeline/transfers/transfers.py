@@ -292,6 +292,10 @@ class Transfers:
             or (spec is not None and spec != end.sizes.spec)
         )
         head = header(like or Spec.of(tensor)) if needs_header else None
+        if spec is not None:
+            # A codec may fail here, and nothing has been noted or sent yet. So the step fails, and
+            # the next one is right.
+            end.sizes.ask(spec)
         self.is_in_doubt = True
         if spec is not None:
             self.ends.note(end.sizes, spec)
