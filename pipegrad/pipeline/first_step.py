@@ -160,7 +160,14 @@ def run_first_step(
     learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}
     if len(learned) < len(ranks):
         raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
-    _check_alike(context, learned)
+    try:
+        _check_alike(context, learned)
+    except PipegradError:
+        # All ranks raise it, with the step behind them: what the step has left goes on all ranks.
+        context.codings.feedback.drop_pending()
+        if not forward_only:
+            context.sync.drop_gradients()
+        raise
     metrics = [reply.metrics for reply in learned.values() if reply.metrics is not None]
     context.losses.learn(
         metrics[0] if metrics else None,

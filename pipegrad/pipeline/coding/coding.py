@@ -142,6 +142,10 @@ class Codings:
     def _load(self, state: Mapping[str, Any]) -> None:
         # Positions are numbers. The same number is another value in another cut, often of the same
         # shape.
+        if not isinstance(state, Mapping):
+            raise PlanError(
+                f"what codecs kept is a {type(state).__name__}, expected what state_dict() returns"
+            )
         if state and state.get("cut") != self._cut:
             raise PlanError(
                 "what codecs kept is of another cut: of a model with other stages, or with stages "

@@ -3,8 +3,9 @@
 [Note: errors of a step] If a step fails, its gradients are dropped on all ranks. Then its errors
 must be dropped, too, and the errors of the step before must stay. So the errors of a step are
 pending until the next step begins. A rank may have ended a step that fails on another rank
-later. The message of the loss says that on all ranks alike, so it decides. That a rank reads it
-there costs little: a step cannot begin on the last rank before it has ended on the first.
+later, or whose replicas divided by different numbers. The message of the loss says that on all
+ranks alike, so it decides. That a rank reads it there costs little: a step cannot begin on the last
+rank before it has ended on the first.
 """
 
 from __future__ import annotations
@@ -55,9 +56,13 @@ class Feedback:
         """Notes that a step has ended on this rank.
 
         Args:
-            has_failed: Returns whether it failed on another rank; it may wait for that.
+            has_failed: Returns whether its gradients are wrong; it may wait for other ranks.
         """
         self._has_failed = has_failed if self._pending else None
+
+    def drop_pending(self) -> None:
+        """Drops the errors of the last step, which has failed on all ranks."""
+        self._pending, self._has_failed = {}, None
 
     def total(self, position: Position, gradient: Tensor) -> Tensor:
         """Returns a gradient and the error of the one before it; the gradient if there is none."""

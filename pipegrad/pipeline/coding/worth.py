@@ -4,8 +4,8 @@
 
 1. The second step is measured, without codecs: [Note: times of a step].
 2. Before the next training step, all ranks meet. Each has timed the codecs on values that look like
-   those of its hops. They meet again, and time almost empty messages: a codec saves nothing of
-   that time. All ranks get all of these times.
+   those of its hops. They meet again, and time messages of that size and almost empty ones: a
+   codec saves nothing of an empty one's time. All ranks get all of these times.
 3. Each rank simulates steps: first with the codecs on every hop where encoding, sending and
    decoding takes less time than sending alone. Then it leaves out hops, the least useful first,
    where a step is as short without. So a hop that is hidden behind computing has no codec.
@@ -27,7 +27,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import ScheduleError
 from pipegrad.pipeline.coding.choice import Both, CodecChoice, Hop
 from pipegrad.pipeline.coding.coding import Codings
-from pipegrad.pipeline.coding.latency import latencies_of
+from pipegrad.pipeline.coding.latency import latency_shares
 from pipegrad.pipeline.coding.timing import Coded, time_codec
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.specs import Spec
@@ -115,16 +115,18 @@ class HopsChooser:
             "which hops codecs save time on", measure, meeting=f"{self._name}/codecs/{step}"
         )
         found = slowest(replies)
-        hops = {hop for hop, _ in found}
+        num_bytes = dict[Hop, int]()
+        for (hop, _), coded in found.items():
+            num_bytes[hop] = max(coded.value_bytes, num_bytes.get(hop, 1))
         # Ranks wait for each other's messages here. All of them are in a meeting by now.
-        empty: list[dict[Hop, float]] = met(
+        shares: list[dict[Hop, float]] = met(
             "how long empty messages take",
-            lambda: latencies_of(hops, own, self._edges, self._device),
+            lambda: latency_shares(num_bytes, own, self._edges, self._device),
             meeting=f"{self._name}/latency/{step}",
         )
         latencies = [
-            max((reply.get((hop, hop + 1), 0.0) for reply in empty), default=0.0)
-            for hop in range(len(times.hop_seconds))
+            seconds * max((reply.get((hop, hop + 1), 0.0) for reply in shares), default=0.0)
+            for hop, seconds in enumerate(times.hop_seconds)
         ]
         taken = worth_of(program.schedule, times, found, auto, latency_seconds=latencies)
         return self._codings.choice.decided(taken)

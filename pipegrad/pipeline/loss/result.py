@@ -162,11 +162,11 @@ class StepResult:
         return partial(_read_times, self._message, _METRICS + len(self._names))
 
     def failure_reader(self) -> Callable[[], bool]:
-        """Returns what reads whether a rank failed in the step.
+        """Returns what reads whether the gradients of the step are wrong: reading `loss` raises.
 
         It holds nothing else of the result. Reading waits for the sums.
         """
-        return partial(_has_failed, self._message)
+        return partial(_is_refused, self._message)
 
     def add(self, names: Sequence[str], message: Message) -> None:
         """Adds the metrics of a first step; see [Note: names of metrics]."""
@@ -175,23 +175,11 @@ class StepResult:
     def _check(self) -> None:
         """Refuses a step that failed on another rank, and numbers that cannot be."""
         # See [Note: message of a loss].
-        _, failed, number, total, squares, weight = self._message.read()[:_METRICS]
-        if failed:
+        if _has_failed(self._message):
             why = self._on_failure()
             raise StepError(f"the step failed on another rank after this one had ended it{why}")
-        if number:
-            mean = total / number
-            if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
-                raise StepError(
-                    f"loss_divisor differs between the {number:g} ranks that compute a loss or "
-                    f"gave one: the mean of theirs is {mean:g}. The gradients are wrong. Give the "
-                    f"same one on all ranks of stages that have a loss"
-                )
-        if not 0 <= weight < math.inf:
-            raise StepError(
-                f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a "
-                f"number from 0 on. The gradients are wrong"
-            )
+        if (wrong := _what_is_wrong(self._message)) is not None:
+            raise StepError(f"{wrong}. The gradients are wrong")
 
 
 def _read_times(message: Message, begin: int) -> list[float] | None:
@@ -200,3 +188,26 @@ def _read_times(message: Message, begin: int) -> list[float] | None:
 
 def _has_failed(message: Message) -> bool:
     return message.read()[1] > 0
+
+
+def _what_is_wrong(message: Message) -> str | None:
+    """Returns which numbers of the ranks cannot be; None if all can."""
+    _, _, number, total, squares, weight = message.read()[:_METRICS]
+    if number:
+        mean = total / number
+        if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
+            return (
+                f"loss_divisor differs between the {number:g} ranks that compute a loss or gave "
+                f"one: the mean of theirs is {mean:g}. Give the same one on all ranks of stages "
+                f"that have a loss"
+            )
+    if not 0 <= weight < math.inf:
+        return (
+            f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a number "
+            f"from 0 on"
+        )
+    return None
+
+
+def _is_refused(message: Message) -> bool:
+    return _has_failed(message) or _what_is_wrong(message) is not None

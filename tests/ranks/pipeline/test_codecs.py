@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, codecs, measure_costs, simulate
 from pipegrad.comm import sync_points
 from pipegrad.interop.private import storage_holders
+from pipegrad.pipeline.coding import worth
+from pipegrad.pipeline.coding.latency import latency_shares
 from pipegrad.pipeline.step import StepKind
 from pipegrad.pipeline.step_times import Layout
 from pipegrad.pipeline.transfers import ends
@@ -24,7 +26,7 @@ from pipegrad.schedules.measured import Times
 from pipegrad.simulation.auto import Auto
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
-from tests.support.pipeline.codecs import Fails, Holds, Marked, Single
+from tests.support.pipeline.codecs import Fails, Holds, Marked, RefusesOdd, Single
 
 TRIO: list[Case] = []
 trio = replies(3, TRIO)
@@ -269,6 +271,68 @@ def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right(
             words, is_right = reply["failing"][f"{method} {at}"]
             assert is_right, (method, at)
             assert (f"no {method}" in words) is (silent[method] != at), (method, at, words)
+
+
+@on(TRIO)
+def refusing_shapes() -> Any:
+    """Three steps, of which the second has values that the codec of gradients refuses."""
+    double, found = layers(torch.float64), {}
+    odd = [t.double() for t in batch(rows=(ROWS + 1) * MICROBATCHES)]
+    even = [t.double() for t in batch()]
+    for carried in ("activations", "gradients"):
+        scheduler = made({carried: RefusesOdd}, module=double[rank()])
+        words = []
+        for x, target in (even, odd, even):
+            words.append(outcome(partial(train_on, scheduler, x, target)))
+        after = bits(scheduler)
+        scheduler.close()
+        fresh = made({carried: RefusesOdd}, module=double[rank()])
+        train_on(fresh, *even)
+        found[carried] = words, after == bits(fresh)
+        fresh.close()
+    return found
+
+
+def test_a_codec_may_refuse_a_shape_of_a_later_step(trio: Replies) -> None:
+    """It was asked for the gradient when the value had perhaps left, so no rank could go on."""
+    for reply in trio:
+        for (first, second, third), is_right in reply["refusing_shapes"].values():
+            assert (first, third, is_right) == ("None", "None", True)
+            assert "no odd rows" in second
+
+
+def lossy(scheduler: Scheduler, x: Tensor, target: Tensor) -> float:
+    return float(scheduler.step(x, target=target, loss_divisor=1.0 + rank()).loss)
+
+
+@on(TRIO)
+def disagreeing() -> Any:
+    """Replicas that divide by different numbers, in a first step and in a later one."""
+    found = {}
+    expected = made("int8")
+    steps = [train(expected, seed) for seed in (0, 2)]
+    expected.close()
+    for later in (False, True):
+        scheduler = made("int8")
+        own = [train(scheduler, 0)] if later else []
+        x, target = batch(1)
+        words = outcome(partial(lossy, scheduler, x, target))
+        dropped = not bits(scheduler)
+        own += [train(scheduler, seed) for seed in ((2,) if later else (0, 2))]
+        found[later] = words, dropped, own == steps
+        scheduler.close()
+    return found
+
+
+def test_errors_of_a_step_that_ranks_refuse_are_dropped(trio: Replies) -> None:
+    """They were added to the gradients of the next step, after an error on all ranks."""
+    for reply in trio:
+        words, dropped, is_same = reply["disagreeing"][False]
+        assert "ranks disagree on loss_divisor" in words
+        assert (dropped, is_same) == (True, True)
+        words, _, is_same = reply["disagreeing"][True]
+        assert "loss_divisor differs" in words
+        assert is_same
 
 
 class FailsBackward(nn.Module):
@@ -571,11 +635,22 @@ def test_no_access_is_left_to_luck(trio: Replies) -> None:
 # Hops that are chosen.
 
 
+@contextmanager
+def measured(*times: Times) -> Iterator[None]:
+    """Gives these times to steps, of which all is that of bytes."""
+    told = {"return_value": times[0]} if len(times) == 1 else {"side_effect": times}
+    with (
+        mock.patch.object(Layout, "times", **told),
+        mock.patch.object(worth, "latency_shares", return_value={}),
+    ):
+        yield
+
+
 def chosen(spec: Any, hops: tuple[float, float], **options: Any) -> tuple[str, list[int]]:
     """Returns what was chosen by the times of a step, and the bytes that are sent then."""
     scheduler = made(spec, **options)
     times = Times((0.010,) * RANKS, (0.020,) * RANKS, hops)
-    with mock.patch.object(Layout, "times", return_value=times):
+    with measured(times):
         for seed in range(3):
             train(scheduler, seed)
     with counted() as sent:
@@ -606,7 +681,7 @@ def not_made() -> Any:
     """One rank alone cannot make the kinds of step with codecs."""
     scheduler, fresh = made("auto"), made("int8")
     times = Times((0.010,) * RANKS, (0.020,) * RANKS, (0.5, 0.5))
-    with mock.patch.object(Layout, "times", return_value=times):
+    with measured(times):
         plain = [train(scheduler) for _ in range(2)]
         error = MemoryError("too large")
         method = mock.Mock(side_effect=error) if rank() == 1 else StepKind.with_schedule
@@ -651,10 +726,7 @@ def remeasured() -> Any:
 
     slow = Times((0.010,) * RANKS, (0.020,) * RANKS, (0.5, 0.5))
     fast = Times((0.010,) * RANKS, (0.020,) * RANKS, (0.1, 0.1))
-    with (
-        mock.patch.object(Layout, "times", side_effect=[slow, fast]),
-        mock.patch.object(Auto, "planned", noted),
-    ):
+    with measured(slow, fast), mock.patch.object(Auto, "planned", noted):
         for seed in range(4):
             train(scheduler, seed)
     scheduler.close()
@@ -666,6 +738,24 @@ def test_a_measured_schedule_is_made_of_a_step_with_the_codecs(trio: Replies) ->
     both = "activations int8, gradients int8"
     for reply in trio:
         assert reply["remeasured"] == [(f"0-1: {both}; 1-2: {both}", True)]
+
+
+@on(TRIO)
+def shares() -> Any:
+    scheduler = made(None)
+    train(scheduler)
+    edges = scheduler._context.edges
+    sizes = {(0, 1): 2**20, (1, 2): 8}
+    found = latency_shares(sizes, rank(), edges, torch.device("cpu"))
+    train(scheduler)
+    scheduler.close()
+    return found
+
+
+def test_the_lower_rank_of_a_hop_times_its_messages(trio: Replies) -> None:
+    found = [reply["shares"] for reply in trio]
+    assert [sorted(each) for each in found] == [[(0, 1)], [(1, 2)], []]
+    assert all(0 < share <= 1 for each in found for share in each.values())
 
 
 def test_codecs_are_chosen_for_the_hops_where_they_save_time(trio: Replies) -> None:

@@ -54,6 +54,15 @@ class Fails(Single):
             raise ValueError(f"no {method}")
 
 
+class RefusesOdd(Single):
+    """Raises for values of an odd number of rows."""
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        if shape[0] % 2:
+            raise ValueError("no odd rows")
+        return super().nbytes(shape, dtype)
+
+
 class Holds(Single):
     """Keeps views of messages, which it must not, and a copy of each.
 
