@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
@@ -114,6 +114,11 @@ class Failed(NamedTuple):
     doing: tuple[str, ...]
     details: Details
     drawing: Drawing | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An error goes to other processes, for example from a rank of a test. Its drawing is a
+        # function of objects that stay here.
+        return Failed, (self.doing, self.details, None)
 
 
 def _note_failed(stack: list[Activity], error: object) -> None:
