@@ -144,6 +144,9 @@ class Meetings:
             ValueError: If it is not such a state, or was saved with another outer step.
         """
         self.begin()
+        # If another rank refuses its state, this rank begins anew too, and must count as the others
+        # do: by this number ranks decide whether to compare copies.
+        self.number = 0
         if self._outer is None or not state:
             return
         # With another `every` the run would not end with a meeting, because its steps before count.
@@ -208,7 +211,9 @@ class Meetings:
     def _step(self, index: int, gradient: Tensor, outer: OuterStep) -> None:
         """Moves an anchor as `torch.optim.SGD` with ``nesterov=True`` does."""
         if outer.momentum:
-            momentum = self._momenta.setdefault(index, torch.zeros_like(gradient))
+            if index not in self._momenta:
+                self._momenta[index] = torch.zeros_like(gradient)
+            momentum = self._momenta[index]
             momentum.mul_(outer.momentum).add_(gradient)
             gradient.add_(momentum, alpha=outer.momentum)
         self._anchors[index].add_(gradient, alpha=-outer.lr)

@@ -407,6 +407,32 @@ def test_a_state_that_is_refused_leaves_equal_replicas() -> None:
 
 
 @case
+def steps_after_a_state_that_one_rank_lacks() -> Any:
+    scheduler, optimizer = made(Run(every=2))
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            compute(scheduler, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(2)
+    state = copy.deepcopy(scheduler.sync.state_dict())
+    said = outcome(lambda: scheduler.sync.load_state_dict(state if dist.get_rank() else {}))
+    train(4)
+    found = said, scheduler.sync.statistics().meetings, are_equal(scheduler)
+    scheduler.close()
+    return found
+
+
+def test_replicas_go_on_after_a_state_that_one_rank_lacks() -> None:
+    """They counted their meetings differently, and one of them compared copies alone."""
+    for said, meetings, equal in of(steps_after_a_state_that_one_rank_lacks):
+        assert "ranks disagree on what handler 'diloco' goes on from" in said
+        assert (meetings, equal) == (2, True)
+
+
+@case
 def a_copy_that_changes_between_meetings() -> Any:
     found: list[Any] = []
     for repair in (False, True):
