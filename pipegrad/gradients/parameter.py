@@ -289,6 +289,17 @@ class LiveParameter:
             assert self.buffer is not None
             self._accessor.write(self.live, self.buffer.adopt(self.record.key, gradient))
 
+    def keep_apart(self, taken: set[int]) -> None:
+        """Copies a new gradient if its memory is taken; adds its memory to `taken`, by address."""
+        gradient = self.gradient
+        # A gradient that was there before the step is where the user wants it.
+        if gradient is None or gradient.layout != torch.strided or self._began_with_gradient:
+            return
+        if gradient.untyped_storage().data_ptr() in taken:
+            gradient = gradient.clone()
+            self._accessor.write(self.live, gradient)
+        taken.add(gradient.untyped_storage().data_ptr())
+
     def claim(self) -> torch.Tensor | None:
         """Returns memory for a caller that writes the first gradient; None if it may not.
 

@@ -213,6 +213,12 @@ class Step:
                 )
             self._finalize_for(stage, parameter)
 
+    def adopt(self, stage: int) -> None:
+        """Moves gradients of a stage that were made without autograd into their slots."""
+        for parameter in self._by_stage[stage] if self.is_open else ():
+            if not parameter.final:
+                parameter.adopt()
+
     def claim(self, tensor: nn.Parameter) -> torch.Tensor | None:
         """Returns memory for the first gradient of a parameter; None if it may not be written."""
         parameter = self._by_id.get(id(tensor))
@@ -279,13 +285,24 @@ class Step:
         # once, whoever holds its gradients.
         rank, buffers = self._plan.rank, self._reducer.buffers.values()
         results = [b.payload for b in buffers if has_result(b.bucket.route, rank)]
+        self._part_unreduced()
         unreduced = [p.gradient for p in self._parameters.values() if p.buffer is None]
         divide_([*results, *(g for g in unreduced if g is not None)], divisor)
+
+    def _part_unreduced(self) -> None:
+        """Copies gradients that nobody reduces and that share memory, before each is divided."""
+        # Autograd may give two parameters, such as the terms of a sum, views of one gradient.
+        taken = set[int]()
+        for parameter in self._parameters.values():
+            if parameter.buffer is None:
+                parameter.keep_apart(taken)
 
     def _put_in_place(self, exposed_seconds: float) -> None:
         """Step 7 of the journey of a gradient, after the wait."""
         parameters = self._parameters.values()
         early = sum(parameter.left_early for parameter in parameters)
+        if any(p.buffer is None and p.pending_divisor != 1 for p in parameters):
+            self._part_unreduced()
         copies = sum(parameter.finish() for parameter in parameters)
         for buffer in self._reducer.buffers.values():
             buffer.end_step()

@@ -223,6 +223,16 @@ class GradientSync:
         """
         return self._step.claim(parameter)
 
+    def adopt(self, stage: int) -> None:
+        """Moves gradients of `stage` that somebody has set without autograd into their slots.
+
+        For whoever sets ``parameter.grad`` and calls no hooks. Call it before anything is added to
+        these gradients: two of them may be views of one tensor, as two terms of a sum are.
+
+        Sync: writes on the current stream, which must be the one that made the gradients.
+        """
+        self._step.adopt(stage)
+
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
         """Marks all parameters of `stage` as final; launches complete buckets, in order.

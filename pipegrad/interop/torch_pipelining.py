@@ -188,6 +188,15 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
             sync.stage_last_backward(index)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
 
+    weights = stage.backward_weight_one_chunk
+
+    @functools.wraps(weights)
+    def adopted_weights(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
+        # torch sets the first gradients of weights itself, and no hook sees them.
+        weights(*args, **kwargs)
+        if stage.has_backward and not sync.is_closed:
+            sync.adopt(index)
+
     forward, reduce = stage.forward_one_chunk, getattr(stage, "perform_reduce_grad", None)
 
     @functools.wraps(forward)
@@ -209,6 +218,7 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
     methods: dict[str, Callable[..., object]] = {
         "forward_one_chunk": awaited_forward,
         "backward_one_chunk": watched_backward,
+        "backward_weight_one_chunk": adopted_weights,
         "perform_reduce_grad": final,
         "scale_grads": final,
     }

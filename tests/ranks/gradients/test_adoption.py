@@ -127,6 +127,47 @@ def test_no_gradient_is_zeroed_and_each_is_written_once(
 ON_ACCUMULATED = Step._on_accumulated
 
 
+class Sum(nn.Module):
+    """The gradients of its parameters are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 4)), nn.Parameter(torch.ones(4, 2))
+        self.ones = torch.ones(8)
+
+    def forward(self) -> torch.Tensor:
+        return ((self.a.view(-1) + self.b.view(-1)) * self.ones).sum()
+
+
+def views() -> list[list[float]]:
+    """Divides gradients that nobody reduces, when the step begins and when it ends."""
+    module, found = Sum(), list[list[float]]()
+    sync = GradientSync({rank(): module}, Topology.create(pipeline=2), handlers=[])
+    flat = torch.zeros(16)
+    for at_end in (False, True):
+        module.zero_grad()
+        sync.prepare(divisor=None if at_end else 2)
+        module().backward()
+        sync.stage_final(rank())
+        sync.finish(divisor=torch.tensor(2.0) if at_end else None)
+        found.append([g.unique().item() for g in (module.a.grad, module.b.grad) if g is not None])
+    # The user's own memory stays.
+    flat.zero_()
+    module.a.grad, module.b.grad = flat[:8].view(2, 4), flat[8:].view(4, 2)
+    sync.prepare(divisor=2)
+    module().backward()
+    sync.stage_final(rank())
+    sync.finish()
+    found.append(flat.unique().tolist())
+    sync.close()
+    return found
+
+
+def test_views_of_one_gradient_are_divided_once() -> None:
+    for found in run_ranks(views, 2):
+        assert found == [[0.5, 0.5], [0.5, 0.5], [0.5]]
+
+
 def calls() -> dict[str, Any]:
     """Returns calls of hooks in a step of four backwards, and gradients; on every rank."""
     found: dict[str, Any] = {}

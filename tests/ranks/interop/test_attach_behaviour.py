@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.pipelining.schedules import ScheduleGPipe, _ScheduleForwardOnly
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    _ScheduleForwardOnly,
+)
 
 from pipegrad import Topology, attach
 from pipegrad.testing import run_ranks
 from tests.support.pipeline.pipelines import Case, Cut, TorchSchedule
+from tests.support.pipeline.schedulers import error
 from tests.support.pipeline.training import CountingData, CountingShared, launches
+from tests.support.rounding import rounding
 
 HANDLERS = (CountingShared, CountingData)
 
@@ -89,12 +97,49 @@ def differences(topology: Topology, *, fp32_gradients: bool) -> dict[str, Any]:
     }
 
 
+class Table(nn.Module):
+    """The gradients of its parameters are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.a.view(-1) + self.b.view(-1))
+
+
+def views() -> dict[str, float]:
+    """Compares gradients of such parameters with those of one process, for each schedule."""
+    topology = Topology.create(pipeline=2)
+    own, group = topology.coordinate("pp"), topology.group_along("pp")
+    found = {}
+    for kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        torch.manual_seed(0)
+        modules = [Table() for _ in range(4)]
+        x, target = torch.randn(2, 8, 8)
+        stages: list[Any] = [
+            PipelineStage(modules[index], index, 4, torch.device("cpu"), group=group)
+            for index in (own, own + 2)
+        ]
+        schedule = kind(stages, 4, nn.functional.mse_loss)
+        sync = attach(schedule, topology=topology, handlers=["data-parallel"])
+        schedule.step(*([] if own else [x]), target=target if own else None)
+        loss = nn.functional.mse_loss(nn.Sequential(*modules)(x), target)
+        parameters = [p for module in modules for p in module.parameters()]
+        true = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        held = [p for index in (own, own + 2) for p in modules[index].parameters()]
+        found[kind.__name__] = max(error(p.grad, true[p]) for p in held)
+        sync.close()
+    return found
+
+
 def behaviours() -> dict[str, Any]:
     topology = Topology.create(pipeline=2)
     return {
         "forward only": forward_only(topology),
         "fp32 wire": differences(topology, fp32_gradients=False),
         "fp32 gradients": differences(topology, fp32_gradients=True),
+        "views": views(),
     }
 
 
@@ -107,6 +152,15 @@ def test_schedules_without_a_loss_are_left_alone(ranks: list[dict[str, Any]]) ->
     for rank in ranks:
         assert len(rank["forward only"]) == 4
         assert all(rank["forward only"].values())
+
+
+def test_gradients_that_are_views_of_one_tensor_are_summed_apart(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """torch's split backward sets gradients itself: both parameters had the sum of both."""
+    for rank in ranks:
+        for name, found in rank["views"].items():
+            assert found <= rounding(64), name
 
 
 def test_reduce_dtype_sums_bf16_gradients_in_fp32_and_rounds_once(
