@@ -11,6 +11,7 @@ from pipegrad.reduce.bucket_buffer import BucketBuffer
 
 _MAX_LEAVING = 2  # buckets whose parts are not taken yet, before new memory waits for theirs
 _PATIENCE_SECONDS = 1.0  # in each step, for that
+_LEAST_PATIENCE_SECONDS = 1e-3
 _DEVICE_POLL_SECONDS = 5e-5
 
 
@@ -25,14 +26,24 @@ class Room:
     def __init__(self, buffers: Mapping[int, BucketBuffer], *, is_patient: bool) -> None:
         self._buffers = buffers
         self._is_patient = is_patient
-        self._patience_seconds = 0.0
+        self._allowed_seconds = _PATIENCE_SECONDS
+        self._patience_seconds = _PATIENCE_SECONDS  # what is left of it in this step
         self._leaving: dict[int, Ticket] = {}
         self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Starts a step, in which no bucket was launched."""
         self._leaving.clear()
-        self._patience_seconds = _PATIENCE_SECONDS if self._is_patient else 0.0
+        if not self._is_patient:
+            self._patience_seconds = 0.0
+            return
+        # Where a wait was in vain, the next step is most likely to wait in vain, too. So it waits
+        # for half as long, and longer again when waits have ended in time.
+        if self._patience_seconds <= 0:
+            self._allowed_seconds = max(self._allowed_seconds / 2, _LEAST_PATIENCE_SECONDS)
+        else:
+            self._allowed_seconds = min(2 * self._allowed_seconds, _PATIENCE_SECONDS)
+        self._patience_seconds = self._allowed_seconds
 
     def launched(self, bucket: int, ticket: Ticket) -> None:
         """Notes a reduction after which the memory of a bucket may go.
