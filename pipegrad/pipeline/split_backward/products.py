@@ -137,7 +137,7 @@ def accumulate(products: Sequence[WeightProduct], claim: Claim = _nothing) -> No
                 added[id(parameter)] = parameter
         for parameter in added.values():
             if hooks := parameter._post_accumulate_grad_hooks:
-                for hook in hooks.values():
+                for hook in list(hooks.values()):  # one may remove itself, or add another
                     hook(parameter)
         if by_edge:
             # Microbatches may share nodes, such as casts that autocast keeps. So the graph stays.

@@ -329,6 +329,24 @@ def test_an_error_of_a_weights_hook_comes_out_later(name: str, x: Tensor, *, pre
         compute(waiting)
 
 
+def test_a_weights_hook_may_remove_itself_and_add_another(x: Tensor) -> None:
+    """The hooks were iterated over while they changed, and the backward failed."""
+    layer, calls = linear(), list[str]()
+
+    def once(_: Tensor) -> None:
+        handle.remove()
+        layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append("later"))
+        calls.append("once")
+
+    handle = layer.weight.register_post_accumulate_grad_hook(once)
+    layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append("always"))
+    preset_gradients(layer)
+    for _ in range(2):
+        marked = marked_of(layer)
+        compute(inputs_of(layer(x), x, marked=marked))
+    assert calls == ["once", "always", "always", "later"]
+
+
 def test_a_gradient_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
     y, gradient = linear()(x), torch.ones(4, WIDTH, dtype=torch.float64)
     waiting = backward_inputs([y], [gradient], {id(p) for p in linear().parameters()})
