@@ -109,8 +109,12 @@ class GradientOptions:
             )
         for name in ("reduce_dtype", "sum_dtype", "master_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not getattr(dtype, "is_floating_point", False):
-                raise PlanError(f"{name} is {dtype!r}, expected one of floats or None")
+            # torch adds no numbers of eight bits.
+            is_float = getattr(dtype, "is_floating_point", False) and dtype.itemsize > 1
+            if dtype is not None and not is_float:
+                raise PlanError(
+                    f"{name} is {dtype!r}, expected one of floats of at least 16 bits, or None"
+                )
         for name in ("stage_ticks", "shared_ticks"):
             ticks = getattr(self, name)
             if ticks is not None and len(ticks) != topology.num_stages:
