@@ -140,7 +140,9 @@ def dtypes() -> Any:
 def test_a_stored_dtype_that_is_none_is_refused(
     two: list[dict[str, Any]], case: int, shown: str
 ) -> None:
-    expected = f"PlanError: master_dtype is {shown}, expected one of floats or None"
+    expected = (
+        f"PlanError: master_dtype is {shown}, expected one of floats of at least 16 bits, or None"
+    )
     assert [reply["dtypes"][case] for reply in two] == [expected] * 2
 
 
