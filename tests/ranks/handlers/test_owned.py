@@ -416,9 +416,9 @@ def test_master_copies_are_on_the_owners() -> None:
 def test_a_tied_embedding_is_no_matrix(owner: bool) -> None:
     """Stages, microbatches and replicas are added in another order than in one process.
 
-    So gradients differ by a rounding. Muon rounds them to bfloat16: what lies near the middle of two
-    of its numbers goes up here and down there, and a step differs by an eps of bfloat16. Whitened
-    computes in float32.
+    So gradients differ by a rounding. Muon rounds them to bfloat16: what lies near the middle of
+    two of its numbers goes up here and down there, and a step differs by an eps of bfloat16.
+    Whitened computes in float32.
     """
     shared = {"name": "pipeline-shared", "placement": "owner" if owner else "replicate"}
     expected = one_process("Whitened", of_replicas(1, 1), tied=True)
@@ -429,7 +429,7 @@ def test_a_tied_embedding_is_no_matrix(owner: bool) -> None:
 
 
 def test_muon_beside_a_tied_embedding_has_the_bits_of_one_process() -> None:
-    """Each replica has one microbatch, and the owner of the tie adds two terms, then replicas do."""
+    """A replica has one microbatch. The owner of the tie adds two terms, and then replicas do."""
     shared = {"name": "pipeline-shared", "placement": "owner"}
     options = {"tied": True, "num_microbatches": 1}
     expected = one_process("Muon", of_replicas(2, 1), tied=True)
