@@ -94,8 +94,8 @@ class Part:
             if self.steps != "others":
                 raise
             raise PlanError(
-                f"{error}. {kind.__name__} is given as others, which step shards here: give one of "
-                f"these there"
+                f"{error}. {kind.__name__} is given as others, which step shards here: give one "
+                f"that looks at no whole parameter"
             ) from None
 
 
