@@ -121,15 +121,19 @@ def _see_stage(
         is_flat: Whether FSDP1 has wrapped it.
     """
     names: dict[int, str] = {}
+    owners: dict[int, nn.Module] = {}  # the module of the first name
     for location, full_name, parameter in named({stage: module}):
+        owner = unwrapped(module).get_submodule(full_name.rpartition(".")[0])
         # A parameter that a stage holds under several names is one entry with aliases.
         if id(parameter) in names:
             first = seen.entries[stage, names[id(parameter)]]
-            aliases = (*first.aliases, location[1])
-            seen.entries[stage, first.name] = replace(first, aliases=aliases)
+            seen.entries[stage, first.name] = replace(
+                first,
+                aliases=(*first.aliases, location[1]),
+                tied_in_stage=first.tied_in_stage or owner is not owners[id(parameter)],
+            )
             continue
-        names[id(parameter)] = location[1]
-        owner = unwrapped(module).get_submodule(full_name.rpartition(".")[0])
+        names[id(parameter)], owners[id(parameter)] = location[1], owner
         entry = _entry(location[1], parameter, accessor)
         seen.entries[location] = replace(entry, kind=type(owner).__name__)
         seen.objects.setdefault(id(parameter), []).append(location)

@@ -18,6 +18,9 @@ from pipegrad.topology import Topology
 class ParameterEntry:
     """One parameter as one stage holds it; `aliases` are its other names in that stage.
 
+    `tied_in_stage` is True if several modules of the stage hold it. A module with several names is
+    one module.
+
     A DTensor has a `layout`. Its shape here is that of the whole tensor, and after the agreement
     that of the largest local shard.
     """
@@ -31,6 +34,7 @@ class ParameterEntry:
     requires_grad: bool
     layout: Layout | None = None
     kind: str = field(default="", compare=False)
+    tied_in_stage: bool = False
 
     def __str__(self) -> str:
         trained = "trained" if self.requires_grad else "frozen"
@@ -164,5 +168,7 @@ class Manifest:
                 holders=tuple(stage for stage, _ in homes),
                 position=position[homes[0]],
                 kind=self._entries[homes[0]].kind,
+                aliases=entry.aliases,
+                tied_in_stage=any(self._entries[home].tied_in_stage for home in homes),
             )
         return records

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,21 @@ from pipegrad.errors import PlanError
 from pipegrad.optimizer.main_params import refuse_unless_elementwise
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
+
+Steps = Literal["everything", "matrices", "others"]
+
+# What to do if Muon gets a parameter that has not two dimensions.
+_ADVICE: dict[Steps, str] = {
+    "everything": "let another optimizer step what is no matrix, others=torch.optim.AdamW",
+    "matrices": (
+        "name it in the option 'others' of the handler 'owned', beside embeddings and heads; "
+        "'data-parallel' has no such option, so use 'owned' instead of it"
+    ),
+    "others": (
+        "Muon is given as others, which step what is no matrix; give torch.optim.AdamW there, and "
+        "Muon as the first optimizer"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -23,11 +38,13 @@ class Part:
         kind: Takes parameter groups and `options`.
         options: For `kind`.
         records: Its parameters, of all ranks.
+        steps: What they are. ``"matrices"`` and ``"others"`` are parts of one optimizer.
     """
 
     kind: Callable[..., torch.optim.Optimizer]
     options: Mapping[str, Any]
     records: Sequence[ParameterRecord]
+    steps: Steps = "everything"
 
     def __str__(self) -> str:
         return f"{written(self.kind)} with {written(self.options)}"
@@ -66,12 +83,20 @@ class Part:
         other = next((record for record in self.records if len(record.shape) != 2), None)
         if issubclass(kind, torch.optim.Muon) and other is not None:
             raise PlanError(
-                f"Muon steps matrices of two dimensions, but {other.key!r} is {other.shape}: let "
-                f"another optimizer step what is no matrix, others=torch.optim.AdamW; name "
-                f"further parameters for it in the option 'others' of the handler 'owned'"
+                f"Muon steps matrices of two dimensions, but {other.key!r} is {other.shape}: "
+                f"{_ADVICE[self.steps]}"
             )
-        if any(record.key in sharded for record in self.records):
+        if not any(record.key in sharded for record in self.records):
+            return
+        try:
             refuse_unless_elementwise(kind)
+        except PlanError as error:
+            if self.steps != "others":
+                raise
+            raise PlanError(
+                f"{error}. {kind.__name__} is given as others, which step shards here: give one "
+                f"that looks at no whole parameter"
+            ) from None
 
 
 def parts_of(
@@ -114,5 +139,8 @@ def parts_of(
             f"others={written(others)} steps what is no matrix, and no parameter is one, of "
             f"{records[0].key!r} and {len(records) - 1} more: leave others out"
         )
-    parts = [Part(kind, options, of_kind), Part(others, {}, of_others)]
+    parts = [
+        Part(kind, options, of_kind, steps="matrices"),
+        Part(others, {}, of_others, steps="others"),
+    ]
     return [part for part in parts if part.records]

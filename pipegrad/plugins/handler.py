@@ -104,7 +104,11 @@ class ParameterRecord:
         requires_grad: Whether it is trained. Other parameters are never reduced.
         holders: All stages that hold it, ascending.
         position: Index in the order of ``named_parameters`` of the lowest holder.
-        kind: Class name of the module at the lowest holder that has it, such as ``"Embedding"``.
+        kind: Class name of the module at the lowest holder that has it, such as ``"Embedding"``. If
+            several modules there have it, that of the first one.
+        aliases: Its other names in the module of `stage`.
+        tied_in_stage: Whether several modules of one stage hold it. A module with several names is
+            one module.
     """
 
     key: str
@@ -116,6 +120,8 @@ class ParameterRecord:
     holders: tuple[int, ...]
     position: int
     kind: str = ""
+    aliases: tuple[str, ...] = ()
+    tied_in_stage: bool = False
 
     @property
     def shared(self) -> bool:
@@ -131,16 +137,20 @@ class ParameterRecord:
         """Whether an optimizer such as Muon should step it: not a vector, an embedding, or a head.
 
         It has two dimensions or more of more than one element. The class of its module is not
-        called an embedding, as ``nn.Embedding`` is. No other stage holds it, as a tied head.
+        called an embedding, as ``nn.Embedding`` is. No other module holds it, as a tied head does.
 
         Args:
-            others: Shell-style patterns of names that are none, case-sensitive.
+            others: Shell-style patterns of names that are none, case-sensitive. They are compared
+                with all of its names.
         """
-        names = (self.name, self.key.partition(".")[2])
+        # A cut decides whether two holders are in one stage, and the order of registration decides
+        # which of them has the first name. Neither may change what an optimizer steps.
+        names = (self.name, self.key.partition(".")[2], *self.aliases)
         return (
             sum(size > 1 for size in self.shape) > 1
             and "Embedding" not in self.kind
             and not self.shared
+            and not self.tied_in_stage
             and not any(fnmatchcase(name, pattern) for name in names for pattern in others)
         )
 

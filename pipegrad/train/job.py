@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.errors import ConfigError, PlanError, TopologyError, in_words
+from pipegrad.errors import ConfigError, TopologyError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
 from pipegrad.optimizer.parts import Part, parts_of
@@ -259,12 +259,14 @@ class Job:
 
     def check_optimizer(self, manifest: Manifest, plans: Iterable[Plan]) -> None:
         """Refuses an optimizer that cannot step these parameters, or shards of them."""
-        try:
-            for plan in plans:
-                for part in self.optimizer_parts(manifest, plan):
-                    part.check(part.kind, plan.sharded)
-        except PlanError as error:
-            self.config.refuse("optimizer.name", str(error), cause=error)
+        trained = any(record.requires_grad for record in manifest.parameters)
+        has_others = trained and self.config.optimizer.others is not None
+        for plan in plans:
+            # With others, the error says that the model has no matrix.
+            key = "optimizer.others" if has_others else "optimizer.name"
+            for part in self._refusing(key, self.optimizer_parts, manifest, plan):
+                key = "optimizer.others.name" if part.steps == "others" else "optimizer.name"
+                self._refusing(key, part.check, part.kind, plan.sharded)
 
     def optimizer_parts(self, manifest: Manifest, plan: Plan) -> list[Part]:
         """Returns which optimizer steps which parameters of all ranks.

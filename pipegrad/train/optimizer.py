@@ -14,10 +14,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from pipegrad.optimizer.joined_optimizer import JoinedOptimizer
+from pipegrad.optimizer.joined_optimizer import JoinedOptimizer, parts_in
 from pipegrad.plugins.options import closest_first, complaints_of
 from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate, Named
+
+KEYS_OF_PARTS = ("optimizer", "optimizer.others")
+"""The configuration's keys of the parts of an optimizer, in their order."""
 
 
 def make_optimizer(
@@ -37,12 +40,17 @@ def make_optimizer(
     kind, others = kinds(config)
     names = choice.name if choice.others is None else f"{choice.name} with {choice.others.name}"
     beside = {} if others is None else {"others": others}
+    return _made(config, "optimizer", names, partial(make, kind, **beside, **choice.options))
+
+
+def _made(
+    config: Config, key: str, names: str, make: Callable[[], torch.optim.Optimizer]
+) -> torch.optim.Optimizer:
     # torch checks values of options itself, with many kinds of errors.
     try:
-        optimizer = make(kind, **beside, **choice.options)
+        return make()
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        config.refuse("optimizer", f"{names} will not take that: {error}", cause=error)
-    return optimizer
+        config.refuse(key, f"{names} will not take that: {error}", cause=error)
 
 
 def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | None]:
@@ -87,7 +95,12 @@ def _kind(config: Config, key: str, choice: Named) -> type:
 def probe_optimizer(
     config: Config, *, size: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Returns the optimizer of small matrices, and these matrices: one for each of its parts."""
+    """Returns the optimizer of small matrices, and these matrices: one for each of its parts.
+
+    Raises:
+        ConfigError: As `make_optimizer`. It names the part that does not take its options.
+    """
+    choice, (kind, others) = config.optimizer, kinds(config)
     probes: list[nn.Parameter] = []
 
     def probe() -> list[nn.Parameter]:
@@ -95,25 +108,25 @@ def probe_optimizer(
         probes[-1].grad = torch.ones_like(probes[-1])
         return probes[-1:]
 
-    def make(
-        kind: type, *, others: Callable[..., torch.optim.Optimizer] | None = None, **options: object
-    ) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = kind(probe(), **options)
-        return optimizer if others is None else JoinedOptimizer([optimizer, others(probe())])
-
-    return make_optimizer(config, make), probes
+    of_kind = partial(kind, probe(), **choice.options)
+    optimizer = _made(config, "optimizer", choice.name, of_kind)
+    if others is not None and choice.others is not None:
+        of_others = _made(config, "optimizer.others", choice.others.name, partial(others, probe()))
+        optimizer = JoinedOptimizer([optimizer, of_others])
+    return optimizer, probes
 
 
 def make_first_step(config: Config, optimizer: torch.optim.Optimizer) -> None:
     """Makes the first step of `probe_optimizer`.
 
     Raises:
-        ConfigError: If torch has accepted options and fails with them now.
+        ConfigError: If torch has accepted options and fails with them now. It names the part.
     """
-    try:
-        optimizer.step()
-    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        config.refuse("optimizer", f"its first step fails: {error!r}", cause=error)
+    for key, part in zip(KEYS_OF_PARTS, parts_in(optimizer), strict=False):
+        try:
+            part.step()
+        except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+            config.refuse(key, f"its first step fails: {error!r}", cause=error)
 
 
 def state_numels(config: Config) -> list[int]:

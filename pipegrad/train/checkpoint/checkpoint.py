@@ -41,6 +41,7 @@ from pipegrad.train.checkpoint.random_states import RandomStates
 from pipegrad.train.checkpoint.shards import Shard
 from pipegrad.train.checkpoint.validate import check_names
 from pipegrad.train.config import Config
+from pipegrad.train.optimizer import KEYS_OF_PARTS
 
 
 class TrainingState:
@@ -204,26 +205,28 @@ class TrainingState:
                 saved_names.setdefault(name, set()).add(_state_name(key))
         self._check_state(config, metadata)
         for name, names in saved_names.items():
-            parameter, expected = self._parameters[name], self._expected_names(name, own_names)
-            if parameter.ndim == 2 and parameter.requires_grad and expected not in (None, names):
+            parameter, part = self._parameters[name], self._part_that_steps(name)
+            if parameter.ndim != 2 or not parameter.requires_grad or part is None:
+                continue
+            if names != own_names[part]:
                 config.refuse(
-                    "optimizer",
-                    f"it keeps {sorted(expected or ())} of {name!r}, but the optimizer of the "
+                    KEYS_OF_PARTS[part],
+                    f"it keeps {sorted(own_names[part])} of {name!r}, but the optimizer of the "
                     f"checkpoint kept {sorted(names)}: choose the same",
                 )
 
-    def _expected_names(self, name: str, own_names: Sequence[set[str]]) -> set[str] | None:
-        """Returns the state that the optimizer keeps of a matrix; None if that is not known here.
+    def _part_that_steps(self, name: str) -> int | None:
+        """Returns the index of the optimizer's part that steps a matrix; None if not known here.
 
         If the optimizer is made of several, only the rank that steps a matrix knows which has it.
         """
         parts, main = parts_in(self._optimizer), self._main_parameters.get(name)
         if len(parts) == 1:
-            return own_names[0]
-        for part, names in zip(parts, own_names, strict=True):
+            return 0
+        for index, part in enumerate(parts):
             tensors = (tensor for group in part.param_groups for tensor in group["params"])
             if main is not None and any(tensor is main.tensor for tensor in tensors):
-                return names
+                return index
         return None
 
     def _check_state(self, config: Config, metadata: Metadata) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ OTHERS = [
     record("lm_head.weight", 9, 3),
     record("model.head.weight", 9, 3),
     record("tied", 9, 3, holders=(0, 3)),
+    dataclasses.replace(record("tied", 9, 3), tied_in_stage=True),
+    dataclasses.replace(record("last", 9, 3), aliases=("lm_head.weight",)),
 ]
 
 
@@ -436,6 +439,83 @@ def test_muon_beside_a_tied_embedding_has_the_bits_of_one_process() -> None:
     for reply in run_ranks(train, 4, 2, "Muon", [shared, "owned"], 1e9, options):
         for name, weight in reply.weights.items():
             assert torch.equal(weight, expected[name]), name
+
+
+class Table(nn.Module):
+    """A lookup table whose class is not called an embedding, nor is its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(VOCAB, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.table)
+
+
+class HeadFirst(nn.Module):
+    """Its head is registered before the embedding that has the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.first = nn.Embedding(VOCAB, WIDTH)
+        self.between = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(tokens)))  # type: ignore[no-any-return]
+
+
+def with_table() -> nn.Sequential:
+    table, last = Table(), nn.Linear(WIDTH, VOCAB, bias=False)
+    last.weight = table.table
+    return nn.Sequential(table, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last)
+
+
+def with_head_first() -> nn.Sequential:
+    return nn.Sequential(HeadFirst())
+
+
+def names_of_muon(
+    make: Callable[[], nn.Sequential],
+    pipeline: int,
+    handler: str,
+    saved: dict[str, Any] | None = None,
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the names of what Muon steps, and the optimizer's state; loads `saved` before."""
+    torch.manual_seed(3)
+    topology = Topology.create(pipeline=pipeline)
+    scheduler = Scheduler(
+        cut(make(), pipeline),
+        topology,
+        schedule="1f1b",
+        num_microbatches=2,
+        loss_fn=loss_of,
+        handlers=["pipeline-shared", handler],
+    )
+    optimizer = scheduler.optimizer(torch.optim.Muon, others=torch.optim.AdamW)
+    state = optimizer.state_dict()
+    if saved is not None:
+        optimizer.load_state_dict(saved)
+    scheduler.close()
+    return state["param_groups"][0]["params"], state
+
+
+@pytest.mark.parametrize("handler", ["owned", "data-parallel"])
+def test_a_tied_table_is_no_matrix_in_any_cut(handler: str) -> None:
+    """Muon stepped it where one stage held all of it, and AdamW where two stages did.
+
+    So training differed with the cut, and the checkpoint of a cut did not fit the other.
+    """
+    [(in_one, saved), _] = run_ranks(names_of_muon, 2, with_table, 1, handler)
+    for in_two, _ in run_ranks(names_of_muon, 2, with_table, 2, handler, saved):
+        assert in_two == in_one == ["1.weight", "2.weight"]
+
+
+@pytest.mark.parametrize("handler", ["owned", "data-parallel"])
+def test_an_embedding_is_no_matrix_if_its_head_is_registered_first(handler: str) -> None:
+    for names, _ in run_ranks(names_of_muon, 2, with_head_first, 1, handler):
+        assert names == ["0.between.weight"]
 
 
 # Mistakes.

@@ -98,6 +98,8 @@ def histories(folder: str) -> dict[str, Any]:
         "over": [steady, "train.steps=3"],
         "another optimizer": [steady, "optimizer={name='SGD', momentum=0.9}"],
         "others alone": [*MUON, "train.resume='muon half'", "optimizer={name='AdamW'}"],
+        "other others": [*MUON, "train.resume='muon half'", "optimizer.others={name='SGD'}"],
+        "others for matrices": [*MUON, "train.resume='muon half'", "optimizer.name='SGD'"],
     }.items():
         try:
             trained(settings, 6)
@@ -178,6 +180,8 @@ def test_what_was_stored_coarser_goes_on_finer(replies: list[dict[str, Any]]) ->
         ("wider", "it is of another model: '0.weight' is (256, 9) here and (256, 8) there"),
         ("another optimizer", "but the optimizer of the checkpoint kept ['exp_avg', 'exp_avg_sq'"),
         ("others alone", "but the optimizer of the checkpoint kept ['momentum_buffer']: choose"),
+        ("other others", "optimizer.others = 'SGD': it keeps [] of '0.weight', but the"),
+        ("others for matrices", "optimizer = {'name': 'SGD', 'lr': 0.01}: it keeps [] of '"),
         ("nowhere", "train.resume = 'nowhere': there is no such folder, seen from the"),
         ("over", "train.steps = 3: the checkpoint is of step 3: nothing is left to do"),
     ],

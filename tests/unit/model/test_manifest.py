@@ -58,6 +58,24 @@ def entry(name: str, *shape: int, aliases: tuple[str, ...] = ()) -> ParameterEnt
     )
 
 
+class Table(nn.Module):
+    """A lookup table whose class is not called an embedding."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table = table
+
+
+def linear(weight: nn.Parameter) -> nn.Linear:
+    made = nn.Linear(3, 4, bias=False)
+    made.weight = weight
+    return made
+
+
+def matrices(manifest: Manifest) -> dict[str, bool]:
+    return {record.key: record.is_matrix() for record in manifest.parameters}
+
+
 # --- one rank
 
 
@@ -400,3 +418,59 @@ def test_a_rank_that_links_two_stages_ties_them_for_all() -> None:
     linked = describe({0: stage(a=one), 1: stage(b=one)})
     apart = describe({0: stage(a=(2,)), 1: stage(b=(2,))})
     assert merge([apart, linked], where, ()).ties == (((0, "a"), (1, "b")),)
+
+
+# --- what is a matrix
+
+
+@pytest.mark.parametrize("make_holders", [(Table, linear), (linear, Table)], ids=["in", "out"])
+def test_a_parameter_of_several_modules_is_no_matrix_in_any_cut(
+    make_holders: Sequence[Callable[[nn.Parameter], nn.Module]],
+) -> None:
+    """A table and a head in one stage were a matrix, and in two stages they were none."""
+    weight = nn.Parameter(torch.zeros(4, 3))
+    first, last = (make(weight) for make in make_holders)
+    whole = make_manifest({0: nn.Sequential(first, nn.Linear(3, 3), last)}, topology(1))
+    assert list(matrices(whole).values()) == [False, True, False]
+    stages = {0: nn.Sequential(first, nn.Linear(3, 3)), 1: nn.Sequential(last)}
+    names = [next(name for name, _ in stages[s].named_parameters()) for s in stages]
+    in_two = make_manifest(stages, topology(2), tied=[dict(enumerate(names))])
+    assert matrices(in_two) == matrices(whole)
+
+
+def test_the_module_that_is_registered_first_does_not_decide_what_a_matrix_is() -> None:
+    """The class of the first holder alone counted, so an embedding behind its head was a matrix."""
+    embedding = nn.Embedding(4, 3)
+    head = linear(embedding.get_parameter("weight"))
+    for holders in ([head, embedding], [embedding, head]):
+        [is_matrix] = matrices(make_manifest({0: nn.Sequential(*holders)}, topology(1))).values()
+        assert not is_matrix
+
+
+def test_a_tie_inside_any_stage_counts_on_all_stages() -> None:
+    weight = nn.Parameter(torch.zeros(4, 3))
+    stages = {0: nn.Sequential(linear(weight)), 1: nn.Sequential(Table(weight), linear(weight))}
+    manifest = make_manifest(stages, topology(2), tied=[{0: "0.weight", 1: "0.table"}])
+    records = [manifest.records(topology(2).at(rank))[0] for rank in (0, 1)]
+    assert [record.tied_in_stage for record in records] == [True, True]
+    assert [record.aliases for record in records] == [(), ("1.weight",)]
+
+
+def test_a_module_with_several_names_is_one_holder() -> None:
+    """Stages that hold copies of it are several holders, and so are its names for the patterns."""
+    layer = nn.Linear(3, 3, bias=False)
+    twice = make_manifest({0: nn.Sequential(layer, nn.Tanh(), layer)}, topology(1))
+    [record] = twice.parameters
+    assert (record.aliases, record.tied_in_stage) == (("2.weight",), False)
+    assert record.is_matrix()
+    assert not record.is_matrix(["0.*"])
+    assert not record.is_matrix(["2.*"])
+    stages = {0: nn.Sequential(layer), 1: nn.Sequential(layer)}
+    apart = make_manifest(stages, topology(2), tied=[{0: "0.weight", 1: "0.weight"}])
+    assert matrices(apart) == {"0.0.weight": False}
+
+
+def test_two_names_in_one_module_are_one_holder() -> None:
+    held = stage(w=(4, 3))
+    held.again = held.w
+    assert matrices(make_manifest({0: held}, topology(1))) == {"0.w": True}

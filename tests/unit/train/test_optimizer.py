@@ -124,6 +124,33 @@ def test_wrong_others_are_refused_by_key(others: Any, message: str) -> None:
         make_optimizer(config(name="Muon", others=others), of(parameters()[:1]))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            {"others": {"name": "AdamW", "lr": -1}},
+            "optimizer.others = .*'lr': -1}: AdamW will not take that: Invalid learning rate: -1",
+        ),
+        (
+            {"lr": -1, "others": "AdamW"},
+            "optimizer = .*'lr': -1.*: Muon will not take that: Learning rate should be >= 0",
+        ),
+        (
+            {"others": {"name": "AdamW", "betas": [0.9, 0.9, 0.9]}},
+            "optimizer.others = .*: its first step fails: ValueError",
+        ),
+        (
+            {"ns_coefficients": ["a", "b", "c"], "others": "AdamW"},
+            "optimizer = .*: its first step fails: ",
+        ),
+    ],
+)
+def test_wrong_values_name_the_part_that_has_them(optimizer: Any, message: str) -> None:
+    """Every error named the first optimizer, and showed its options."""
+    with pytest.raises(ConfigError, match=message):
+        state_numels(config(name="Muon", **optimizer))
+
+
 def test_weight_decay_of_vectors_is_that_of_the_others() -> None:
     spared: dict[str, Any] = {"name": "Rprop", "decay_norms_and_biases": False}
     with pytest.raises(ConfigError, match="Rprop has no weight decay"):

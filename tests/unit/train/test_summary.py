@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from pipegrad.errors import ConfigError
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.train.config import load
 from pipegrad.train.job import Job
@@ -111,6 +113,61 @@ def test_state_of_the_optimizer_is_that_of_its_kind() -> None:
         [row] = make_summary(made, cut, made.manifest(cut))["pipeline_ranks"]
         sizes[name] = row["optimizer_bytes"] / row["parameter_bytes"]
     assert sizes == {"AdamW": 2.0, "SGD": 0.0}
+
+
+DATA_PARALLEL, OWNED = (
+    f"gradient_handlers=['pipeline-shared', '{name}']" for name in ("data-parallel", "owned")
+)
+
+
+@pytest.mark.parametrize(
+    ("handlers", "optimizer", "message"),
+    [
+        (
+            OWNED,
+            "{name='Muon', others='Adafactor'}",
+            "optimizer.others.name = 'Adafactor': Adafactor cannot step sharded parameters",
+        ),
+        (
+            OWNED,
+            "{name='Muon', others='Muon'}",
+            r"optimizer.others.name = 'Muon': Muon .* Muon is given as others, which step what is",
+        ),
+        (
+            DATA_PARALLEL,
+            "{name='AdamW', others='Muon'}",
+            r"optimizer.others.name = 'Muon': Muon steps .* is \(.*: Muon is given as others",
+        ),
+        (
+            DATA_PARALLEL,
+            "{name='Muon'}",
+            r"optimizer.name = 'Muon': Muon steps .* let another optimizer step what is no matrix",
+        ),
+        (
+            "gradient_handlers=['pipeline-shared', 'sharded']",
+            "{name='Muon', others='AdamW'}",
+            "optimizer.name = 'Muon': Muon cannot step sharded parameters",
+        ),
+    ],
+)
+def test_the_part_of_an_optimizer_that_does_not_fit_is_named(
+    handlers: str, optimizer: str, message: str
+) -> None:
+    """Every error named optimizer.name, also those of optimizer.others."""
+    made = job(2, "parallel.pipeline=1", handlers, f"optimizer={optimizer}")
+    manifest = made.manifest(made.cut(made.model("meta")))
+    with pytest.raises(ConfigError, match=message):
+        made.plans(manifest)
+
+
+def test_others_of_a_model_without_matrices_are_named() -> None:
+    made = job(1, "optimizer={name='Muon', others='AdamW'}")
+    manifest = made.manifest(made.cut(made.model("meta")))
+    [stage] = manifest.stages
+    vectors = tuple(entry for entry in stage if len(entry.shape) < 2)
+    no_matrix = dataclasses.replace(manifest, stages=(vectors,), ties=())
+    with pytest.raises(ConfigError, match=r"optimizer.others = 'AdamW': .*: leave others out"):
+        made.plans(no_matrix)
 
 
 @pytest.mark.parametrize(("momentum", "kept"), [(0.9, 2), (0.0, 1)])
