@@ -284,10 +284,13 @@ def trained(
     module: nn.Module,
     given: Callable[[int], Mapping[str, float]],
     numbers: Sequence[int],
+    *,
+    backwards: int = 1,
 ) -> list[dict[str, Any]]:
     """Steps of an optimizer, whose parameters are on their way; returns what each forward finds.
 
-    Somebody also reads all parameters behind the optimizer's step: none may arrive before.
+    Somebody also reads all parameters behind the optimizer's step: none may arrive before. The
+    gradient of a step comes in as many parts as there are backwards.
     """
     stage = sync.topology.local_stages[0]
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
@@ -299,12 +302,14 @@ def trained(
         sync.prepare()
         sync.stage_first_use(stage)
         found.append({name: p.detach() + 0 for name, p in module.named_parameters()})
-        sync.stage_last_backward(stage)
-        with producers.backward():
-            total = torch.zeros(())
-            for name, gradient in given(step).items():
-                total = total + (module.get_parameter(name) * gradient).sum()
-            total.backward()
+        for number_left in reversed(range(backwards)):
+            if not number_left:
+                sync.stage_last_backward(stage)
+            with producers.backward():
+                total = torch.zeros(())
+                for name, gradient in given(step).items():
+                    total = total + (module.get_parameter(name) * (gradient / backwards)).sum()
+                total.backward()
         sync.stage_final(stage)
         sync.finish()
         sync.clip_grad_norm_(1e9)
@@ -376,6 +381,22 @@ def wholes(checker: OrderChecker) -> Any:
 def wholes_inline(checker: OrderChecker) -> Any:
     with mock.patch.object(Groups, "block_host", return_value=False):
         return sharded(checker, model(), NUMBERS, By("dp", WHOLE, "mean"))
+
+
+@program(ROWS)
+def rows_adopted(checker: OrderChecker) -> Any:
+    """A producer makes the memory of a bucket, and others adopt into it, in a first backward."""
+    module = model()
+    sync = replicated(module, bucket_bytes=256, handlers=["sharded"])
+    return trained(checker, sync, module, used, NUMBERS, backwards=2)
+
+
+@program(ROWS)
+def rows_wide(checker: OrderChecker) -> Any:
+    """Gradients of bfloat16 travel, and are added in float32 when they have arrived."""
+    module = model().to(torch.bfloat16)
+    sync = replicated(module, bucket_bytes=256, handlers=["sharded"], sum_dtype=torch.float32)
+    return trained(checker, sync, module, used, NUMBERS)
 
 
 FOUR = "abcd"
