@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,6 +23,7 @@ from typing import Generic, TypeVar
 from pipegrad.errors import (
     PluginConflictError,
     PluginContractError,
+    PluginError,
     PluginLoadError,
     PluginNotFoundError,
     PluginOptionError,
@@ -34,6 +37,9 @@ CODECS = "pipegrad.codecs"
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 
 T = TypeVar("T")
+
+# File systems round the time of a change: within this time, two changes may have the same.
+_TICK_NS = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class Registry(Generic[T]):
             plugin.value,
             plugin.distribution,
             plugin.version,
-            plugin=_construct(plugin, self._checked(plugin, loaded), options),
+            plugin=_construct(plugin, loaded, options),
             options=tuple((option, written(options[option])) for option in sorted(options)),
         )
 
@@ -181,37 +187,42 @@ class Registry(Generic[T]):
 
     def _installed(self) -> tuple[Plugin, ...]:
         """Returns the plug-ins of entry points; equal entry points of a distribution count once."""
-        # A distribution may be on `sys.path` twice, for example installed and as a source tree.
-        only_ours = _plugins_disabled()
-        unique: dict[tuple[str, str, str], Plugin] = {}
-        for entry in metadata.entry_points(group=self.group):
-            distribution = (entry.dist and entry.dist.name) or ""
-            version = (entry.dist and entry.dist.version) or ""
-            project = _normalized(distribution)
-            if project == "pipegrad" or not only_ours:
-                plugin = Plugin(entry.name, entry.value, distribution, version)
-                unique.setdefault((entry.name, project, entry.value), plugin)
-        return _sorted(unique.values())
+        plugins = _installed_plugins(self.group)
+        if not _plugins_disabled():
+            return plugins
+        return tuple(p for p in plugins if _normalized(p.distribution) == "pipegrad")
 
-    def _find(self, target: object) -> tuple[Plugin, object]:
-        """Returns the plug-in of `target`, and its class, which is not checked yet."""
+    def _find(self, target: object) -> tuple[Plugin, type[T]]:
+        """Returns the plug-in of `target`, and its class."""
         # What this process has registered comes first: it is the most explicit choice.
         if not isinstance(target, str):
-            return Plugin(_value(target), _value(target)), target
+            plugin = Plugin(_value(target), _value(target))
+            return plugin, self._checked(plugin, target)
         if target in self._registered:
             return Plugin(target, _value(self._registered[target])), self._registered[target]
-        plugin = self._entry_point(target)
+        plugins = self._installed()
+        try:
+            return self._find_installed(target, plugins)
+        except PluginError:
+            # A file that was edited in its place leaves its folder as old as before.
+            _scans.clear()
+            if self._installed() == plugins:
+                raise
+        return self._find_installed(target, self._installed())
+
+    def _find_installed(self, target: str, plugins: Sequence[Plugin]) -> tuple[Plugin, type[T]]:
+        plugin = self._entry_point(target, plugins)
         if plugin is None and ":" in target and "::" not in target:
             plugin = Plugin(target, target)
         if plugin is None:
             raise PluginNotFoundError(self._not_found(target))
-        return plugin, self._load(plugin)
+        return plugin, self._checked(plugin, self._load(plugin))
 
-    def _entry_point(self, target: str) -> Plugin | None:
+    def _entry_point(self, target: str, plugins: Sequence[Plugin]) -> Plugin | None:
         distribution, _, name = target.rpartition("::")
         matches = [
             plugin
-            for plugin in self._installed()
+            for plugin in plugins
             if plugin.name == name
             if not distribution or _normalized(plugin.distribution) == _normalized(distribution)
         ]
@@ -228,7 +239,7 @@ class Registry(Generic[T]):
         return matches[0] if matches else None
 
     def _load(self, plugin: Plugin) -> object:
-        # Nothing is cached, so the same process can try again after a failure was repaired.
+        # What is loaded is not cached: the same process can try again after a failure was repaired.
         try:
             loaded: object = metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
         except (Exception, SystemExit) as error:
@@ -259,6 +270,60 @@ class Registry(Generic[T]):
         if _plugins_disabled():
             message += f" {DISABLE_VARIABLE} is set: other distributions' plug-ins are ignored."
         return message
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """The entry points of all distributions, and by group the plug-ins among them.
+
+    Attributes:
+        surroundings: What the scan depended on.
+        points: Entry points of any group.
+        plugins: Filled when a group is asked for: its distributions' names and versions are read.
+    """
+
+    surroundings: tuple[object, ...]
+    points: metadata.EntryPoints
+    plugins: dict[str, tuple[Plugin, ...]]
+
+
+_scans: list[_Scan] = []  # the last one, or none
+
+
+def _installed_plugins(group: str) -> tuple[Plugin, ...]:
+    """Returns the plug-ins of a group; reads metadata only if something was installed or removed.
+
+    A scan is kept as long as `sys.path` and the times of its folders stay. An installer makes or
+    removes a folder there. It is not kept if a folder is so new that its time might not change.
+    """
+    times = tuple(map(_changed_ns, sys.path))
+    surroundings = (*sys.path, *times, *sys.meta_path, Path.cwd() if "" in sys.path else "")
+    scan = next((scan for scan in _scans if scan.surroundings == surroundings), None)
+    if scan is None:
+        scan = _Scan(surroundings, metadata.entry_points(), {})
+        is_settled = max(times, default=0) + _TICK_NS < time.time_ns()
+        _scans[:] = [scan] if is_settled else []
+    if group not in scan.plugins:
+        scan.plugins[group] = _plugins_of(scan.points, group)
+    return scan.plugins[group]
+
+
+def _changed_ns(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns  # noqa: PTH116 - a Path costs as much again
+    except (OSError, ValueError):
+        return 0
+
+
+def _plugins_of(points: metadata.EntryPoints, group: str) -> tuple[Plugin, ...]:
+    # A distribution may be on `sys.path` twice, for example installed and as a source tree.
+    unique: dict[tuple[str, str, str], Plugin] = {}
+    for entry in points.select(group=group):
+        distribution = (entry.dist and entry.dist.name) or ""
+        version = (entry.dist and entry.dist.version) or ""
+        plugin = Plugin(entry.name, entry.value, distribution, version)
+        unique.setdefault((entry.name, _normalized(distribution), entry.value), plugin)
+    return _sorted(unique.values())
 
 
 def _origin(module: str) -> str:

@@ -104,6 +104,7 @@ class Rehearsed(PluginContract):
         return scenario.whole(step, rank, name)
 
     @classmethod
+    @functools.cache
     def _outer(cls) -> OuterStep | None:
         """Returns what happens when parameters meet; None if none do."""
         resolved = map(handlers.resolve, cls._specs())
