@@ -18,6 +18,7 @@ import pytest
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
 from pipegrad.testing import ranks
+from tests.support import ranked
 from tests.support.distributions import write_distribution
 from tests.support.plugins import GROUP, Handlers, Install
 from tests.support.worlds import note_selected
@@ -54,6 +55,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
             item.add_marker("quick")
     config.option.markexpr = config.option.markexpr or ("full" if is_named(config) else "quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    __tracebackhide__ = True
+    return ranked.run(pyfuncitem) or None
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        ranked.end()
+
+
+def pytest_sessionfinish() -> None:
+    ranked.end()  # after an interrupt; ranks that stay would keep Python from ending
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

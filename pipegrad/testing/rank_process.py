@@ -1,4 +1,4 @@
-"""The process of a rank that `run_ranks` starts: it takes a Task and sends a Report back."""
+"""The process of a rank that `Ranks` starts: it takes a Task, then Calls, and sends Reports."""
 
 from __future__ import annotations
 
@@ -29,20 +29,26 @@ LEAVE_SECONDS = 2.0  # for a rank that is done to leave its process groups
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a rank, as plain data."""
+    """What a rank is, as plain data."""
 
     rank: int
     num_ranks: int
     store: tuple[int, str]  # port, and prefix of the keys of this process group
     timeout_seconds: float
     environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank runs, as plain data."""
+
     module: tuple[str, str | None]  # module of the function: name and file
-    call: bytes  # pickled (function, args)
+    pickled: bytes  # (function, args)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a rank: a pickled result, or a pickled exception with summary and traceback."""
+    """The end of a call: a pickled result, or a pickled exception with summary and traceback."""
 
     rank: int
     seconds: float  # on the monotonic clock, which all processes share
@@ -65,7 +71,7 @@ def pickled(value: object, subject: str) -> bytes:
 
 
 def serve(task: Task, connection: Connection, *outputs: Connection) -> NoReturn:
-    """Runs a rank: the main function of its process."""
+    """Runs a rank, the main function of its process: calls come, and reports go."""
     stdout, stderr, stacks = (output.fileno() for output in outputs)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.dup2(stdout, 1)
@@ -73,14 +79,16 @@ def serve(task: Task, connection: Connection, *outputs: Connection) -> NoReturn:
     # An interrupt of the terminal reaches the caller too. The caller then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_caller, daemon=True).start()
-    report = _report(task)
+    report = None
     # A rank that is done waits until the caller closes the connection: its peers may still need
     # its side of the process group. A failed rank ends at once, so its peers do not wait for it.
     with contextlib.suppress(OSError, EOFError):  # the caller may be gone
-        connection.send(report)
-        if not report.summary:
-            connection.poll(None)
-            _leave()
+        while report is None or not report.summary:
+            call = connection.recv()
+            report = _report(task, call, has_joined=report is not None)
+            connection.send(report)
+    if report is not None and not report.summary:
+        _leave()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -94,9 +102,13 @@ def _follow_caller() -> None:
     os._exit(1)
 
 
-def _report(task: Task) -> Report:
+def _report(task: Task, call: Call, *, has_joined: bool) -> Report:
     try:
-        payload = pickled(_call(task), f"the result of rank {task.rank}")
+        if not has_joined:
+            _join(task)
+        _import_home(*call.module)
+        function, args = pickle.loads(call.pickled)
+        payload = pickled(function(*args), f"the result of rank {task.rank}")
         return Report(task.rank, time.monotonic(), payload)
     except BaseException as error:  # noqa: BLE001 - SystemExit too
         seconds, text = time.monotonic(), "".join(traceback.format_exception(error))
@@ -108,12 +120,11 @@ def _report(task: Task) -> Report:
         return Report(task.rank, seconds, payload, summary, text)
 
 
-def _call(task: Task) -> object:
+def _join(task: Task) -> None:
+    """Becomes a rank of the process group."""
     os.environ.clear()
     os.environ.update(task.environment)
     torch.set_num_threads(1)
-    _import_home(*task.module)
-    function, args = pickle.loads(task.call)
     with contextlib.suppress(AttributeError):  # glibc only; the reason is in `_store_server`
         ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
     port, prefix = task.store
@@ -124,8 +135,6 @@ def _call(task: Task) -> object:
     )
     # Without a barrier, a rank that fails at once leaves peers that are only partly connected.
     dist.barrier()
-    result: object = function(*args)
-    return result
 
 
 def _import_home(name: str, path: str | None) -> None:

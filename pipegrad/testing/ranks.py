@@ -1,11 +1,12 @@
 """Runs a function on several ranks: new processes on this machine in one gloo process group.
 
-This is the caller's side. `rank_process` is the side of a rank. A `Task` goes to each rank, and a
-`Report` comes back.
+This is the caller's side. `rank_process` is the side of a rank. A `Task` goes to each rank, then
+`Call`s, and a `Report` of each comes back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -19,13 +20,14 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
 
 from pipegrad.testing.rank_process import (
     GRACE_SECONDS,
     LEAVE_SECONDS,
+    Call,
     Report,
     Task,
     pickled,
@@ -76,23 +78,75 @@ def run_ranks(
         BaseException: The exception of the first rank that failed. A note has rank and traceback.
             The other ranks get a few seconds to end and are then killed.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks is {num_ranks}, expected at least 1")
-    call = pickled((function, args), "the function or its arguments")
-    store = (_store_server().port, f"world{next(_group_numbers)}")
-    ranks: list[_Rank] = []
-    try:
-        for rank in range(num_ranks):
-            environment = _environment(rank, num_ranks)
-            task = Task(rank, num_ranks, store, timeout_seconds, environment, _home(function), call)
-            ranks.append(_Rank(task))
-        _collect(ranks, time.monotonic() + timeout_seconds)
-        return _results(ranks, timeout_seconds)
-    finally:
-        for started in ranks:
-            started.connection.close()  # ends the ranks that are done and wait for the others
-        for started in sorted(ranks, key=lambda rank: rank.report is not None):
-            started.end()
+    with Ranks(num_ranks, timeout_seconds=timeout_seconds) as ranks:
+        return ranks.run(function, *args)
+
+
+class Ranks:
+    """Ranks that stay: each runs one function after the other, as with `run_ranks`.
+
+    A function that fails ends all ranks. Nothing is run after that.
+
+    Args:
+        num_ranks: Number of processes.
+        timeout_seconds: Timeout for all ranks to finish a function, if `run` is given none.
+    """
+
+    def __init__(self, num_ranks: int, *, timeout_seconds: float = 300.0) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks is {num_ranks}, expected at least 1")
+        self.is_open = True
+        self._timeout_seconds = timeout_seconds
+        self._ranks: list[_Rank] = []
+        store = (_store_server().port, f"world{next(_group_numbers)}")
+        try:
+            for rank in range(num_ranks):
+                environment = _environment(rank, num_ranks)
+                self._ranks.append(
+                    _Rank(Task(rank, num_ranks, store, timeout_seconds, environment))
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., ResultT],
+        *args: object,
+        timeout_seconds: float | None = None,
+    ) -> list[ResultT]:
+        """Returns the results of ``function(*args)`` on each rank, in rank order.
+
+        Raises:
+            RuntimeError: If the ranks have ended. Otherwise as `run_ranks`.
+        """
+        if not self.is_open:
+            raise RuntimeError("these ranks have ended: start others")
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            call = Call(_home(function), pickled((function, args), "the function or its arguments"))
+            for rank in self._ranks:
+                rank.send(call)
+            _collect(self._ranks, time.monotonic() + seconds)
+            return _results(self._ranks, seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self.is_open = False
+        for rank in self._ranks:
+            rank.connection.close()  # ends the ranks that are done and wait for the others
+        for rank in sorted(self._ranks, key=lambda rank: rank.report is not None):
+            rank.end()
+        self._ranks = []
 
 
 class _Rank:
@@ -118,6 +172,12 @@ class _Rank:
         finally:
             for end in (rank_end, *outputs):
                 end.close()
+
+    def send(self, call: Call) -> None:
+        """Starts a call. A process that is gone is noticed when its report is received."""
+        self.report = None
+        with contextlib.suppress(OSError):
+            self.connection.send(call)
 
     def receive(self) -> None:
         """Receives the report, or makes one for a process that ended without it."""
