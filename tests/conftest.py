@@ -1,4 +1,4 @@
-"""Chooses the tests that run, has fixtures of the registry's tests, prints the mutation score last.
+"""Chooses and orders tests, has fixtures of the registry's, and prints what took longest.
 
 Every test but a mutation is `full`. Unit tests that are not `slow`, and all `smoke` tests, are
 `quick`. ``pytest`` alone runs what is quick; with a path or ``-k`` it runs all that they name.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,17 @@ from tests.support.distributions import write_distribution
 from tests.support.plugins import GROUP, Handlers, Install
 from tests.support.worlds import note_selected
 
+NUM_LONGEST = int(os.environ.get("PIPEGRAD_LONGEST", "3"))
 TESTS = Path(__file__).parent
+LONG = (
+    "parity/test_families",
+    "ranks/docs",
+    "ranks/train",
+    "ranks/examples",
+    "faults",
+    "parity",
+    "ranks",
+)  # what the names of files begin with; the others follow
 
 
 def is_named(config: pytest.Config) -> bool:
@@ -55,6 +67,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
             item.add_marker("quick")
     config.option.markexpr = config.option.markexpr or ("full" if is_named(config) else "quick")
+    # Long files first, so that no process is left with one while the others have nothing to do.
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """Returns when the file of a test comes; by chance, if PIPEGRAD_SHUFFLE has a seed."""
+    name = item.path.relative_to(TESTS).as_posix()
+    if seed := os.environ.get("PIPEGRAD_SHUFFLE"):
+        return zlib.crc32(f"{seed} {name}".encode())
+    return next((turn for turn, begin in enumerate(LONG) if name.startswith(begin)), len(LONG))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -106,6 +128,14 @@ def registry() -> Handlers:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    seconds = defaultdict[str, float](float)
+    for report in (r for reports in terminalreporter.stats.values() for r in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if sum(seconds.values()) > 60:
+        longest = sorted(seconds, key=lambda file: -seconds[file])[:NUM_LONGEST]
+        files = ", ".join(f"{file} {seconds[file]:.0f} s" for file in longest)
+        terminalreporter.write_line(f"longest: {files}")
     reports = [
         (report, dict(report.user_properties)["killed by"])
         for outcome in ("passed", "failed")
