@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrad.testing import run_ranks
+from pipegrad.testing import Ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -253,6 +253,36 @@ def test_what_does_not_pickle_is_a_clear_error() -> None:
 def test_a_world_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="num_ranks is 0"):
         run_ranks(rank, 0)
+
+
+def process() -> int:
+    return os.getpid()
+
+
+def test_ranks_that_stay_run_one_function_after_the_other() -> None:
+    with Ranks(2) as ranks:
+        processes = ranks.run(process)
+        assert ranks.run(rank_and_sum, 1.5) == [(0, 3.0), (1, 3.0)]
+        assert ranks.run(process) == processes
+    with pytest.raises(RuntimeError, match="these ranks have ended"):
+        ranks.run(process)
+
+
+def test_ranks_that_stay_end_with_the_first_function_that_fails() -> None:
+    ranks = Ranks(2)
+    assert ranks.run(rank) == [0, 1]
+    with pytest.raises(TimeoutError, match="not finished after 1 s: rank 1"):
+        ranks.run(stuck_on, 1, timeout_seconds=1)
+    assert not ranks.is_open
+    assert multiprocessing.active_children() == []
+    ranks.close()  # once more does nothing
+
+
+def test_a_rank_that_died_between_two_functions_is_named() -> None:
+    with Ranks(2) as ranks:
+        os.kill(ranks.run(process)[1], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="rank 1 ended without a result: killed by SIGKILL"):
+            ranks.run(rank_and_sum, 1.0)
 
 
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
