@@ -22,20 +22,26 @@ def pairwise(
         *factors: Values of each factor.
         allowed: Whether a row can be.
     """
-    product = [row for row in itertools.product(*factors) if allowed(*row)]
+    values = [list(factor) for factor in factors]
+
+    def row(numbers: Sequence[int]) -> tuple[Any, ...]:
+        return tuple(factor[number] for factor, number in zip(values, numbers, strict=True))
+
+    product = [n for n in itertools.product(*map(range, map(len, values))) if allowed(*row(n))]
     if everything():
-        return product
+        return [row(numbers) for numbers in product]
     # Greedy: each row taken holds the most pairs that no row before it has. Ties go to the first,
     # so that all processes have the same rows.
-    missing = {pair for row in product for pair in _pairs(row)}
+    missing = {pair for numbers in product for pair in _pairs(numbers)}
     rows = []
     while missing:
-        best = max(product, key=lambda row: len(_pairs(row) & missing))
+        best = max(product, key=lambda numbers: len(_pairs(numbers) & missing))
         missing -= _pairs(best)
-        rows.append(best)
+        rows.append(row(best))
     return rows
 
 
-def _pairs(row: Sequence[Any]) -> set[tuple[int, Any, int, Any]]:
-    """Returns the pairs of a row, each value with the number of its factor."""
-    return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+def _pairs(numbers: Sequence[int]) -> set[tuple[int, int, int, int]]:
+    """Returns the pairs of values of a row; a value is a factor, and a number in it."""
+    places = range(len(numbers))
+    return {(i, numbers[i], j, numbers[j]) for i, j in itertools.combinations(places, 2)}
