@@ -6,16 +6,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from pipegrad import FlatBucket, GradientSync, Placement, ReductionStep, Topology, Work
+from pipegrad import FlatBucket, GradientSync, Placement, ReductionStep, Work
 from pipegrad.reduce import reductions
-from pipegrad.testing import run_ranks
-from pipegrad_handlers.data_parallel import DataParallel
-from pipegrad_handlers.sharded import Sharded
+from tests.support.gradients.cases import rank, stage
+from tests.support.gradients.placements import REPLICATE, SHARD, By, mesh
 
 WAIT_SECONDS = 30.0
 
@@ -32,10 +30,10 @@ class Meeting:
         self.met.append(self.begun[other].wait(WAIT_SECONDS))
 
 
-class MeetingRows(Sharded):
+class MeetingRows(By):
     """The second bucket's reduce-scatter waits until the first one's all-reduce has begun."""
 
-    meeting = Meeting()
+    meeting: Meeting
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
@@ -45,36 +43,32 @@ class MeetingRows(Sharded):
         return super().launch(bucket, reduction, group)
 
 
-class MeetingSums(DataParallel):
+class MeetingSums(MeetingRows):
     """The first bucket's all-reduce waits until the second one's reduce-scatter has begun."""
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
         if bucket.buffer.numel() < 40:
-            MeetingRows.meeting.begin("replicate", "shard")
-        return super().launch(bucket, reduction, group)
+            self.meeting.begin("replicate", "shard")
+        return By.launch(self, bucket, reduction, group)
 
 
-def step() -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "outer", "dp"))
-    module = nn.Module()
-    module.late = nn.Parameter(torch.zeros(128))
-    module.early = nn.Parameter(torch.zeros(32))
-    sync = GradientSync(
-        {0: module},
-        Topology.from_mesh(mesh),
-        handlers=[MeetingRows, {"name": f"{__name__}:MeetingSums", "axis": "outer"}],
-        bucket_bytes=0,
-        comm_streams=2,
-    )
+@pytest.mark.ranks(4)
+def test_hops_of_successive_buckets_overlap_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = stage(late=(128,), early=(32,))
+    rows, sums = MeetingRows("dp", SHARD, "mean"), MeetingSums("outer", REPLICATE, "mean")
+    rows.meeting = sums.meeting = Meeting()
+    options: dict[str, Any] = {"bucket_bytes": 0, "comm_streams": 2}
+    sync = GradientSync({0: module}, mesh(outer=2, dp=2), handlers=[rows, sums], **options)
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
     sync.prepare()
-    for parameter in (module.late, module.early):
-        parameter.grad = torch.full_like(parameter, float(dist.get_rank()))
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, float(rank()))
     sync.stage_final(0)
     sync.finish()
     optimizer.step()
+    assert rows.meeting.met == [True, True], sync.plan
 
     back, gather = Meeting(), reductions._SYNC[Placement.SHARD]
 
@@ -84,17 +78,9 @@ def step() -> dict[str, Any]:
         back.begin(*(("shard", "replicate") if len(parameters) > 100 else ("replicate", "shard")))
         gather(parameters, scattered, group)
 
-    reductions._SYNC[Placement.SHARD] = gathered  # type: ignore[index]
+    monkeypatch.setitem(reductions._SYNC, Placement.SHARD, gathered)  # type: ignore[arg-type]
     sync.publish()
     sync.wait_parameters()
-    reductions._SYNC[Placement.SHARD] = gather  # type: ignore[index]
-    values = [float(x) for p in module.parameters() for x in p.detach().unique()]
-    found = {"met": MeetingRows.meeting.met, "back": back.met, "values": values}
+    assert back.met == [True, True], sync.plan
+    assert [p.unique().tolist() for p in module.parameters()] == [[-1.5], [-1.5]]
     sync.close()
-    return {**found, "plan": str(sync.plan)}
-
-
-def test_hops_of_successive_buckets_overlap_there_and_back() -> None:
-    for reply in run_ranks(step, 4):
-        assert (reply["met"], reply["back"]) == ([True, True], [True, True]), reply["plan"]
-        assert reply["values"] == [-1.5, -1.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipegrad import (
     Topology,
 )
 from pipegrad.plugins.handler import Op
+from tests.support.gradients.cases import give, stage
 
 OWNER, WHOLE = Placement.OWNER, Placement.WHOLE
 SHARD, REPLICATE = Placement.SHARD, Placement.REPLICATE
@@ -86,3 +88,29 @@ def stepped(sync: GradientSync) -> dict[str, Any]:
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a dense tensor, flat, as they lie in memory."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).clone()
+
+
+class Job:
+    """A placed parameter `w` of 40 elements, and plain SGD with a rate of 1."""
+
+    def __init__(self, placed: Placement | GradientHandler, **options: Any) -> None:
+        handler = By("dp", placed) if isinstance(placed, Placement) else placed
+        self.module = stage(w=(40,))
+        self.sync = alone(self.module, handler, **options)
+        params = self.sync.optimizer_parameters()
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=1.0)
+
+    def compute(self, gradient: float = 1.0) -> None:
+        compute(self.sync, partial(give, self.module, w=gradient))
+
+    def step(self, gradient: float = 1.0) -> None:
+        self.compute(gradient)
+        update(self.sync, self.optimizer)
+
+    def load(self, value: float) -> None:
+        self.module.load_state_dict({"w": torch.full((40,), value)})
+
+    @property
+    def values(self) -> list[float]:
+        found: list[float] = self.module.get_parameter("w").unique().tolist()
+        return found
