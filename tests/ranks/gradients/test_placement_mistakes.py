@@ -31,7 +31,6 @@ from tests.support.gradients.cases import give, grads, outcome, rank, replicated
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, Job, alone, compute
 from tests.support.gradients.plans import entry, grid, plans
 
-SOON = 60.0  # seconds: far less than the time-out of a process group
 COPIES: dict[str, Any] = {"placed": REPLICATE, "master_dtype": torch.float64}
 # What is moved: by an owner, in rows, and out of a copy in another dtype.
 MOVED: dict[str, dict[str, Any]] = {
@@ -332,7 +331,7 @@ def test_a_posted_receive_is_the_next_steps_if_this_one_fails(placed: Any) -> No
     job.sync.close()
 
 
-@pytest.mark.ranks(3, seconds=SOON)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("placed", [OWNER, SHARD])
 def test_all_go_on_behind_a_rank_that_fails_among_launches(placed: Any, *, launched: bool) -> None:
@@ -370,7 +369,7 @@ class Fails(Sharded):
         return super().launch(bucket, reduction, group)
 
 
-@pytest.mark.ranks(3, seconds=SOON)
+@pytest.mark.ranks(3)
 def test_a_launch_of_rows_that_raises_is_every_ranks_error() -> None:
     job = Job(Fails())
     job.step()
@@ -381,7 +380,7 @@ def test_a_launch_of_rows_that_raises_is_every_ranks_error() -> None:
     job.sync.close()
 
 
-@pytest.mark.ranks(2, seconds=SOON)
+@pytest.mark.ranks(2)
 def test_an_owner_that_cannot_send_is_every_ranks_error() -> None:
     """An owner waits for nobody: its next step tells what failed, or the others would wait."""
     job = Job(OWNER)

@@ -36,7 +36,7 @@ def test_ties_registered_in_another_order_get_their_own_sums() -> None:
     assert len(sync.plan.launches) == 1
 
 
-@pytest.mark.ranks(2, seconds=60)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "options", [{}, {"bucket_bytes": 0}, {"reduce_dtype": torch.float64}], ids=str
 )

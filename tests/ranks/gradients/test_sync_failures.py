@@ -32,8 +32,6 @@ from tests.support.gradients.cases import (
 )
 from tests.support.ranked import gathered
 
-SOON = 60.0  # seconds: far less than the time-out of a process group
-
 
 class FailsOnOne(PipelineShared):
     """Fails on rank 1, for the bucket of `b` alone."""
@@ -47,7 +45,7 @@ class FailsOnOne(PipelineShared):
 
 
 @pytest.mark.smoke
-@pytest.mark.ranks(2, seconds=SOON)
+@pytest.mark.ranks(2)
 def test_a_failure_in_a_comm_stream_is_every_ranks_error() -> None:
     """Values arrive in the first step. In the second, rank 1 cannot send `b`."""
     module = stage(a=(1,), b=(1,))
@@ -87,7 +85,7 @@ def test_a_launch_that_returns_nothing_is_told() -> None:
     assert "launch() returned None, expected a Work, with a wait()" in refused
 
 
-@pytest.mark.ranks(2, seconds=SOON)
+@pytest.mark.ranks(2)
 def test_a_refused_prepare_does_not_part_the_ranks() -> None:
     """Rank 0 has to prepare twice; the failure notice must still be the same step's."""
     module = stage(a=(1,))
@@ -100,7 +98,7 @@ def test_a_refused_prepare_does_not_part_the_ranks() -> None:
     assert "no route to host" in outcome(lambda: step(sync, module, a=11.0))
 
 
-@pytest.mark.ranks(2, seconds=SOON)
+@pytest.mark.ranks(2)
 def test_a_step_aborted_on_one_rank_ends_on_those_that_wait() -> None:
     """Rank 1's forward fails when rank 0 already waits for its gradients."""
     module = stage(a=(1,))
@@ -214,13 +212,13 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.ranks(2, seconds=SOON)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("first", "second", "parts"), WRONG.values(), ids=WRONG)
 def test_ranks_that_disagree_all_end_with_the_same_error(
     first: dict[str, Any], second: dict[str, Any], parts: list[str]
 ) -> None:
     own = second if rank() else first
-    given = {"tied": [["a"], ["b"]], "handlers": [Optioned], "agree_seconds": 5, **own}
+    given = {"tied": [["a"], ["b"]], "handlers": [Optioned], **own}
     modules = {rank(): stage(a=(2,), b=(2,))}
     refused = outcome(lambda: GradientSync(modules, Topology.create(pipeline=2), **given))
     assert [part for part in parts if part not in refused] == []
@@ -242,7 +240,7 @@ def test_shapes_that_differ_are_every_ranks_error() -> None:
         assert gathered(refused) == [refused] * 2
 
 
-@pytest.mark.ranks(2, seconds=SOON)
+@pytest.mark.ranks(2)
 def test_a_rank_that_never_arrives_is_named() -> None:
     if rank() == 0:
         refused = outcome(lambda: tied(stage(a=(1,)), "a", agree_seconds=0.5))
