@@ -34,7 +34,7 @@ from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
 
-def on_ranks(*numbers: int) -> Any:
+def on_ranks(*numbers: int) -> pytest.MarkDecorator:
     """Runs a test on each of these numbers of ranks."""
     worlds = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in numbers]
     return pytest.mark.parametrize("num_ranks", worlds)

@@ -424,13 +424,14 @@ class Composite(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", FOUR_KINDS)
 def test_an_optimizer_of_optimizers_steps_as_one(kind: str) -> None:
     """The second of them was taken for another optimizer of the same parameters."""
-    trained = []
-    for make in (torch.optim.SGD, Composite):
-        module, sync = placed(kind)
-        optimizer: Any = sync.optimizer(make, lr=0.1)
-        trained.append(values(train((module, sync, optimizer), *range(STEPS))))
-        assert "a second time" in outcome(optimizer.step)
-    assert trained[0] == trained[1]
+    plain, sync = placed(kind)
+    right: Any = (plain, sync, sync.optimizer(torch.optim.SGD, lr=0.1))
+    module, sync = placed(kind)
+    optimizer = sync.optimizer(Composite, lr=0.1)
+    job = (module, sync, optimizer)
+    assert values(train(job, *range(STEPS))) == values(train(right, *range(STEPS)))
+    assert "a second time" in outcome(optimizer.step)
+    assert "a second time" in outcome(right[2].step)
     once = partial(compute, sync, partial(give, module, **drawn(rank(), 0)))
     once()
     optimizer.fails = True

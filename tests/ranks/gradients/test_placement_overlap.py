@@ -78,7 +78,7 @@ def test_hops_of_successive_buckets_overlap_there_and_back(monkeypatch: pytest.M
         back.begin(*(("shard", "replicate") if len(parameters) > 100 else ("replicate", "shard")))
         gather(parameters, scattered, group)
 
-    monkeypatch.setitem(reductions._SYNC, Placement.SHARD, gathered)  # type: ignore[arg-type]
+    monkeypatch.setitem(reductions._SYNC, Placement.SHARD, gathered)
     sync.publish()
     sync.wait_parameters()
     assert back.met == [True, True], sync.plan

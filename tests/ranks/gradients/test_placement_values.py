@@ -60,7 +60,8 @@ def test_dtypes_on_the_wire_of_gradients_and_of_copies(placed: Placement) -> Non
 
     low = in_float32(stage(w=torch.ones(40, dtype=torch.bfloat16)))
     sync, _ = made(low, placed)
-    compute(sync, lambda: [give(low, w=part) for part in (1.0, 2**-9)])
+    weight = low.get_parameter("w")
+    compute(sync, lambda: [(weight * part).sum().backward() for part in (1.0, 2**-9)])
     assert joined(sync, "0.w") == [2 * (1 + 2**-9)] * 40
     assert {part.dtype for _, part in stepped(sync).values()} <= {torch.float32}
 

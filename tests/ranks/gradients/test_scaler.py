@@ -290,8 +290,7 @@ def test_gradients_are_unscaled_once_also_behind_update(*, is_manual: bool) -> N
     scaler = pipegrad.GradScaler(sync, init_scale=4.0)
     if is_manual:
         scaler.get_scale()
-    loss = lambda: torch.stack([p.sum() for p in module.parameters()]).sum()  # noqa: E731
-    compute(sync, lambda: scaler.scale(loss()).backward())
+    compute(sync, lambda: scaler.scale(sum(p.sum() for p in module.parameters())).backward())
     for optimizer in optimizers:
         assert sync.clip_grad_norm_(INF).item() == pytest.approx(2.0)
         scaler.step(optimizer)
@@ -324,7 +323,8 @@ def test_each_optimizer_has_its_decision() -> None:
     w, sync, _, scaler = split()
     groups = sync.optimizer_parameters(lambda record: {"name": record.name})
     optimizers = [torch.optim.SGD([group], lr=1.0) for group in groups]
-    compute(sync, (scaler.scale(w.sum()) * (1.0 if rank() else INF)).backward)
+    loss = scaler.scale(w.sum()) * (1.0 if rank() else INF)
+    compute(sync, loss.backward)
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()

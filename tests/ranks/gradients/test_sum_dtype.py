@@ -56,20 +56,15 @@ def reduced(dtype: torch.dtype, value: Any, *, placed: Any, op: Any = "sum", **o
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("placed", "op", "dtype", "piece_bytes", "is_gloo"),
-    pairwise((REPLICATE, SHARD), ("sum", "mean"), WIRES, (2**23, 1000), (True, False)),
+    "row",
+    pairwise((REPLICATE, SHARD), ("sum", "mean"), WIRES, (2**23, 1000), ("gloo", "others")),
+    ids=str,
 )
-def test_each_sum_is_rounded_once(
-    placed: Placement,
-    op: Any,
-    dtype: torch.dtype,
-    piece_bytes: int,
-    is_gloo: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_sum_is_rounded_once(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other backends, as NCCL, exchange whole shards; here on gloo."""
+    placed, op, dtype, piece_bytes, backend = row
     monkeypatch.setattr(shard_sums, "_PIECE_BYTES", piece_bytes)
-    if not is_gloo:
+    if backend == "others":
         monkeypatch.setattr(messages, "is_gloo", lambda *_: False)
     module = stage(**{name: torch.zeros(n, dtype=dtype) for name, n in SIZES.items()})
     sync = alone(module, By("dp", placed, op), **WIDE)

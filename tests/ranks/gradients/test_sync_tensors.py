@@ -108,6 +108,7 @@ def test_parameters_may_be_replaced_but_not_by_something_else() -> None:
         return parameter
 
     module = stage(a=torch.zeros(2, dtype=BF16), b=(1,))
+    sync = tied(module, "a", "b")
     for is_high in (False, True):
         sync = tied(in_float32(module) if is_high else module, "a", "b")
         step(sync, module, a=1.0, b=1.0)

@@ -19,7 +19,7 @@ from pipegrad import (
     Topology,
 )
 from pipegrad.plugins.handler import Op
-from tests.support.gradients.cases import give, stage
+from tests.support.gradients import cases
 
 OWNER, WHOLE = Placement.OWNER, Placement.WHOLE
 SHARD, REPLICATE = Placement.SHARD, Placement.REPLICATE
@@ -95,13 +95,13 @@ class Job:
 
     def __init__(self, placed: Placement | GradientHandler, **options: Any) -> None:
         handler = By("dp", placed) if isinstance(placed, Placement) else placed
-        self.module = stage(w=(40,))
+        self.module = cases.stage(w=(40,))
         self.sync = alone(self.module, handler, **options)
         params = self.sync.optimizer_parameters()
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=1.0)
 
     def compute(self, gradient: float = 1.0) -> None:
-        compute(self.sync, partial(give, self.module, w=gradient))
+        compute(self.sync, partial(cases.give, self.module, w=gradient))
 
     def step(self, gradient: float = 1.0) -> None:
         self.compute(gradient)
