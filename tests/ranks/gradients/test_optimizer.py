@@ -18,14 +18,24 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pipegrad import GradientSync, Topology
+from pipegrad import GradientSync
 from pipegrad.optimizer.param_sync import ParameterSync
 from tests.support.gradients.cases import bits, give, outcome, rank, replicated, stage, tied
-from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, WHOLE, By, alone, compute
+from tests.support.gradients.placements import (
+    OWNER,
+    REPLICATE,
+    SHARD,
+    WHOLE,
+    By,
+    Job,
+    alone,
+    compute,
+)
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS, rounding
 
+pytestmark = pytest.mark.ranks(2)
 STEPS, MAX_NORM = 4, 0.5
 # Sums of 89 squares in the norm, about ten operations a step.
 MOST = rounding(STEPS * 10 * 9)
@@ -118,7 +128,6 @@ def watched_sends() -> Any:
     return mock.patch.object(ParameterSync, "send", autospec=True, side_effect=ParameterSync.send)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_without_duties_trains_as_one_process(kind: str) -> None:
     """Issue 18, point 5. Also bit by bit as with publish(), which is called once a step."""
@@ -140,7 +149,6 @@ def test_a_loop_without_duties_trains_as_one_process(kind: str) -> None:
     assert values((before, sync, optimizer)) == values(job)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_publish_behind_it_does_nothing_and_a_hook_comes_before(kind: str) -> None:
     """Issue 18, point 5. What the user's hook changes is what other ranks get."""
@@ -164,27 +172,23 @@ def test_publish_behind_it_does_nothing_and_a_hook_comes_before(kind: str) -> No
     sync.check_replicas()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_a_rank_that_steps_nothing_may_leave_its_step_out(*, evaluates: bool) -> None:
     """One rank had published and the other found nothing to publish: an evaluation hung."""
-    module = stage(w=(40,))
-    sync = alone(module, By("dp", OWNER))
-    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    job = Job(OWNER)
+    optimizer = job.sync.optimizer(torch.optim.SGD, lr=1.0)
     for number in (1, 2):
-        compute(sync, partial(give, module, w=1.0))
+        job.compute()
         if any(group["params"] for group in optimizer.param_groups):
             optimizer.step()
         optimizer.zero_grad()
         if evaluates:
-            sync.publish_if_due()
-            sync.stage_first_use(0)
-            assert module.get_parameter("w").unique().tolist() == [-2.0 * number]
-    sync.wait_parameters()
-    assert module.get_parameter("w").unique().tolist() == [-4.0]
+            job.sync.publish_if_due()
+            job.sync.stage_first_use(0)
+            assert job.values == [-2.0 * number]
+    assert job.arrived == [-4.0]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["owner", "sharded", "copies"])
 def test_a_step_may_be_left_out(kind: str) -> None:
     """As a GradScaler does."""
@@ -200,7 +204,6 @@ def test_a_step_may_be_left_out(kind: str) -> None:
 # --- state
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_by_names_goes_on_with_the_same_bits(kind: str) -> None:
     """Issue 18, point 5. By torch.save and torch.load, in another model."""
@@ -224,7 +227,6 @@ def test_a_state_by_names_goes_on_with_the_same_bits(kind: str) -> None:
     assert values(go_on(kind, torch.load(file))) == right
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["replicate", "owner", "sharded", "mixed"])
 def test_a_state_is_read_in_another_placement(kind: str, tmp_path: Path) -> None:
     """Issue 18, point 5. A chunk each, so no rank writes over another one's shard."""
@@ -254,7 +256,6 @@ def test_a_state_is_read_in_another_placement(kind: str, tmp_path: Path) -> None
     assert values(train(job, 2, 3)) == right
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_of_one_process_is_read_in_any_placement(kind: str) -> None:
     begun, optimizer = in_one_process(steps=2)
@@ -263,7 +264,6 @@ def test_the_state_of_one_process_is_read_in_any_placement(kind: str) -> None:
     assert furthest(found, in_one_process()[0]) <= MOST
 
 
-@pytest.mark.ranks(2)
 def test_names_are_those_of_the_uncut_model() -> None:
     """Two stages that use one name for two parameters, and a tie."""
     torch.manual_seed(rank())
@@ -292,15 +292,8 @@ def test_names_are_those_of_the_uncut_model() -> None:
 # --- mistakes
 
 
-class Bad(nn.Module):
+class Bad(nn.Identity):
     """No optimizer."""
-
-    def __init__(self, params: Any, **_: Any) -> None:
-        super().__init__()
-
-
-def differing(name: str, _: nn.Parameter) -> dict[str, Any]:
-    return {"lr": 0.1 + rank()} if name == "w" else {}
 
 
 def failing(_: str, __: nn.Parameter) -> dict[str, Any]:
@@ -312,7 +305,6 @@ def failing(_: str, __: nn.Parameter) -> dict[str, Any]:
 DISAGREE = "AgreementError: ranks disagree on the optimizer; make them the same"
 
 
-@pytest.mark.ranks(2)
 def test_what_cannot_be_made_is_refused_on_all_ranks() -> None:
     sync = replicated(stage(w=(4,)))
     sharded = alone(stage(w=(40,)), By("dp", SHARD))
@@ -320,7 +312,7 @@ def test_what_cannot_be_made_is_refused_on_all_ranks() -> None:
     sgd, adafactor = torch.optim.SGD, torch.optim.Adafactor
     for make, refused in (
         (lambda: sync.optimizer(sgd, lr=0.1 + rank()), DISAGREE),
-        (lambda: sync.optimizer(sgd, group_of=differing, lr=0.1), DISAGREE),
+        (lambda: sync.optimizer(sgd, group_of=lambda *_: {"lr": 0.1 + rank()}), DISAGREE),
         (
             lambda: sync.optimizer(sgd, group_of=failing, lr=0.1),
             "AgreementError: rank 1: KeyError: 'no such layer' (the optimizer: 1 of ",
@@ -342,7 +334,6 @@ def test_what_cannot_be_made_is_refused_on_all_ranks() -> None:
     assert closed.startswith("StepError: this GradientSync is closed")
 
 
-@pytest.mark.ranks(2)
 def test_a_state_of_something_else_is_refused_on_all_ranks() -> None:
     optimizer = replicated(stage(w=(4,))).optimizer(torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(stage(w=(4,)).parameters(), lr=0.1)
@@ -363,7 +354,6 @@ def test_a_state_of_something_else_is_refused_on_all_ranks() -> None:
     assert refused.startswith("PlanError: the optimizer's state of '0.")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", FOUR_KINDS)
 def test_a_step_at_a_wrong_time_is_refused(kind: str) -> None:
     """Issue 18, point 5: what can still go wrong by a forgotten call raises."""
@@ -420,7 +410,6 @@ class Composite(torch.optim.Optimizer):
                 raise ValueError("one part has stepped")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", FOUR_KINDS)
 def test_an_optimizer_of_optimizers_steps_as_one(kind: str) -> None:
     """The second of them was taken for another optimizer of the same parameters."""
@@ -444,29 +433,13 @@ def test_an_optimizer_of_optimizers_steps_as_one(kind: str) -> None:
                 assert "before the gradients of a step are there" in outcome(part.step)
 
 
-@pytest.mark.ranks(2)
 def test_an_optimizer_of_the_module_under_an_owner_is_refused() -> None:
     """Issue 18, point 5. It was said one step later, by prepare()."""
-    module = stage(w=(4,))
-    sync = alone(module, By("dp", OWNER))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    compute(sync, partial(give, module, w=1.0))
-    refused = outcome(optimizer.step)
+    job = Job(OWNER)
+    job.compute()
+    refused = outcome(torch.optim.SGD(job.module.parameters(), lr=1.0).step)
     assert refused.startswith("StepError: some gradients live on other ranks")
     assert "make it by sync.optimizer()" in refused
-    right = sync.optimizer(torch.optim.SGD, lr=1.0)
-    compute(sync, partial(give, module, w=1.0))
-    right.step()
-    sync.wait_parameters()
-    assert module.get_parameter("w").tolist() == [-2.0] * 4
-
-
-def test_one_rank_needs_no_process_group() -> None:
-    module = stage(w=(2,))
-    topology = Topology.build(axes=(("pp", 1), ("dp", 1)))
-    sync = GradientSync({0: module}, topology, handlers=[])
-    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
-    compute(sync, partial(give, module, w=1.0))
-    optimizer.step()
-    assert module.get_parameter("w").tolist() == [-1.0] * 2
-    assert optimizer.state_dict()["param_groups"][0]["params"] == ["w"]
+    job.optimizer = job.sync.optimizer(torch.optim.SGD, lr=1.0)
+    job.step()
+    assert job.arrived == [-2.0]

@@ -27,6 +27,7 @@ from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
+pytestmark = pytest.mark.ranks(2)
 wherever_placed = pytest.mark.parametrize("placed", [OWNER, SHARD, REPLICATE])
 
 
@@ -46,7 +47,6 @@ def joined(sync: GradientSync, key: str) -> list[float]:
 # --- dtypes, layouts, accumulation
 
 
-@pytest.mark.ranks(2)
 @wherever_placed
 def test_dtypes_on_the_wire_of_gradients_and_of_copies(placed: Placement) -> None:
     high = stage(w=(40,))
@@ -83,7 +83,6 @@ def test_dtypes_on_the_wire_of_gradients_and_of_copies(placed: Placement) -> Non
     sync.check_replicas()
 
 
-@pytest.mark.ranks(2)
 @wherever_placed
 def test_sparse_gradients_become_dense(placed: Placement) -> None:
     table = nn.Parameter(torch.zeros(4, 2))
@@ -93,7 +92,6 @@ def test_sparse_gradients_become_dense(placed: Placement) -> None:
     assert joined(sync, "0.table") == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0]
 
 
-@pytest.mark.ranks(2)
 @wherever_placed
 def test_accumulated_gradients_travel_once(placed: Placement) -> None:
     """Gradients of 1, 2, and half of 4 and of 8; then a step that begins anew."""
@@ -137,7 +135,6 @@ def noise(at: int, number: int) -> dict[str, torch.Tensor]:
     return {"a": torch.randn(5, 3, generator=made), "b": torch.randn(67, generator=made)}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_rows_are_stepped_as_the_whole_is(name: str) -> None:
     kind = getattr(torch.optim, name)
@@ -161,7 +158,6 @@ def test_rows_are_stepped_as_the_whole_is(name: str) -> None:
     sync.close()
 
 
-@pytest.mark.ranks(2)
 def test_all_ranks_have_the_same_parameter_groups() -> None:
     """Rank 1 steps rows of `w` alone: its group of `b` and `c` is empty, and stays in its place."""
     module = stage(b=(3,), w=(40, 2), c=(3,), frozen=nn.Parameter(torch.ones(2), False))
@@ -188,7 +184,6 @@ def test_all_ranks_have_the_same_parameter_groups() -> None:
 # --- ways back
 
 
-@pytest.mark.ranks(2)
 @wherever_placed
 def test_what_is_published_late_or_without_a_step_arrives(placed: Placement) -> None:
     """A step without an optimizer's step, one whose publish() is forgotten, and an evaluation."""
@@ -218,7 +213,6 @@ def test_what_is_published_late_or_without_a_step_arrives(placed: Placement) -> 
     sync.check_replicas()
 
 
-@pytest.mark.ranks(2)
 @wherever_placed
 def test_a_copy_that_drifts_is_found_and_made_equal(placed: Placement) -> None:
     """An element that its own rank did not step is changed on another one."""
@@ -237,7 +231,6 @@ def test_a_copy_that_drifts_is_found_and_made_equal(placed: Placement) -> None:
     assert str(module.get_parameter("w").unique())[:12] == "tensor([-2.]"
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stored", [None, torch.float64])
 @wherever_placed
 def test_loaded_values_are_what_is_stepped(placed: Placement, stored: torch.dtype | None) -> None:
@@ -276,7 +269,6 @@ def test_bits_are_the_same_from_run_to_run() -> None:
 # --- stories
 
 
-@pytest.mark.ranks(2)
 def test_an_owners_receive_catches_no_rows() -> None:
     """It is posted when the step begins: without tags of its own, the rows of `b` arrived in it."""
     module = stage(a=(32,), b=(32,))
@@ -291,7 +283,6 @@ def test_an_owners_receive_catches_no_rows() -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2)
 def test_more_flags_than_elements_overwrite_no_gradient() -> None:
     """A row smaller than its bucket's flags had them written over the next row, or past its end."""
     empty = {f"e{i}": (0,) for i in range(40)}

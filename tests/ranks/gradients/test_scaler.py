@@ -19,6 +19,7 @@ from tests.support.gradients.cases import give, outcome, rank, replicated, stage
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, alone, compute
 from tests.support.pairwise import pairwise
 
+pytestmark = pytest.mark.ranks(2)
 STEPS = 50
 OPTIONS: dict[str, Any] = {"init_scale": 8.0, "growth_interval": 2}
 CLIPS = ("", "unscale_", "clip", "measure")  # what comes before scaler.step()
@@ -99,7 +100,6 @@ def far(found: torch.Tensor, right: torch.Tensor, clip: str) -> bool:
     return float((found - right).abs().max()) > most
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("placement", "kind", "clip"),
     pairwise(
@@ -128,7 +128,6 @@ def test_scales_and_parameters_are_those_of_one_process(
     assert not far(got, values, clip)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_an_overflow_on_one_stage_skips_the_step_on_all(clip: str) -> None:
     """Issue 16, point 5. The stage with the overflow skipped, the other one stepped."""
@@ -139,7 +138,6 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(clip: str) -> None:
     assert not far(got, values[:, :12] if rank() == 0 else values[:, 12:], clip)
 
 
-@pytest.mark.ranks(2)
 def test_copies_in_another_dtype_are_unscaled() -> None:
     """Issue 16, point 5. fp16 parameters, stepped as fp32 copies: the decisions are the same."""
     module, make = whole(torch.float16), OPTIMIZERS["sgd"]
@@ -147,7 +145,6 @@ def test_copies_in_another_dtype_are_unscaled() -> None:
     assert trained(sync, module, make, "")[0] == trained_by_torch(make, "")[0]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("clip", "passes"), [("", 1), ("unscale_", 2), ("clip", 1), ("measure", 1)]
 )
@@ -176,7 +173,6 @@ def test_unscaling_and_clipping_are_one_pass_and_one_message(clip: str, passes: 
     assert sent.call_count == passes
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", CLIPS)
 # torch's fused SGD changes no parameter of bfloat16 on a CPU.
 @pytest.mark.parametrize("kind", [("sgd", "float32"), ("sgd", "bfloat16"), ("fused", "float32")])
@@ -216,7 +212,6 @@ def ready(make: Optimizer = torch.optim.SGD, scale: float = 4.0) -> tuple[Any, .
     return module.w, sync, optimizer, pipegrad.GradScaler(sync, init_scale=scale)
 
 
-@pytest.mark.ranks(2)
 def test_a_norm_that_overflows_float32_is_no_overflow() -> None:
     """torch looks at elements: the norm of finite ones skipped the step."""
     w, sync, optimizer, scaler = ready(scale=2.0**100)  # its squares are too large
@@ -227,7 +222,6 @@ def test_a_norm_that_overflows_float32_is_no_overflow() -> None:
     assert (w.tolist(), scaler.get_scale()) == ([-3.0] * 2, 2.0**100)
 
 
-@pytest.mark.ranks(2)
 def test_a_step_that_was_left_out_says_nothing_of_the_next() -> None:
     """Its overflow skipped the next step, and the next gradients stayed scaled."""
     w, sync, optimizer, scaler = ready()
@@ -249,7 +243,6 @@ def split(make: Optimizer = torch.optim.SGD, scale: float = 4.0) -> tuple[Any, .
     return parameter, sync, optimizer, pipegrad.GradScaler(sync, init_scale=scale)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("failing", [(0, 1), (0,), ()], ids=str)
 def test_a_step_that_failed_says_nothing_of_the_next(
@@ -279,7 +272,6 @@ def test_a_step_that_failed_says_nothing_of_the_next(
     sync.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_gradients_are_unscaled_once_also_behind_update(*, is_manual: bool) -> None:
     """The norm was refused, or the gradients were divided by the scale again."""
@@ -300,7 +292,6 @@ def test_gradients_are_unscaled_once_also_behind_update(*, is_manual: bool) -> N
     sync.close()
 
 
-@pytest.mark.ranks(2)
 def test_the_infinity_norm_sees_a_nan_of_another_rank() -> None:
     """A maximum of gloo may drop a nan."""
     for bad, expected in ((1.0, "2.0"), (float("nan"), "nan")):
@@ -317,7 +308,6 @@ def test_the_infinity_norm_sees_a_nan_of_another_rank() -> None:
 # --- several optimizers, state, mistakes
 
 
-@pytest.mark.ranks(2)
 def test_each_optimizer_has_its_decision() -> None:
     """Issue 16, point 5. A rank on which an optimizer has nothing ended in an AssertionError."""
     w, sync, _, scaler = split()
@@ -332,7 +322,6 @@ def test_each_optimizer_has_its_decision() -> None:
     assert (w.tolist(), scaler.get_scale()) == ([-1.0 * rank()] * 2, 2.0)
 
 
-@pytest.mark.ranks(2)
 def test_state_options_and_evaluation() -> None:
     """Issue 16, point 5. The interface is that of torch, also of a scaler that is off."""
     w, sync, optimizer, _ = ready()
@@ -352,7 +341,6 @@ def test_state_options_and_evaluation() -> None:
         assert scaler.scale(torch.ones(())).item() == 1.0
 
 
-@pytest.mark.ranks(2)
 def test_what_differs_between_ranks_is_refused_on_all() -> None:
     """Issue 16, point 5."""
     w, sync, optimizer, _ = ready()
@@ -367,7 +355,6 @@ def test_what_differs_between_ranks_is_refused_on_all() -> None:
     assert w.tolist() == [0.0] * 2
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("clips", [False, True])
 def test_float16_on_one_rank_alone_is_refused_on_all(*, clips: bool) -> None:
     half = stage(w=torch.zeros(4, dtype=torch.float16 if rank() == 0 else torch.float32))
@@ -380,7 +367,6 @@ def test_float16_on_one_rank_alone_is_refused_on_all(*, clips: bool) -> None:
     assert refused.startswith(words)
 
 
-@pytest.mark.ranks(2)
 def test_gradients_at_a_wrong_time_are_refused() -> None:
     """Issue 16, point 5."""
     w, sync, optimizer, scaler = ready()

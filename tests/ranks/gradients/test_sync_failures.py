@@ -32,6 +32,8 @@ from tests.support.gradients.cases import (
 )
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class FailsOnOne(PipelineShared):
     """Fails on rank 1, for the bucket of `b` alone."""
@@ -45,7 +47,6 @@ class FailsOnOne(PipelineShared):
 
 
 @pytest.mark.smoke
-@pytest.mark.ranks(2)
 def test_a_failure_in_a_comm_stream_is_every_ranks_error() -> None:
     """Values arrive in the first step. In the second, rank 1 cannot send `b`."""
     module = stage(a=(1,), b=(1,))
@@ -74,7 +75,6 @@ class GivesNothing(PipelineShared):
         return None  # type: ignore[return-value]
 
 
-@pytest.mark.ranks(2)
 def test_a_launch_that_returns_nothing_is_told() -> None:
     """Issue 16, point 18. It was "'NoneType' object has no attribute 'wait'"."""
     module = stage(a=(1,))
@@ -85,7 +85,6 @@ def test_a_launch_that_returns_nothing_is_told() -> None:
     assert "launch() returned None, expected a Work, with a wait()" in refused
 
 
-@pytest.mark.ranks(2)
 def test_a_refused_prepare_does_not_part_the_ranks() -> None:
     """Rank 0 has to prepare twice; the failure notice must still be the same step's."""
     module = stage(a=(1,))
@@ -98,7 +97,6 @@ def test_a_refused_prepare_does_not_part_the_ranks() -> None:
     assert "no route to host" in outcome(lambda: step(sync, module, a=11.0))
 
 
-@pytest.mark.ranks(2)
 def test_a_step_aborted_on_one_rank_ends_on_those_that_wait() -> None:
     """Rank 1's forward fails when rank 0 already waits for its gradients."""
     module = stage(a=(1,))
@@ -173,7 +171,6 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("says", "options"), WRONG)
 def test_ranks_that_disagree_all_end_with_the_same_error(
     says: str, options: Callable[[int], dict[str, Any]]
@@ -185,7 +182,6 @@ def test_ranks_that_disagree_all_end_with_the_same_error(
     assert gathered(refused) == [refused] * 2
 
 
-@pytest.mark.ranks(2)
 def test_shapes_that_differ_are_every_ranks_error() -> None:
     module = stage(a=(2 + rank(),), b=(2,))
     for make, parts in (
@@ -200,7 +196,6 @@ def test_shapes_that_differ_are_every_ranks_error() -> None:
         assert gathered(refused) == [refused] * 2
 
 
-@pytest.mark.ranks(2)
 def test_a_rank_that_never_arrives_is_named() -> None:
     if rank() == 0:
         refused = outcome(lambda: tied(stage(a=(1,)), "a", agree_seconds=0.5))

@@ -42,6 +42,8 @@ from tests.support.gradients.cases import (
 from tests.support.ordering.programs import OWNED, trained, updated
 from tests.support.pairwise import everything
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Gate(GradientHandler):
     """Reduces over the data dimension; a launch is recorded, then waits until it is let go."""
@@ -86,7 +88,6 @@ def gated(modules: Mapping[int, nn.Module], **options: Any) -> tuple[Gate, Gradi
     return gate, sync
 
 
-@pytest.mark.ranks(2)
 def test_launches_leave_before_finish_in_the_order_of_the_plan() -> None:
     """Stages become final 0, 2, 1; the plan says 2, 1, 0. Stage k's gradient is k + 1."""
     modules = {s: stage(w=(1,)) for s in range(3)}
@@ -108,7 +109,6 @@ def test_launches_leave_before_finish_in_the_order_of_the_plan() -> None:
     assert len(gate.events) == 3
 
 
-@pytest.mark.ranks(2)
 def test_one_comm_stream_does_not_hold_up_another() -> None:
     """The first launch is held back in its comm stream; the second leaves in the other."""
     modules = {s: stage(w=(1,)) for s in range(2)}
@@ -123,7 +123,6 @@ def test_one_comm_stream_does_not_hold_up_another() -> None:
     assert sorted(gate.events) == ["launch 1", "launch 2"]
 
 
-@pytest.mark.ranks(2)
 def test_parameters_leave_one_by_one_inside_the_last_backward() -> None:
     """A chain of three factors: from the second step on, the last leaves inside backward."""
     module = stage(p0=torch.tensor([2.0]), p1=torch.tensor([3.0]), p2=torch.tensor([5.0]))
@@ -156,7 +155,6 @@ def test_parameters_leave_one_by_one_inside_the_last_backward() -> None:
         module.zero_grad()
 
 
-@pytest.mark.ranks(2)
 def test_a_partial_sum_does_not_leave() -> None:
     """Reentrant checkpointing fires a hook twice: then the end of the stage decides."""
     module = stage(w=torch.tensor([2.0]))
@@ -174,7 +172,6 @@ def test_a_partial_sum_does_not_leave() -> None:
         module.zero_grad()
 
 
-@pytest.mark.ranks(2)
 def test_communicators_are_connected_before_comm_streams_begin_in_different_orders() -> None:
     """NCCL, played on gloo: a group's first collective waits for its members, no other does."""
     connected: set[str] = set()
@@ -286,7 +283,6 @@ def test_a_chain_of_ranks_is_right_and_ordered(mode: str) -> None:
     assert found == updated([{"w": 10.0 + 4 * k} for k in range(len(PRODUCERS))])
 
 
-@pytest.mark.ranks(2)
 def test_a_stage_waits_for_its_own_parameters_alone() -> None:
     """Stage 0 has its own while those of stage 1 are held back; waiting for both would fail."""
     modules = {s: stage(w=torch.full((4,), 10.0 * s)) for s in range(2)}

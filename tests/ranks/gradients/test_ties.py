@@ -14,6 +14,8 @@ from pipegrad_handlers.data_parallel import DataParallel
 from tests.support.gradients.cases import outcome, rank, replicated, stage
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def pipelined(module: nn.Module, tied: Any) -> GradientSync:
     topology, handlers = Topology.create(pipeline=2), ["pipeline-shared"]
@@ -24,7 +26,6 @@ def own(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank() + 1))
 
 
-@pytest.mark.ranks(2)
 def test_declared_copies_of_different_bits_are_refused() -> None:
     """Issue 16, point 10 (1.2). One of them was overwritten without a word."""
     tied = [{0: "w", 1: "w"}]
@@ -37,7 +38,6 @@ def test_declared_copies_of_different_bits_are_refused() -> None:
     assert module.get_parameter("w").tolist() == [1.0, 2.0]
 
 
-@pytest.mark.ranks(2)
 def test_an_uncut_model_on_every_rank_needs_no_common_seed() -> None:
     """Issue 16, point 10 (1.2). find_tied has seen that both are the tied parameter."""
     torch.manual_seed(rank())
@@ -49,7 +49,6 @@ def test_an_uncut_model_on_every_rank_needs_no_common_seed() -> None:
     assert gathered(values) == [values] * 2
 
 
-@pytest.mark.ranks(2)
 def test_a_data_dimension_that_nobody_reduces_is_refused() -> None:
     """Issue 16, point 10 (1.3). Replicas drifted apart, and check_replicas passed."""
     module = stage(w=(2,), frozen=nn.Parameter(torch.zeros(2), requires_grad=False))
@@ -62,7 +61,6 @@ def test_a_data_dimension_that_nobody_reduces_is_refused() -> None:
     replicated(module, handlers=[]).close()
 
 
-@pytest.mark.ranks(2)
 def test_buffers_of_replicas_start_alike() -> None:
     """Issue 16, point 10 (1.9). Replicas trained different functions on averaged gradients."""
     module = stage(w=(2,))
@@ -73,7 +71,6 @@ def test_buffers_of_replicas_start_alike() -> None:
     replicated(module, allow_unsynced=["noise"]).close()
 
 
-@pytest.mark.ranks(2)
 def test_handlers_given_as_instances_are_compared() -> None:
     """Issue 16, point 10 (1.13). bf16 on one rank and fp16 on another made gradients of 4.0."""
     hooks = ["bf16_compress_hook", "fp16_compress_hook"]
@@ -83,15 +80,15 @@ def test_handlers_given_as_instances_are_compared() -> None:
     replicated(stage(w=(2,)), handlers=[DataParallel(hook=hooks[0])]).close()
 
 
-@pytest.mark.ranks(2)
-def test_reduce_dtype_is_a_float() -> None:
+@pytest.mark.parametrize("option", ["reduce_dtype", "master_dtype"])
+def test_dtypes_of_options_are_floats(option: str) -> None:
     """Issue 16, point 10 (1.15). Gradients became 0 without a word."""
-    for dtype in (torch.int32, torch.bool, "bf16"):
-        refused = outcome(lambda dtype=dtype: replicated(stage(w=(2,)), reduce_dtype=dtype))  # type: ignore[misc]
-        assert refused.startswith("PlanError: reduce_dtype is")
+    for dtype, shown in ((torch.int32, "torch.int32"), (torch.bool, "torch.bool"), ("f", "'f'")):
+        refused = outcome(lambda dtype=dtype: replicated(stage(w=(2,)), **{option: dtype}))  # type: ignore[misc]
+        floats = "expected one of floats of at least 16 bits, or None"
+        assert refused == f"PlanError: {option} is {shown}, {floats}"
 
 
-@pytest.mark.ranks(2)
 def test_parameters_of_any_dtype_are_made_equal_and_checked() -> None:
     """Issue 16, point 10 (3.5). KeyError: 16, and gloo's "Invalid scalar type"."""
     module = stage(w=torch.complex(own(2).double(), own(2).double()))
@@ -105,7 +102,6 @@ def test_parameters_of_any_dtype_are_made_equal_and_checked() -> None:
     assert gathered(values) == [values] * 2
 
 
-@pytest.mark.ranks(2)
 def test_a_mesh_of_a_part_of_the_world_is_refused_on_all_its_ranks() -> None:
     """Issue 16, point 14. Ranks that the mesh left out waited for ever."""
     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("model", "pp", "dp"))

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipegrad import GradientSync, Topology
 from tests.support.gradients.cases import give, outcome, rank, replicated, stage, tied
-from tests.support.gradients.placements import OWNER, SHARD, By, alone, compute
+from tests.support.gradients.placements import OWNER, SHARD, By, Job, alone, compute
 
 ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))
 
@@ -80,47 +80,33 @@ def test_a_rank_that_skips_is_told_in_its_next_step() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("handler", "options", "value"),
-    [
-        (By("dp", SHARD), {}, -2.0),
-        ("data-parallel", {"master_dtype": torch.float64}, -1.0),
-    ],
+    ("placed", "options", "value"),
+    [(SHARD, {}, -2.0), ("data-parallel", {"master_dtype": torch.float64}, -1.0)],
     ids=["rows", "copies"],
 )
 def test_an_optimizer_of_what_is_not_stepped_is_refused(
-    handler: Any, options: dict[str, Any], value: float
+    placed: Any, options: dict[str, Any], value: float
 ) -> None:
     """Issue 16, point 10 (1.14). Nothing moved, without a word.
 
     Somebody has asked for what to step, to count it, and steps the module's parameters.
     """
-    module = stage(w=(4,))
-    sync = alone(module, handler, **options)
-    assert len(sync.optimizer_parameters()) == 1
-    compute(sync, partial(give, module, w=1.0))
-    assert outcome(torch.optim.SGD(module.parameters(), lr=1.0).step).startswith(
+    job = Job(placed, **options)
+    job.compute()
+    assert outcome(torch.optim.SGD(job.module.parameters(), lr=1.0).step).startswith(
         "StepError: an optimizer steps '0.w' itself, but its gradient is in a shard or in a copy"
     )
-    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
-    compute(sync, partial(give, module, w=1.0))
-    optimizer.step()  # that step was lost; what was meant is possible in the next
-    sync.publish()
-    sync.wait_parameters()
-    assert module.get_parameter("w").tolist() == [value] * 4
+    job.step()  # that step was lost; what was meant is possible in the next
+    assert job.arrived == [value]
 
 
 @pytest.mark.ranks(2)
 def test_an_owner_may_step_the_modules_parameters() -> None:
     """Issue 16, point 10 (1.14). Others have no gradient to step."""
-    module = stage(w=(4,))
-    sync = alone(module, By("dp", OWNER))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    assert sync.optimizer_parameters()
-    compute(sync, partial(give, module, w=1.0))
-    optimizer.step()
-    sync.publish()
-    sync.wait_parameters()
-    assert module.get_parameter("w").tolist() == [-2.0] * 4
+    job = Job(OWNER)  # which has asked for what to step
+    job.optimizer = torch.optim.SGD(job.module.parameters(), lr=1.0)
+    job.step()
+    assert job.arrived == [-2.0]
 
 
 @pytest.mark.ranks(2)

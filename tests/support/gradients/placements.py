@@ -93,7 +93,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 class Job:
     """A placed parameter `w` of 40 elements, and plain SGD with a rate of 1."""
 
-    def __init__(self, placed: Placement | GradientHandler, **options: Any) -> None:
+    def __init__(self, placed: Placement | GradientHandler | str, **options: Any) -> None:
         handler = By("dp", placed) if isinstance(placed, Placement) else placed
         self.module = cases.stage(w=(40,))
         self.sync = alone(self.module, handler, **options)
@@ -109,6 +109,11 @@ class Job:
 
     def load(self, value: float) -> None:
         self.module.load_state_dict({"w": torch.full((40,), value)})
+
+    @property
+    def arrived(self) -> list[float]:
+        self.sync.wait_parameters()
+        return self.values
 
     @property
     def values(self) -> list[float]:
