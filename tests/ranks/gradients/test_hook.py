@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +26,7 @@ from tests.support.gradients.hooks import (
     model,
     ours,
     same,
-    seeding,
     torchs,
-    wire,
 )
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
@@ -52,7 +51,7 @@ def gradient(at: int) -> torch.Tensor:
 def test_a_cast_is_the_sum_of_rounded_parts(num_ranks: int, hook: str) -> None:
     module = stage(w=(40,))
     sync = averaged(module, hook)
-    with wire() as log:
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
         step(sync, module, w=gradient(rank()))
     found = module.get_parameter("w").grad
     assert found is not None
@@ -62,7 +61,9 @@ def test_a_cast_is_the_sum_of_rounded_parts(num_ranks: int, hook: str) -> None:
     assert all(x in some for x, some in zip(found.tolist(), sums, strict=True))
     if num_ranks == 2:  # half of the bytes travel, and flags as they are
         padded, flag = 48, 4
-        assert log == [(torch.float32, flag), (CAST[hook], 2 * padded)]
+        tensors = [call.args[0] for call in sent.call_args_list]
+        sizes = [(tensor.dtype, tensor.nbytes) for tensor in tensors]
+        assert sizes == [(torch.float32, flag), (CAST[hook], 2 * padded)]
         assert sync.statistics().reduced_bytes == 4 * padded + flag
     sync.close()
 
@@ -123,10 +124,7 @@ RIVALS: dict[str, tuple[tuple[object, Any, Callable[[], object]], float]] = {
 def test_numbers_are_those_of_distributed_data_parallel(
     num_ranks: int, rivals: tuple[object, Any, Callable[[], object]], most: float
 ) -> None:
-    """Two ranks have its bits, three its numbers to rounding.
-
-    Gradients lie elsewhere in DistributedDataParallel's bucket: ranks are added in turns.
-    """
+    """To the bit, or to rounding: gradients lie elsewhere in its bucket, so ranks add in turns."""
     hook, rival, state = rivals
     mine, sync = ours(hook)
     sync.close()
@@ -149,11 +147,14 @@ def test_what_was_not_sent_is_owed(num_ranks: int, name: str, options: dict[str,
     sync.close()
     module = model()
     sync = averaged(module, {"name": name, **POWER}, **options)
-    with seeding() as log:
+    with (
+        mock.patch.object(torch, "manual_seed") as seed,
+        mock.patch("torch.random.fork_rng") as fork,
+    ):
         before = torch.get_rng_state()
         delivered = go_on(sync, module, range(12), lr=0.0)
         assert torch.equal(before, torch.get_rng_state())
-    assert log == []  # no random numbers of the process are touched
+    assert seed.call_count + fork.call_count == 0  # no random numbers of the process are touched
     kept = sync.state_dict()["handlers"]["data-parallel"]["buckets"]
     owed = {
         slot.key: error[slot.offset : slot.offset + slot.numel]

@@ -59,61 +59,45 @@ def test_what_is_kept_goes_on_to_the_bit(hook: dict[str, Any]) -> None:
         state = sync.state_dict()
         sync.close()
     assert same(late, whole) == [True] * 7
-
-
-def kept() -> dict[str, Any]:
-    _, sync = ours(POWER_SGD, 3)
-    state = sync.state_dict()
-    sync.close()
-    return dict(state)
-
-
-@pytest.mark.ranks(2)
-def test_a_state_of_no_handler_is_nothing() -> None:
-    sync = averaged(model(), POWER_SGD)
-    sync.load_state_dict({**kept(), "handlers": {}})
+    sync = averaged(model(), hook, **SMALL)
+    sync.load_state_dict({**state, "handlers": {}})
     assert sync.state_dict() == {}
     sync.close()
 
 
 CANNOT_GO_ON = "PlanError: handler 'data-parallel' cannot go on: ValueError("
+RANK_1 = {**POWER_SGD, "matrix_approximation_rank": 1}
+DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on from; make them the"
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("hook", "options", "refused"),
+    ("hook", "options", "change", "refused"),
     [
-        (POWER_SGD, SMALL, "PlanError: what handlers kept is of another plan"),
-        ({**POWER_SGD, "matrix_approximation_rank": 1}, {}, f'{CANNOT_GO_ON}"what is to be'),
-        (None, {}, f"{CANNOT_GO_ON}'it has no comm"),
+        (POWER_SGD, SMALL, dict, "PlanError: what handlers kept is of another plan"),
+        (RANK_1, {}, dict, f'{CANNOT_GO_ON}"what is to be'),
+        (None, {}, dict, f"{CANNOT_GO_ON}'it has no comm"),
+        (POWER_SGD, {}, lambda _: {}, DISAGREE),
+        (
+            POWER_SGD,
+            {},
+            lambda state: {**state, "plan": "another"},
+            "PlanError: rank 1: PlanError: w",
+        ),
     ],
 )
-def test_what_was_kept_of_something_else_is_refused(
-    hook: Any, options: dict[str, Any], refused: str
+def test_what_was_kept_of_something_else_or_differs_is_refused(
+    hook: Any, options: dict[str, Any], change: Any, refused: str
 ) -> None:
-    state = kept()
-    sync = averaged(model(), hook, **options)
-    assert outcome(lambda: sync.load_state_dict(state)).startswith(refused)
-    assert sync.state_dict() == {}
+    _, sync = ours(POWER_SGD, 3)
+    state = sync.state_dict()
     sync.close()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("theirs", "refused"),
-    [
-        (None, "PlanError: ranks disagree on what handler 'data-parallel' goes on from; make the"),
-        ({"plan": "another"}, "PlanError: rank 1: PlanError: w"),
-    ],
-)
-def test_ranks_go_on_from_one_place(theirs: dict[str, Any] | None, refused: str) -> None:
-    state = kept()
-    wrong = {} if theirs is None else {**state, **theirs}
-    sync = averaged(model(), POWER_SGD)
-    said = outcome(lambda: sync.load_state_dict(wrong if rank() else state))
+    sync = averaged(model(), hook, **options)
+    said = outcome(lambda: sync.load_state_dict(change(state) if rank() else state))
     assert said.startswith(refused)
     assert sync.state_dict() == {}
-    sync.load_state_dict(state)  # ranks still are in one place
+    if change is not dict:
+        sync.load_state_dict(state)  # ranks still are in one place
     sync.close()
 
 

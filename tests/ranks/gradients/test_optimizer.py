@@ -189,18 +189,6 @@ def test_a_rank_that_steps_nothing_may_leave_its_step_out(*, evaluates: bool) ->
     assert job.arrived == [-4.0]
 
 
-@pytest.mark.parametrize("kind", ["owner", "sharded", "copies"])
-def test_a_step_may_be_left_out(kind: str) -> None:
-    """As a GradScaler does."""
-    job = module, sync, optimizer = made(kind)
-    begun = values(job)
-    compute(sync, partial(give, module, **drawn(rank(), 0)))
-    optimizer.zero_grad()
-    train(job, 1)
-    assert values(job) != begun
-    sync.check_replicas()
-
-
 # --- state
 
 

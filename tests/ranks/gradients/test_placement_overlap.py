@@ -19,45 +19,35 @@ WAIT_SECONDS = 30.0
 
 
 class Meeting:
-    """Two collectives that wait for each other to have begun: in turns they would never."""
+    """Two collectives, one of rows, that wait for each other: in turns they would never begin."""
 
     def __init__(self) -> None:
-        self.begun = {kind: threading.Event() for kind in ("shard", "replicate")}
+        self.begun = threading.Event(), threading.Event()
         self.met: list[bool] = []
 
-    def begin(self, kind: str, other: str) -> None:
-        self.begun[kind].set()
-        self.met.append(self.begun[other].wait(WAIT_SECONDS))
+    def begin(self, *, is_rows: bool) -> None:
+        self.begun[is_rows].set()
+        self.met.append(self.begun[not is_rows].wait(WAIT_SECONDS))
 
 
-class MeetingRows(By):
-    """The second bucket's reduce-scatter waits until the first one's all-reduce has begun."""
+class Meets(By):
+    """The second bucket's reduce-scatter and the first one's all-reduce wait for each other."""
 
     meeting: Meeting
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
-        if bucket.buffer.numel() > 100:  # the second one's
-            self.meeting.begin("shard", "replicate")
+        is_rows, numel = self._axis == "dp", bucket.buffer.numel()
+        if (numel > 100) if is_rows else (numel < 40):
+            self.meeting.begin(is_rows=is_rows)
         return super().launch(bucket, reduction, group)
-
-
-class MeetingSums(MeetingRows):
-    """The first bucket's all-reduce waits until the second one's reduce-scatter has begun."""
-
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
-        if bucket.buffer.numel() < 40:
-            self.meeting.begin("replicate", "shard")
-        return By.launch(self, bucket, reduction, group)
 
 
 @pytest.mark.ranks(4)
 def test_hops_of_successive_buckets_overlap_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     module = stage(late=(128,), early=(32,))
-    rows, sums = MeetingRows("dp", SHARD, "mean"), MeetingSums("outer", REPLICATE, "mean")
+    rows, sums = Meets("dp", SHARD, "mean"), Meets("outer", REPLICATE, "mean")
     rows.meeting = sums.meeting = Meeting()
     options: dict[str, Any] = {"bucket_bytes": 0, "comm_streams": 2}
     sync = GradientSync({0: module}, mesh(outer=2, dp=2), handlers=[rows, sums], **options)
@@ -75,7 +65,7 @@ def test_hops_of_successive_buckets_overlap_there_and_back(monkeypatch: pytest.M
     def gathered(
         parameters: torch.Tensor, scattered: Sequence[int], group: dist.ProcessGroup
     ) -> None:
-        back.begin(*(("shard", "replicate") if len(parameters) > 100 else ("replicate", "shard")))
+        back.begin(is_rows=len(parameters) > 100)
         gather(parameters, scattered, group)
 
     monkeypatch.setitem(reductions._SYNC, Placement.SHARD, gathered)

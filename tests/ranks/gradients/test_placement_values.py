@@ -17,6 +17,7 @@ from tests.support.gradients.placements import (
     REPLICATE,
     SHARD,
     By,
+    Job,
     alone,
     compute,
     mesh,
@@ -216,33 +217,28 @@ def test_what_is_published_late_or_without_a_step_arrives(placed: Placement) -> 
 @wherever_placed
 def test_a_copy_that_drifts_is_found_and_made_equal(placed: Placement) -> None:
     """An element that its own rank did not step is changed on another one."""
-    module = stage(w=(40,))
-    sync, optimizer = made(module, placed)
-    compute(sync, partial(give, module, w=1.0))
-    update(sync, optimizer)
-    sync.wait_parameters()
+    job = Job(placed, bucket_bytes=64)
+    job.step()
+    assert job.arrived == [-2.0]
     if rank() == 1:
-        module.get_parameter("w").data[0] += 2**-20
-    drift = outcome(sync.check_replicas)
+        job.module.get_parameter("w").data[0] += 2**-20
+    drift = outcome(job.sync.check_replicas)
     assert drift.startswith("DriftError: copies of one parameter have drifted apart")
     assert "'0.w' over ranks [0, 1]" in drift
-    sync.synchronize_parameters()
-    sync.check_replicas()
-    assert str(module.get_parameter("w").unique())[:12] == "tensor([-2.]"
+    job.sync.synchronize_parameters()
+    job.sync.check_replicas()
+    assert str(job.module.get_parameter("w").unique())[:12] == "tensor([-2.]"
 
 
 @pytest.mark.parametrize("stored", [None, torch.float64])
 @wherever_placed
 def test_loaded_values_are_what_is_stepped(placed: Placement, stored: torch.dtype | None) -> None:
-    module = stage(w=(40,))
-    sync, optimizer = made(module, placed, master_dtype=stored)
+    job = Job(placed, master_dtype=stored, bucket_bytes=64)
     for value in (5.0, 7.0):
-        module.load_state_dict({"w": torch.full((40,), value)})
-        sync.synchronize_parameters()
-        compute(sync, partial(give, module, w=1.0))
-        update(sync, optimizer)
-        sync.wait_parameters()
-        assert module.get_parameter("w").unique().tolist() == [value - 2.0]
+        job.load(value)
+        job.sync.synchronize_parameters()
+        job.step()
+        assert job.arrived == [value - 2.0]
 
 
 @pytest.mark.ranks(4)

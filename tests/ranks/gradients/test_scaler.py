@@ -112,10 +112,7 @@ def far(found: torch.Tensor, right: torch.Tensor, clip: str) -> bool:
 def test_scales_and_parameters_are_those_of_one_process(
     placement: Any, kind: str, clip: str
 ) -> None:
-    """Issue 16, point 5; issue 18, point 4. Clipping unscales by itself.
-
-    With an infinite max_norm it is unscaled by the norm's pass, and nothing is clipped.
-    """
+    """Issue 18, point 4. Clipping unscales by itself, also if it clips nothing ("measure")."""
     make = OPTIMIZERS[kind]
     scales, values = trained_by_torch(make, clip)
     assert scales[:3] == [8.0, 4.0, 4.0]  # the second step overflows

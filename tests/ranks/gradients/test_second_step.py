@@ -15,17 +15,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach
-from tests.support.gradients.cases import (
-    DATA,
-    SHARED,
-    give,
-    outcome,
-    rank,
-    replicated,
-    stage,
-    tied,
-)
-from tests.support.gradients.placements import SHARD, By
+from tests.support.gradients.cases import DATA, SHARED, give, outcome, rank, replicated, stage, tied
+from tests.support.gradients.placements import SHARD, Job
 
 ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))
 EPS = torch.finfo(torch.float32).eps
@@ -132,17 +123,15 @@ def test_only_what_is_reduced_is_refused_and_named(way: str) -> None:
 @pytest.mark.ranks(2)
 def test_reduced_rows_are_refused_until_they_are_zeroed() -> None:
     """Issue 16, point 13. In rows, the first step's gradient was lost in silence."""
-    module = stage(w=(256,))
-    sync = replicated(module, handlers=[By("dp", SHARD)])
-    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
-    add(sync, module, 1, w=1.0)
-    refused = outcome(sync.prepare)
+    job = Job(SHARD)
+    job.compute()
+    refused = outcome(job.sync.prepare)
     assert refused.startswith(REFUSED.format("0.w"))
     assert ADVICE in refused
-    optimizer.zero_grad(set_to_none=False)
-    add(sync, module, 1, w=3.0)
-    assert set(stepped(sync)["w"]) == {6.0}
-    sync.close()
+    job.optimizer.zero_grad(set_to_none=False)
+    job.compute(3.0)
+    assert set(stepped(job.sync)["w"]) == {6.0}
+    job.sync.close()
 
 
 @pytest.mark.ranks(2)
@@ -162,14 +151,11 @@ def test_an_optimizer_that_has_a_part_of_the_parameters_is_told_so() -> None:
     "options", [{}, WAYS["main_grad"], {"reduce_dtype": torch.float64}, WAYS["both"]], ids=str
 )
 def test_steps_may_begin_with_gradients_zeroed_in_place(options: dict[str, Any]) -> None:
-    """Issue 16, point 13. Reduced gradients of stand-ins were doubled; second parts refused.
-
-    Steps of one part, and of two with a divisor each.
-    """
+    """Issue 16, point 13. Reduced gradients of stand-ins were doubled; second parts refused."""
     module = stage(own=(2,), a=(2,))
     sync = tied(module, "a", **options)
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.0)
-    for parts in (1, 1, 2, 2):
+    for parts in (1, 1, 2, 2):  # of a step; each has a divisor
         if parts == 2:
             with sync.accumulate():
                 add(sync, module, 2, own=1.0, a=1.0)

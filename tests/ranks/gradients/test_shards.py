@@ -110,14 +110,11 @@ def test_tensor_parallel_parameters_are_reduced_along_other_dimensions_and_count
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("how", ["all-reduce", "pairwise", "asymmetric"])
 def test_the_smaller_part_of_a_matrix_cut_along_columns_is_reduced_whole(how: Exchange) -> None:
-    """It lay in its slot with the larger one's strides: half of it was beyond what was sent.
-
-    A tied matrix of 3 and 2 columns.
-    """
+    """It lay in its slot with the larger one's strides: half of it was beyond what was sent."""
     topology, tp = tensor_parallel(pp=2, tp=2)
     stage = topology.local_stages[0]
     values = torch.arange(20.0).view(4, 5)
-    start = (values + 1) * (1 - stage)  # zeros take what the other stage has
+    start = (values + 1) * (1 - stage)  # of 3 columns and 2; zeros take what the other stage has
     module = Projection(nn.Parameter(distribute_tensor(start, tp, [Shard(1)])))
     handlers = [{"name": "pipeline-shared", "exchange": how}]
     shared = [{0: "weight", 1: "weight"}]

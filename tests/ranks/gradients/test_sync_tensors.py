@@ -189,10 +189,7 @@ def test_fp32_gradients_of_bf16_parameters() -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("kind", "most"), [(2.0, 1.0), (math.inf, 5.0), (1.0, 1e9)])
 def test_clipping_counts_a_shared_parameter_once(kind: float, most: float) -> None:
-    """pp 2 x dp 2: a tie, a replicated and a local parameter; sums, then means of 1 + rank.
-
-    The tie: 4 elements of 20 on 2 stages and 2 copies, norm 40 once. Counted twice: 56.57.
-    """
+    """4 elements of 20 on 2 stages and 2 copies have a norm of 40 once, of 56.57 counted twice."""
     module = stage(tie=(4,), own=(4,))
     sync = tied(module, "tie")
     local = sync.topology.local_stages[0] * 20.0

@@ -52,11 +52,7 @@ def test_torchs_scaler_is_taken_where_all_ranks_have_the_same() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_rank_that_skips_is_told_in_its_next_step() -> None:
-    """Issue 16, point 5. The rank that steps is refused; the other one learns why.
-
-    Rank 0 skips its step, and so does not come to the optimizer's hook. Rank 1 has given up the
-    next step. Then both go on.
-    """
+    """Issue 16, point 5. The rank that steps is refused; the other one learns why."""
     module = stage(w=(4,), own=(4,))
     sync = tied(module, "w")
     once = partial(compute, sync, partial(give, module, w=1.0))
@@ -87,10 +83,7 @@ def test_a_rank_that_skips_is_told_in_its_next_step() -> None:
 def test_an_optimizer_of_what_is_not_stepped_is_refused(
     placed: Any, options: dict[str, Any], value: float
 ) -> None:
-    """Issue 16, point 10 (1.14). Nothing moved, without a word.
-
-    Somebody has asked for what to step, to count it, and steps the module's parameters.
-    """
+    """Issue 16, point 10 (1.14). Nothing moved, without a word, if somebody had asked for rows."""
     job = Job(placed, **options)
     job.compute()
     assert outcome(torch.optim.SGD(job.module.parameters(), lr=1.0).step).startswith(

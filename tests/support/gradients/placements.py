@@ -10,14 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipegrad import (
-    GradientHandler,
-    GradientSync,
-    ParameterRecord,
-    Placement,
-    Reduction,
-    Topology,
-)
+from pipegrad import GradientHandler, GradientSync, ParameterRecord, Placement, Reduction, Topology
 from pipegrad.plugins.handler import Op
 from tests.support.gradients import cases
 
