@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +28,6 @@ from tests.support.gradients.hooks import (
     torchs,
 )
 from tests.support.pipeline.schedulers import error
-from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
 
@@ -55,34 +53,16 @@ def test_a_cast_is_the_sum_of_rounded_parts(num_ranks: int, hook: str) -> None:
         step(sync, module, w=gradient(rank()))
     found = module.get_parameter("w").grad
     assert found is not None
-    assert all(torch.equal(found, other) for other in gathered(found))
-    parts = [gradient(at).to(CAST[hook]).div_(num_ranks) for at in range(num_ranks)]
-    sums = [ways(parts) for parts in zip(*(part.unbind() for part in parts), strict=True)]
-    assert all(x in some for x, some in zip(found.tolist(), sums, strict=True))
-    if num_ranks == 2:  # half of the bytes travel, and flags as they are
-        padded, flag = 48, 4
-        tensors = [call.args[0] for call in sent.call_args_list]
-        sizes = [(tensor.dtype, tensor.nbytes) for tensor in tensors]
-        assert sizes == [(torch.float32, flag), (CAST[hook], 2 * padded)]
-        assert sync.statistics().reduced_bytes == 4 * padded + flag
+    # Half of the bytes travel, and flags as they are.
+    flags, halves = (call.args[0] for call in sent.call_args_list)
+    assert (flags.dtype, flags.nbytes, halves.dtype) == (torch.float32, 4, CAST[hook])
+    assert sync.statistics().reduced_bytes == 2 * halves.nbytes + flags.nbytes
+    true = torch.zeros_like(halves)  # of the same size: so gloo adds in the same order
+    true[:40] = gradient(rank()).to(CAST[hook]).div_(num_ranks)
+    dist.all_reduce(true)
+    assert torch.equal(found, true[:40].float())
+    assert true.numel() == 48 or num_ranks > 2
     sync.close()
-
-
-def ways(parts: tuple[torch.Tensor, ...]) -> set[float]:
-    """Returns what a sum may be, in its dtype, whichever is added first."""
-    if len(parts) == 1:
-        return {parts[0].item()}
-    dtype, found = parts[0].dtype, set[float]()
-    for size in range(1, len(parts)):
-        for chosen in itertools.combinations(range(len(parts)), size):
-            left = ways(tuple(parts[i] for i in chosen))
-            right = ways(tuple(p for i, p in enumerate(parts) if i not in chosen))
-            found |= {
-                torch.tensor(a, dtype=dtype).add(torch.tensor(b, dtype=dtype)).item()
-                for a in left
-                for b in right
-            }
-    return found
 
 
 EPSILON: dict[str, Any] = {"orthogonalization_epsilon": 1e-8}

@@ -30,6 +30,8 @@ from tests.support.gradients.placements import (
     Job,
     alone,
     compute,
+    drawn,
+    small,
 )
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
@@ -52,16 +54,6 @@ KINDS: dict[str, tuple[By, dict[str, Any]]] = {
 }
 FOUR_KINDS = ["replicate", "owner", "sharded", "copies"]
 Made = tuple[nn.Module, GradientSync, torch.optim.Optimizer]
-
-
-def small() -> nn.Module:
-    torch.manual_seed(5)
-    return stage(a=torch.randn(5, 3), b=torch.randn(67), c=torch.randn(7))
-
-
-def drawn(at: int, number: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(10 * number + at)
-    return {n: torch.randn(p.shape, generator=made) for n, p in small().named_parameters()}
 
 
 def group_of(name: str, parameter: nn.Parameter) -> dict[str, Any]:

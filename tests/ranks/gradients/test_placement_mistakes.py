@@ -7,21 +7,15 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from pipegrad.comm.comm_stream import Ticket
-from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import ReduceError
-from pipegrad.model.manifest import Manifest
 from pipegrad.optimizer import param_sync
-from pipegrad.optimizer.meetings import Meetings
-from pipegrad.optimizer.param_sync import ParameterSync
-from pipegrad.reduce.reducer import Reducer
 from pipegrad.reduce.reductions import sync_parameters
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.sharded import Sharded
@@ -36,7 +30,6 @@ from tests.support.gradients.placements import (
     compute,
     update,
 )
-from tests.support.gradients.plans import entry, grid, plans
 
 COPIES: dict[str, Any] = {"placed": REPLICATE, "master_dtype": torch.float64}
 # What is moved: by an owner, in rows, and out of a copy in another dtype.
@@ -395,39 +388,17 @@ def test_a_peer_that_dies_is_an_error_at_each_first_use(placed: str, tmp_path: P
         assert "parameters of bucket 0 (0.w) back along" in first
 
 
-class Never(Reducer):
-    """A reducer whose tickets never come."""
-
-    def __init__(self) -> None:
-        self.asked: list[Ticket] = []
-
-    def wait_for(self, ticket: Ticket) -> None:
-        self.asked.append(ticket)
-        if len(self.asked) < 3:
-            raise ReduceError("a step failed on another rank")
-
-
+@pytest.mark.ranks(2)
 def test_a_first_use_that_fails_keeps_its_tickets() -> None:
     """They were taken off before they were waited for: who tried again read what had not come."""
-    plan = plans(Manifest(((entry("w", 4),),), ()), grid(1, 2), [("s", By("dp", SHARD))])[0]
-    never, cpu = Never(), torch.device("cpu")
-    parameter_sync = ParameterSync(
-        plan,
-        buffers={},
-        reducer=never,
-        groups=cast("Groups", None),
-        main_shards=[],
-        meetings=cast("Meetings", None),
-        main_parameters=dict,
-        stepped_parameters=dict,
-        is_needed=True,
-        device=cpu,
-    )
-    ticket = Ticket(cpu)
-    parameter_sync.coming[0] = [ticket]
-    for _ in range(2):
-        with pytest.raises(ReduceError):
-            parameter_sync.first_use(0)
-    parameter_sync.first_use(0)
-    parameter_sync.first_use(0)
-    assert never.asked == [ticket] * 3
+    job = Job(SHARD)
+    job.step()
+    fails_twice = [ReduceError("a step failed on another rank")] * 2 + [None]
+    with mock.patch.object(job.sync._parts.reducer, "wait_for", side_effect=fails_twice) as waits:
+        for _ in range(2):
+            with pytest.raises(ReduceError):
+                job.sync.stage_first_use(0)
+        job.sync.stage_first_use(0)
+        job.sync.stage_first_use(0)
+    assert waits.call_args_list == [waits.call_args_list[0]] * 3
+    assert job.arrived == [-2.0]

@@ -20,7 +20,9 @@ from tests.support.gradients.placements import (
     Job,
     alone,
     compute,
+    drawn,
     mesh,
+    small,
     stepped,
     update,
 )
@@ -126,36 +128,27 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def small() -> nn.Module:
-    torch.manual_seed(5)
-    return stage(a=torch.randn(5, 3), b=torch.randn(67), never=torch.randn(3))
-
-
-def noise(at: int, number: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(1000 * at + number)
-    return {"a": torch.randn(5, 3, generator=made), "b": torch.randn(67, generator=made)}
-
-
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_rows_are_stepped_as_the_whole_is(name: str) -> None:
     kind = getattr(torch.optim, name)
     true, module = small(), small()
     optimizer = kind(true.parameters(), lr=0.05, **ELEMENTWISE[name])
     for number in range(3):
-        for key, given in noise(0, number).items():
-            true.get_parameter(key).grad = given + noise(1, number)[key]
+        for key in "ab":
+            true.get_parameter(key).grad = drawn(0, number)[key] + drawn(1, number)[key]
         optimizer.step()
-    sync = alone(module, By("dp", {"a": SHARD, "b": SHARD, "never": OWNER}), bucket_bytes=128)
+    sync = alone(module, By("dp", {"a": SHARD, "b": SHARD, "c": OWNER}), bucket_bytes=128)
     sync.check_optimizer(kind)
     optimizer = kind(sync.optimizer_parameters(), lr=0.05, **ELEMENTWISE[name])
     for number in range(3):
-        compute(sync, partial(give, module, **noise(rank(), number)))
+        given = drawn(rank(), number)
+        compute(sync, partial(give, module, a=given["a"], b=given["b"]))
         update(sync, optimizer)
     sync.wait_parameters()
     for key, p in true.named_parameters():
         found = module.get_parameter(key).detach()
         assert error(found, p.detach()) <= rounding(3 * 10)  # operations of three steps
-    assert torch.equal(module.get_parameter("never"), small().get_parameter("never"))
+    assert torch.equal(module.get_parameter("c"), small().get_parameter("c"))
     sync.close()
 
 
@@ -247,13 +240,13 @@ def test_bits_are_the_same_from_run_to_run() -> None:
     runs = []
     for _ in range(2):
         module = small()
-        handlers = [By("dp", {"a": OWNER, "b": SHARD, "never": SHARD}), By("tp", SHARD)]
+        handlers = [By("dp", {"a": OWNER, "b": SHARD, "c": SHARD}), By("tp", SHARD)]
         options: dict[str, Any] = {"comm_streams": 3, "bucket_bytes": 0}
         sync = GradientSync({0: module}, mesh(dp=2, tp=2), handlers=handlers, **options)
         optimizer = torch.optim.Adam(sync.optimizer_parameters(), lr=0.1)
         norms = []
         for number in range(3):
-            compute(sync, partial(give, module, **noise(rank(), number)))
+            compute(sync, partial(give, module, **drawn(rank(), number)))
             norms.append(bits(sync.clip_grad_norm_(1.0)))
             update(sync, optimizer)
         sync.wait_parameters()

@@ -78,6 +78,17 @@ def stepped(sync: GradientSync) -> dict[str, Any]:
     }
 
 
+def small() -> nn.Module:
+    torch.manual_seed(5)
+    return cases.stage(a=torch.randn(5, 3), b=torch.randn(67), c=torch.randn(7))
+
+
+def drawn(at: int, number: int) -> dict[str, torch.Tensor]:
+    """Returns gradients of the small model, of a rank in a step."""
+    made = torch.Generator().manual_seed(10 * number + at)
+    return {n: torch.randn(p.shape, generator=made) for n, p in small().named_parameters()}
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a dense tensor, flat, as they lie in memory."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).clone()
