@@ -415,11 +415,14 @@ def test_an_optimizer_of_optimizers_steps_as_one(kind: str) -> None:
 
 def test_an_optimizer_of_the_module_under_an_owner_is_refused() -> None:
     """Issue 18, point 5. It was said one step later, by prepare()."""
-    job = Job(OWNER)
-    job.compute()
-    refused = outcome(torch.optim.SGD(job.module.parameters(), lr=1.0).step)
+    module = stage(w=(4,))
+    sync = alone(module, By("dp", OWNER))
+    compute(sync, partial(give, module, w=1.0))
+    refused = outcome(torch.optim.SGD(module.parameters(), lr=1.0).step)
     assert refused.startswith("StepError: some gradients live on other ranks")
     assert "make it by sync.optimizer()" in refused
-    job.optimizer = job.sync.optimizer(torch.optim.SGD, lr=1.0)
-    job.step()
-    assert job.arrived == [-2.0]
+    right = sync.optimizer(torch.optim.SGD, lr=1.0)
+    compute(sync, partial(give, module, w=1.0))
+    right.step()
+    sync.wait_parameters()
+    assert module.get_parameter("w").tolist() == [-2.0] * 4

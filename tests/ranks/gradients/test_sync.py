@@ -196,7 +196,7 @@ def test_one_process_needs_no_process_group() -> None:
     sync.finish()
     optimizer.step()
     assert first.get_parameter("b").tolist() == [-1.0] * 2
-    assert optimizer.state_dict()["param_groups"][0]["params"] == ["w", "b"]
+    assert optimizer.state_dict()["param_groups"][0]["params"] == ["b", "w"]
     sync.close()
 
 
