@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipegrad.errors import ReduceError
@@ -343,6 +344,7 @@ def test_an_owner_that_cannot_send_is_every_ranks_error() -> None:
     job.compute()
     job.optimizer.step()
     job.optimizer.zero_grad()
+    dist.barrier()  # before one has failed, all have ended the step
     refuse = mock.Mock(side_effect=OSError("no route to host"))
     with mock.patch.object(
         param_sync, "sync_parameters", refuse if rank() == 0 else sync_parameters
@@ -361,6 +363,7 @@ def die_before_publish(folder: str, placed: str) -> None:
     job.step()
     job.compute()
     job.optimizer.step()
+    dist.barrier()
     if rank() == 1:
         os._exit(7)
     job.sync.publish()

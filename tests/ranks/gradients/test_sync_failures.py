@@ -15,6 +15,7 @@ from pipegrad import (
     Reduction,
     Topology,
 )
+from pipegrad.testing import run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
     DATA,
@@ -29,8 +30,6 @@ from tests.support.gradients.cases import (
 )
 from tests.support.ranked import gathered
 
-pytestmark = pytest.mark.ranks(2)
-
 
 def refuse_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on rank 1 cannot send."""
@@ -39,6 +38,7 @@ def refuse_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(PipelineShared, "launch", refuse)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.smoke
 def test_a_failure_in_a_comm_stream_is_every_ranks_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values arrive in the first step. In the second, rank 1 cannot send."""
@@ -66,6 +66,7 @@ def test_a_failure_in_a_comm_stream_is_every_ranks_error(monkeypatch: pytest.Mon
     assert outcome(sync.finish).startswith("StepError: finish() without prepare()")
 
 
+@pytest.mark.ranks(2)
 def test_a_launch_that_returns_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Issue 16, point 18. It was "'NoneType' object has no attribute 'wait'"."""
     monkeypatch.setattr(PipelineShared, "launch", lambda *_: None)
@@ -77,6 +78,7 @@ def test_a_launch_that_returns_nothing_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert "launch() returned None, expected a Work, with a wait()" in refused
 
 
+@pytest.mark.ranks(2)
 def test_a_refused_prepare_does_not_part_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has to prepare twice; the failure notice must still be the same step's."""
     module = stage(a=(1,))
@@ -151,6 +153,7 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("says", "options"), WRONG)
 def test_ranks_that_disagree_all_end_with_the_same_error(
     says: str, options: Callable[[int], dict[str, Any]]
@@ -162,6 +165,7 @@ def test_ranks_that_disagree_all_end_with_the_same_error(
     assert gathered(refused) == [refused] * 2
 
 
+@pytest.mark.ranks(2)
 def test_shapes_that_differ_are_every_ranks_error() -> None:
     module = stage(a=(2 + rank(),), b=(2,))
     for make, parts in (
@@ -176,8 +180,12 @@ def test_shapes_that_differ_are_every_ranks_error() -> None:
         assert gathered(refused) == [refused] * 2
 
 
+def never_arrives() -> str:
+    return "" if rank() else outcome(lambda: tied(stage(a=(1,)), "a", agree_seconds=0.5))
+
+
 def test_a_rank_that_never_arrives_is_named() -> None:
-    if rank() == 0:
-        refused = outcome(lambda: tied(stage(a=(1,)), "a", agree_seconds=0.5))
-        assert "AgreementError: GradientSync: nothing heard" in refused
-        assert "nothing heard from ranks [1] within 0.5 s" in refused
+    """In ranks of its own: behind it they have agreed differently often."""
+    refused, _ = run_ranks(never_arrives, 2, timeout_seconds=120)
+    assert "AgreementError: GradientSync: nothing heard" in refused
+    assert "nothing heard from ranks [1] within 0.5 s" in refused
