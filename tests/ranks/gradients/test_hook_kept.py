@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-from pipegrad import CommunicationHook, GradientSync, Placement, Topology, handlers
-from pipegrad.errors import PlanError, PluginError, ReduceError
+from pipegrad import CommunicationHook, Placement, handlers
+from pipegrad.errors import PluginError
 from pipegrad.plan.buckets import Slot
 from pipegrad.reduce import power_sgd
 from pipegrad.reduce.ddp_hooks import TorchBucket
 from pipegrad.reduce.reductions import StepBucket
-from tests.support.gradients.cases import Case, on, outcome, rank, replies, stage, step
+from tests.support.gradients.cases import outcome, rank, stage, step
 from tests.support.gradients.hooks import (
     HERE,
     POWER_SGD,
@@ -30,131 +28,92 @@ from tests.support.gradients.hooks import (
     same,
 )
 from tests.support.gradients.placements import By
-
-TWO: list[Case] = []
-two = replies(2, TWO)
-
+from tests.support.gradients.placements import alone as placed
 
 # What is kept.
 
+SMALL: dict[str, Any] = {"bucket_bytes": 512, "comm_streams": 2}
+HOOKS: dict[str, dict[str, Any]] = {
+    "warm": POWER_SGD,
+    "cold": {**POWER_SGD, "warm_start": False},
+    "own": {"name": f"{HERE}:halving", "state": f"{HERE}:Half"},
+    "batched": {**POWER_SGD, "name": "batched_powerSGD_hook", "wrapper": f"{HERE}:wrapped"},
+}
 
-@on(TWO)
-def continued() -> Any:
-    found: dict[str, Any] = {}
-    state: dict[str, Any] = {}
-    comm_streams: dict[str, Any] = {"bucket_bytes": 512, "comm_streams": 2}
-    own = {"name": f"{HERE}:halving", "state": f"{HERE}:Half"}
-    cold = {**POWER_SGD, "warm_start": False}
-    batched = {**POWER_SGD, "name": "batched_powerSGD_hook", "wrapper": f"{HERE}:wrapped"}
-    for name, hook in {"warm": POWER_SGD, "cold": cold, "own": own, "batched": batched}.items():
-        whole, sync = ours(hook, 7, **comm_streams)
-        sync.close()
-        module = model()
-        late: Grads = []
-        for steps in (range(1), range(1, 4), range(4, 7)):
-            told = dict(reversed(hook.items())) if steps.start == 1 else hook  # in any order
-            sync = averaged(module, told, **comm_streams)
-            sync.load_state_dict(state if steps.start else {})
-            assert bool(sync.state_dict()) == bool(steps.start)  # also before the first step
-            late += go_on(sync, module, steps)
-            state = sync.state_dict()
-            sync.close()
-        found[name] = same(late, whole)
-        _, sync = ours(hook, 4, **comm_streams)
-        sync.load_state_dict({})
-        assert sync.state_dict() == {}
-        sync.close()
-    sync = averaged(model(), POWER_SGD, **comm_streams)
-    sync.load_state_dict({**state, "handlers": {}})
-    found["nothing"] = sync.state_dict()
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_what_is_kept_goes_on_to_the_bit(hook: dict[str, Any]) -> None:
+    whole, sync = ours(hook, 7, **SMALL)
+    sync.load_state_dict({})
+    assert sync.state_dict() == {}
     sync.close()
-    return found
+    module, state = model(), dict[str, Any]()
+    late: Grads = []
+    for steps in (range(1), range(1, 4), range(4, 7)):
+        told = dict(reversed(hook.items())) if steps.start == 1 else hook  # in any order
+        sync = averaged(module, told, **SMALL)
+        sync.load_state_dict(state)
+        assert bool(sync.state_dict()) == bool(steps.start)  # also before the first step
+        late += go_on(sync, module, steps)
+        state = sync.state_dict()
+        sync.close()
+    assert same(late, whole) == [True] * 7
+    sync = averaged(model(), hook, **SMALL)
+    sync.load_state_dict({**state, "handlers": {}})
+    assert sync.state_dict() == {}
+    sync.close()
 
 
-def test_what_is_kept_goes_on_to_the_bit(two: Any) -> None:
-    for reply in two:
-        found = dict(reply["continued"])
-        assert found.pop("nothing") == {}
-        assert found == dict.fromkeys(("warm", "cold", "own", "batched"), [True] * 7)
+CANNOT_GO_ON = "PlanError: handler 'data-parallel' cannot go on: ValueError("
+RANK_1 = {**POWER_SGD, "matrix_approximation_rank": 1}
+DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on from; make them the"
 
 
-@on(TWO)
-def of_something_else() -> Any:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("hook", "options", "change", "refused"),
+    [
+        (POWER_SGD, SMALL, dict, "PlanError: what handlers kept is of another plan"),
+        (RANK_1, {}, dict, f'{CANNOT_GO_ON}"what is to be'),
+        (None, {}, dict, f"{CANNOT_GO_ON}'it has no comm"),
+        (POWER_SGD, {}, lambda _: {}, DISAGREE),
+        (
+            POWER_SGD,
+            {},
+            lambda state: {**state, "plan": "another"},
+            "PlanError: rank 1: PlanError: w",
+        ),
+    ],
+)
+def test_what_was_kept_of_something_else_or_differs_is_refused(
+    hook: Any, options: dict[str, Any], change: Any, refused: str
+) -> None:
     _, sync = ours(POWER_SGD, 3)
     state = sync.state_dict()
     sync.close()
-    found = {}
-    for name, hook, options in (
-        ("buckets", POWER_SGD, {"bucket_bytes": 512}),
-        ("rank", {**POWER_SGD, "matrix_approximation_rank": 1}, {}),
-        ("none", None, {}),
-    ):
-        sync = averaged(model(), hook, **options)
-        said = outcome(partial(sync.load_state_dict, state))
-        found[name] = said, sync.state_dict()
-        sync.close()
-    own = {**state, "plan": "another"} if rank() else state
-    for name, mine in {"one afresh": {} if rank() else state, "one refused": own}.items():
-        sync = averaged(model(), POWER_SGD)
-        said = outcome(partial(sync.load_state_dict, mine))
-        found[name] = said, sync.state_dict()
+    sync = averaged(model(), hook, **options)
+    said = outcome(lambda: sync.load_state_dict(change(state) if rank() else state))
+    assert said.startswith(refused)
+    assert sync.state_dict() == {}
+    if change is not dict:
         sync.load_state_dict(state)  # ranks still are in one place
-        sync.close()
+    sync.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_state_inside_a_step_is_refused() -> None:
     sync = averaged(model(), "bf16_compress_hook")
     sync.prepare()
-    found["open"] = outcome(sync.state_dict), {}
+    assert outcome(sync.state_dict).startswith("StepError: state_dict() inside a step")
     sync.abort(ValueError("over"))
     sync.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("buckets", "PlanError: what handlers kept is of another plan"),
-        ("rank", "PlanError: handler 'data-parallel' cannot go on: ValueError(\"what is to be"),
-        ("none", "PlanError: handler 'data-parallel' cannot go on: ValueError('it has no comm"),
-        (
-            "one afresh",
-            "PlanError: ranks disagree on what handler 'data-parallel' goes on from; make them the",
-        ),
-        (
-            "one refused",
-            "PlanError: rank 1: PlanError: w",
-        ),
-        ("open", "StepError: state_dict() inside a step"),
-    ],
-)
-def test_what_was_kept_of_something_else_is_refused(two: Any, name: str, says: str) -> None:
-    for reply in two:
-        said, kept = reply["of_something_else"][name]
-        assert said.startswith(says)
-        assert kept == {}
 
 
 # What is refused.
 
 
-@on(TWO)
-def failing() -> Any:
-    found = {}
-    for name in ("too_short", "no_future", "steps_parameters", "fails_later"):
-        found[name] = outcome(partial(alone, f"{HERE}:{name}", 1.0))
-
-    def forgetful(state: Any, bucket: Any) -> Any:
-        state.p_memory_dict.clear()
-        return powerSGD_hook(state, bucket)
-
-    with mock.patch.object(power_sgd, "powerSGD_hook", forgetful):
-        found["layout"] = outcome(partial(alone, POWER_SGD, 1.0, 1.0, 1.0, shape=(16, 16)))
-    instance = handlers.resolve(hooked(POWER_SGD)).plugin
-    for _ in range(2):
-        module = stage(w=(3,))
-        sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=[instance])
-        found["twice"] = outcome(partial(step, sync, module, w=1.0))
-    return found
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -162,15 +121,35 @@ def failing() -> Any:
         ("no_future", "expected a Future"),
         ("steps_parameters", "has gradients(), not parameters()"),
         ("fails_later", "a callback gave up"),
-        ("layout", "does not use the memory that pipegrad lays out for it"),
-        ("twice", "belongs to one GradientSync, and was given to two"),
     ],
 )
-def test_a_hook_that_fails_ends_the_step_in_words(two: Any, name: str, says: str) -> None:
-    for reply in two:
-        said = reply["failing"][name]
-        assert said.startswith(ReduceError.__name__)
-        assert says in said
+def test_a_hook_that_fails_ends_the_step_in_words(name: str, says: str) -> None:
+    refused = outcome(lambda: alone(f"{HERE}:{name}", 1.0))
+    assert refused.startswith("ReduceError: ")
+    assert says in refused
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_that_leaves_its_memory_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(state: Any, bucket: Any) -> Any:
+        state.p_memory_dict.clear()
+        return powerSGD_hook(state, bucket)
+
+    monkeypatch.setattr(power_sgd, "powerSGD_hook", forgetful)
+    refused = outcome(lambda: alone(POWER_SGD, 1.0, 1.0, 1.0, shape=(16, 16)))
+    assert refused.startswith("ReduceError: ")
+    assert "does not use the memory that pipegrad lays out for it" in refused
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_of_two_syncs_ends_the_step() -> None:
+    instance = handlers.resolve(hooked(POWER_SGD)).plugin
+    modules = stage(w=(3,)), stage(w=(3,))
+    step(placed(modules[0], instance), modules[0], w=1.0)
+    sync = placed(modules[1], instance)
+    refused = outcome(lambda: step(sync, modules[1], w=1.0))
+    assert refused.startswith("ReduceError: ")
+    assert "belongs to one GradientSync, and was given to two" in refused
 
 
 @pytest.mark.parametrize(
@@ -202,26 +181,17 @@ def test_hooks_that_are_not_there_are_refused_by_name(hook: Any, says: str) -> N
         handlers.resolve(hooked(hook))
 
 
-@on(TWO)
-def placed() -> Any:
-    def hooks(op: Any, placement: Placement) -> GradientSync:
-        handler = By("dp", placement, op)
-        handler.hook = CommunicationHook("bf16_compress_hook")
-        return GradientSync({0: stage(w=(3,))}, Topology.create(pipeline=1), handlers=[handler])
-
-    return [
-        outcome(partial(hooks, "sum", Placement.REPLICATE)),
-        outcome(partial(hooks, "mean", Placement.SHARD)),
-    ]
-
-
-def test_only_means_that_live_everywhere_have_hooks(two: Any) -> None:
-    for reply in two:
-        for said, how in zip(reply["placed"], ("replicate-sum", "shard-mean"), strict=True):
-            assert said.startswith(
-                f"{PlanError.__name__}: handler 'tests.support.gradients.placements:By'"
-            )
-            assert f"reduces '0.w' by {how}, all-reduce: expected replicate-mean" in said
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("op", "placement"), [("sum", Placement.REPLICATE), ("mean", Placement.SHARD)]
+)
+def test_only_means_that_live_everywhere_have_hooks(op: Any, placement: Placement) -> None:
+    handler = By("dp", placement, op)
+    handler.hook = CommunicationHook("bf16_compress_hook")
+    refused = outcome(lambda: placed(stage(w=(3,)), handler))
+    assert refused.startswith("PlanError: handler 'tests.support.gradients.placements:By'")
+    how = f"{placement.value}-{op}, all-reduce"
+    assert f"reduces '0.w' by {how}: expected replicate-mean" in refused
 
 
 def test_a_square_has_gradients_and_zeros() -> None:

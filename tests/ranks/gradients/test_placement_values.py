@@ -11,173 +11,112 @@ from torch import nn
 
 from pipegrad import GradientSync, ParameterRecord, Placement
 from pipegrad_handlers.sharded import Sharded
-from tests.support.gradients.cases import (
-    Case,
-    bits,
-    give,
-    in_float32,
-    on,
-    outcome,
-    rank,
-    replies,
-    stage,
-)
+from tests.support.gradients.cases import bits, give, in_float32, outcome, rank, stage
 from tests.support.gradients.placements import (
     OWNER,
     REPLICATE,
     SHARD,
     By,
+    Job,
     alone,
     compute,
+    drawn,
     mesh,
+    small,
     stepped,
     update,
 )
 from tests.support.pipeline.schedulers import error
+from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
-TWO: list[Case] = []
-FOUR: list[Case] = []
+pytestmark = pytest.mark.ranks(2)
+wherever_placed = pytest.mark.parametrize("placed", [OWNER, SHARD, REPLICATE])
 
 
-two = replies(2, TWO)
-four = replies(4, FOUR)
+def made(module: nn.Module, placed: Placement, **options: Any) -> tuple[GradientSync, Any]:
+    """All of a module along "dp", in buckets small enough for several, and SGD."""
+    sync = alone(module, By("dp", placed), **{"bucket_bytes": 64, **options})
+    return sync, torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+
+
+def joined(sync: GradientSync, key: str) -> list[float]:
+    """Puts the parts of a gradient that the ranks step in order; each element once."""
+    found = gathered(stepped(sync))
+    parts = {begin: part for one in found for k, (begin, part) in one.items() if k == key}
+    return [x for begin in sorted(parts) for x in parts[begin].flatten().float().tolist()]
 
 
 # --- dtypes, layouts, accumulation
 
 
-PLACES = (OWNER, SHARD, REPLICATE)
+@wherever_placed
+def test_dtypes_on_the_wire_of_gradients_and_of_copies(placed: Placement) -> None:
+    high = stage(w=(40,))
+    sync, _ = made(high, placed, reduce_dtype=torch.bfloat16)
+    compute(sync, partial(give, high, w=1 + 2**-9 + rank()))
+    rounded = float(torch.tensor(1 + 2**-9).bfloat16() + torch.tensor(2 + 2**-9).bfloat16())
+    assert joined(sync, "0.w") == [rounded] * 40 != [3 + 2**-8] * 40
+    assert {part.dtype for _, part in stepped(sync).values()} <= {torch.float32}
+    if placed is REPLICATE:  # a bucket of 128 bytes, its flag of 2, and what it is padded to
+        assert sync.plan.reduced_bytes == 2 * (64 + 1)
 
+    low = in_float32(stage(w=torch.ones(40, dtype=torch.bfloat16)))
+    sync, _ = made(low, placed)
+    weight = low.get_parameter("w")
+    compute(sync, lambda: [(weight * part).sum().backward() for part in (1.0, 2**-9)])
+    assert joined(sync, "0.w") == [2 * (1 + 2**-9)] * 40
+    assert {part.dtype for _, part in stepped(sync).values()} <= {torch.float32}
 
-def rows(module: nn.Module, placed: Placement, **options: Any) -> GradientSync:
-    """All of a module along "dp"; buckets small enough for several."""
-    return alone(module, By("dp", placed), **{"bucket_bytes": 64, **options})
-
-
-def joined(found: list[dict[str, Any]], key: str) -> list[float]:
-    """Puts the parts of a gradient that the ranks stepped in order; each element once."""
-    parts = {begin: part for one in found for k, (begin, part) in one.items() if k == key}
-    return [x for begin in sorted(parts) for x in parts[begin].float().tolist()]
-
-
-def give_both(module: nn.Module, *parts: float) -> None:
-    for part in parts:
-        give(module, w=part)
-
-
-@on(TWO)
-def dtypes() -> Any:
-    """Wires of bf16, gradients of fp32, copies of fp32, for parameters of bf16."""
-    found: dict[str, Any] = {}
-    for placed in PLACES:
-        high = stage(w=(40,))
-        sync = rows(high, placed, reduce_dtype=torch.bfloat16)
-        compute(sync, partial(give, high, w=1 + 2**-9 + rank()))
-        wire = (stepped(sync), sync.plan.reduced_bytes)
-        low = stage(w=torch.ones(40, dtype=torch.bfloat16))
-        sync = rows(in_float32(low), placed)
-        compute(sync, partial(give_both, low, 1.0, 2**-9))
-        single = stepped(sync)
-        kept = stage(w=torch.ones(40, dtype=torch.bfloat16))
-        sync = rows(kept, placed, master_dtype=torch.float32)
-        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=2**-12, momentum=0.0)
-        values = []
-        for _ in range(8):
-            compute(sync, partial(give, kept, w=1.0))
-            update(sync, optimizer)
-            sync.wait_parameters()
-            values.append(kept.get_parameter("w").unique().tolist())
-        stored = [(str(one.tensor.dtype), one.tensor.numel()) for one in sync.main_parameters()]
-        found[placed.value] = (wire, single, values, stored, outcome(sync.check_replicas))
-    return found
-
-
-def test_dtypes_on_the_wire_of_gradients_and_of_copies(two: list[dict[str, Any]]) -> None:
-    """Steps of 2**-11 are too small for bf16 parameters near 1, eight of them are one spacing."""
-    for placed in ("owner", "shard", "replicate"):
-        found = [reply["dtypes"][placed] for reply in two]
-        rounded = float(torch.tensor(1 + 2**-9).bfloat16() + torch.tensor(2 + 2**-9).bfloat16())
-        wires = [wire for (wire, _), *_ in found]
-        assert joined(wires, "0.w") == [rounded] * 40 != [3 + 2**-8] * 40
-        assert {part.dtype for wire in wires for _, part in wire.values()} == {torch.float32}
-        singles = [single for _, single, *_ in found]
-        assert joined(singles, "0.w") == [2 * (1 + 2**-9)] * 40
-        assert {part.dtype for one in singles for _, part in one.values()} == {torch.float32}
-        for _, _, values, _, drift in found:
-            assert values[0] == [1.0]
-            assert values[-1] == [1 - 2**-8]
-            assert all(len(value) == 1 for value in values)
-            assert drift == "None"
-        sizes = {"owner": [[40], []], "shard": [[32], [8]], "replicate": [[40], [40]]}[placed]
-        assert [[n for _, n in stored] for *_, stored, _ in found] == sizes
-        assert {dtype for *_, stored, _ in found for dtype, _ in stored} == {"torch.float32"}
-    # A bucket of 128 bytes, its flag of 2, and what it is padded to.
-    assert two[0]["dtypes"]["replicate"][0][1] == 2 * (64 + 1)
-
-
-@on(TWO)
-def sparse() -> Any:
-    found = {}
-    for placed in PLACES:
-        table = nn.Parameter(torch.zeros(4, 2))
-        sync = rows(stage(table=table), placed)
-
-        def look(table: nn.Parameter = table) -> None:
-            nn.functional.embedding(torch.tensor([rank(), 3]), table, sparse=True).sum().backward()
-
-        compute(sync, look)
-        found[placed.value] = stepped(sync)
-    return found
-
-
-def test_sparse_gradients_become_dense(two: list[dict[str, Any]]) -> None:
-    right = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0]
-    for placed in ("owner", "shard", "replicate"):
-        found = [{k: (b, g.flatten()) for k, (b, g) in r["sparse"][placed].items()} for r in two]
-        assert joined(found, "0.table") == right
-
-
-@on(TWO)
-def accumulated() -> Any:
-    """Gradients of 1, 2, and half of 4 and of 8; then a step that begins anew."""
-    found = []
-    for placed in PLACES:
-        module = stage(w=(20,), late=(3,))
-        sync = rows(module, placed)
-        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
-        quiet = []
-        with sync.accumulate():
-            for part in (1.0, 2.0):
-                compute(sync, partial(give, module, w=part))
-                quiet.append((sync.statistics().steps, [g for _, g in stepped(sync).values()][1:]))
-        sync.prepare(divisor=2.0)
-        give(module, w=4.0, late=8.0)
-        sync.stage_final(0)
-        sync.finish()
-        sums = stepped(sync)
-        update(sync, optimizer)
-        compute(sync, partial(give, module, w=1.0))
-        again = stepped(sync)
+    # Steps of 2**-11 are too small for bf16 parameters near 1, eight of them are one spacing.
+    kept = stage(w=torch.ones(40, dtype=torch.bfloat16))
+    sync, _ = made(kept, placed, master_dtype=torch.float32)
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=2**-12, momentum=0.0)
+    values = []
+    for _ in range(8):
+        compute(sync, partial(give, kept, w=1.0))
         update(sync, optimizer)
         sync.wait_parameters()
-        values = [module.get_parameter(name).unique().tolist() for name in ("w", "late")]
-        found.append(([steps for steps, _ in quiet], sums, again, values))
-    return found
+        (value,) = kept.get_parameter("w").unique().tolist()
+        values.append(value)
+    assert (values[0], values[-1]) == (1.0, 1 - 2**-8)
+    sizes = {OWNER: [[40], []], SHARD: [[32], [8]], REPLICATE: [[40], [40]]}[placed]
+    assert [one.tensor.numel() for one in sync.main_parameters()] == sizes[rank()]
+    assert {one.tensor.dtype for one in sync.main_parameters()} <= {torch.float32}
+    sync.check_replicas()
 
 
-def test_accumulated_gradients_travel_once(two: list[dict[str, Any]]) -> None:
-    for found in zip(*(reply["accumulated"] for reply in two), strict=True):
-        sums, again = [one[1] for one in found], [one[2] for one in found]
-        assert joined(sums, "0.w") == [10.0] * 20
-        assert joined(sums, "0.late") == [8.0] * 3
-        assert joined(again, "0.w") == [2.0] * 20
-        assert all(
-            gradient is None for one in again for k, (_, gradient) in one.items() if "late" in k
-        )
-        assert [(steps, values) for steps, _, _, values in found] == [
-            ([0, 0], [[-12.0], [-8.0]])
-        ] * 2
+@wherever_placed
+def test_sparse_gradients_become_dense(placed: Placement) -> None:
+    table = nn.Parameter(torch.zeros(4, 2))
+    sync, _ = made(stage(table=table), placed)
+    rows = torch.tensor([rank(), 3])
+    compute(sync, lambda: nn.functional.embedding(rows, table, sparse=True).sum().backward())
+    assert joined(sync, "0.table") == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0]
+
+
+@wherever_placed
+def test_accumulated_gradients_travel_once(placed: Placement) -> None:
+    """Gradients of 1, 2, and half of 4 and of 8; then a step that begins anew."""
+    module = stage(w=(20,), late=(3,))
+    sync, optimizer = made(module, placed)
+    with sync.accumulate():
+        for part in (1.0, 2.0):
+            compute(sync, partial(give, module, w=part))
+            assert sync.statistics().steps == 0
+    sync.prepare(divisor=2.0)
+    give(module, w=4.0, late=8.0)
+    sync.stage_final(0)
+    sync.finish()
+    assert joined(sync, "0.w") == [10.0] * 20
+    assert joined(sync, "0.late") == [8.0] * 3
+    update(sync, optimizer)
+    compute(sync, partial(give, module, w=1.0))
+    assert joined(sync, "0.w") == [2.0] * 20
+    assert {g for key, (_, g) in stepped(sync).items() if "late" in key} <= {None}
+    update(sync, optimizer)
+    sync.wait_parameters()
+    assert [p.unique().tolist() for p in module.parameters()] == [[-12.0], [-8.0]]
 
 
 # --- the optimizer
@@ -189,54 +128,31 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def small() -> nn.Module:
-    torch.manual_seed(5)
-    return stage(a=torch.randn(5, 3), b=torch.randn(67), never=torch.randn(3))
-
-
-def noise(name: str, at: int, number: int) -> torch.Tensor:
-    made = torch.Generator().manual_seed(1000 * at + 10 * number + ord(name))
-    return torch.randn({"a": (5, 3), "b": (67,)}[name], generator=made)
-
-
-@on(TWO)
-def optimizers() -> Any:
-    found = {}
-    for name, options in ELEMENTWISE.items():
-        module = small()
-        sync = alone(module, By("dp", {"a": SHARD, "b": SHARD, "never": OWNER}), bucket_bytes=128)
-        kind = getattr(torch.optim, name)
-        sync.check_optimizer(kind)
-        optimizer = kind(sync.optimizer_parameters(), lr=0.05, **options)
-        for number in range(3):
-            given = {p: noise(p, rank(), number) for p in ("a", "b")}
-            compute(sync, partial(give, module, **given))
-            update(sync, optimizer)
-        sync.wait_parameters()
-        found[name] = {key: p.detach().clone() for key, p in module.named_parameters()}
-        sync.close()
-    return found
-
-
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_rows_are_stepped_as_the_whole_is(name: str, two: list[dict[str, Any]]) -> None:
-    module = small()
-    begun = module.get_parameter("never").detach().clone()
+def test_rows_are_stepped_as_the_whole_is(name: str) -> None:
     kind = getattr(torch.optim, name)
-    optimizer = kind(module.parameters(), lr=0.05, **ELEMENTWISE[name])
+    true, module = small(), small()
+    optimizer = kind(true.parameters(), lr=0.05, **ELEMENTWISE[name])
     for number in range(3):
-        for key in ("a", "b"):
-            module.get_parameter(key).grad = noise(key, 0, number) + noise(key, 1, number)
+        for key in "ab":
+            true.get_parameter(key).grad = drawn(0, number)[key] + drawn(1, number)[key]
         optimizer.step()
-    for reply in two:
-        found = reply["optimizers"][name]
-        for key, p in module.named_parameters():
-            assert error(found[key], p.detach()) <= rounding(3 * 10)  # operations of three steps
-        assert torch.equal(found["never"], begun)
+    sync = alone(module, By("dp", {"a": SHARD, "b": SHARD, "c": OWNER}), bucket_bytes=128)
+    sync.check_optimizer(kind)
+    optimizer = kind(sync.optimizer_parameters(), lr=0.05, **ELEMENTWISE[name])
+    for number in range(3):
+        given = drawn(rank(), number)
+        compute(sync, partial(give, module, a=given["a"], b=given["b"]))
+        update(sync, optimizer)
+    sync.wait_parameters()
+    for key, p in true.named_parameters():
+        found = module.get_parameter(key).detach()
+        assert error(found, p.detach()) <= rounding(3 * 10)  # operations of three steps
+    assert torch.equal(module.get_parameter("c"), small().get_parameter("c"))
+    sync.close()
 
 
-@on(TWO)
-def groups() -> Any:
+def test_all_ranks_have_the_same_parameter_groups() -> None:
     """Rank 1 steps rows of `w` alone: its group of `b` and `c` is empty, and stays in its place."""
     module = stage(b=(3,), w=(40, 2), c=(3,), frozen=nn.Parameter(torch.ones(2), False))
     sync = alone(module, By("dp", {"b": OWNER, "w": SHARD, "c": OWNER}))
@@ -245,202 +161,131 @@ def groups() -> Any:
         return {"lr": 0.5, "weight_decay": 0.0} if record.name in "bc" else {"weight_decay": 0.1}
 
     asked = sync.optimizer_parameters(group_of)
-    made = [{**g, "params": [tuple(p.shape) for p in g["params"]]} for g in asked]
+    owned, rows = ([(3,), (3,)], [(48,)]) if rank() == 0 else ([], [(32,)])
+    assert [{**g, "params": [tuple(p.shape) for p in g["params"]]} for g in asked] == [
+        {"params": owned, "lr": 0.5, "weight_decay": 0.0},
+        {"params": rows, "weight_decay": 0.1},
+    ]
     optimizer = torch.optim.AdamW(asked, lr=0.25)
     compute(sync, partial(give, module, b=1.0, w=1.0, c=-1.0))
     update(sync, optimizer)
     sync.wait_parameters()
     values = {n: round(p.unique().item(), 4) for n, p in module.named_parameters()}
-    one = [len(group["params"]) for group in sync.optimizer_parameters()]
-    return made, values, one
-
-
-def test_all_ranks_have_the_same_parameter_groups(two: list[dict[str, Any]]) -> None:
-    no_decay, decay = {"lr": 0.5, "weight_decay": 0.0}, {"weight_decay": 0.1}
-    values = {"b": -0.5, "w": -0.25, "c": 0.5, "frozen": 1.0}
-    assert [reply["groups"] for reply in two] == [
-        ([{"params": [(3,), (3,)], **no_decay}, {"params": [(48,)], **decay}], values, [3]),
-        ([{"params": [], **no_decay}, {"params": [(32,)], **decay}], values, [1]),
-    ]
+    assert values == {"b": -0.5, "w": -0.25, "c": 0.5, "frozen": 1.0}
+    assert [len(group["params"]) for group in sync.optimizer_parameters()] == [3 - 2 * rank()]
 
 
 # --- ways back
 
 
-@on(TWO)
-def unstepped() -> Any:
+@wherever_placed
+def test_what_is_published_late_or_without_a_step_arrives(placed: Placement) -> None:
     """A step without an optimizer's step, one whose publish() is forgotten, and an evaluation."""
-    found = []
-    for placed in PLACES:
-        module = stage(w=(20,), v=(3,))
-        sync = rows(module, placed)
-        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
-        values: list[Any] = []
+    module = stage(w=(20,), v=(3,))
+    sync, optimizer = made(module, placed)
 
-        def note(
-            sync: GradientSync = sync, module: nn.Module = module, values: list[Any] = values
-        ) -> None:
-            sync.stage_first_use(0)
-            values.append([p.unique().tolist() for p in module.parameters()])
+    def values() -> list[Any]:
+        sync.stage_first_use(0)
+        return [p.unique().tolist() for p in module.parameters()]
 
-        def work(module: nn.Module = module) -> None:
-            give(module, w=1.0, v=1.0)
-
-        compute(sync, work)
-        sync.publish()
-        optimizer.zero_grad()
-        note()
-        compute(sync, work)
-        optimizer.step()
-        optimizer.zero_grad()
-        sync.prepare()
-        note()
-        give(module, w=2.0, v=1.0)
-        sync.stage_final(0)
-        sync.finish()
-        optimizer.step()
-        sync.publish_if_due()
-        sync.publish_if_due()
-        note()
-        found.append((values, outcome(sync.check_replicas)))
-    return found
+    compute(sync, partial(give, module, w=1.0, v=1.0))
+    sync.publish()
+    optimizer.zero_grad()
+    assert values() == [[0.0], [0.0]]
+    compute(sync, partial(give, module, w=1.0, v=1.0))
+    optimizer.step()
+    optimizer.zero_grad()
+    sync.prepare()
+    assert values() == [[-2.0], [-2.0]]
+    give(module, w=2.0, v=1.0)
+    sync.stage_final(0)
+    sync.finish()
+    optimizer.step()
+    sync.publish_if_due()
+    sync.publish_if_due()
+    assert values() == [[-6.0], [-4.0]]
+    sync.check_replicas()
 
 
-def test_what_is_published_late_or_without_a_step_arrives(two: list[dict[str, Any]]) -> None:
-    right = [[[0.0], [0.0]], [[-2.0], [-2.0]], [[-6.0], [-4.0]]]
-    assert [reply["unstepped"] for reply in two] == [[(right, "None")] * 3] * 2
-
-
-@on(TWO)
-def drifted() -> Any:
+@wherever_placed
+def test_a_copy_that_drifts_is_found_and_made_equal(placed: Placement) -> None:
     """An element that its own rank did not step is changed on another one."""
-    found = []
-    for placed in PLACES:
-        module = stage(w=(40,))
-        sync = rows(module, placed)
-        optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
-        compute(sync, partial(give, module, w=1.0))
-        update(sync, optimizer)
-        sync.wait_parameters()
-        if rank() == 1:
-            module.get_parameter("w").data[0] += 2**-20
-        found.append((outcome(sync.check_replicas), outcome(sync.synchronize_parameters)))
-        found.append((outcome(sync.check_replicas), str(module.get_parameter("w").unique())))
-    return found
+    job = Job(placed, bucket_bytes=64)
+    job.step()
+    assert job.arrived == [-2.0]
+    if rank() == 1:
+        job.module.get_parameter("w").data[0] += 2**-20
+    drift = outcome(job.sync.check_replicas)
+    assert drift.startswith("DriftError: copies of one parameter have drifted apart")
+    assert "'0.w' over ranks [0, 1]" in drift
+    job.sync.synchronize_parameters()
+    job.sync.check_replicas()
+    assert str(job.module.get_parameter("w").unique())[:12] == "tensor([-2.]"
 
 
-def test_a_copy_that_drifts_is_found_and_made_equal(two: list[dict[str, Any]]) -> None:
-    for reply in two:
-        for (said, synchronized), (repaired, value) in zip(
-            *[iter(reply["drifted"])] * 2, strict=True
-        ):
-            assert said.startswith("DriftError: copies of one parameter have drifted apart")
-            assert "'0.w' over ranks [0, 1]" in said
-            assert (synchronized, repaired, value[:12]) == ("None", "None", "tensor([-2.]")
+@pytest.mark.parametrize("stored", [None, torch.float64])
+@wherever_placed
+def test_loaded_values_are_what_is_stepped(placed: Placement, stored: torch.dtype | None) -> None:
+    job = Job(placed, master_dtype=stored, bucket_bytes=64)
+    for value in (5.0, 7.0):
+        job.load(value)
+        job.sync.synchronize_parameters()
+        job.step()
+        assert job.arrived == [value - 2.0]
 
 
-@on(TWO)
-def loaded() -> Any:
-    """After loading, what stands in has the loaded values, and goes on from them."""
-    found = []
-    for placed in PLACES:
-        for stored in (None, torch.float64):
-            module = stage(w=(40,))
-            sync = rows(module, placed, master_dtype=stored)
-            optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
-            for value in (5.0, 7.0):
-                module.load_state_dict({"w": torch.full((40,), value)})
-                sync.synchronize_parameters()
-                compute(sync, partial(give, module, w=1.0))
-                update(sync, optimizer)
-                sync.wait_parameters()
-                found.append(module.get_parameter("w").unique().tolist())
-    return found
-
-
-def test_loaded_values_are_what_is_stepped(two: list[dict[str, Any]]) -> None:
-    assert [reply["loaded"] for reply in two] == [[[3.0], [5.0]] * 6] * 2
-
-
-@on(FOUR)
-def repeated() -> Any:
+@pytest.mark.ranks(4)
+def test_bits_are_the_same_from_run_to_run() -> None:
     """Normal gradients over SHARD and OWNER on three comm streams, twice."""
     runs = []
     for _ in range(2):
         module = small()
-        topology = mesh(dp=2, tp=2)
-        handlers = [By("dp", {"a": OWNER, "b": SHARD, "never": SHARD}), By("tp", SHARD)]
-        sync = GradientSync(
-            {0: module}, topology, handlers=handlers, comm_streams=3, bucket_bytes=0
-        )
+        handlers = [By("dp", {"a": OWNER, "b": SHARD, "c": SHARD}), By("tp", SHARD)]
+        options: dict[str, Any] = {"comm_streams": 3, "bucket_bytes": 0}
+        sync = GradientSync({0: module}, mesh(dp=2, tp=2), handlers=handlers, **options)
         optimizer = torch.optim.Adam(sync.optimizer_parameters(), lr=0.1)
         norms = []
         for number in range(3):
-            given = {p: noise(p, rank(), number) for p in ("a", "b")}
-            compute(sync, partial(give, module, **given))
+            compute(sync, partial(give, module, **drawn(rank(), number)))
             norms.append(bits(sync.clip_grad_norm_(1.0)))
             update(sync, optimizer)
         sync.wait_parameters()
         runs.append((norms, {name: bits(p) for name, p in module.named_parameters()}))
-    return runs
-
-
-def test_bits_are_the_same_from_run_to_run(four: list[dict[str, Any]]) -> None:
-    first = four[0]["repeated"][0]
-    assert first[1]["b"] != bits(small().get_parameter("b"))
-    assert [reply["repeated"] for reply in four] == [[first, first]] * 4
+    assert gathered(runs) == [[runs[0]] * 2] * 4
+    assert runs[0][1]["b"] != bits(small().get_parameter("b"))
 
 
 # --- stories
 
 
-@on(TWO)
-def crossed() -> Any:
-    """An owner's receive is posted when the step begins, before rows of the same ranks leave."""
+def test_an_owners_receive_catches_no_rows() -> None:
+    """It is posted when the step begins: without tags of its own, the rows of `b` arrived in it."""
     module = stage(a=(32,), b=(32,))
     handler = By("dp", {"a": OWNER, "b": SHARD})
     sync = alone(module, handler, comm_streams=1, bucket_bytes=0)
     optimizer = torch.optim.SGD(sync.optimizer_parameters())
-    found = []
     for number in (1.0, 2.0):
         compute(sync, partial(give, module, a=number, b=10.0 * number))
-        found.append({key: part.unique().tolist() for key, (_, part) in stepped(sync).items()})
+        found = {key: part.unique().tolist() for key, (_, part) in stepped(sync).items()}
+        right = {"0.a": [2.0 * number], "0.b": [20.0 * number]}
+        assert found == (right if rank() == 0 else {"0.b": right["0.b"]})
         optimizer.zero_grad()
-    return found
 
 
-def test_an_owners_receive_catches_no_rows(two: list[dict[str, Any]]) -> None:
-    """Without tags of their own the rows of `b` arrived in the inbox of `a`."""
-    assert [reply["crossed"] for reply in two] == [
-        [{"0.a": [2.0], "0.b": [20.0]}, {"0.a": [4.0], "0.b": [40.0]}],
-        [{"0.b": [20.0]}, {"0.b": [40.0]}],
-    ]
-
-
-@on(TWO)
-def flags() -> Any:
-    """A parameter of 20 elements, 40 empty ones, and 10 scalars of 16 bytes."""
+def test_more_flags_than_elements_overwrite_no_gradient() -> None:
+    """A row smaller than its bucket's flags had them written over the next row, or past its end."""
     empty = {f"e{i}": (0,) for i in range(40)}
     scalars = {f"s{i}": torch.zeros((), dtype=torch.complex128) for i in range(10)}
     module = stage(w=(20,), **empty, **scalars)
     sync = alone(module, Sharded())
-    given = {f"s{i}": torch.tensor(1.0 + i) for i in range(9)}
 
     def work() -> None:
         give(module, w=torch.arange(20.0))
-        for name, gradient in given.items():
-            (module.get_parameter(name) * gradient).real.backward()
+        for i in range(9):
+            (module.get_parameter(f"s{i}") * torch.tensor(1.0 + i)).real.backward()
 
     compute(sync, work)
-    return {
-        key: (begin, None if g is None else g.real) for key, (begin, g) in stepped(sync).items()
-    }
-
-
-def test_more_flags_than_elements_overwrite_no_gradient(two: list[dict[str, Any]]) -> None:
-    """A row smaller than its bucket's flags had them written over the next row, or past its end."""
-    found = [reply["flags"] for reply in two]
-    assert joined(found, "0.w") == list(range(20))
-    for number in range(9):
-        assert joined(found, f"0.s{number}") == [1.0 + number]
-    assert [part for one in found for key, (_, part) in one.items() if key == "0.s9"] == [None]
+    assert joined(sync, "0.w") == list(range(20))
+    found = {key: g for one in gathered(stepped(sync)) for key, (_, g) in one.items()}
+    assert [found[f"0.s{i}"].real.tolist() for i in range(9)] == [[1.0 + i] for i in range(9)]
+    assert found["0.s9"] is None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrad import GradientSync, MainGrad, Placement
 from pipegrad.comm import messages, shard_sums
 from pipegrad_handlers.data_parallel import DataParallel
-from tests.support.gradients.cases import Case, bits, give, on, outcome, rank, replies, stage
+from tests.support.gradients.cases import bits, give, outcome, rank, stage
 from tests.support.gradients.placements import (
     OWNER,
     REPLICATE,
@@ -25,17 +24,12 @@ from tests.support.gradients.placements import (
     stepped,
     update,
 )
+from tests.support.pairwise import pairwise
 
-TWO: list[Case] = []
-FOUR: list[Case] = []
-
-
-two = replies(2, TWO)
-four = replies(4, FOUR)
-
-WIDE = {"sum_dtype": torch.float32}
+WIDE: dict[str, Any] = {"sum_dtype": torch.float32}
 SIZES = {"large": 70_001, "few": 3, "one": 1, "none": 0}
 WIRES = (torch.bfloat16, torch.float16)
+either_way = pytest.mark.parametrize("placed", [REPLICATE, SHARD])
 
 
 def gradient_of(rank: int, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -52,216 +46,140 @@ def expected(name: str, dtype: torch.dtype, op: str) -> torch.Tensor:
     return (total / (4 if op == "mean" else 1)).to(dtype)
 
 
-def reduced(placed: Placement, op: Any, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
-    """Name -> (first element, gradient) of what this rank steps."""
+def reduced(dtype: torch.dtype, value: Any, *, placed: Any, op: Any = "sum", **options: Any) -> Any:
+    """Key -> (first element, gradient) of what this rank steps, of 64 elements."""
+    module = stage(w=torch.zeros(64, dtype=dtype))
+    sync = alone(module, By("dp", placed, op), **{**WIDE, **options})
+    compute(sync, partial(give, module, w=value))
+    return stepped(sync)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "row",
+    pairwise((REPLICATE, SHARD), ("sum", "mean"), WIRES, (2**23, 1000), ("gloo", "others")),
+    ids=str,
+)
+def test_each_sum_is_rounded_once(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other backends, as NCCL, exchange whole shards; here on gloo."""
+    placed, op, dtype, piece_bytes, backend = row
+    monkeypatch.setattr(shard_sums, "_PIECE_BYTES", piece_bytes)
+    if backend == "others":
+        monkeypatch.setattr(messages, "is_gloo", lambda *_: False)
     module = stage(**{name: torch.zeros(n, dtype=dtype) for name, n in SIZES.items()})
-    sync = alone(module, By("dp", placed, op), **WIDE, **options)
-    mine = {name: gradient_of(rank(), name, dtype) for name in SIZES}
+    sync = alone(module, By("dp", placed, op), **WIDE)
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.0)
-    compute(sync, lambda: give(module, **mine))
+    mine = {name: gradient_of(rank(), name, dtype) for name in SIZES}
+    compute(sync, partial(give, module, **mine))
     update(sync, optimizer)
-    compute(sync, lambda: give(module, **mine))  # in the same memory
-    return {one.record.name: (one.begin, one.tensor.grad) for one in sync.main_parameters()}
-
-
-def wrong_elements(found: dict[str, Any], dtype: torch.dtype, op: str) -> dict[str, int]:
-    """Name -> number of elements that do not have the bits of one process."""
-    wrong = {}
-    for name, (begin, part) in found.items():
-        right = expected(name, dtype, op)[begin : begin + part.numel()]
-        wrong[name] = int((part.flatten().float() != right.float()).sum())
-    return wrong
-
-
-@on(FOUR)
-def rounded_once() -> Any:
-    return {
-        f"{placed.value} {op} {dtype} {pieces}": wrong_elements(found, dtype, op)
-        for placed in (REPLICATE, SHARD)
-        for op in ("sum", "mean")
-        for dtype in WIRES
-        for pieces in (2**23, 1000)
-        if (found := _in_pieces(pieces, lambda: reduced(placed, op, dtype)))  # noqa: B023
-    }
-
-
-def _in_pieces(nbytes: int, function: Any) -> Any:
-    with mock.patch.object(shard_sums, "_PIECE_BYTES", nbytes):
-        return function()
-
-
-def test_each_sum_is_rounded_once(four: list[dict[str, Any]]) -> None:
-    for reply in four:
-        cases = reply["rounded_once"]
-        assert len(cases) == 16
-        assert {sum(wrong.values()) for wrong in cases.values()} == {0}
+    compute(sync, partial(give, module, **mine))  # in the same memory
+    for key, (begin, part) in stepped(sync).items():
+        right = expected(key.removeprefix("0."), dtype, op)[begin : begin + part.numel()]
+        assert torch.equal(part.flatten().float(), right.float()), key
 
 
 def test_a_narrow_sum_would_round_otherwise() -> None:
-    """What the tests above compare with differs from sums in the dtype of the wire."""
+    """What the test above compares with differs from sums in the dtype of the wire."""
     for dtype in WIRES:
         parts = [gradient_of(r, "large", dtype) for r in range(4)]
         narrow = parts[0] + parts[1] + parts[2] + parts[3]
         assert int((narrow != expected("large", dtype, "sum")).sum()) > 1000
 
 
-@on(FOUR)
-def other_backends() -> Any:
-    """The way of NCCL, which exchanges whole shards, on gloo."""
-    with mock.patch.object(messages, "is_gloo", return_value=False):
-        return {
-            f"{placed.value} {op}": wrong_elements(
-                reduced(placed, op, torch.bfloat16), torch.bfloat16, op
-            )
-            for placed in (REPLICATE, SHARD)
-            for op in ("sum", "mean")
-        }
-
-
-def test_other_backends_have_the_same_bits(four: list[dict[str, Any]]) -> None:
-    for reply in four:
-        assert {sum(wrong.values()) for wrong in reply["other_backends"].values()} == {0}
-
-
-@on(FOUR)
-def on_the_wire() -> Any:
-    """Bytes that this rank sends for a gradient of 2**16 elements of float32, by options."""
-    sent = []
-
-    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return real(tensor, *args, **kwargs)
-
-    real, found = dist.isend, {}
-    for placed in (REPLICATE, SHARD):
-        module = stage(w=(2**16,))
-        options = {"reduce_dtype": torch.bfloat16, **WIDE}
-        sync = alone(module, By("dp", placed, "mean"), **options)
-        sent.clear()
-        with mock.patch.object(dist, "isend", isend):
-            compute(sync, lambda: give(module, w=1.0))  # noqa: B023
-        parts = [part for _, part in stepped(sync).values()]
-        found[placed.value] = (sum(sent), [(part.dtype, part.unique().tolist()) for part in parts])
-    return found
-
-
-def test_the_bytes_are_those_of_the_wire(four: list[dict[str, Any]]) -> None:
+@pytest.mark.ranks(4)
+@either_way
+def test_the_bytes_are_those_of_the_wire(
+    placed: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A ring's 2 * 3/4 of bf16 for an all-reduce, half of it for a reduce-scatter; and the flag."""
+    sent, isend = [], dist.isend
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return isend(tensor, *args, **kwargs)
+
+    module = stage(w=(2**16,))
+    sync = alone(module, By("dp", placed, "mean"), reduce_dtype=torch.bfloat16, **WIDE)
+    monkeypatch.setattr(dist, "isend", counted)
+    compute(sync, partial(give, module, w=1.0))
     shards = 3 * (2**16 // 4) * 2
-    for reply in four:
-        found = reply["on_the_wire"]
-        # The flag, and the one element that four ranks cannot share, go to each other rank.
-        assert found["replicate"] == (2 * shards + 3 * 2, [(torch.float32, [1.0])])
-        assert found["shard"] == (shards + 3 * 2, [(torch.float32, [1.0])])
+    # The flag, and the one element that four ranks cannot share, go to each other rank.
+    assert sum(sent) == (2 if placed is REPLICATE else 1) * shards + 3 * 2
+    [(_, part)] = stepped(sync).values()
+    assert (part.dtype, part.unique().tolist()) == (torch.float32, [1.0])
 
 
-@on(FOUR)
-def large_halves() -> Any:
-    module = stage(w=torch.zeros(40, dtype=torch.float16))
-    sync = alone(module, By("dp", REPLICATE, "mean"), **WIDE)
-    compute(sync, lambda: give(module, w=torch.full((40,), 60_000.0 + 32 * rank()).half()))
-    gradient = module.get_parameter("w").grad
-    assert gradient is not None
-    return gradient.unique().tolist()
+@pytest.mark.ranks(4)
+def test_a_mean_of_float16_does_not_overflow() -> None:
+    value = torch.full((64,), 60_000.0 + 32 * rank()).half()
+    [(_, part)] = reduced(torch.float16, value, placed=REPLICATE, op="mean").values()
+    assert part.unique().tolist() == [60_032.0]  # 60,048, to even
 
 
-def test_a_mean_of_float16_does_not_overflow(four: list[dict[str, Any]]) -> None:
-    assert [reply["large_halves"] for reply in four] == [[60_032.0]] * 4  # 60,048, to even
-
-
-@on(FOUR)
-def two_dimensions() -> Any:
+@pytest.mark.ranks(4)
+def test_two_dimensions() -> None:
     """Shards of a mean, averaged over an outer dimension: each of the two is rounded once."""
-    topology = mesh(dp=2, outer=2)
     module = stage(w=torch.zeros(64, dtype=torch.bfloat16))
     handlers = [By("dp", SHARD, "mean"), By("outer", REPLICATE, "sum")]
-    sync = GradientSync({0: module}, topology, handlers=handlers, sum_dtype=torch.float32)
-    compute(sync, lambda: give(module, w=1 + 2.0**-7 * (rank() % 2)))
-    return [part.unique().tolist() for _, part in stepped(sync).values()]
+    sync = GradientSync({0: module}, mesh(dp=2, outer=2), handlers=handlers, **WIDE)
+    compute(sync, partial(give, module, w=1 + 2.0**-7 * (rank() % 2)))
+    [(_, part)] = stepped(sync).values()
+    assert part.unique().tolist() == [float(2 * torch.tensor(1 + 2.0**-8).bfloat16())]
 
 
-def test_two_dimensions(four: list[dict[str, Any]]) -> None:
-    right = float(2 * torch.tensor(1 + 2.0**-8).bfloat16())
-    assert [reply["two_dimensions"] for reply in four] == [[[right]]] * 4
-
-
-@on(FOUR)
-def accumulated_in_main_grad() -> Any:
+@pytest.mark.ranks(4)
+def test_with_main_grad() -> None:
     module = stage(w=torch.zeros(40, dtype=torch.bfloat16))
     options: dict[str, Any] = {"accessor": MainGrad(), "reduce_dtype": torch.bfloat16, **WIDE}
     sync = alone(module, By("dp", REPLICATE, "sum"), **options)
-    compute(sync, lambda: give(module, w=1.0 + rank()))
-    return bits(getattr(module.get_parameter("w"), "main_grad"))[:2]  # noqa: B009
+    compute(sync, partial(give, module, w=1.0 + rank()))
+    main_grad = getattr(module.get_parameter("w"), "main_grad")  # noqa: B009
+    assert bits(main_grad) == bits(torch.full((40,), 10.0))
 
 
-def test_with_main_grad(four: list[dict[str, Any]]) -> None:
-    right = bits(torch.tensor([10.0, 10.0]))
-    assert [reply["accumulated_in_main_grad"] for reply in four] == [right] * 4
-
-
-@on(FOUR)
-def refused() -> Any:
+@pytest.mark.ranks(4)
+def test_what_cannot_add_in_a_wider_dtype_is_refused() -> None:
     low = torch.zeros(40, dtype=torch.bfloat16)
     mixed = (None, torch.float32)[rank() % 2]
-    return [
-        outcome(lambda: alone(stage(w=low), DataParallel(hook="fp16_compress_hook"), **WIDE)),
-        outcome(lambda: alone(stage(w=low), By("dp", OWNER), **WIDE)),
-        outcome(lambda: alone(stage(w=low), "data-parallel", sum_dtype=torch.int32)),
-        outcome(lambda: alone(stage(w=low), "data-parallel", sum_dtype="float32")),
-        outcome(lambda: alone(stage(w=low), "data-parallel", sum_dtype=mixed)),
-    ]
-
-
-def test_what_cannot_add_in_a_wider_dtype_is_refused(four: list[dict[str, Any]]) -> None:
-    for reply in four:
-        hooked, chained, integer, text, differing = reply["refused"]
-        assert "reduces 0.w by a communication hook" in hooked
-        assert "along a chain of 4 ranks" in chained
-        assert "PlanError: sum_dtype is torch.int32, expected one of floats" in integer
-        assert "PlanError: sum_dtype is 'float32', expected one of floats" in text
-        assert "ranks disagree on sum_dtype" in differing
-
-
-@on(FOUR)
-def complex_numbers() -> Any:
-    found = []
-    for placed in (REPLICATE, SHARD):
-        module = stage(w=torch.zeros(64, dtype=torch.complex64))
-        sync = alone(module, By("dp", placed, "mean"), sum_dtype=torch.float64)
-        compute(sync, lambda: give_complex(module, 1 + rank() * (1 + 2j)))  # noqa: B023
-        found.append([sorted(set(part.tolist()), key=abs) for _, part in stepped(sync).values()])
-    return found
-
-
-def give_complex(module: nn.Module, value: complex) -> None:
-    parameter = module.get_parameter("w")
-    (parameter * value).sum().backward(torch.ones((), dtype=parameter.dtype))
-
-
-def test_complex_numbers(four: list[dict[str, Any]]) -> None:
-    for reply in four:
-        assert reply["complex_numbers"] == [[[2.5 - 3j]], [[2.5 - 3j]]]
-
-
-@on(TWO)
-def without_effect() -> Any:
-    """Gradients of float32 on a wire of float32, a chain of two ranks, and a narrower dtype."""
-    found = []
-    for dtype, placed, chosen in (
-        (torch.float32, REPLICATE, torch.float32),
-        (torch.bfloat16, OWNER, torch.float32),
-        (torch.float32, SHARD, torch.bfloat16),
+    hooked = DataParallel(hook="fp16_compress_hook")
+    for handler, dtype, words in (
+        (hooked, torch.float32, "reduces 0.w by a communication hook"),
+        (By("dp", OWNER), torch.float32, "along a chain of 4 ranks"),
+        (
+            "data-parallel",
+            torch.int32,
+            "PlanError: sum_dtype is torch.int32, expected one of float",
+        ),
+        ("data-parallel", "float32", "PlanError: sum_dtype is 'float32', expected one of floats"),
+        ("data-parallel", mixed, "ranks disagree on sum_dtype"),
     ):
-        module = stage(w=torch.zeros(40, dtype=dtype))
-        sync = alone(module, By("dp", placed), sum_dtype=chosen)
-        compute(sync, lambda: give(module, w=1.0 + rank()))  # noqa: B023
-        found.append([part.unique().tolist() for _, part in stepped(sync).values()])
-    return found
+        assert words in outcome(lambda: alone(stage(w=low), handler, sum_dtype=dtype))  # noqa: B023
 
 
-def test_without_effect(two: list[dict[str, Any]]) -> None:
-    assert two[0]["without_effect"] == [[[3.0]]] * 3
-    assert two[1]["without_effect"] == [[[3.0]], [], [[3.0]]]
+@pytest.mark.ranks(4)
+@either_way
+def test_complex_numbers(placed: Placement) -> None:
+    module = stage(w=torch.zeros(64, dtype=torch.complex64))
+    sync = alone(module, By("dp", placed, "mean"), sum_dtype=torch.float64)
+    total = (module.get_parameter("w") * (1 + rank() * (1 + 2j))).sum()
+    compute(sync, partial(total.backward, torch.ones((), dtype=total.dtype)))
+    [(_, part)] = stepped(sync).values()
+    assert set(part.tolist()) == {2.5 - 3j}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("dtype", "placed", "chosen"),
+    [
+        (torch.float32, REPLICATE, torch.float32),
+        (torch.bfloat16, OWNER, torch.float32),  # a chain of two ranks
+        (torch.float32, SHARD, torch.bfloat16),
+    ],
+)
+def test_without_effect(dtype: torch.dtype, placed: Placement, chosen: torch.dtype) -> None:
+    found = reduced(dtype, 1.0 + rank(), placed=placed, sum_dtype=chosen)
+    has = placed is not OWNER or rank() == 0
+    assert [part.unique().tolist() for _, part in found.values()] == [[3.0]] * has
 
 
 @pytest.mark.parametrize("dtype", WIRES)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -93,54 +91,22 @@ def go_on(sync: GradientSync, module: nn.Module, steps: range, *, lr: float = 0.
     return found
 
 
-def torchs(hook: Callable[..., Any] | None, state: object, num_steps: int = 5) -> Grads:
+def torchs(hook: Callable[..., Any], state: object) -> Grads:
     """Trains the model as DistributedDataParallel does, in one bucket as well."""
 
     def any_backend(state: Any, bucket: Any) -> Any:  # torch refuses bfloat16 on gloo by its name
-        assert hook is not None
         return hook(state, bucket)
 
     any_backend.__annotations__.clear()  # which are strings here, and torch compares types
     module, found = DistributedDataParallel(model()), []
-    if hook is not None:
-        module.register_comm_hook(state, any_backend)
+    module.register_comm_hook(state, any_backend)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(num_steps):
+    for step in range(5):
         module(batch(step)).square().mean().backward()
         found.append(flat(module))
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-@contextlib.contextmanager
-def wire() -> Iterator[list[tuple[torch.dtype, int]]]:
-    """Writes down dtype and bytes of everything that is given to ``dist.all_reduce``."""
-    log: list[tuple[torch.dtype, int]] = []
-    all_reduce = dist.all_reduce
-
-    def noted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        log.append((tensor.dtype, tensor.nbytes))
-        return all_reduce(tensor, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_reduce", noted):
-        yield log
-
-
-@contextlib.contextmanager
-def seeding() -> Iterator[list[str]]:
-    """Writes down who seeds or forks the process's random numbers, in any thread."""
-    log: list[str] = []
-    with contextlib.ExitStack() as stack:
-        for owner, name in ((torch, "manual_seed"), (torch.random, "fork_rng")):
-            function = getattr(owner, name)
-
-            def noted(*args: Any, function: Any = function, name: str = name, **kw: Any) -> Any:
-                log.append(name)
-                return function(*args, **kw)
-
-            stack.enter_context(mock.patch.object(owner, name, noted))
-        yield log
 
 
 # Hooks of one's own, by ``module:attr``.

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipegrad import (
-    GradientHandler,
-    GradientSync,
-    ParameterRecord,
-    Placement,
-    Reduction,
-    Topology,
-)
+from pipegrad import GradientHandler, GradientSync, ParameterRecord, Placement, Reduction, Topology
 from pipegrad.plugins.handler import Op
+from tests.support.gradients import cases
 
 OWNER, WHOLE = Placement.OWNER, Placement.WHOLE
 SHARD, REPLICATE = Placement.SHARD, Placement.REPLICATE
@@ -83,6 +78,48 @@ def stepped(sync: GradientSync) -> dict[str, Any]:
     }
 
 
+def small() -> nn.Module:
+    torch.manual_seed(5)
+    return cases.stage(a=torch.randn(5, 3), b=torch.randn(67), c=torch.randn(7))
+
+
+def drawn(at: int, number: int) -> dict[str, torch.Tensor]:
+    """Returns gradients of the small model, of a rank in a step."""
+    made = torch.Generator().manual_seed(10 * number + at)
+    return {n: torch.randn(p.shape, generator=made) for n, p in small().named_parameters()}
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements of a dense tensor, flat, as they lie in memory."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,)).clone()
+
+
+class Job:
+    """A placed parameter `w` of 40 elements, and plain SGD with a rate of 1."""
+
+    def __init__(self, placed: Placement | GradientHandler | str, **options: Any) -> None:
+        handler = By("dp", placed) if isinstance(placed, Placement) else placed
+        self.module = cases.stage(w=(40,))
+        self.sync = alone(self.module, handler, **options)
+        params = self.sync.optimizer_parameters()
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=1.0)
+
+    def compute(self, gradient: float = 1.0) -> None:
+        compute(self.sync, partial(cases.give, self.module, w=gradient))
+
+    def step(self, gradient: float = 1.0) -> None:
+        self.compute(gradient)
+        update(self.sync, self.optimizer)
+
+    def load(self, value: float) -> None:
+        self.module.load_state_dict({"w": torch.full((40,), value)})
+
+    @property
+    def arrived(self) -> list[float]:
+        self.sync.wait_parameters()
+        return self.values
+
+    @property
+    def values(self) -> list[float]:
+        found: list[float] = self.module.get_parameter("w").unique().tolist()
+        return found
