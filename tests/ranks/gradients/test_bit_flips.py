@@ -118,7 +118,7 @@ def test_two_copies_have_no_majority_and_other_ranks_raise_too() -> None:
 @pytest.mark.ranks(4)
 def test_master_copies_and_frozen_parameters_are_compared() -> None:
     sync, module = masters()  # no bf16 parameter shows the lowest bit of its master copy
-    last = train((sync, module), lambda: flip(sync.main_parameters()[0].tensor, LOWEST, on=0)())[-1]
+    last = train((sync, module), flip(sync.main_parameters()[0].tensor, LOWEST, on=0))[-1]
     assert ": the master copy of '0.w' on ranks [0], of the" in last
     module = seeded(w=(33, 31), v=(5,))
     frozen = module.get_parameter("w").requires_grad_(False)
@@ -159,10 +159,9 @@ def test_parameters_follow_a_repaired_master_copy() -> None:
     for odd in (-1, 0):
         torch.manual_seed(3)
         sync, module = masters(repair=True)
-        flips = lambda odd=odd, sync=sync: flip(sync.main_parameters()[0].tensor, 30, on=odd)()  # noqa: E731
-        word = train((sync, module), flips, num=10)[AT - 1]
+        main = sync.main_parameters()[0].tensor
+        word = train((sync, module), flip(main, 30, on=odd), num=10)[AT - 1]
         sync.wait_parameters()
-        main = sync.main_parameters()[0].tensor.detach().clone()
         values.append([*main.tolist(), *module.get_parameter("w").tolist()])
     assert values[0] == values[1]
     words = ": the master copy of '0.w' on ranks [0], of the copies on ranks [0, 1, 2, 3], now"
