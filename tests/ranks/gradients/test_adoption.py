@@ -21,6 +21,7 @@ from pipegrad.reduce.bucket_buffer import FlatBuffer
 from tests.support.gradients.cases import give, rank, replicated, stage
 from tests.support.gradients.placements import By
 
+pytestmark = pytest.mark.ranks(2)
 NAMES = tuple("abcdefgh")
 NUMEL = 64
 PASSES = ("zero_", "copy_", "add_", "div_", "div.out", "mul_")
@@ -54,7 +55,6 @@ def backward(sync: GradientSync, module: nn.Module, microbatches: int, *, early:
     sync.stage_final(0)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("handler", "microbatches", "early", "passes"),
     [
@@ -75,9 +75,11 @@ def test_no_gradient_is_zeroed_and_each_is_written_once(
     module = model()
     sync = replicated(module, handlers=[handler])
     sync.optimizer_parameters()
+    counter = Passes()
     for _ in range(2):
         module.zero_grad()
-        with Passes() as counter:
+        counter.counts.clear()
+        with counter:
             backward(sync, module, microbatches, early=early)
         sync.finish()
         if handler == "sharded":
@@ -108,7 +110,6 @@ class Sum(nn.Module):
         return ((self.a.view(-1) + self.b.view(-1)) * self.ones).sum()
 
 
-@pytest.mark.ranks(2)
 def test_views_of_one_gradient_are_divided_once() -> None:
     module = Sum()
     sync = GradientSync({rank(): module}, Topology.create(pipeline=2), handlers=[])
@@ -130,7 +131,6 @@ def test_views_of_one_gradient_are_divided_once() -> None:
     sync.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("pipeline", "num_calls"), [(1, 2 * len(NAMES)), (2, 0)])
 def test_hooks_rest_between_the_first_and_the_last_backward(pipeline: int, num_calls: int) -> None:
     module, calls, call = model(), Counter[str](), Step._on_accumulated
@@ -158,7 +158,6 @@ def test_hooks_rest_between_the_first_and_the_last_backward(pipeline: int, num_c
     sync.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
     ("handler", "numel"),  # of a bucket

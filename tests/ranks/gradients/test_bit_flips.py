@@ -20,6 +20,7 @@ from tests.support.gradients.cases import DATA, SHARED, give, outcome, rank, rep
 from tests.support.gradients.placements import OWNER, SHARD, By, alone, compute, update
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(4)
 LOWEST, EXPONENT, SIGN = 0, 27, 31
 AT = 8  # the step in which it flips, before the comparison
 Trained = tuple[GradientSync, nn.Module]
@@ -94,7 +95,6 @@ COPIES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("bit", [LOWEST, EXPONENT, SIGN])
 @COPIES
 def test_one_bit_is_an_error_on_all_ranks(make: Callable[[], Trained], odd: int, bit: int) -> None:
@@ -107,7 +107,6 @@ def test_one_bit_is_an_error_on_all_ranks(make: Callable[[], Trained], odd: int,
     )
 
 
-@pytest.mark.ranks(4)
 def test_two_copies_have_no_majority_and_other_ranks_raise_too() -> None:
     sync, module = ties()
     own = module.get_parameter("ab"[sync.topology.coordinate("pp")])
@@ -115,7 +114,6 @@ def test_two_copies_have_no_majority_and_other_ranks_raise_too() -> None:
     assert ": '1.b' over ranks [2, 3]. They differ in step 8" in last
 
 
-@pytest.mark.ranks(4)
 def test_master_copies_and_frozen_parameters_are_compared() -> None:
     sync, module = masters()  # no bf16 parameter shows the lowest bit of its master copy
     last = train((sync, module), flip(sync.main_parameters()[0].tensor, LOWEST, on=0))[-1]
@@ -126,7 +124,6 @@ def test_master_copies_and_frozen_parameters_are_compared() -> None:
     assert ": '0.w' on ranks [2], of the" in last
 
 
-@pytest.mark.ranks(4)
 @COPIES
 def test_a_repaired_run_ends_as_one_without_a_flip(make: Callable[..., Trained], odd: int) -> None:
     # The gradients do not depend on the values, so the repaired copy is all that counts. With
@@ -152,10 +149,9 @@ def test_a_repaired_run_ends_as_one_without_a_flip(make: Callable[..., Trained],
     assert torch.equal(*values)
 
 
-@pytest.mark.ranks(4)
 def test_parameters_follow_a_repaired_master_copy() -> None:
     # The lowest rank's master copy flips: the others are the majority.
-    values = []
+    values, word = [], ""
     for odd in (-1, 0):
         torch.manual_seed(3)
         sync, module = masters(repair=True)
@@ -168,7 +164,6 @@ def test_parameters_follow_a_repaired_master_copy() -> None:
     assert (f"{words} as on rank 1. " in word) == (rank() == 0)
 
 
-@pytest.mark.ranks(4)
 def test_of_two_copies_those_of_the_lowest_rank_count_also_if_they_are_wrong() -> None:
     sync, module = ties(repair=True)
     own = module.get_parameter("ab"[sync.topology.coordinate("pp")])
@@ -186,7 +181,6 @@ def test_of_two_copies_those_of_the_lowest_rank_count_also_if_they_are_wrong() -
     sync.check_replicas()
 
 
-@pytest.mark.ranks(4)
 def test_every_0_is_never_and_a_resumed_run_goes_on_counting() -> None:
     sync, module = replicas(check_every=0)
     flips = flip(module.get_parameter("w"), SIGN, on=2)
@@ -197,7 +191,6 @@ def test_every_0_is_never_and_a_resumed_run_goes_on_counting() -> None:
     assert "They differ in step 1008, and were equal in step 1004. " in last
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("bit", [LOWEST, EXPONENT, SIGN])
 def test_machines_of_two_kinds_may_differ_in_the_last_bit_alone(bit: int) -> None:
     kind = f"kind {rank() % 2}"
@@ -210,7 +203,6 @@ def test_machines_of_two_kinds_may_differ_in_the_last_bit_alone(bit: int) -> Non
         assert ": '0.w' on ranks [2], of the copies on ranks [0, 1, 2, 3]. " in last
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("repair", [False, True])
 def test_shards_of_dtensors_are_compared_part_by_part(repair: bool) -> None:
     # A tied weight that both stages cut over "dp": copies are on (0, 2) and on (1, 3).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,75 +14,40 @@ from pipegrad.comm import messages
 from tests.support.gradients.cases import rank
 from tests.support.gradients.sums import Calls, spied
 
-Sums = list[tuple[float, ...]]  # of each callback: elements, and their value if there are any
+pytestmark = pytest.mark.ranks(2)
 
 
-def floats(*values: int) -> Sums:
-    return [(numel, float(value)) for numel, value in zip(values[::2], values[1::2], strict=True)]
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("capacity", "calls", "callbacks", "sums", "collectives"),
+    ("capacity", "numels", "callbacks", "order", "collectives"),
     [
-        pytest.param(
-            10, [3, 3, 3], [0, 0, 0], floats(3, 1, 3, 2, 3, 3), [9], id="small ones wait for flush"
-        ),
-        # Full buckets leave at once: seen by the callbacks that three in flight bring about.
-        pytest.param(
-            4,
-            [2] * 6,
-            [0, 0, 0, 0, 0, 2],
-            floats(2, 1, 2, 2, 2, 3, 2, 4, 2, 5, 2, 6),
-            [4, 4, 4],
-            id="an exactly full bucket leaves at once",
-        ),
-        pytest.param(
-            5,
-            [3] * 5,
-            [0, 0, 0, 1, 2],
-            floats(3, 1, 3, 2, 3, 3, 3, 4, 3, 5),
-            [3] * 5,
-            id="a bucket leaves before what does not fit",
-        ),
-        pytest.param(
-            4,
-            [1, 5, 1],
-            [0, 0, 0],
-            floats(5, 2, 1, 1, 1, 3),
-            [5, 2],
-            id="what is larger than the capacity overtakes",
-        ),
-        pytest.param(
-            0,
-            [1, 2, 0, 3, 4],
-            [0, 0, 1, 2, 3],
-            [(1, 1.0), (2, 2.0), (0,), (3, 4.0), (4, 5.0)],
-            [1, 2, 3, 4],
-            id="without capacity every call is a collective",
-        ),
-        pytest.param(4, [0, 0], [0, 0], [(0,), (0,)], [], id="empty ones alone send nothing"),
-        pytest.param(4, [0, 1], [0, 0], [(0,), (1, 2.0)], [1], id="empty first"),
-        pytest.param(4, [1, 0], [0, 0], [(1, 1.0), (0,)], [1], id="empty last"),
-        pytest.param(4, [5, 0], [0, 0], [(5, 1.0), (0,)], [5], id="empty behind a large one"),
+        (10, [3, 3, 3], [0, 0, 0], [1, 2, 3], [9]),  # small ones wait for flush
+        # Exactly full buckets leave at once: seen by callbacks that three in flight bring about.
+        (4, [2] * 6, [0, 0, 0, 0, 0, 2], [1, 2, 3, 4, 5, 6], [4, 4, 4]),
+        (5, [3] * 5, [0, 0, 0, 1, 2], [1, 2, 3, 4, 5], [3] * 5),  # before what does not fit
+        (4, [1, 5, 1], [0, 0, 0], [2, 1, 3], [5, 2]),  # larger than the capacity: overtakes
+        (0, [1, 2, 0, 3, 4], [0, 0, 1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4]),  # all alone
+        (4, [0, 0], [0, 0], [1, 2], []),  # empty ones alone send nothing
+        (4, [0, 1], [0, 0], [1, 2], [1]),
+        (4, [1, 0], [0, 0], [1, 2], [1]),
+        (4, [5, 0], [0, 0], [1, 2], [5]),
     ],
 )
 def test_what_leaves_when(
     capacity: int,
-    calls: Sequence[int],  # elements; the first is of ones, the second of twos
-    callbacks: Sequence[int],  # that have run when each call returns
-    sums: Sums,
-    collectives: Sequence[int],
+    numels: list[int],  # of each call
+    callbacks: list[int],  # that have run when each call returns
+    order: list[int],  # of the callbacks
+    collectives: list[int],
 ) -> None:
-    bucketer = Calls(capacity)
+    calls = Calls(capacity)
     with spied() as log:
-        counts = [bucketer.add(numel, float(at)) for at, numel in enumerate(calls, 1)]
-        assert bucketer.flush() == sums
+        counts = [calls.add(numel, float(number)) for number, numel in enumerate(numels, 1)]
+        sums = calls.flush()
+    assert sums == [(n, float(at)) if (n := numels[at - 1]) else (0,) for at in order]
     assert log == [("reduce_scatter", numel, "torch.float32", (0, 1)) for numel in collectives]
     assert counts == callbacks
 
 
-@pytest.mark.ranks(2)
 def test_an_empty_input_has_its_shape() -> None:
     bucketer, shapes = Bucketer(), list[torch.Size]()
     bucketer.all_reduce(torch.zeros(3, 0, 2), callback=lambda view: shapes.append(view.shape))
@@ -91,7 +55,6 @@ def test_an_empty_input_has_its_shape() -> None:
     assert shapes == [(3, 0, 2)]
 
 
-@pytest.mark.ranks(2)
 def test_a_changed_capacity_counts_from_the_next_call() -> None:
     calls = Calls(4)
     unit = 4 * calls.num_ranks
@@ -120,7 +83,6 @@ def test_no_more_than_two_buckets_are_in_flight_when_a_call_returns() -> None:
     assert calls.bucketer.allocated_bytes == 3 * 4 * row
 
 
-@pytest.mark.ranks(2)
 def test_only_inputs_of_one_kind_dtype_and_group_share_a_bucket() -> None:
     bucketer, sums = Bucketer(), list[torch.Tensor]()
     again = dist.new_group([0, 1])  # of the same ranks, and yet another group

@@ -12,6 +12,8 @@ from pipegrad import Bucketer
 from tests.support.gradients.cases import outcome, rank
 from tests.support.gradients.sums import Calls, inputs
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def wait_for(bucketer: Bucketer, calls: list[Any], num: int) -> None:
     """Polls until so many callbacks have run."""
@@ -20,7 +22,6 @@ def wait_for(bucketer: Bucketer, calls: list[Any], num: int) -> None:
         bucketer.poll()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("capacity", [0, 2**18])
 @pytest.mark.parametrize("size", [1, 2**18])  # the larger one is more than a bucket takes
 def test_what_is_full_or_too_large_is_called_back_without_flush(capacity: int, size: int) -> None:
@@ -39,7 +40,6 @@ def test_what_is_full_or_too_large_is_called_back_without_flush(capacity: int, s
     bucketer.release()
 
 
-@pytest.mark.ranks(2)
 def test_what_is_too_large_overtakes_what_waits() -> None:
     calls = Calls(100)
     for numel, due in ((1, 0), (1000, 1), (2, 1)):
@@ -50,7 +50,6 @@ def test_what_is_too_large_overtakes_what_waits() -> None:
     assert calls.flush() == [(1000, 1000.0), (1, 1.0), (2, 2.0)]
 
 
-@pytest.mark.ranks(2)
 def test_callbacks_in_poll_may_not_add() -> None:
     # A callback that adds would do so at another time on each rank.
     calls, words = Calls(0), list[str]()
@@ -70,7 +69,6 @@ def test_callbacks_in_poll_may_not_add() -> None:
     assert calls.flush() == [(1, 2.0)]
 
 
-@pytest.mark.ranks(2)
 def test_staging_of_inference_mode_is_used_outside_of_it_and_the_reverse() -> None:
     calls, sums = Calls(4), list[float]()
     for mode in (True, False, True):

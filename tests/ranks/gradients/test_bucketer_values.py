@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,8 +17,9 @@ from tests.support.gradients.cases import bits, outcome, rank
 from tests.support.gradients.sums import Calls, inputs, spied
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(4)
 
-@pytest.mark.ranks(4)
+
 def test_inputs_of_every_layout() -> None:
     # 0-d, transposed, with gaps, expanded, and with a graph behind them.
     bucketer, sums, shards = Bucketer(), list[torch.Tensor](), list[torch.Tensor]()
@@ -39,22 +39,11 @@ def test_inputs_of_every_layout() -> None:
         assert torch.equal(shard, rank() * right)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.complex64,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    ],
+    "name", "float64 float32 float16 bfloat16 complex64 int64 int32 int8 uint8".split()
 )
-def test_sums_of_every_dtype(dtype: torch.dtype) -> None:
+def test_sums_of_every_dtype(name: str) -> None:
+    dtype: torch.dtype = getattr(torch, name)
     bucketer, sums, shards = Bucketer(), list[torch.Tensor](), list[torch.Tensor]()
     tensor = torch.tensor([1, 2]).to(dtype) * (rank() + 1)
     bucketer.all_reduce(tensor, callback=sums.append)
@@ -113,7 +102,6 @@ def trajectory(capacity_bytes: int, *, both_kinds: bool, dtype: torch.dtype) -> 
 CAPACITIES = (0, 100, 1000, 25 * 2**20)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_of_a_reduce_scatter_depends_on_the_capacity(dtype: torch.dtype) -> None:
     first, *others = (trajectory(size, both_kinds=False, dtype=dtype) for size in CAPACITIES)
@@ -127,7 +115,6 @@ def test_no_bit_of_two_ranks_depends_on_the_capacity() -> None:
     assert others == [first] * 3
 
 
-@pytest.mark.ranks(4)
 def test_gloo_sums_are_added_in_the_order_of_ranks() -> None:
     sums: list[torch.Tensor] = []
     value = [1e8, 1.0, -1e8, 1.0][rank()]  # in fp32 only in the order of ranks the sum is 1
@@ -137,7 +124,6 @@ def test_gloo_sums_are_added_in_the_order_of_ranks() -> None:
     assert sums[0].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("numel", [100, 16, 5])  # 7 pieces, the last one shorter; one piece
 def test_gloo_sums_rows_in_pieces(numel: int) -> None:
     # In place, as a bucket's are, or not.
@@ -149,30 +135,6 @@ def test_gloo_sums_rows_in_pieces(numel: int) -> None:
     right = [4 * i * 10.0 ** rank() + 6 for i in range(numel)]
     assert output.tolist() == rows[rank()].tolist() == right
     assert common.tolist() == [4.0] * 3
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of all ranks of a group; every rank's input follows from the number."""
-
-    number: int
-    kind: str
-    ranks: list[int]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def inputs(self, of: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(1000 * self.number + of)
-        rows = len(self.ranks) if self.kind == "reduce_scatter" else 1
-        return list(torch.randint(-9, 9, (rows, *self.shape), generator=generator).to(self.dtype))
-
-    def expected(self) -> torch.Tensor:
-        """What one process computes for this rank."""
-        row = self.ranks.index(rank()) if self.kind == "reduce_scatter" else 0
-        total = torch.zeros(self.shape, dtype=self.dtype)
-        for other in self.ranks:
-            total += self.inputs(other)[row]
-        return total
 
 
 class Mixture:
@@ -188,28 +150,30 @@ class Mixture:
     def call(self) -> None:
         """Makes one call; one callback in six makes another."""
         self.number += 1
-        group = self.groups[self.random.choice(["world", "pair"])]
-        call = Call(
-            self.number,
-            self.random.choice(["reduce_scatter", "all_reduce"]),
-            dist.get_process_group_ranks(group),
-            self.random.choice([(), (0,), (3,), (2, 5), (4, 4), (9, 9)]),
-            self.random.choice([torch.float32, torch.float64, torch.int64, torch.bfloat16]),
-        )
+        number, group = self.number, self.groups[self.random.choice(["world", "pair"])]
+        scatters = self.random.choice([True, False])
+        shape = self.random.choice([(), (0,), (3,), (2, 5), (4, 4), (9, 9)])
+        dtype = self.random.choice([torch.float32, torch.float64, torch.int64, torch.bfloat16])
         again = self.random.random() < 1 / 6
+        ranks = dist.get_process_group_ranks(group)
+
+        def rows(of: int) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(1000 * number + of)
+            size = (len(ranks) if scatters else 1, *shape)
+            return list(torch.randint(-9, 9, size, generator=generator).to(dtype))
 
         def use(view: torch.Tensor) -> None:
-            self.order.append(call.number)
-            right = call.expected()
-            assert (view.dtype, view.tolist()) == (right.dtype, right.tolist()), call
+            self.order.append(number)
+            row = ranks.index(rank()) if scatters else 0
+            right = torch.stack([rows(of)[row] for of in ranks]).sum(0, dtype=dtype)
+            assert (view.dtype, view.tolist()) == (dtype, right.tolist())
             if again:
                 self.call()
 
-        rows = call.inputs(rank())
-        if call.kind == "reduce_scatter":
-            self.bucketer.reduce_scatter(rows, group=group, callback=use)
+        if scatters:
+            self.bucketer.reduce_scatter(rows(rank()), group=group, callback=use)
         else:
-            self.bucketer.all_reduce(rows[0], group=group, callback=use)
+            self.bucketer.all_reduce(rows(rank())[0], group=group, callback=use)
 
     def run(self, num_calls: int) -> None:
         for _ in range(num_calls):
@@ -223,7 +187,6 @@ class Mixture:
         self.bucketer.release()
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mixture_of_calls_has_one_order_and_the_sums_of_one_process(seed: int) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -237,7 +200,6 @@ def test_any_mixture_of_calls_has_one_order_and_the_sums_of_one_process(seed: in
     assert others == [first] * 3
 
 
-@pytest.mark.ranks(4)
 def test_a_subgroup_without_rank_zero() -> None:
     group = dist.new_group([3, 1], use_local_synchronization=False)
     bucketer, sums = Bucketer(), list[torch.Tensor]()

@@ -20,6 +20,8 @@ from pipegrad.errors import PipegradError
 from tests.support.gradients.cases import outcome, rank
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Setup(NamedTuple):
     """What a rank gives to its GradientSync. Ranks are replicas, so all must give the same."""
@@ -67,7 +69,6 @@ def sync_of(setup: Setup) -> GradientSync:
     )
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", range(len(SETUPS)))
 def test_setups_that_differ_are_refused_on_all_ranks(number: int) -> None:
     setup, another = SETUPS[number], SETUPS[number - 1]
@@ -178,7 +179,6 @@ def test_verbs_in_another_order_or_number_are_refused_on_all_ranks(
     assert 0 < failed < 40
 
 
-@pytest.mark.ranks(2)
 def test_a_verb_of_one_rank_alone_ends_the_step_of_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
+pytestmark = pytest.mark.ranks(4)
 INNER = {"name": "data-parallel", "axis": "dp"}
 SHARDED = {"name": "sharded", "axis": "dp"}
 OWNED = {"name": "pipeline-shared", "placement": "owner"}
@@ -69,7 +70,6 @@ def train_and_compare(run: Run) -> Trainer:
     return trainer
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("run", FLAT.values(), ids=FLAT)
 def test_replicas_train_as_in_one_process_and_copies_have_the_same_bits(run: Run) -> None:
     norms = gathered(train_and_compare(run).norms)
@@ -90,7 +90,6 @@ def test_clusters_train_as_in_one_process_and_inner_data_ranks_meet_once() -> No
     assert all(shards)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("every", [1, 2])
 def test_bytes_are_those_of_one_step_in_every_so_many(every: int) -> None:
     trainer = Trainer(Run(every=every))
@@ -119,10 +118,7 @@ def test_bytes_are_those_of_one_step_in_every_so_many(every: int) -> None:
                 "replicas that train alone along 'out' and meet by handler",
             ],
         ),
-        (
-            ["pipeline-shared", "sharded"],
-            ["handler 'sharded' reduces gradients by shard-mean"],
-        ),
+        (["pipeline-shared", "sharded"], ["handler 'sharded' reduces gradients by shard-mean"]),
     ],
     ids=["no inner handler", "gradients over all data", "shards over all data"],
 )

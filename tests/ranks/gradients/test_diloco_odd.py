@@ -288,14 +288,10 @@ def of_one_matrix(topology: Topology) -> tuple[GradientSync, nn.Linear, torch.op
     return sync, module, sync.optimizer(torch.optim.SGD, lr=0.1)
 
 
-def clusters() -> Topology:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "out"))
-    return Topology.from_mesh(mesh, data=("dp", "out"))
-
-
 def test_a_rank_that_steps_nothing_needs_its_state_too() -> None:
     # One matrix, so of two ranks one owns nothing, and it counts steps all the same.
-    topology = clusters()
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "out"))
+    topology = Topology.from_mesh(mesh, data=("dp", "out"))
     sync, module, optimizer = of_one_matrix(topology)
     compute(sync, lambda: (module.weight * (1.0 + rank())).sum().backward())
     optimizer.step()
@@ -318,10 +314,7 @@ def test_a_rank_that_steps_nothing_needs_its_state_too() -> None:
 def test_the_outer_step_is_that_of_the_handler_by_which_parameters_meet() -> None:
     # The outer step of the first handler was made, whose dimension has one rank.
     mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("pp", "dp", "out"))
-    handlers = [
-        {"name": "diloco", "axis": "dp", "every": 7},
-        {"name": "diloco", "axis": "out", "every": 3},
-    ]
+    handlers = [{"name": "diloco", "axis": axis, "every": n} for axis, n in (("dp", 7), ("out", 3))]
     module = nn.Linear(2, 2)
     topology = Topology.from_mesh(mesh, data=("dp", "out"))
     sync = GradientSync({0: module}, topology, handlers=handlers)
@@ -340,10 +333,11 @@ def test_clusters_may_shard_by_fsdp2() -> None:
         generator = torch.Generator().manual_seed(100 * step + 10 * inner + replica)
         return torch.randn(4, 5, generator=generator)
 
-    topology = clusters()
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "out"))
+    topology = Topology.from_mesh(mesh, data=("dp", "out"))
     module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     anchor, *replicas = (copy.deepcopy(module) for _ in range(3))
-    fully_shard(module, mesh=topology.mesh["dp"])
+    fully_shard(module, mesh=mesh["dp"])
     handlers = [{"name": "diloco", "every": 2, "axis": "out"}]
     sync = GradientSync({0: module}, topology, handlers=handlers)
     optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)

@@ -13,6 +13,7 @@ from pipegrad import GradientSync
 from tests.support.gradients.cases import give, outcome, rank, replicated, stage, tied
 from tests.support.gradients.placements import SHARD, By, alone, compute
 
+pytestmark = pytest.mark.ranks(2)
 Optimizer = torch.optim.Optimizer
 
 
@@ -84,7 +85,6 @@ def written_behind_publish() -> list[str]:
     return steps(sync, module, sgd, behind=clamp)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "train", [weight_decay, clipped_by_torch, learning_rate_of_replicas, written_behind_publish]
 )
@@ -95,7 +95,6 @@ def test_copies_that_are_changed_differently_are_an_error(train: Callable[[], li
     assert "over ranks [0, 1]. They differ in step 2. Something changed them diff" in second
 
 
-@pytest.mark.ranks(2)
 def test_roundings_are_no_drift_but_check_replicas_compares_every_bit() -> None:
     module, kind = tie(), f"kind {rank()}"  # of machine
     with mock.patch("pipegrad.gradients.negotiate.kind_of_machine", return_value=kind):
@@ -113,7 +112,6 @@ def test_roundings_are_no_drift_but_check_replicas_compares_every_bit() -> None:
     assert outcome(sync.check_replicas) == "None"
 
 
-@pytest.mark.ranks(2)
 def test_copies_are_compared_seldom() -> None:
     module = stage(w=(4,))
     sync = replicated(module, check_every=6)

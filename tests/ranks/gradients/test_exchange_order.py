@@ -37,7 +37,7 @@ def pair(module: nn.Module, how: Exchange, **options: Any) -> GradientSync:
     )
 
 
-def use(weight: nn.Parameter) -> None:
+def use(weight: torch.Tensor) -> None:
     if rank() == 0:
         tokens = torch.arange(UNIQUE).repeat(3) * 17
         nn.functional.embedding(tokens, weight).sum().backward()

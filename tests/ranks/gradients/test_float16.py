@@ -11,6 +11,7 @@ from tests.support.gradients.cases import give, grads, rank, stage
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, alone, compute, stepped
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(2)
 LARGE = 4e4  # two of them are more than float16 has
 
 
@@ -18,7 +19,6 @@ def half(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float16)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("placement", [REPLICATE, OWNER, SHARD])
 def test_means_do_not_overflow(placement: Placement) -> None:
     module = stage(w=half(40), unused=half(3))
@@ -30,7 +30,6 @@ def test_means_do_not_overflow(placement: Placement) -> None:
     assert {key for keys in gathered(list(gradients)) for key in keys} == {"0.w", "0.unused"}
 
 
-@pytest.mark.ranks(2)
 def test_means_have_the_bits_of_ddp() -> None:
     drawn = torch.Generator().manual_seed(rank())
     gradient = torch.randn(64, generator=drawn).half() * torch.logspace(-7, 4, 64).half()

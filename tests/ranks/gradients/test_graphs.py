@@ -13,8 +13,9 @@ from pipegrad import Bucketer, Scheduler, Stage, Topology
 from tests.support.gradients.cases import give, grads, outcome, replicated, stage
 from tests.support.gradients.placements import compute
 
+pytestmark = pytest.mark.ranks(2)
 
-@pytest.mark.ranks(2)
+
 def test_a_verb_is_refused_while_a_cuda_graph_is_captured() -> None:
     # A replay runs no Python, so it would synchronise nothing.
     module = stage(w=(4,))
@@ -55,7 +56,6 @@ def test_a_verb_is_refused_while_a_cuda_graph_is_captured() -> None:
     assert grads(module) == {"w": [1.0] * 4}
 
 
-@pytest.mark.ranks(2)
 def test_verbs_in_compiled_code_run_between_its_graphs() -> None:
     module = stage(w=(4,))
     sync = replicated(module)
