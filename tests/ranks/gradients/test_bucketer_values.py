@@ -39,11 +39,12 @@ def test_inputs_of_every_layout() -> None:
         assert torch.equal(shard, rank() * right)
 
 
-@pytest.mark.parametrize(
-    "name", "float64 float32 float16 bfloat16 complex64 int64 int32 int8 uint8".split()
-)
-def test_sums_of_every_dtype(name: str) -> None:
-    dtype: torch.dtype = getattr(torch, name)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
+INTS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTS)
+def test_sums_of_every_dtype(dtype: torch.dtype) -> None:
     bucketer, sums, shards = Bucketer(), list[torch.Tensor](), list[torch.Tensor]()
     tensor = torch.tensor([1, 2]).to(dtype) * (rank() + 1)
     bucketer.all_reduce(tensor, callback=sums.append)

@@ -83,38 +83,32 @@ def test_setups_that_differ_are_refused_on_all_ranks(number: int) -> None:
 
 
 class Deadlocks:
-    """Stands in for the store: a wait ends when all ranks wait or are done, instead of by a clock.
-
-    Attributes:
-        is_done: Whether this rank will post nothing any more.
-    """
+    """Stands in for the store: a wait ends when all ranks wait or are done, by no clock."""
 
     def __init__(self, store: Any, name: str) -> None:
         self._store, self._name = store, name
-        self._say("")
+        self.say("")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        self._say(" ".join(keys))
+        self.say(" ".join(keys))
         while not self._store.check(list(keys)):
             if all(self._is_stuck()):
                 raise dist.DistStoreError("all ranks wait")
             time.sleep(0.001)
-        self._say("")
+        self.say("")
 
     def be_late(self) -> None:
         """Waits until the other ranks have given up, if they wait for this one."""
-        self._say("late")
+        self.say("late")
         while not all(self._is_stuck(late_waits=True)):
             time.sleep(0.001)
-        self._say("")
+        self.say("")
 
-    def end(self) -> None:
-        self._say("done")
-
-    def _say(self, waits_for: str) -> None:
+    def say(self, waits_for: str) -> None:
+        """Posts the keys that this rank waits for, or "", "late" or "done"."""
         self._store.set(f"{self._name}/{rank()}", f" {waits_for}")
 
     def _is_stuck(self, *, late_waits: bool = False) -> Iterator[bool]:
@@ -155,7 +149,7 @@ def play(script: Script, deadlocks: Deadlocks) -> str:
     except (PipegradError, ZeroDivisionError) as error:  # all ranks raised the second
         return f"{type(error).__name__}: {error}"
     finally:
-        deadlocks.end()
+        deadlocks.say("done")
         sync.close()
     return ""
 

@@ -283,7 +283,7 @@ def of_one_matrix(topology: Topology) -> tuple[GradientSync, nn.Linear, torch.op
     torch.manual_seed(0)
     module = nn.Linear(6, 5, bias=False)
     outer = {"name": "diloco", "axis": "out", "every": 3}
-    handlers = [{"name": "owned", "axis": "dp"}, outer]
+    handlers: Any = [{"name": "owned", "axis": "dp"}, outer]
     sync = GradientSync({0: module}, topology, handlers=handlers, agree_seconds=30)
     return sync, module, sync.optimizer(torch.optim.SGD, lr=0.1)
 
@@ -314,7 +314,9 @@ def test_a_rank_that_steps_nothing_needs_its_state_too() -> None:
 def test_the_outer_step_is_that_of_the_handler_by_which_parameters_meet() -> None:
     # The outer step of the first handler was made, whose dimension has one rank.
     mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("pp", "dp", "out"))
-    handlers = [{"name": "diloco", "axis": axis, "every": n} for axis, n in (("dp", 7), ("out", 3))]
+    handlers: Any = [
+        {"name": "diloco", "axis": axis, "every": n} for axis, n in (("dp", 7), ("out", 3))
+    ]
     module = nn.Linear(2, 2)
     topology = Topology.from_mesh(mesh, data=("dp", "out"))
     sync = GradientSync({0: module}, topology, handlers=handlers)

@@ -14,13 +14,12 @@ from tests.support.gradients.cases import give, outcome, rank, replicated, stage
 from tests.support.gradients.placements import SHARD, By, alone, compute
 
 pytestmark = pytest.mark.ranks(2)
-Optimizer = torch.optim.Optimizer
 
 
 def steps(
     sync: GradientSync,
     module: nn.Module,
-    optimizer: Optimizer,
+    optimizer: torch.optim.Optimizer,
     *,
     num: int = 2,
     before: Callable[[], object] = lambda: None,

@@ -149,21 +149,12 @@ def test_a_dropped_model_is_freed() -> None:
     assert [one() for one in held] == [None, None]
 
 
-VERBS: tuple[Callable[[GradientSync], object], ...] = (
-    lambda sync: sync.prepare(),
-    lambda sync: sync.stage_first_use(rank()),
-    lambda sync: sync.stage_last_backward(rank()),
-    lambda sync: sync.stage_final(rank()),
-    lambda sync: sync.finish(),
-    lambda sync: sync.clip_grad_norm_(1.0),
-    lambda sync: sync.publish(),
-    lambda sync: sync.publish_if_due(),
-    lambda sync: sync.wait_parameters(),
-    lambda sync: sync.synchronize_parameters(),
-    lambda sync: sync.check_replicas(),
-    lambda sync: sync.state_dict(),
-    lambda sync: sync.load_state_dict({}),
-)
+VERBS: list[tuple[Any, ...]] = [
+    *[("prepare",), ("stage_first_use", 0), ("stage_last_backward", 0), ("stage_final", 0)],
+    *[("finish",), ("clip_grad_norm_", 1.0), ("publish",), ("publish_if_due",)],
+    *[("wait_parameters",), ("synchronize_parameters",), ("check_replicas",)],
+    *[("state_dict",), ("load_state_dict", {})],
+]
 
 
 @pytest.mark.ranks(2)
@@ -176,7 +167,8 @@ def test_every_verb_of_a_closed_one_is_refused_at_once() -> None:
     sync.close()
     assert sync.is_closed
     refused = "StepError: this GradientSync is closed: make another one, on all ranks"
-    assert [outcome(partial(verb, sync)) for verb in VERBS] == [refused] * len(VERBS)
+    for verb, *values in VERBS:
+        assert outcome(partial(getattr(sync, verb), *values)) == refused, verb
     give(module, w=3.0)
 
 

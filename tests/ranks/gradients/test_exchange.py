@@ -5,7 +5,7 @@ Stage 0 has a table that few rows of are used, and the last stage the same as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -163,11 +163,6 @@ def plan(axes: dict[str, int], handlers: Sequence[GradientHandler]) -> Plan:
     return make_plan(manifest, topology, named, GradientOptions(bucket_bytes=2**20))
 
 
-def asked(*rest: Any) -> Callable[[Sequence[ParameterRecord], Topology], Iterable[Reduction]]:
-    """Asks for anything: ranks, operator, placement, divisor, exchange."""
-    return lambda ps, t: [Reduction(p, *rest) for p in ps if t.rank in rest[0]]
-
-
 @pytest.mark.parametrize(
     ("ranks", "placement", "how", "complaint"),
     [
@@ -180,8 +175,13 @@ def asked(*rest: Any) -> Callable[[Sequence[ParameterRecord], Topology], Iterabl
 def test_an_exchange_of_others_is_refused_by_name(
     ranks: tuple[int, ...], placement: Placement, how: Any, complaint: str
 ) -> None:
+    asked = Say(
+        lambda ps, t: [
+            Reduction(p, ranks, "sum", placement, 1.0, how) for p in ps if t.rank in ranks
+        ]
+    )
     with pytest.raises(PlanError, match=complaint):
-        plan({"pp": 1, "dp": 3}, [Say(asked(ranks, "sum", placement, 1.0, how))])
+        plan({"pp": 1, "dp": 3}, [asked])
 
 
 def test_an_exchange_comes_last() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -153,16 +154,6 @@ def test_messages_need_no_tags_and_may_block_those_behind_them(how: Exchange) ->
         sync.close()
 
 
-class Queued:
-    """A message on its way, in a queue of its group."""
-
-    def __init__(self, started: Future[Any]) -> None:
-        self._started = started
-
-    def wait(self) -> None:
-        self._started.result(timeout=100)
-
-
 @contextmanager
 def one_queue_a_group() -> Iterator[None]:
     """As where messages have no tags, are sent in the order of calls, and block those behind them.
@@ -173,10 +164,11 @@ def one_queue_a_group() -> Iterator[None]:
     queues: dict[int, ThreadPoolExecutor] = {}
 
     def queued(post: Any) -> Any:
-        def posted(tensor: torch.Tensor, *, group: Any, **given: int) -> Queued:
+        def posted(tensor: torch.Tensor, *, group: Any, **options: int) -> Any:
             queue = queues.setdefault(id(group), ThreadPoolExecutor(1))
-            untagged = {**given, "tag": 0}
-            return Queued(queue.submit(lambda: post(tensor, group=group, **untagged).wait()))
+            untagged = {**options, "tag": 0}
+            message = queue.submit(lambda: post(tensor, group=group, **untagged).wait())
+            return SimpleNamespace(wait=partial(message.result, timeout=100))
 
         return posted
 

@@ -52,22 +52,19 @@ def test_a_hook_registered_after_the_first_step_changes_what_leaves(
         assert parameter.grad is not None
         change(parameter.grad)
 
-    handle = None
+    if not inside:
+        a.register_post_accumulate_grad_hook(hook)
     for number in range(STEPS):
         module.zero_grad()
-        if inside:
-            sync.prepare()
-        handle = handle or a.register_post_accumulate_grad_hook(hook)
-        if not inside:
-            sync.prepare()
+        sync.prepare()
+        handle = a.register_post_accumulate_grad_hook(hook) if inside else None
         sync.stage_last_backward(rank())
         give(module, a=1.0 + number + rank())
         give(module, b=1.0)
         sync.stage_final(rank())
         sync.finish()
-        if inside:
+        if handle is not None:
             handle.remove()
-            handle = None
         assert a.grad is not None
         assert b.grad is not None
         assert a.grad.unique().tolist() == [right[number]]
