@@ -66,6 +66,13 @@ def run(item: pytest.Function) -> bool:
     pytest.fail(failure, pytrace=False)
 
 
+def gathered(value: T) -> list[T]:
+    """Returns the values of all ranks, by rank; called on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def end() -> None:
     """Ends the ranks of a file."""
     for world in _worlds.values():

@@ -1,9 +1,8 @@
-"""Gradients are adopted when they are made: how often they are passed over, and what is alive."""
+"""Gradients enter their bucket where they arise: how often they are written, and what is alive."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,10 +18,10 @@ from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.reduce import bucket_buffer, room
 from pipegrad.reduce.bucket_buffer import FlatBuffer
-from pipegrad.testing import run_ranks
-from tests.support.gradients.cases import give, grads, rank, replicated, stage
+from tests.support.gradients.cases import give, rank, replicated, stage
 from tests.support.gradients.placements import By
 
+pytestmark = pytest.mark.ranks(2)
 NAMES = tuple("abcdefgh")
 NUMEL = 64
 PASSES = ("zero_", "copy_", "add_", "div_", "div.out", "mul_")
@@ -35,14 +34,7 @@ class Passes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.counts = Counter[str]()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.").removesuffix(".Tensor").removesuffix(".default")
         if name in PASSES and max(t.numel() for t in args if isinstance(t, torch.Tensor)) >= NUMEL:
             self.counts[name] += 1
@@ -63,68 +55,47 @@ def backward(sync: GradientSync, module: nn.Module, microbatches: int, *, early:
     sync.stage_final(0)
 
 
-def passes() -> dict[str, Any]:
-    """Counts operators of second steps, and returns the gradients. Runs on every rank."""
-    found: dict[str, Any] = {}
-    for handler in ("data-parallel", "sharded"):
-        for microbatches, early in ((1, True), (1, False), (3, True)):
-            module = model()
-            sync = replicated(module, handlers=[handler])
-            counted = Passes()
-            sync.optimizer_parameters()
-            for _ in range(2):
-                module.zero_grad()
-                counted.counts.clear()
-                with counted:
-                    backward(sync, module, microbatches, early=early)
-                sync.finish()
-                if handler == "sharded":
-                    for main in sync.main_parameters():
-                        assert main.tensor.grad is not None
-                        main.tensor.data.sub_(main.tensor.grad)
-                        main.tensor.grad = None
-                    sync.publish()
-                    sync.wait_parameters()
-            values = (
-                grads(module) if handler == "data-parallel" else dict(module.named_parameters())
-            )
-            found[f"{handler} {microbatches} {early}"] = (
-                dict(counted.counts),
-                {name: torch.as_tensor(value).unique().tolist() for name, value in values.items()},
-            )
-            sync.close()
-    return found
-
-
-@pytest.fixture(scope="module")
-def counted() -> list[dict[str, Any]]:
-    return run_ranks(passes, 2)
-
-
 @pytest.mark.parametrize(
-    ("case", "expected", "value"),
+    ("handler", "microbatches", "early", "passes"),
     [
         # One pass a gradient: it is divided while it is written to its slot.
-        ("data-parallel 1 True", {"div.out": 8}, 3.0),
+        ("data-parallel", 1, True, {"div.out": 8}),
         # Final only behind its backward: the bucket is divided on the comm stream.
-        ("data-parallel 1 False", {"copy_": 8}, 3.0),
-        ("data-parallel 3 True", {"copy_": 8, "add_": 16}, 3.0),
-        # The mean is taken of the shard, on the comm stream; parameters after two steps.
-        ("sharded 1 True", {"copy_": 8}, -6.0),
-        ("sharded 1 False", {"copy_": 8}, -6.0),
-        ("sharded 3 True", {"copy_": 8, "add_": 16}, -6.0),
+        ("data-parallel", 1, False, {"copy_": 8}),
+        ("data-parallel", 3, True, {"copy_": 8, "add_": 16}),
+        # The mean is taken of the shard, on the comm stream.
+        ("sharded", 1, True, {"copy_": 8}),
+        ("sharded", 1, False, {"copy_": 8}),
+        ("sharded", 3, True, {"copy_": 8, "add_": 16}),
     ],
 )
 def test_no_gradient_is_zeroed_and_each_is_written_once(
-    counted: list[dict[str, Any]], case: str, expected: dict[str, int], value: float
+    handler: str, microbatches: int, early: bool, passes: dict[str, int]
 ) -> None:
-    for reply in counted:
-        counts, values = reply[case]
-        assert counts == expected
-        assert values == {name: [value] for name in NAMES}
-
-
-ON_ACCUMULATED = Step._on_accumulated
+    module = model()
+    sync = replicated(module, handlers=[handler])
+    sync.optimizer_parameters()
+    counter = Passes()
+    for _ in range(2):
+        module.zero_grad()
+        counter.counts.clear()
+        with counter:
+            backward(sync, module, microbatches, early=early)
+        sync.finish()
+        if handler == "sharded":
+            for main in sync.main_parameters():
+                assert main.tensor.grad is not None
+                main.tensor.data.sub_(main.tensor.grad)
+                main.tensor.grad = None
+            sync.publish()
+            sync.wait_parameters()
+    assert counter.counts == passes
+    for parameter in module.parameters():
+        # Two steps with the mean of 2 and 4.
+        value, right = (parameter, -6.0) if handler == "sharded" else (parameter.grad, 3.0)
+        assert value is not None
+        assert value.unique().tolist() == [right]
+    sync.close()
 
 
 class Sum(nn.Module):
@@ -139,143 +110,97 @@ class Sum(nn.Module):
         return ((self.a.view(-1) + self.b.view(-1)) * self.ones).sum()
 
 
-def views() -> list[list[float]]:
-    """Divides gradients that nobody reduces, when the step begins and when it ends."""
-    module, found = Sum(), list[list[float]]()
+def test_views_of_one_gradient_are_divided_once() -> None:
+    module = Sum()
     sync = GradientSync({rank(): module}, Topology.create(pipeline=2), handlers=[])
-    flat = torch.zeros(16)
-    for at_end in (False, True):
-        module.zero_grad()
+
+    def step(*, at_end: bool = False) -> None:
         sync.prepare(divisor=None if at_end else 2)
         module().backward()
         sync.stage_final(rank())
         sync.finish(divisor=torch.tensor(2.0) if at_end else None)
-        found.append([g.unique().item() for g in (module.a.grad, module.b.grad) if g is not None])
-    # The user's own memory stays.
-    flat.zero_()
+
+    for at_end in (False, True):
+        module.zero_grad()
+        step(at_end=at_end)
+        assert all(p.grad is not None and (p.grad == 0.5).all() for p in module.parameters())
+    flat = torch.zeros(16)  # the user's own memory stays
     module.a.grad, module.b.grad = flat[:8].view(2, 4), flat[8:].view(4, 2)
-    sync.prepare(divisor=2)
-    module().backward()
-    sync.stage_final(rank())
-    sync.finish()
-    found.append(flat.unique().tolist())
+    step()
+    assert (flat == 0.5).all()
     sync.close()
-    return found
 
 
-def test_views_of_one_gradient_are_divided_once() -> None:
-    for found in run_ranks(views, 2):
-        assert found == [[0.5, 0.5], [0.5, 0.5], [0.5]]
+@pytest.mark.parametrize(("pipeline", "num_calls"), [(1, 2 * len(NAMES)), (2, 0)])
+def test_hooks_rest_between_the_first_and_the_last_backward(pipeline: int, num_calls: int) -> None:
+    module, calls, call = model(), Counter[str](), Step._on_accumulated
+    for parameter in module.parameters():  # stages that look alike may be tied
+        nn.init.constant_(parameter, rank() + 1.0)
 
+    def count(step: Step, parameter: LiveParameter) -> None:
+        calls[parameter.record.key] += 1
+        call(step, parameter)
 
-def calls() -> dict[str, Any]:
-    """Returns calls of hooks in a step of four backwards, and gradients; on every rank."""
-    found: dict[str, Any] = {}
-    for name, size in (("reduced", 1), ("alone", 2)):
-        module, calls = model(), list[str]()
-        for parameter in module.parameters():  # stages that look alike may be tied
-            nn.init.constant_(parameter, rank() + 1.0)
-        topology = Topology.create(pipeline=size)
-
-        def noted(step: Step, parameter: LiveParameter, calls: list[str] = calls) -> None:
-            calls.append(parameter.record.key)
-            ON_ACCUMULATED(step, parameter)
-
-        with mock.patch.object(Step, "_on_accumulated", noted):
-            (stage_number,) = topology.local_stages
-            sync = GradientSync({stage_number: module}, topology, handlers=["data-parallel"])
-            sync.prepare(divisor=4)
-            for number in range(4):
-                if number == 3:
-                    sync.stage_last_backward(stage_number)
-                give(module, **dict.fromkeys(NAMES, 2.0))
-            sync.stage_final(stage_number)
-            sync.finish()
-        found[name] = (
-            sorted(Counter(calls).values()),
-            {float(p.grad.sum()) for p in module.parameters() if p.grad is not None},
-        )
-        sync.close()
-    return found
-
-
-def alive(
-    handler: HandlerSpec, numel: int, set_to_none: bool
-) -> tuple[list[int], list[int], list[list[float]]]:
-    """Trains three steps. Runs on every rank.
-
-    Args:
-        handler: It scatters.
-        numel: Of a bucket.
-        set_to_none: As in `zero_grad`.
-
-    Returns:
-        The most buckets in memory in each step; the elements of buckets and parts in memory when
-        the next step has begun; the values of all parameters at the end.
-    """
-    made: list[tuple[StorageWeakRef, int]] = []
-
-    class Watched(FlatBuffer):
-        def __init__(self, buffer: torch.Tensor) -> None:
-            super().__init__(buffer)
-            made.append((StorageWeakRef(buffer.untyped_storage()), buffer.numel()))
-
-    def in_memory() -> list[int]:
-        return [size for storage, size in made if not storage.expired()]
-
-    def whole() -> int:
-        return sum(size >= numel for size in in_memory())  # this rank's part has half
-
-    most, left = [], []
-    with (
-        mock.patch.object(bucket_buffer, "FlatBuffer", Watched),
-        mock.patch.object(room, "_PATIENCE_SECONDS", 60.0),
-    ):
-        module = model()
-        topology = Topology.create(pipeline=1)
-        sync = GradientSync({0: module}, topology, handlers=[handler], bucket_bytes=4 * NUMEL)
-        optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
-        for _ in range(3):
-            seen = list[int]()
-            hooks = [
-                p.register_post_accumulate_grad_hook(lambda _, seen=seen: seen.append(whole()))
-                for p in module.parameters()
-            ]
-            backward(sync, module, 1, early=True)
-            sync.finish()
-            most.append(max(seen))
-            for hook in hooks:
-                hook.remove()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            if set_to_none:
-                left.append(sum(in_memory()))
-        sync.wait_parameters()
-        sync.prepare()
-        left.append(sum(in_memory()))
-        values = [p.unique().tolist() for p in module.parameters()]
-        sync.close()
-    return most, left, values
+    topology = Topology.create(pipeline=pipeline)
+    (here,) = topology.local_stages
+    with mock.patch.object(Step, "_on_accumulated", count):
+        sync = GradientSync({here: module}, topology, handlers=["data-parallel"])
+        sync.prepare(divisor=4)
+        for number in range(4):
+            if number == 3:
+                sync.stage_last_backward(here)
+            give(module, **dict.fromkeys(NAMES, 2.0))
+        sync.stage_final(here)
+        sync.finish()
+    assert calls.total() == num_calls
+    assert len(set(calls.values())) <= 1  # alike for all parameters
+    assert all(p.grad is not None and (p.grad == 2.0).all() for p in module.parameters())
+    sync.close()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
-    ("handler", "numel"),
+    ("handler", "numel"),  # of a bucket
     [("sharded", NUMEL), (By("dp", Placement.WHOLE, "mean"), 2 * NUMEL)],
     ids=["shard", "whole"],
 )
 def test_memory_goes_as_it_is_reduced_and_read(
-    handler: HandlerSpec, numel: int, *, set_to_none: bool
+    handler: HandlerSpec, numel: int, set_to_none: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first step all buckets live, as nobody knows which accumulation is the last."""
-    for (first, *later), left, values in run_ranks(alive, 2, handler, numel, set_to_none):
-        assert first <= len(NAMES) * NUMEL // numel
-        assert max(later) <= 2
-        assert set(left) == {0}
-        assert values == [[-9.0]] * len(NAMES)  # three steps, each with the mean of 2 and 4
+    buffers: list[tuple[StorageWeakRef, int]] = []
 
+    class Watched(FlatBuffer):
+        def __init__(self, buffer: torch.Tensor) -> None:
+            super().__init__(buffer)
+            buffers.append((StorageWeakRef(buffer.untyped_storage()), buffer.numel()))
 
-def test_hooks_rest_between_the_first_and_the_last_backward() -> None:
-    for reply in run_ranks(calls, 2):
-        assert reply["reduced"] == ([2] * len(NAMES), {2.0 * NUMEL})
-        assert reply["alone"] == ([], {2.0 * NUMEL})
+    def in_memory() -> list[int]:
+        return [size for storage, size in buffers if not storage.expired()]
+
+    def see(_: torch.Tensor) -> None:
+        seen.append(sum(size >= numel for size in in_memory()))  # this rank's part has half
+
+    monkeypatch.setattr(bucket_buffer, "FlatBuffer", Watched)
+    monkeypatch.setattr(room, "_PATIENCE_SECONDS", 60.0)
+    module = model()
+    topology = Topology.create(pipeline=1)
+    sync = GradientSync({0: module}, topology, handlers=[handler], bucket_bytes=4 * NUMEL)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    for step in range(3):
+        seen: list[int] = []
+        hooks = [p.register_post_accumulate_grad_hook(see) for p in module.parameters()]
+        backward(sync, module, 1, early=True)
+        sync.finish()
+        # In the first step all buckets live: nobody knows which accumulation is the last.
+        assert max(seen) <= (2 if step else len(NAMES) * NUMEL // numel)
+        for hook in hooks:
+            hook.remove()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert not (set_to_none and in_memory())
+    sync.wait_parameters()
+    sync.prepare()
+    assert sum(in_memory()) == 0
+    # Three steps, each with the mean of 2 and 4.
+    assert all((p == -9.0).all() for p in module.parameters())
+    sync.close()

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from pipegrad.testing import run_ranks
-from tests.support.gradients.diloco import MICROBATCHES, ROWS, Run, Seen, simulate, train_all
+from pipegrad.errors import PipegradError
+from tests.support.gradients.cases import rank
+from tests.support.gradients.diloco import REPLICAS, ROWS, Run, Trainer, simulate
 from tests.support.pipeline.models import TOKENS
 from tests.support.pipeline.schedulers import error
+from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
+pytestmark = pytest.mark.ranks(4)
 INNER = {"name": "data-parallel", "axis": "dp"}
 SHARDED = {"name": "sharded", "axis": "dp"}
 OWNED = {"name": "pipeline-shared", "placement": "owner"}
+PAIRWISE = {"name": "pipeline-shared", "exchange": "pairwise"}
 
 # Two stages by two replicas.
 FLAT = {
     "every second step": Run(),
-    "every third step, clipped": Run(every=3, clip=0.5),
-    "every step": Run(every=1),
-    "means": Run(lr=1.0, momentum=0.0),
-    "an optimizer of the caller": Run(is_published_by_hand=True),
-    "the owner of a tie": Run(beside=[OWNED]),
-    "a pair exchange": Run(beside=[{"name": "pipeline-shared", "exchange": "pairwise"}]),
-    "small buckets, one comm stream": Run(options={"bucket_bytes": 128, "comm_streams": 1}),
-    "master copies": Run(options={"master_dtype": torch.float64}),
+    "every third step, clipped": Run(steps=6, every=3, clip=0.5),
+    "every step": Run(steps=3, every=1),
+    "means, master copies": Run(lr=1.0, momentum=0.0, options={"master_dtype": torch.float64}),
+    "an optimizer of the caller, the owner of a tie": Run(
+        is_published_by_hand=True, beside=[OWNED]
+    ),
+    "a pair exchange, small buckets, one comm stream": Run(
+        beside=[PAIRWISE], options={"bucket_bytes": 128, "comm_streams": 1}
+    ),
     "gradients in bf16 on the wire": Run(steps=2, options={"reduce_dtype": torch.bfloat16}),
     "never in this run": Run(steps=3, every=4),
 }
@@ -37,128 +43,86 @@ NESTED = {
     "inner shards": Run(inner=2, beside=["pipeline-shared", SHARDED], clip=0.5),
     "inner shards of owners": Run(inner=2, beside=[OWNED, SHARDED]),
 }
-REFUSED = {
-    "no inner handler": Run(inner=2),
-    "gradients over all data": Run(inner=2, beside=["pipeline-shared", "data-parallel"]),
-    "no data handler but for shards": Run(inner=2, beside=["pipeline-shared", "sharded"]),
-}
-EXACT = [name for name in FLAT if "bf16" not in name]
 
 
-@functools.cache
-def flat() -> list[dict[str, Seen | str]]:
-    return [
-        dict(zip(FLAT, replies, strict=True))
-        for replies in run_ranks(train_all, 4, list(FLAT.values()), timeout_seconds=120)
-    ]
-
-
-@functools.cache
-def nested() -> list[dict[str, Seen | str]]:
-    runs = {**NESTED, **REFUSED}
-    return [
-        dict(zip(runs, replies, strict=True))
-        for replies in run_ranks(train_all, 8, list(runs.values()), timeout_seconds=200)
-    ]
-
-
-def seen(replies: list[dict[str, Seen | str]], name: str) -> list[Seen]:
-    ended = [reply[name] for reply in replies]
-    assert all(isinstance(each, Seen) for each in ended), ended
-    return [each for each in ended if isinstance(each, Seen)]
-
-
-def compare(run: Run, replies: list[Seen]) -> None:
-    """Compares every parameter after every step with the simulation of its replica."""
-    true = simulate(run)
-    tokens = run.steps * ROWS * TOKENS * run.inner
-    for rank, reply in enumerate(replies):
-        for step, weights in enumerate(reply.weights):
+def train_and_compare(run: Run) -> Trainer:
+    """Compares parameters after every step with the simulation, and copies with each other."""
+    trainer = Trainer(run)
+    trainer.train(range(run.steps))
+    trainer.sync.check_replicas()
+    if "reduce_dtype" not in run.options:
+        truth: list[Any] = [simulate(run) if rank() == 0 else None]
+        dist.broadcast_object_list(truth)
+        most = rounding(run.steps * ROWS * TOKENS * run.inner)
+        for step, weights in enumerate(trainer.weights):
             for name, weight in weights.items():
-                expected = true[rank % run.replicas][step][name]
-                assert error(weight, expected) <= rounding(tokens), (rank, step, name)
+                right = truth[0][rank() % REPLICAS][step][name]
+                assert error(weight, right) <= most, (step, name)
+    for other, others in enumerate(gathered(trainer.weights)):
+        for step, weights in enumerate(trainer.weights):
+            have_met = (step + 1) % run.every == 0
+            # Copies of a tie always, those of replicas after a meeting, and never before it.
+            for name in weights.keys() & others[step].keys():
+                is_frozen = name == "1.norm.bias"
+                expected = have_met or (rank() - other) % REPLICAS == 0 or is_frozen
+                assert torch.equal(weights[name], others[step][name]) == expected, (other, name)
+    trainer.scheduler.close()
+    return trainer
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_replicas_train_as_in_one_process(name: str) -> None:
-    compare(FLAT[name], seen(flat(), name))
+@pytest.mark.parametrize("run", FLAT.values(), ids=FLAT)
+def test_replicas_train_as_in_one_process_and_copies_have_the_same_bits(run: Run) -> None:
+    norms = gathered(train_and_compare(run).norms)
+    assert norms[0] == norms[2]
+    assert norms[1] == norms[3]
+    # Each replica has norms of its own.
+    assert all(a != b for a, b in zip(norms[0], norms[1], strict=True))
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_clusters_train_as_in_one_process(name: str) -> None:
-    compare(NESTED[name], seen(nested(), name))
-
-
-@pytest.mark.parametrize("name", [*FLAT, *NESTED])
-def test_copies_have_the_same_bits(name: str) -> None:
-    """Those of a tie always, those of replicas after a meeting, and never before it."""
-    run = {**FLAT, **NESTED}[name]
-    replies = seen(flat() if name in FLAT else nested(), name)
-    for step in range(run.steps):
-        has_met = (step + 1) % run.every == 0
-        for rank, reply in enumerate(replies):
-            for other in range(rank):
-                own, others = reply.weights[step], replies[other].weights[step]
-                is_replica = (rank - other) % run.replicas == 0
-                for parameter in own.keys() & others.keys():
-                    are_equal = torch.equal(own[parameter], others[parameter])
-                    if has_met or is_replica or parameter == "1.norm.bias":  # it is frozen
-                        assert are_equal, (step, rank, other, parameter)
-                    else:
-                        assert not are_equal, (step, rank, other, parameter)
-
-
-def test_bytes_are_those_of_one_step_in_every_so_many() -> None:
-    run, replies = FLAT["every second step"], seen(flat(), "every second step")
-    everything = seen(flat(), "every step")
-    for rank, reply in enumerate(replies):
-        # Nothing of a gradient goes to another replica: this is the tie alone, with its flag.
-        assert reply.reduced_bytes == 4 * (32 * 16 + 1)
-        trained = {n: w for n, w in reply.weights[0].items() if n != "1.norm.bias"}
-        if rank >= run.replicas:  # the tie meets once, on its lowest stage
-            trained.pop("0.weight")
-        met = 4 * sum(weight.numel() for weight in trained.values())
-        assert reply.met_bytes == [met * ((step + 1) // 2) for step in range(run.steps)]
-        assert reply.met_bytes[-1] * 2 == everything[rank].met_bytes[-1]
-
-
-def test_inner_data_ranks_meet_once() -> None:
-    first, second = NESTED["inner data parallel"], NESTED["inner shards"]
-    whole, shards = seen(nested(), "inner data parallel"), seen(nested(), "inner shards")
-    assert first.every == second.every
-    for stage in (0, 4):
-        of_stage = slice(stage, stage + 4)
+@pytest.mark.ranks(8)
+def test_clusters_train_as_in_one_process_and_inner_data_ranks_meet_once() -> None:
+    met = {name: gathered(train_and_compare(run).met_bytes[-1]) for name, run in NESTED.items()}
+    whole, shards = met["inner data parallel"], met["inner shards"]
+    for stage in (slice(0, 4), slice(4, 8)):
         # With shards the elements are the same, but each rank has its own.
-        total = [sum(reply.met_bytes[-1] for reply in r[of_stage]) for r in (whole, shards)]
-        assert total[0] == total[1] > 0
-        assert [reply.met_bytes[-1] > 0 for reply in whole[of_stage]] == [True, True, False, False]
-        assert all(reply.met_bytes[-1] > 0 for reply in shards[of_stage])
+        assert sum(whole[stage]) == sum(shards[stage]) > 0
+        assert [num_bytes > 0 for num_bytes in whole[stage]] == [True, True, False, False]
+    assert all(shards)
 
 
-def test_each_replica_has_a_norm_of_its_own() -> None:
-    replies = seen(flat(), "every third step, clipped")
-    assert replies[0].norms == replies[2].norms
-    assert replies[1].norms == replies[3].norms
-    assert all(a != b for a, b in zip(replies[0].norms, replies[1].norms, strict=True))
+@pytest.mark.parametrize("every", [1, 2])
+def test_bytes_are_those_of_one_step_in_every_so_many(every: int) -> None:
+    trainer = Trainer(Run(every=every))
+    trainer.train(range(4))
+    # Nothing of a gradient goes to another replica: this is the tie alone, with its flag.
+    assert trainer.sync.statistics().reduced_bytes == 4 * (32 * 16 + 1)
+    trained = {n: w for n, w in trainer.weights[0].items() if n != "1.norm.bias"}
+    if rank() >= REPLICAS:  # the tie meets once, on its lowest stage
+        trained.pop("0.weight")
+    met = 4 * sum(weight.numel() for weight in trained.values())
+    assert trainer.met_bytes == [met * ((step + 1) // every) for step in range(4)]
+    # The loss is the mean over replicas.
+    first, *others = gathered(trainer.losses)
+    assert others == [first] * 3
 
 
-def test_the_loss_is_the_mean_over_replicas() -> None:
-    replies = seen(flat(), "every second step")
-    assert all(reply.losses == replies[0].losses for reply in replies)
-    assert MICROBATCHES == 2
-
-
+@pytest.mark.ranks(8)
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("handlers", "words"),
     [
-        ("no inner handler", "no handler reduces the gradients of '0.0.weight'"),
-        ("gradients over all data", "handler 'data-parallel' reduces gradients by replicate-mean"),
-        ("gradients over all data", "replicas that train alone along 'out' and meet by handler"),
-        ("no data handler but for shards", "handler 'sharded' reduces gradients by shard-mean"),
+        (["pipeline-shared"], ["no handler reduces the gradients of '0.0.weight'"]),
+        (
+            ["pipeline-shared", "data-parallel"],
+            [
+                "handler 'data-parallel' reduces gradients by replicate-mean",
+                "replicas that train alone along 'out' and meet by handler",
+            ],
+        ),
+        (["pipeline-shared", "sharded"], ["handler 'sharded' reduces gradients by shard-mean"]),
     ],
+    ids=["no inner handler", "gradients over all data", "shards over all data"],
 )
-def test_handlers_that_contradict_it_are_refused(name: str, says: str) -> None:
-    for reply in nested():
-        refusal = reply[name]
-        assert isinstance(refusal, str)
-        assert says in refusal
+def test_handlers_that_contradict_it_are_refused(handlers: list[str], words: list[str]) -> None:
+    with pytest.raises(PipegradError) as refused:
+        Trainer(Run(inner=2, beside=handlers))
+    assert all(word in str(refused.value) for word in words)

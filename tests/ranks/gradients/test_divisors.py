@@ -15,19 +15,24 @@ from torch import nn
 from pipegrad import GradientHandler, GradientSync, ParameterRecord, Reduction, Topology
 from pipegrad.errors import PlanError
 from pipegrad.plan.options import GradientOptions
-from pipegrad.plan.plan import make_plans
-from pipegrad.testing import run_ranks
+from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.plugins.handler import HandlerSpec
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
 from pipegrad_handlers.sharded import Sharded
-from tests.support.gradients.cases import outcome
+from tests.support.gradients.cases import give, outcome, rank, replicated, stage
 from tests.support.plan.manifests import Reductions, manifest, say
+from tests.support.ranked import gathered
 
 PIPELINE = Topology.build(axes=(("pp", 2), ("dp", 2)))  # ranks 0, 1 hold stage 0; 2, 3 stage 1
 MODEL = manifest(["emb", "a"], ["head", "b"])
 SHARED = ("pipeline-shared", PipelineShared())
-OPTIONS: dict[str, Any] = {"bucket_bytes": 64, "comm_streams": 1}
+plans = partial(make_plans, MODEL, PIPELINE)
+
+
+def options(**others: Any) -> GradientOptions:
+    return GradientOptions(bucket_bytes=64, comm_streams=1, **others)
 
 
 def over(axis: str, divisor: float, *names: str) -> Reductions:
@@ -41,58 +46,52 @@ def alone(ps: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
     return [Reduction(p, (t.rank,), divisor=3) for p in ps if p.name == "b"]
 
 
-def test_a_plan_lists_those_that_are_not_one_and_drops_the_free_hop_only() -> None:
-    handlers = [say(over("dp", 2.5, "a")), ("other", say(alone)[1]), SHARED]
-    plans = make_plans(MODEL, PIPELINE, handlers, GradientOptions(**OPTIONS))
-    assert plans[0].divisors == plans[1].divisors == (("0.a", 2.5),)
-    assert plans[2].divisors == plans[3].divisors == (("1.b", 3.0),)
-    assert "1.b" not in dict(plans[2].routes)
-    assert str(plans[0]).splitlines()[1] == "divided by 2.5 before they leave: 0.a"
-    without = make_plans(
-        MODEL, PIPELINE, [say(over("dp", 1, "a")), SHARED], GradientOptions(**OPTIONS)
-    )
+def test_a_plan_lists_divisors_that_are_not_one_and_leaves_out_the_free_reduction_only() -> None:
+    divided = plans([say(over("dp", 2.5, "a")), ("other", say(alone)[1]), SHARED], options())
+    assert divided[0].divisors == divided[1].divisors == (("0.a", 2.5),)
+    assert divided[2].divisors == divided[3].divisors == (("1.b", 3.0),)
+    assert "1.b" not in dict(divided[2].routes)
+    assert str(divided[0]).splitlines()[1] == "divided by 2.5 before they leave: 0.a"
+    without = plans([say(over("dp", 1, "a")), SHARED], options())
     assert without[0].divisors == ()
     assert "divided" not in str(without[0])
-    assert without[0].digest != plans[0].digest
+    assert without[0].digest != divided[0].digest
 
 
 def test_several_divisors_of_one_gradient_are_multiplied() -> None:
     handlers = [say(over("dp", 2, "emb", "head")), ("x", say(over("pp", 3, "emb", "head"))[1])]
-    plans = make_plans(MODEL, PIPELINE, handlers, GradientOptions(**OPTIONS))
-    assert all(plan.divisors == (("0.emb", 6.0),) for plan in plans.values())
+    multiplied = plans(handlers, options())
+    assert all(plan.divisors == (("0.emb", 6.0),) for plan in multiplied.values())
+
+
+def by(divisor: str, ranks: str = "dp") -> Reductions:
+    """Divides all parameters by one more than a coordinate, or than the rank."""
+
+    def reductions(ps: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
+        number = t.rank if divisor == "rank" else t.coordinate(divisor)
+        over = (t.rank,) if ranks == "alone" else t.ranks_along(ranks)
+        return [Reduction(p, over, divisor=1 + number) for p in ps]
+
+    return reductions
 
 
 @pytest.mark.parametrize(
-    ("mistake", "fragments"),
-    {
-        "ranks of one reduction": (
-            lambda ps, t: [
-                Reduction(p, t.ranks_along("dp"), divisor=1 + t.coordinate("dp")) for p in ps
-            ],
-            ["'0.emb' is divided by 2 on rank 1, but by 1 on rank 0: handlers ['mine'] must"],
-        ),
-        "copies on other stages": (
-            lambda ps, t: [
-                Reduction(p, t.ranks_along("dp"), divisor=1 + t.coordinate("pp")) for p in ps
-            ],
-            ["'0.emb' is divided by 2 on rank 2, but by 1 on rank 0"],
-        ),
-        "copies that are not reduced": (
-            lambda ps, t: [Reduction(p, (t.rank,), divisor=1 + t.rank) for p in ps],
-            ["'0.emb' is divided by 2 on rank 1, but by 1 on rank 0"],
-        ),
-        "nothing": (over("dp", 0, "a"), ["'0.a'", "divisor 0: expected a positive number"]),
-        "less": (over("dp", -1, "a"), ["divisor -1: expected a positive number"]),
-        "no number": (over("dp", math.nan, "a"), ["divisor nan: expected a positive number"]),
-        "too much": (over("dp", math.inf, "a"), ["divisor inf: expected a positive number"]),
-    }.values(),
+    ("mistake", "words"),
+    [
+        (by("dp"), "'0.emb' is divided by 2 on rank 1, but by 1 on rank 0: handlers ['mine'] must"),
+        (by("pp"), "'0.emb' is divided by 2 on rank 2, but by 1 on rank 0"),
+        (by("rank", "alone"), "'0.emb' is divided by 2 on rank 1, but by 1 on rank 0"),
+        (over("dp", 0, "a"), "divisor 0: expected a positive number"),
+        (over("dp", -1, "a"), "divisor -1: expected a positive number"),
+        (over("dp", math.nan, "a"), "divisor nan: expected a positive number"),
+        (over("dp", math.inf, "a"), "divisor inf: expected a positive number"),
+    ],
 )
-def test_divisors_that_are_none_are_refused(mistake: Reductions, fragments: list[str]) -> None:
+def test_divisors_that_are_none_or_differ_are_refused(mistake: Reductions, words: str) -> None:
     with pytest.raises(PlanError) as caught:
-        make_plans(
-            MODEL, PIPELINE, [say(mistake)], GradientOptions(allow_unsynced=["*"], **OPTIONS)
-        )
-    assert all(fragment in str(caught.value) for fragment in ["handler", *fragments])
+        plans([say(mistake)], options(allow_unsynced=["*"]))
+    name = "'0.a'" if "expected" in words else "'0.emb'"
+    assert all(word in str(caught.value) for word in ("handler", name, words))
 
 
 def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
@@ -100,14 +99,12 @@ def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
     axes = (("pp", 2), ("dp", 2), ("ep", 2), ("tp", 2))
     mesh = Topology.build(axes=axes, data=("dp", "ep"))
     model = manifest(["emb", "cut", "experts"], ["head", "whole", "experts.whole"])
-    handlers = [
-        ("tp", SequenceParallel(parameters=["emb", "*whole"])),
-        ("ep", ExpertParallel(placement="shard")),
-        ("pipeline-shared", PipelineShared(placement="owner")),
-    ]
-    plans = make_plans(model, mesh, handlers, GradientOptions(**OPTIONS))
-    assert len({plan.digest for plan in plans.values()}) == 1
-    routes = {key: list(map(str, route)) for plan in plans.values() for key, route in plan.routes}
+    whole = ("tp", SequenceParallel(parameters=["emb", "*whole"]))
+    owned = ("pipeline-shared", PipelineShared(placement="owner"))
+    experts = ("ep", ExpertParallel(placement="shard"))
+    made: dict[int, Plan] = make_plans(model, mesh, [whole, experts, owned], options())
+    assert len({plan.digest for plan in made.values()}) == 1
+    routes = {key: list(map(str, route)) for plan in made.values() for key, route in plan.routes}
     assert routes == {
         "0.emb": ["owner-sum(pp)", "shard-mean(dp+ep)", "replicate-sum(tp)"],
         "0.cut": ["shard-mean(dp+ep)"],
@@ -115,11 +112,9 @@ def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
         "1.whole": ["shard-mean(dp+ep)", "replicate-sum(tp)"],
         "1.experts.whole": ["shard-mean(dp)", "replicate-sum(tp)"],
     }
-    assert plans[5].divisors == (("0.experts", 2.0),)
-    assert plans[15].divisors == (("1.experts.whole", 2.0),)
-    dense = make_plans(
-        model, mesh, [handlers[0], ("dp", Sharded()), handlers[2]], GradientOptions(**OPTIONS)
-    )
+    assert made[5].divisors == (("0.experts", 2.0),)
+    assert made[15].divisors == (("1.experts.whole", 2.0),)
+    dense = make_plans(model, mesh, [whole, ("dp", Sharded()), owned], options())
     assert [str(h) for h in dict(dense[3].routes)["0.experts"]] == ["shard-mean(dp+ep)"]
 
 
@@ -134,240 +129,188 @@ class Halves(GradientHandler):
             yield Reduction(p, ranks, "sum", divisor=2)
 
 
-def divided() -> list[list[float]]:
-    """On 2 ranks: gradients after a step of 4 microbatches, as they are and as they accumulate."""
-    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("a", "b", "c")})
-    sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=[Halves])
-    found = []
+@pytest.mark.ranks(2)
+def test_a_gradient_is_divided_once_by_all_that_divides_it() -> None:
+    # Also where no reduction is left; and nothing is made of a gradient that nobody has.
+    module = stage(a=(2,), b=(2,), c=(2,))
+    sync = replicated(module, handlers=[Halves])
+
+    def step() -> None:
+        sync.prepare(divisor=4)
+        give(module, a=rank() + 1.0, b=rank() + 1.0)
+        sync.stage_final(0)
+        sync.finish()
+
     for num_accumulated in (0, 1):
         with sync.accumulate():
             for _ in range(num_accumulated):
-                _step(sync, module)
-        _step(sync, module)
-        found.append([float(p.grad[0]) for p in module.values() if p.grad is not None])
+                step()
+        step()
+        sums = {"a": 3 / 8, "b": (rank() + 1) / 8, "c": None}
+        for name, right in sums.items():
+            gradient = module.get_parameter(name).grad
+            assert (gradient is None) == (right is None)
+            if gradient is not None and right is not None:
+                assert gradient.tolist() == [(1 + num_accumulated) * right] * 2
         module.zero_grad()
     sync.close()
-    return found
 
 
-def _step(sync: GradientSync, module: nn.ParameterDict) -> None:
-    sync.prepare(divisor=4)
-    ((module["a"].sum() + module["b"].sum()) * (sync.topology.rank + 1)).backward()
-    sync.stage_final(0)
-    sync.finish()
-
-
-def test_a_gradient_is_divided_once_by_all_that_divides_it() -> None:
-    """Also where no reduction is left; and nothing is made of a gradient that nobody has."""
-    first, second = run_ranks(divided, 2)
-    assert first == [[3 / 8, 1 / 8], [2 * 3 / 8, 2 * 1 / 8]]
-    assert second == [[3 / 8, 2 / 8], [2 * 3 / 8, 2 * 2 / 8]]
-
-
-LATE: dict[str, tuple[list[Any], dict[str, Any]]] = {
-    "replicate": (["data-parallel"], {}),
-    "shard": (["sharded"], {}),
-    "nobody": (["noop"], {}),
-    "half": (["data-parallel"], {"dtype": torch.float16}),
-    "on the wire": (["data-parallel"], {"reduce_dtype": torch.bfloat16}),
-    "masters": (["sharded"], {"dtype": torch.bfloat16, "master_dtype": torch.float32}),
-}
 SUMS, COUNT = (65536.0, 3.0), 98304.0  # of rank 0 and of rank 1; the count is none of float16
 
 
-def divided_late() -> dict[str, Any]:
-    """On 2 ranks: gradients that `finish` divides, of a matrix, a scalar and one of nobody."""
-    found = dict[str, Any]()
-    for name, (handlers, given) in LATE.items():
-        options = dict(given)
-        dtype = options.pop("dtype", torch.float32)
-        shapes = {"a": (3,), "b": (), "c": (2,)}
-        module = nn.ParameterDict(
-            {key: nn.Parameter(torch.zeros(shape, dtype=dtype)) for key, shape in shapes.items()}
-        )
-        topology = Topology.create(pipeline=1)
-        sync = GradientSync({0: module}, topology, handlers=handlers, **options)
-        sync.optimizer_parameters()
-        scale = 1.0 if dtype != torch.float16 else 2.0**-4
-        for number_of_steps in (1, 2):
-            with sync.accumulate():
-                for _ in range(number_of_steps - 1):
-                    _add(sync, module, scale)
-                    sync.finish()
-            _add(sync, module, scale)
-            sync.finish(divisor=torch.tensor(COUNT, dtype=torch.float64))
-        mains = {main.record.name: main.tensor.grad for main in sync.main_parameters()}
-        found[name] = {k: None if g is None else g.tolist() for k, g in mains.items()}
-        sync.close()
-    return found
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("handler", "dtype", "options", "most"),
+    [
+        ("data-parallel", torch.float32, {}, 1e-7),
+        ("sharded", torch.float32, {}, 1e-7),
+        ("noop", torch.float32, {}, 1e-7),
+        ("data-parallel", torch.float16, {}, 2.0**-8),
+        ("data-parallel", torch.float32, {"reduce_dtype": torch.bfloat16}, 2.0**-8),
+        ("sharded", torch.bfloat16, {"master_dtype": torch.float32}, 2.0**-8),
+    ],
+)
+def test_a_divisor_that_is_known_at_the_end_divides_each_result_once(
+    handler: str, dtype: torch.dtype, options: dict[str, Any], most: float
+) -> None:
+    scale = 2.0**-4 if dtype == torch.float16 else 1.0
+    module = stage(
+        a=torch.zeros(3, dtype=dtype), b=torch.zeros((), dtype=dtype), c=torch.zeros(2, dtype=dtype)
+    )
+    sync = replicated(module, handlers=[handler], **options)
+    sync.optimizer_parameters()
 
+    def compute() -> None:
+        sync.prepare(divisor=None)
+        sync.stage_first_use(0)
+        give(module, a=SUMS[rank()] * scale, b=SUMS[rank()] * scale)
+        sync.stage_final(0)
 
-def _add(sync: GradientSync, module: nn.ParameterDict, scale: float) -> None:
-    if not sync.is_in_step:
+    for num_accumulated in (0, 1):
         for main in sync.main_parameters():
             main.tensor.grad = None
-    sync.prepare(divisor=None)
-    sync.stage_first_use(0)
-    ((module["a"].sum() + module["b"]) * SUMS[sync.topology.rank] * scale).backward()
-    sync.stage_final(0)
-
-
-def test_a_divisor_that_is_known_at_the_end_divides_each_result_once() -> None:
-    first, second = run_ranks(divided_late, 2)
-    mean, eps = sum(SUMS) / COUNT, 2.0**-8  # of two accumulated steps, and of two ranks
-    for name in LATE:
-        for at, found in enumerate((first[name], second[name])):
-            wanted = 2 * SUMS[at] / COUNT if name == "nobody" else mean
-            wanted *= 2.0**-4 if name == "half" else 1.0
-            error = eps if name in ("half", "on the wire", "masters") else 1e-7
-            values = [x for key in ("a", "b") for x in _flat(found.get(key))]
-            assert values or name in ("shard", "masters"), name
-            assert all(abs(value / wanted - 1) <= error for value in values), (name, values)
-            assert found.get("c") is None, name
-    shards = [_flat(found["shard"].get(key)) for found in (first, second) for key in ("a", "b")]
-    assert sum(map(len, shards)) == 4, "a shard is missing"
-
-
-def _flat(value: Any) -> list[float]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
-
-
-def given_wrongly() -> list[str]:
-    """On 2 ranks: what is said of a divisor that is given twice, or never, or comes too late."""
-    module = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.ones(2))})
-    sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=["noop"])
-    found = []
-    for early, late in ((None, None), (1.0, torch.tensor(2.0))):
-        sync.prepare(divisor=early)
-        module["a"].sum().backward()
-        sync.stage_final(0)
-        found.append(outcome(partial(sync.finish, divisor=late)))
-        sync.finish(divisor=None if early else torch.tensor(2.0))
-        module["a"].grad = torch.ones(2)
-        found.append(outcome(partial(sync.prepare, divisor=None)))
-        module["a"].grad = torch.zeros(2)
-    sync.close()
-    return found
-
-
-def test_a_divisor_is_given_once_and_to_new_gradients_alone() -> None:
-    for found in run_ranks(given_wrongly, 2):
-        assert all("one of prepare() and finish() takes the divisor" in said for said in found[::2])
-        assert all("the parameter '0.a' has a gradient already" in said for said in found[1::2])
-
-
-def mixed() -> Any:
-    """On 2 ranks: divisors that change within accumulated steps, each refused, then given well."""
-    module = nn.ParameterDict({"a": nn.Parameter(torch.zeros(2))})
-    sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=["data-parallel"])
-    said, values = [], []
-    total = torch.tensor(4.0)
-    for early, late in ((4.0, None), (None, total)):
-        other = None if early else 4.0
         with sync.accumulate():
-            sync.prepare(divisor=early)
-            sync.stage_first_use(0)
-            (module["a"].sum() * 2).backward()
-            said.append(outcome(partial(sync.finish, divisor=total)))
-            sync.finish()
-        said.append(outcome(partial(sync.prepare, divisor=other)))
-        sync.prepare(divisor=early)
-        module["a"].sum().backward()
-        sync.stage_final(0)
-        sync.finish(divisor=late)
-        assert module["a"].grad is not None
-        values.append(module["a"].grad.tolist())
-        module["a"].grad = None
+            for _ in range(num_accumulated):
+                compute()
+                sync.finish()
+        compute()
+        sync.finish(divisor=torch.tensor(COUNT, dtype=torch.float64))
+    # Two accumulated steps, and the mean of two ranks.
+    right = scale * (2 * SUMS[rank()] if handler == "noop" else sum(SUMS)) / COUNT
+    gradients = {main.record.name: main.tensor.grad for main in sync.main_parameters()}
+    assert gradients.pop("c", None) is None
+    numel = 0
+    for gradient in gradients.values():
+        if gradient is not None:
+            assert ((gradient.double() / right - 1).abs() <= most).all()
+            numel += gradient.numel()
+    assert sum(gathered(numel)) == 4 * (1 if handler == "sharded" else 2), "a shard is missing"
     sync.close()
-    return said, values
 
 
-def test_accumulated_steps_have_their_divisors_in_one_place() -> None:
-    """The first divisor was ignored, or a gradient was divided twice, or never."""
-    for said, values in run_ranks(mixed, 2):
-        assert all("inside accumulate() takes no divisor" in each for each in said[::2])
-        assert all("the accumulated steps before gave" in each for each in said[1::2])
-        assert values == [[0.75] * 2] * 2
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("early", "late"), [(None, None), (1.0, torch.tensor(2.0))])
+def test_a_divisor_is_given_once_and_to_new_gradients_alone(
+    early: float | None, late: torch.Tensor | None
+) -> None:
+    module = stage(a=(2,), b=(2,))
+    sync = replicated(module, handlers=["noop"])
+    sync.prepare(divisor=early)
+    give(module, a=1.0)
+    sync.stage_final(0)
+    words = outcome(lambda: sync.finish(divisor=late))
+    assert "one of prepare() and finish() takes the divisor" in words
+    sync.finish(divisor=None if early else torch.tensor(2.0))
+    module.get_parameter("a").grad = torch.ones(2)
+    words = outcome(lambda: sync.prepare(divisor=None))
+    assert "the parameter '0.a' has a gradient already" in words
+    sync.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("early", "late"), [(4.0, None), (None, torch.tensor(4.0))])
+def test_accumulated_steps_have_their_divisors_in_one_place(
+    early: float | None, late: torch.Tensor | None
+) -> None:
+    # The first divisor was ignored, or a gradient was divided twice, or never.
+    module = stage(a=(2,))
+    sync = replicated(module)
+    with sync.accumulate():
+        sync.prepare(divisor=early)
+        sync.stage_first_use(0)
+        give(module, a=2.0)
+        words = outcome(lambda: sync.finish(divisor=torch.tensor(4.0)))
+        assert "inside accumulate() takes no divisor" in words
+        sync.finish()
+    words = outcome(lambda: sync.prepare(divisor=None if early else 4.0))
+    assert "the accumulated steps before gave" in words
+    sync.prepare(divisor=early)
+    give(module, a=1.0)
+    sync.stage_final(0)
+    sync.finish(divisor=late)
+    gradient = module.get_parameter("a").grad
+    assert gradient is not None
+    assert gradient.tolist() == [0.75] * 2
+    sync.close()
+
+
+DATA = "data-parallel"
 WHOLE = {"name": "sequence-parallel", "parameters": ["*"]}
 NORM = {"name": "sequence-parallel", "parameters": ["1.*"]}
-COPIES, SHARDS = (0, 0), (0, 1)
-
-# Seeds of two ranks, the dimension they lie along, handlers, and what may stay as it is.
-STARTS: dict[str, tuple[tuple[int, int], str, list[Any], tuple[str, ...]]] = {
-    "copies alone": (COPIES, "tp", ["data-parallel", NORM], ()),
-    "copies allowed": (COPIES, "tp", ["data-parallel", NORM], ("0.weight",)),
-    "copies": (COPIES, "tp", [{**WHOLE, "op": "mean"}], ()),
-    "shards": (SHARDS, "tp", ["data-parallel", NORM], ()),
-    "shards reduced": (SHARDS, "tp", ["data-parallel", WHOLE], ()),
-    "replicas": (SHARDS, "dp", ["data-parallel"], ()),
-    "constants alone": (SHARDS, "tp", ["data-parallel"], ()),
-    "constants allowed": (SHARDS, "tp", ["data-parallel"], ("1.*",)),
-}
-
-
-def starts() -> dict[str, tuple[str, list[str]]]:
-    """On 2 ranks: what is said and warned of a layer and its norm, and of what they start with."""
-    found = {}
-    for name, (seeds, axis, handlers, allowed) in STARTS.items():
-        dimensions = {"tp": 2} if axis == "tp" else {}
-        topology = Topology.create(pipeline=1, dimensions=dimensions)
-        torch.manual_seed(seeds[topology.rank])
-        layer = nn.Linear(3, 3, bias=False)
-        module, before, said = nn.Sequential(layer, nn.LayerNorm(3)), layer.weight.clone(), "fine"
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            try:
-                GradientSync(
-                    {0: module}, topology, handlers=handlers, allow_unsynced=allowed
-                ).close()
-            except PlanError as error:
-                said = str(error)
-        assert axis == "dp" or torch.equal(before, layer.weight)
-        found[name] = said, [str(w.message) for w in warned]
-    return found
+ALONE = (
+    "'0.0.weight' and 0 more start with the same bits on ranks [0, 1], along 'tp'",
+    "Add 'sequence-parallel' to the handlers and them to its parameters",
+)
+# It would have given all ranks the first one's shard, before the first step.
+REDUCED = (
+    "handler 'sequence-parallel' reduces '0.0.weight' by replicate-sum(tp)",
+    "it starts with different bits on ranks [0, 1], along 'tp'",
+    "leave it out of the handler's parameters",
+)
+# Norms and biases start alike on all ranks whether they are copies or each has a part.
+CONSTANT = (
+    "'0.1.weight', '0.1.bias' start constant on ranks [0, 1], along 'tp', and no handler "
+    "reduces them there: list copies in the parameters of 'sequence-parallel', and in "
+    "allow_unsynced what each rank has a part of its own of"
+)
 
 
-@pytest.fixture(scope="module")
-def told() -> dict[str, tuple[str, list[str]]]:
-    first, second = run_ranks(starts, 2)
-    assert first == second
-    return first
-
-
-def test_copies_that_nobody_reduces_along_a_dimension_of_the_same_data_are_refused(
-    told: dict[str, tuple[str, list[str]]],
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("seeds", "axis", "handlers", "allowed", "refused", "warned"),
+    [
+        pytest.param((0, 0), "tp", [DATA, NORM], (), ALONE, [], id="copies alone"),
+        pytest.param((0, 0), "tp", [DATA, NORM], ("0.weight",), (), [], id="copies allowed"),
+        pytest.param((0, 0), "tp", [{**WHOLE, "op": "mean"}], (), (), [], id="copies"),
+        pytest.param((0, 1), "tp", [DATA, NORM], (), (), [], id="shards"),
+        pytest.param((0, 1), "tp", [DATA, WHOLE], (), REDUCED, [], id="shards reduced"),
+        pytest.param((0, 1), "dp", [DATA], (), (), [], id="replicas"),
+        pytest.param((0, 1), "tp", [DATA], (), (), [CONSTANT], id="constants alone"),
+        pytest.param((0, 1), "tp", [DATA], ("1.*",), (), [], id="constants allowed"),
+    ],
+)
+def test_bits_at_the_start_show_which_handler_is_missing_or_too_much(
+    *,
+    seeds: tuple[int, int],  # of the two ranks
+    axis: str,  # they lie along it
+    handlers: list[HandlerSpec],
+    allowed: tuple[str, ...],
+    refused: tuple[str, ...],
+    warned: list[str],
 ) -> None:
-    said, _ = told["copies alone"]
-    assert "'0.0.weight' and 0 more start with the same bits on ranks [0, 1], along 'tp'" in said
-    assert "Add 'sequence-parallel' to the handlers and them to its parameters" in said
-    for name in ("copies allowed", "copies", "shards", "replicas"):
-        assert told[name] == ("fine", []), name
-
-
-def test_shards_that_a_handler_reduces_along_their_dimension_are_refused(
-    told: dict[str, tuple[str, list[str]]],
-) -> None:
-    """It would have given all ranks the first one's shard, before the first step."""
-    said, warned = told["shards reduced"]
-    assert "handler 'sequence-parallel' reduces '0.0.weight' by replicate-sum(tp)" in said
-    assert "it starts with different bits on ranks [0, 1], along 'tp'" in said
-    assert "leave it out of the handler's parameters" in said
-    assert warned == []
-
-
-def test_constants_that_nobody_reduces_may_be_copies_and_are_warned_of(
-    told: dict[str, tuple[str, list[str]]],
-) -> None:
-    """Norms and biases start alike on all ranks whether they are copies or each has a part."""
-    said, [warned] = told["constants alone"]
-    assert said == "fine"
-    assert warned == (
-        "'0.1.weight', '0.1.bias' start constant on ranks [0, 1], along 'tp', and no handler "
-        "reduces them there: list copies in the parameters of 'sequence-parallel', and in "
-        "allow_unsynced what each rank has a part of its own of"
-    )
-    assert told["constants allowed"] == ("fine", [])
+    topology = Topology.create(pipeline=1, dimensions={"tp": 2} if axis == "tp" else {})
+    torch.manual_seed(seeds[rank()])
+    layer = nn.Linear(3, 3, bias=False)
+    module, before = nn.Sequential(layer, nn.LayerNorm(3)), layer.weight.clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        words = outcome(
+            lambda: GradientSync(
+                {0: module}, topology, handlers=handlers, allow_unsynced=allowed
+            ).close()
+        )
+    assert words.startswith("PlanError: ") if refused else words == "None"
+    assert all(word in words for word in refused)
+    assert [str(w.message) for w in caught] == warned
+    assert axis == "dp" or torch.equal(before, layer.weight)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,38 +21,38 @@ from torch._C._distributed_c10d import FileStore
 from torch.optim import optimizer as optimizers
 
 from pipegrad import Bucketer, GradientSync, MainGrad, Topology
-from pipegrad.comm import agreement, failures
+from pipegrad.comm import agreement, ending, failures
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.ending import cut
+from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
-from tests.support.gradients.cases import (
-    Case,
-    Replies,
-    give,
-    on,
-    outcome,
-    rank,
-    replies,
-    stage,
-    step,
-)
+from tests.support.gradients.cases import give, outcome, rank, stage, step
 
-TWO: list[Case] = []
-two = replies(2, TWO)
-
-WAYS: dict[str, dict[str, Any]] = {
-    "all-reduce": {},
-    "pairwise": {"exchange": "pairwise"},
-    "owner": {"placement": "owner"},
-}
+WAYS: tuple[dict[str, Any], ...] = ({}, {"exchange": "pairwise"}, {"placement": "owner"})
 
 
-def pair(module: nn.Module, **options: Any) -> GradientSync:
-    handlers = [{"name": "pipeline-shared", **options}]
+def pair(module: nn.Module, *, accessor: Any = None, **options: Any) -> GradientSync:
     return GradientSync(
-        {rank(): module}, Topology.create(pipeline=2), tied=[["w"]], handlers=handlers
+        {rank(): module},
+        Topology.create(pipeline=2),
+        tied=[["w"]],
+        handlers=[{"name": "pipeline-shared", **options}],
+        **({} if accessor is None else {"accessor": accessor}),
     )
+
+
+def trained(module: nn.Module, **options: Any) -> GradientSync:
+    """Returns a sync that has made one step."""
+    sync = pair(module, **options)
+    step(sync, module, w=1.0)
+    with torch.no_grad():
+        for one in sync.main_parameters():
+            one.tensor.add_(1.0)
+    sync.optimizer_parameters()
+    sync.publish()
+    sync.wait_parameters()
+    module.zero_grad()
+    return sync
 
 
 def freeze() -> None:
@@ -61,253 +61,167 @@ def freeze() -> None:
     gc.freeze()
 
 
-def resources() -> dict[str, int]:
+def resources(module: nn.Module) -> dict[str, int]:
     gc.collect()
-    hooks = optimizers._global_optimizer_pre_hooks
     return {
         "threads": threading.active_count(),
         "tasks": len(list(Path("/proc/self/task").iterdir())),
         "files": len(list(Path("/proc/self/fd").iterdir())),
-        "hooks": len(hooks),
+        "hooks": len(optimizers._global_optimizer_pre_hooks),
+        "hooks of w": len(module.get_parameter("w")._post_accumulate_grad_hooks or ()),
     }
 
 
-def train(sync: GradientSync, module: nn.Module) -> None:
-    step(sync, module, w=1.0)
-    if sync.main_parameters():
-        with torch.no_grad():
-            for one in sync.main_parameters():
-                one.tensor.add_(1.0)
-    sync.optimizer_parameters()
-    sync.publish()
-    sync.wait_parameters()
-    module.zero_grad()
-
-
-def again_and_again(close: Callable[[GradientSync], object]) -> dict[str, dict[str, int]]:
-    """Makes one after the other on one module; returns what there is after a few and after all."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("close", [GradientSync.close, lambda sync: None], ids=["close", "drop"])
+def test_what_is_closed_or_dropped_leaves_nothing(close: Callable[[GradientSync], None]) -> None:
+    # Each left threads, files, hooks and the whole model behind. Parameter, hook and sync held each
+    # other where gc does not look.
     freeze()
-    module, found = stage(w=[64, 64]), {}
+    module, few = stage(w=[64, 64]), dict[str, int]()
     for number in range(6):
-        for options in WAYS.values():
-            sync = pair(module, **options)
-            train(sync, module)
+        for options in WAYS:
+            sync = trained(module, **options)
             close(sync)
             del sync
             gc.collect()
             dist.barrier()
         if number == 1:
-            found["few"] = resources()
-    found["many"] = resources()
-    hooks = module.get_parameter("w")._post_accumulate_grad_hooks
-    found["many"]["hooks of w"] = len(hooks or ())
-    found["few"]["hooks of w"] = 0
-    return found
+            few = resources(module)
+    many = resources(module)
+    assert many["hooks of w"] == 0
+    # What tests before this one have dropped may still end.
+    assert {name: count for name, count in many.items() if count > few[name]} == {}
 
 
-@on(TWO)
-def closed_ones() -> dict[str, dict[str, int]]:
-    return again_and_again(lambda sync: sync.close())
+@pytest.mark.ranks(2)
+def test_what_still_leaves_arrives_though_its_sync_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Rank 0 drops its sync behind `finish`, before rank 1 has taken what rank 0 sent. Its groups
+    # were destroyed at once: now and then rank 1 lost its connection in `finish`.
+    store, wait = agreement.store(), Ending._wait
 
+    def wait_and_say_so(self: Ending, timeout_seconds: float) -> bool:
+        store.set("rank 0 drops its sync", "")
+        return wait(self, timeout_seconds)
 
-@on(TWO)
-def dropped_ones() -> dict[str, dict[str, int]]:
-    return again_and_again(lambda sync: None)
-
-
-def test_what_is_closed_leaves_nothing(two: Replies) -> None:
-    """Issue 16, point 2 (3.2): each left threads, files, hooks and the whole model behind."""
-    for reply in two:
-        assert reply["closed_ones"]["few"] == reply["closed_ones"]["many"]
-
-
-def test_what_is_dropped_leaves_nothing(two: Replies) -> None:
-    """Issue 16, point 2 (3.2): parameter, hook and sync held each other where gc does not look."""
-    for reply in two:
-        assert reply["dropped_ones"]["few"] == reply["dropped_ones"]["many"]
-
-
-@on(TWO)
-def dropped_while_it_leaves() -> Any:
-    """Rank 0 drops its sync behind `finish`, before rank 1 has taken what rank 0 sent."""
+    monkeypatch.setattr(ending, "_GRACE_SECONDS", 100.0)
     module = stage(w=[64, 64])
     sync = pair(module, exchange="asymmetric")
     sync.prepare()
     give(module, w=1.0)
     sync.stage_final(rank())
     if rank() == 1:
-        time.sleep(1)
+        store.wait(["rank 0 drops its sync"])
     sync.finish()
+    if rank() == 0:
+        monkeypatch.setattr(Ending, "_wait", wait_and_say_so)
     del sync
-    return float(module.get_parameter("w").grad.min())  # type: ignore[union-attr]
+    gradient = module.get_parameter("w").grad
+    assert gradient is not None
+    assert (gradient == 2.0).all()
 
 
-def test_what_still_leaves_arrives_though_its_sync_is_dropped(two: Replies) -> None:
-    """Its groups were destroyed at once: now and then rank 1 lost its connection in `finish`."""
-    assert [reply["dropped_while_it_leaves"] for reply in two] == [2.0, 2.0]
-
-
-@on(TWO)
-def dropped_without_gc() -> list[bool]:
-    found = []
+@pytest.mark.ranks(2)
+def test_a_dropped_one_ends_at_once() -> None:
+    # In a cycle it would keep its threads until the garbage is collected.
     gc.disable()
-    for options in WAYS.values():
-        module = stage(w=[64, 64])
-        sync = pair(module, **options)
-        train(sync, module)
-        held = weakref.ref(sync)
-        del sync
-        found.append(held() is None)
-        dist.barrier()
-    gc.enable()
-    return found
+    try:
+        for options in WAYS:
+            sync = trained(stage(w=[64, 64]), **options)
+            held = weakref.ref(sync)
+            del sync
+            assert held() is None
+            dist.barrier()
+    finally:
+        gc.enable()
 
 
-def test_a_dropped_one_ends_at_once(two: Replies) -> None:
-    """In a cycle it would keep its threads until the garbage is collected."""
-    for reply in two:
-        assert all(reply["dropped_without_gc"])
-
-
-@on(TWO)
-def dropped_models() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_a_dropped_model_is_freed() -> None:
     module = stage(w=[64, 64])
     held: list[weakref.ref[Any]] = [weakref.ref(module), weakref.ref(module.get_parameter("w"))]
-    sync = pair(module)
-    train(sync, module)
+    sync = trained(module)
     del sync, module
     gc.collect()
     dist.barrier()
-    return [one() is None for one in held]
+    assert [one() for one in held] == [None, None]
 
 
-def test_a_dropped_model_is_freed(two: Replies) -> None:
-    """Issue 16, point 2 (3.2): the model lived as long as the process."""
-    for reply in two:
-        assert all(reply["dropped_models"])
+VERBS: list[tuple[Any, ...]] = [
+    *[("prepare",), ("stage_first_use", 0), ("stage_last_backward", 0), ("stage_final", 0)],
+    *[("finish",), ("clip_grad_norm_", 1.0), ("publish",), ("publish_if_due",)],
+    *[("wait_parameters",), ("synchronize_parameters",), ("check_replicas",)],
+    *[("state_dict",), ("load_state_dict", {})],
+]
 
 
-VERBS: dict[str, Callable[[GradientSync], object]] = {
-    "prepare": lambda sync: sync.prepare(),
-    "stage_first_use": lambda sync: sync.stage_first_use(rank()),
-    "stage_last_backward": lambda sync: sync.stage_last_backward(rank()),
-    "stage_final": lambda sync: sync.stage_final(rank()),
-    "finish": lambda sync: sync.finish(),
-    "clip_grad_norm_": lambda sync: sync.clip_grad_norm_(1.0),
-    "publish": lambda sync: sync.publish(),
-    "publish_if_due": lambda sync: sync.publish_if_due(),
-    "wait_parameters": lambda sync: sync.wait_parameters(),
-    "synchronize_parameters": lambda sync: sync.synchronize_parameters(),
-    "check_replicas": lambda sync: sync.check_replicas(),
-    "state_dict": lambda sync: sync.state_dict(),
-    "load_state_dict": lambda sync: sync.load_state_dict({}),
-}
-
-
-@on(TWO)
-def after_close() -> dict[str, str]:
+@pytest.mark.ranks(2)
+def test_every_verb_of_a_closed_one_is_refused_at_once() -> None:
+    # finish() waited on a queue whose thread was gone.
     module = stage(w=[4])
-    sync = pair(module)
-    train(sync, module)
+    sync = trained(module)
     sync.prepare()
     sync.close()
     sync.close()
-    found = {name: outcome(partial(verb, sync)) for name, verb in VERBS.items()}
-    (module.get_parameter("w") * 3.0).sum().backward()
-    return found | {"closed": str(sync.is_closed)}
+    assert sync.is_closed
+    refused = "StepError: this GradientSync is closed: make another one, on all ranks"
+    for verb, *values in VERBS:
+        assert outcome(partial(getattr(sync, verb), *values)) == refused, verb
+    give(module, w=3.0)
 
 
-def test_every_verb_of_a_closed_one_is_refused_at_once(two: Replies) -> None:
-    """Issue 16, point 3 (2.1): finish() waited for ever, on a queue whose thread was gone."""
-    for reply in two:
-        assert reply["after_close"].pop("closed") == "True"
-        for said in reply["after_close"].values():
-            assert said == "StepError: this GradientSync is closed: make another one, on all ranks"
-
-
-@on(TWO)
-def plain_training_after() -> Any:
-    """A sync with another accessor, closed; then a new one, and plain torch."""
+@pytest.mark.ranks(2)
+def test_a_closed_one_leaves_gradients_alone() -> None:
+    # Its hooks took the gradients of a later sync and of plain training away.
     module = stage(w=[2])
-    sync = GradientSync(
-        {rank(): module},
-        Topology.create(pipeline=2),
-        tied=[["w"]],
-        handlers=["pipeline-shared"],
-        accessor=MainGrad(),
-    )
-    sync.prepare()
-    (module.get_parameter("w") * 1.0).sum().backward()
-    sync.stage_final(rank())
-    sync.finish()
+    sync = pair(module, accessor=MainGrad())
+    step(sync, module, w=1.0)
     sync.close()
     later = pair(module)
-    found = step(later, module, w=1.0)["w"]
+    assert step(later, module, w=1.0)["w"] == [2.0, 2.0]
     later.close()
     module.zero_grad()
-    (module.get_parameter("w") * 3.0).sum().backward()
-    return found, module.get_parameter("w").grad.tolist()  # type: ignore[union-attr]
+    give(module, w=3.0)
+    gradient = module.get_parameter("w").grad
+    assert gradient is not None
+    assert gradient.tolist() == [3.0, 3.0]
 
 
-def test_a_closed_one_leaves_gradients_alone(two: Replies) -> None:
-    """Issue 16, point 10 (1.6): its hooks took the gradients of plain training away."""
-    for reply in two:
-        assert reply["plain_training_after"] == ([2.0, 2.0], [3.0, 3.0])
-
-
-@on(TWO)
-def a_collective_that_never_ends() -> dict[str, Any]:
-    """Rank 0 waits in a collective that rank 1 does not come to, and lets go of everything."""
+@pytest.mark.ranks(2)
+def test_what_is_dropped_in_a_step_waits_for_nobody() -> None:
+    # Rank 0 waits in a collective that rank 1 does not come to, and lets go of everything. Its
+    # thread came back while the interpreter ended, which aborted.
     module = stage(w=[4])
-    sync = pair(module)
-    train(sync, module)
-    began = time.monotonic()
+    sync = trained(module)
     if rank() == 0:
         sync.prepare()
         sync.stage_final(0)
     threads = [t for t in threading.enumerate() if t.name.startswith("pipegrad comm stream")]
+    assert len(threads) == 2
     del sync
     gc.collect()
-    ended = not any(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in threads)
     dist.barrier()
-    return {"ended": ended, "threads": len(threads), "seconds": time.monotonic() - began}
 
 
-def test_what_is_dropped_in_a_step_waits_for_nobody(two: Replies) -> None:
-    """Issue 16, point 1 (3.1): its thread came back while the interpreter ended, which aborted."""
-    for reply in two:
-        found = reply["a_collective_that_never_ends"]
-        assert found["ended"]
-        assert found["threads"] == 2
-        assert found["seconds"] < 8
-
-
-@on(TWO)
-def connections_cut() -> str:
+@pytest.mark.ranks(2)
+def test_cutting_a_group_wakes_who_waits_in_it() -> None:
+    # Neither abort() nor destroying it does, on gloo.
     group = dist.new_group([0, 1])
-    told: list[str] = []
-    waiting = threading.Thread(
-        target=lambda: told.append(outcome(lambda: dist.all_reduce(torch.ones(1), group=group)))
-    )
     if rank() == 0:
-        waiting.start()
-        time.sleep(0.2)
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        assert work is not None
         cut(group)
-        waiting.join(20)
+        assert outcome(work.wait).startswith("RuntimeError")
     dist.barrier()
     dist.destroy_process_group(group)
-    return "".join(told)
 
 
-def test_cutting_a_group_wakes_who_waits_in_it(two: Replies) -> None:
-    """Issue 16, point 1: neither abort() nor destroying it does, on gloo."""
-    assert two[0]["connections_cut"].startswith("RuntimeError")
-
-
-@on(TWO)
-def bucketers() -> list[int]:
+@pytest.mark.ranks(2)
+def test_a_dropped_bucketer_leaves_no_thread() -> None:
     freeze()
-    found = []
     for number in range(8):
         bucketer = Bucketer()
         bucketer.all_reduce(torch.ones(4), callback=lambda _: None)
@@ -316,65 +230,39 @@ def bucketers() -> list[int]:
             bucketer.release()
         del bucketer
         gc.collect()
-        found.append(sum(t.name == "pipegrad bucketer" for t in threading.enumerate()))
-    return found
+        assert not any(t.name == "pipegrad bucketer" for t in threading.enumerate())
 
 
-def test_a_dropped_bucketer_leaves_no_thread(two: Replies) -> None:
-    """Issue 16, point 2 (3.2): one thread each."""
-    for reply in two:
-        assert reply["bucketers"] == [0] * 8
-
-
-@on(TWO)
-def words_of_the_store() -> list[int]:
-    store = dist.distributed_c10d._get_default_store()
-    found = []
+@pytest.mark.ranks(2)
+def test_agreements_leave_no_keys() -> None:
+    # Each left five in the store.
+    counts = []
     for _ in range(3):
         for _ in range(20):
             agree("something", lambda: "the same")
         dist.barrier()
-        found.append(store.num_keys())
+        counts.append(agreement.store().num_keys())
         dist.barrier()
-    return found
+    assert counts == [counts[0]] * 3
 
 
-def test_agreements_leave_no_keys(two: Replies) -> None:
-    """Issue 16, point 2: each left five in the store, for ever."""
-    for reply in two:
-        before, *later = reply["words_of_the_store"]
-        assert later == [before, before]
-
-
-# Worlds of their own.
-
-
-def timeouts() -> Any:
-    world = dist.group.WORLD
-    assert world is not None
+@pytest.mark.ranks(2)
+def test_groups_have_the_timeout_of_the_default_one() -> None:
+    # They had 30 minutes, whatever the user asked for.
     module = stage(w=[4])
     sync = pair(module)
-    groups = [
-        *sync._parts.groups.own,
-        Topology.create(pipeline=2).group_along("pp"),
-        Topology.create(pipeline=2).group_along("dp"),
-    ]
+    topologies = [Topology.create(pipeline=2).group_along(axis) for axis in ("pp", "dp")]
+    groups = [dist.group.WORLD, *sync._parts.groups.own, *topologies]
     cpu = torch.device("cpu")
-    found = {group._get_backend(cpu).options._timeout for group in [world, *groups]}
+    assert len({group._get_backend(cpu).options._timeout for group in groups if group}) == 1
     step(sync, module, w=1.0)
-    return len(found)
+    sync.close()
 
 
-def test_groups_have_the_timeout_of_the_default_one() -> None:
-    """Issue 16, point 10 (2.2): 30 minutes, whatever the user asked for."""
-    assert run_ranks(timeouts, 2) == [1, 1]
-
-
-def lives() -> list[list[int]]:
+def lives() -> None:
     """Default process groups come and go on one store; last, a sync is closed behind its group."""
-    found = []
     for life in range(3):
-        found.append(agree("the size", lambda: life))  # noqa: B023 - called at once
+        assert agree("the size", lambda: life) == [life, life]  # noqa: B023 - called at once
         agreement._meetings.clear()  # by default process group: as a new one begins
     module = stage(w=[4])
     sync = pair(module)
@@ -383,61 +271,44 @@ def lives() -> list[list[int]]:
     dist.destroy_process_group()
     sync.close()
     sync.close()
-    return found
 
 
 def test_a_new_process_group_on_the_same_store_hears_nothing_of_the_old_one() -> None:
-    """Issue 16, point 10 (3.3, 2.1): answers of an earlier life were read; close() raised."""
-    for found in run_ranks(lives, 2):
-        assert found == [[0, 0], [1, 1], [2, 2]]
+    # Answers of an earlier life were read; close() raised.
+    run_ranks(lives, 2, timeout_seconds=100)
 
 
-def store_that_goes() -> list[str]:
+@pytest.mark.ranks(1)
+def test_a_store_that_is_gone_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    # If rank 0 kept it and died, others ended in 'Broken pipe'.
     notice = FailureNotice("gone")
     notice.next_step()
-    gone = dist.DistNetworkError("Broken pipe")
-    broken = type("Broken", (), {"__getattr__": lambda self, name: _raises(gone)})()
-    with (
-        mock.patch.object(agreement, "store", return_value=broken),
-        mock.patch.object(failures, "store", return_value=broken),
-    ):
-        said = [notice.post("it failed"), str(notice.read())]
-        return [*said, outcome(lambda: agree("something", lambda: 1))]
-
-
-def _raises(error: Exception) -> Callable[..., object]:
-    def fail(*_: object) -> object:
-        raise error
-
-    return fail
-
-
-def test_a_store_that_is_gone_is_said_in_words() -> None:
-    """Issue 16, point 10 (3.4): if rank 0 kept it and died, others ended in 'Broken pipe'."""
-    (said,) = run_ranks(store_that_goes, 1)
+    broken = mock.Mock()
+    for verb in ("set", "get", "add", "check", "wait", "compare_set"):
+        getattr(broken, verb).side_effect = dist.DistNetworkError("Broken pipe")
+    for module in (agreement, failures):
+        monkeypatch.setattr(module, "store", lambda: broken)
     gone = "the key-value store of the process group cannot be reached"
-    assert said[0] == "rank 0: it failed"
-    assert said[1].startswith(gone)
-    assert said[2].startswith(f"AgreementError: something: {gone}")
+    assert notice.post("it failed") == "rank 0: it failed"
+    assert str(notice.read()).startswith(gone)
+    words = outcome(lambda: agree("something", lambda: 1))
+    assert words.startswith(f"AgreementError: something: {gone}")
 
 
-def missing(folder: str) -> str:
+def one_is_missing(folder: str) -> None:
     dist.destroy_process_group()
     store = FileStore(str(Path(folder) / "store"), 2)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=int(os.environ["RANK"]),
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    if dist.get_rank() == 0:
-        return outcome(lambda: agree("something", lambda: 1, timeout_seconds=1))
-    time.sleep(3)
-    return ""
+    seconds = timedelta(seconds=60)
+    number = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=seconds)
+    if number == 0:
+        words = outcome(lambda: agree("something", lambda: 1, timeout_seconds=0.5))
+        store.set("rank 0 has an error", "")
+        says = "AgreementError: something: nothing heard from ranks [1] within 0.5 s"
+        assert words.startswith(says)
+    else:
+        store.wait(["rank 0 has an error"], seconds)
 
 
 def test_a_file_store_names_who_is_missing(tmp_path: Path) -> None:
-    """Issue 16, point 10 (3.4): 'Wait timeout', and no name."""
-    said, _ = run_ranks(missing, 2, str(tmp_path))
-    assert said.startswith("AgreementError: something: nothing heard from ranks [1] within 1 s")
+    run_ranks(one_is_missing, 2, str(tmp_path), timeout_seconds=100)

@@ -3,75 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 from pipegrad import Bucketer, Scheduler, Stage, Topology
-from tests.support.gradients.cases import Case, give, grads, on, outcome, replicated, replies, stage
+from tests.support.gradients.cases import give, grads, outcome, replicated, stage
 from tests.support.gradients.placements import compute
 
-TWO: list[Case] = []
-
-two = replies(2, TWO)
+pytestmark = pytest.mark.ranks(2)
 
 
-def capturing() -> AbstractContextManager[Any]:
-    yes: Callable[[], bool] = lambda: True  # noqa: E731
-    return mock.patch.multiple(torch.cuda, is_initialized=yes, is_current_stream_capturing=yes)
-
-
-@on(TWO)
-def captured() -> Any:
+def test_a_verb_is_refused_while_a_cuda_graph_is_captured() -> None:
+    # A replay runs no Python, so it would synchronise nothing.
     module = stage(w=(4,))
     sync, bucketer = replicated(module), Bucketer()
-    topology = Topology.create(pipeline=1)
     scheduler = Scheduler(
         [Stage(nn.Linear(2, 2), 0)],
-        topology,
+        Topology.create(pipeline=1),
         schedule="gpipe",
         num_microbatches=1,
         loss_fn=lambda y, t: (y - t).sum(),
     )
     x = torch.ones(1, 2)
-    verbs: dict[str, Callable[[], object]] = {
-        "prepare": sync.prepare,
-        "clip_grad_norm_": lambda: sync.clip_grad_norm_(1.0),
-        "publish": sync.publish,
-        "publish_if_due": sync.publish_if_due,
-        "check_replicas": sync.check_replicas,
-        "all_reduce": lambda: bucketer.all_reduce(torch.ones(2), callback=print),
-        "flush": bucketer.flush,
-        "step": lambda: scheduler.step(x, target=x),
-        "evaluate": lambda: scheduler.evaluate(x),
-    }
-    with capturing():
-        said = {verb: outcome(call) for verb, call in verbs.items()}
+
+    def refused(**verbs: Callable[[], object]) -> None:
+        yes = mock.Mock(return_value=True)
+        with mock.patch.multiple(torch.cuda, is_initialized=yes, is_current_stream_capturing=yes):
+            for verb, call in verbs.items():
+                words = f"StepError: {verb}() while a CUDA graph is captured"
+                assert outcome(call).startswith(words)
+
+    refused(
+        prepare=sync.prepare,
+        clip_grad_norm_=lambda: sync.clip_grad_norm_(1.0),
+        publish=sync.publish,
+        publish_if_due=sync.publish_if_due,
+        check_replicas=sync.check_replicas,
+        all_reduce=lambda: bucketer.all_reduce(torch.ones(2), callback=print),
+        flush=bucketer.flush,
+        step=lambda: scheduler.step(x, target=x),
+        evaluate=lambda: scheduler.evaluate(x),
+    )
     sync.prepare()
     give(module, w=1.0)
-    with capturing():
-        said["stage_final"] = outcome(lambda: sync.stage_final(0))
-        said["finish"] = outcome(sync.finish)
+    refused(stage_final=lambda: sync.stage_final(0), finish=sync.finish)
     sync.stage_final(0)
     sync.finish()
     scheduler.step(x, target=x)
-    return said, grads(module)
+    assert grads(module) == {"w": [1.0] * 4}
 
 
-def test_a_verb_is_refused_while_a_cuda_graph_is_captured(two: list[dict[str, Any]]) -> None:
-    """Issue 16, point 19. A replay runs no Python, so it would synchronise nothing."""
-    for reply in two:
-        said, after = reply["captured"]
-        for verb, words in said.items():
-            assert words.startswith(f"StepError: {verb}() while a CUDA graph is captured"), words
-        assert after == {"w": [1.0] * 4}
-
-
-@on(TWO)
-def compiled() -> Any:
+def test_verbs_in_compiled_code_run_between_its_graphs() -> None:
     module = stage(w=(4,))
     sync = replicated(module)
     step = torch.compile(
@@ -79,9 +64,4 @@ def compiled() -> Any:
         backend="eager",
     )
     step(torch.full((4,), 3.0))
-    return grads(module)
-
-
-def test_verbs_in_compiled_code_run_between_its_graphs(two: list[dict[str, Any]]) -> None:
-    """Issue 16, point 19."""
-    assert [reply["compiled"] for reply in two] == [{"w": [3.0] * 4}] * 2
+    assert grads(module) == {"w": [3.0] * 4}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,66 +13,33 @@ from torch import Tensor, nn
 
 import pipegrad
 from pipegrad import Scheduler, Topology
-from pipegrad.errors import PipegradError
+from tests.support.gradients.cases import rank
 from tests.support.pipeline.models import TOKENS, VOCAB, Block, Embed, Head
+from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS
 
-ROWS, MICROBATCHES = 4, 2
+ROWS, MICROBATCHES, REPLICAS = 4, 2, 2
 
 
 @dataclass(frozen=True)
 class Run:
-    """How replicas train.
+    """How replicas train."""
 
-    Attributes:
-        steps: How many steps.
-        every: Steps between two meetings.
-        lr: Of the outer step.
-        momentum: Of the outer step.
-        replicas: How many.
-        clip: Largest norm of a replica's gradients; None not to clip.
-        beside: Other handlers.
-        inner: Data ranks in a replica. If there are several, replicas lie along "out".
-        options: Of the Scheduler.
-        dtype: Of the parameters.
-        is_published_by_hand: Whether the optimizer is the caller's own.
-    """
-
-    steps: int = 6
-    every: int = 2
-    lr: float = 0.7
+    steps: int = 4
+    every: int = 2  # steps between two meetings
+    lr: float = 0.7  # of the outer step
     momentum: float = 0.9
-    replicas: int = 2
-    clip: float | None = None
-    beside: Sequence[Any] = ("pipeline-shared",)
-    inner: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None  # largest norm of a replica's gradients
+    beside: Sequence[Any] = ("pipeline-shared",)  # other handlers
+    inner: int = 1  # data ranks in a replica; if there are several, replicas lie along "out"
+    options: dict[str, Any] = field(default_factory=dict)  # of the Scheduler
     dtype: torch.dtype = torch.float32
-    is_published_by_hand: bool = False
+    is_published_by_hand: bool = False  # the optimizer is the caller's own
 
     @property
     def handlers(self) -> list[Any]:
         outer = {"name": "diloco", "every": self.every, "lr": self.lr, "momentum": self.momentum}
         return [*self.beside, outer if self.inner == 1 else outer | {"axis": "out"}]
-
-
-@dataclass
-class Seen:
-    """What one rank saw.
-
-    Attributes:
-        weights: After each step, name in the uncut model -> parameter.
-        losses: After each step, the mean over replicas.
-        norms: After each step.
-        met_bytes: After each step, bytes so far.
-        reduced_bytes: Of one step.
-    """
-
-    weights: list[dict[str, Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    met_bytes: list[int] = field(default_factory=list)
-    reduced_bytes: int = 0
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -89,35 +56,13 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def batch(step: int, share: int) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(1000 * step + share)
-    tokens = torch.randint(VOCAB, (ROWS, TOKENS), generator=made)
-    return tokens, torch.randint(VOCAB, (ROWS, TOKENS), generator=made)
-
-
-def make_scheduler(run: Run) -> Scheduler:
-    dimensions = {} if run.inner == 1 else {"out": run.replicas}
-    topology = Topology.create(
-        pipeline=2, dimensions=dimensions, data=("dp", *dimensions), device_type="cpu"
-    )
-    return Scheduler(
-        pipegrad.cut(model(run.dtype), 2),
-        topology,
-        schedule="1f1b",
-        num_microbatches=MICROBATCHES,
-        loss_fn=loss_of,
-        handlers=run.handlers,
-        **run.options,
-    )
-
-
-def make_optimizer(run: Run, scheduler: Scheduler) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "eps": ADAM_EPS}
-    if run.is_published_by_hand:
-        return torch.optim.AdamW(scheduler.sync.optimizer_parameters(), **options)
-    return scheduler.optimizer(torch.optim.AdamW, **options)
+    generator = torch.Generator().manual_seed(1000 * step + share)
+    tokens = torch.randint(VOCAB, (ROWS, TOKENS), generator=generator)
+    return tokens, torch.randint(VOCAB, (ROWS, TOKENS), generator=generator)
 
 
 def weights_of(scheduler: Scheduler) -> dict[str, Tensor]:
+    """Returns copies of this rank's parameters, by name in the uncut model."""
     sync = scheduler.sync
     return {
         record.key.partition(".")[2]: sync.parameter(record).detach().clone()
@@ -125,52 +70,86 @@ def weights_of(scheduler: Scheduler) -> dict[str, Tensor]:
     }
 
 
-def share_of(scheduler: Scheduler) -> int:
-    return scheduler.topology.coordinate(scheduler.topology.data_axes)
+def make_scheduler(
+    run: Run, *, whole: nn.Sequential | None = None, handlers: Any = None
+) -> Scheduler:
+    """Returns one of two stages by replicas."""
+    dimensions = {} if run.inner == 1 else {"out": REPLICAS}
+    topology = Topology.create(
+        pipeline=2, dimensions=dimensions, data=("dp", *dimensions), device_type="cpu"
+    )
+    return Scheduler(
+        pipegrad.cut(whole or model(run.dtype), 2),
+        topology,
+        schedule="1f1b",
+        num_microbatches=MICROBATCHES,
+        loss_fn=loss_of,
+        handlers=handlers or run.handlers,
+        **run.options,
+    )
 
 
-def train_step(
-    run: Run, scheduler: Scheduler, optimizer: torch.optim.Optimizer, step: int, seen: Seen
-) -> None:
-    sync = scheduler.sync
-    tokens, target = batch(step, share_of(scheduler))
-    result = scheduler.step(tokens, target=target)
-    if run.clip is not None:
-        seen.norms.append(sync.clip_grad_norm_(run.clip).item())
-    optimizer.step()
-    if run.is_published_by_hand:
-        sync.publish()
-    optimizer.zero_grad()
-    sync.wait_parameters()
-    seen.losses.append(result.loss.item())
-    seen.weights.append(weights_of(scheduler))
-    statistics = sync.statistics()
-    seen.met_bytes.append(statistics.met_bytes)
-    seen.reduced_bytes = statistics.reduced_bytes
+class Trainer:
+    """Trains on real ranks.
+
+    Attributes:
+        weights: After each step, as `weights_of`.
+        losses: Of each step, the mean over replicas.
+        norms: Of each step.
+        met_bytes: After each step, bytes so far.
+    """
+
+    def __init__(
+        self, run: Run, *, whole: nn.Sequential | None = None, handlers: Any = None
+    ) -> None:
+        self.run = run
+        self.scheduler = make_scheduler(run, whole=whole, handlers=handlers)
+        self.sync, topology = self.scheduler.sync, self.scheduler.topology
+        self.share = topology.coordinate(topology.data_axes)
+        options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "eps": ADAM_EPS}
+        self.optimizer: torch.optim.Optimizer
+        if run.is_published_by_hand:
+            self.optimizer = torch.optim.AdamW(self.sync.optimizer_parameters(), **options)
+        else:
+            self.optimizer = self.scheduler.optimizer(torch.optim.AdamW, **options)
+        self.weights: list[dict[str, Tensor]] = []
+        self.losses, self.norms, self.met_bytes = list[float](), list[float](), list[int]()
+
+    def compute(self, step: int) -> Tensor:
+        tokens, target = batch(step, self.share)
+        loss = self.scheduler.step(tokens, target=target).loss
+        assert loss is not None
+        return loss
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            loss = self.compute(step)
+            if self.run.clip is not None:
+                self.norms.append(self.sync.clip_grad_norm_(self.run.clip).item())
+            self.optimizer.step()
+            if self.run.is_published_by_hand:
+                self.sync.publish()
+            self.optimizer.zero_grad()
+            self.sync.wait_parameters()
+            self.losses.append(loss.item())
+            self.weights.append(weights_of(self.scheduler))
+            self.met_bytes.append(self.sync.statistics().met_bytes)
+
+    def are_equal(self) -> bool:
+        """Whether this rank's parameters are those of its copy in the other replica."""
+        weights = gathered(weights_of(self.scheduler))
+        return same(weights[rank()], weights[rank() ^ 1])
+
+    def have_met(self) -> tuple[int, bool]:
+        return self.sync.statistics().meetings, self.are_equal()
 
 
-def train(run: Run) -> Seen:
-    """Trains on real ranks; returns what this rank saw."""
-    scheduler, seen = make_scheduler(run), Seen()
-    optimizer = make_optimizer(run, scheduler)
-    for step in range(run.steps):
-        train_step(run, scheduler, optimizer, step, seen)
-        scheduler.sync.check_replicas()
-    scheduler.close()
-    return seen
-
-
-def train_all(runs: Sequence[Run]) -> list[Seen | str]:
-    """Trains one run after the other; a run that fails gives its error."""
-    return list(_outcomes(runs))
-
-
-def _outcomes(runs: Sequence[Run]) -> Iterator[Seen | str]:
-    for run in runs:
-        try:
-            yield train(run)
-        except PipegradError as error:
-            yield f"{type(error).__name__}: {error}"
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def simulate(run: Run) -> list[list[dict[str, Tensor]]]:
@@ -179,16 +158,16 @@ def simulate(run: Run) -> list[list[dict[str, Tensor]]]:
     This is DiLoCo as its paper has it, by torch's own optimizers.
     """
     anchor = model(run.dtype)
-    replicas = [copy.deepcopy(anchor) for _ in range(run.replicas)]
+    replicas = [copy.deepcopy(anchor) for _ in range(REPLICAS)]
     optimizers = [
         torch.optim.AdamW(r.parameters(), lr=0.02, weight_decay=0.1, eps=ADAM_EPS) for r in replicas
     ]
     trained = [p for p in anchor.parameters() if p.requires_grad]
     outer = torch.optim.SGD(trained, lr=run.lr, momentum=run.momentum, nesterov=run.momentum > 0)
-    seen: list[list[dict[str, Tensor]]] = [[] for _ in replicas]
+    weights: list[list[dict[str, Tensor]]] = [[] for _ in replicas]
     for step in range(run.steps):
         for number, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            for share in range(number, run.replicas * run.inner, run.replicas):
+            for share in range(number, REPLICAS * run.inner, REPLICAS):
                 # Shares of the inner data ranks; "out" is the last dimension.
                 tokens, target = batch(step, share)
                 (loss_of(replica(tokens), target) / run.inner).backward()
@@ -198,9 +177,9 @@ def simulate(run: Run) -> list[list[dict[str, Tensor]]]:
             optimizer.zero_grad()
         if (step + 1) % run.every == 0:
             meet(trained, replicas, outer)
-        for of_replica, replica in zip(seen, replicas, strict=True):
+        for of_replica, replica in zip(weights, replicas, strict=True):
             of_replica.append({n: p.detach().clone() for n, p in replica.named_parameters()})
-    return seen
+    return weights
 
 
 def meet(
