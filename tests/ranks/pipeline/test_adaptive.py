@@ -191,7 +191,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(
         assert pipeline.step() == pipeline.step() == "True"
         with told(FAST):
             assert pipeline.step() == "True"
-        pipeline.scheduler._agree_seconds = seconds
+        pipeline.scheduler._adapting._timeout_seconds = seconds
         with told(own if rank() == 1 else others):
             assert words in pipeline.step()
         with told(FAST):
