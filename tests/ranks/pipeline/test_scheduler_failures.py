@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipegrad import Topology
+from pipegrad.comm.agreement import store
 from pipegrad.errors import StepError
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import DATA, rank
@@ -101,18 +102,27 @@ def test_what_a_stage_raises_the_others_tell_with_rank_and_action(is_first: bool
     assert training.is_right()
 
 
-class SlowToFail(FailsInBackward):
+class FailsBehindOthers(FailsInBackward):
+    """Fails when all other ranks have returned from the step."""
+
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(2.0)
+        store().wait([f"returned {other}" for other in (1, 2, 3)], timedelta(seconds=60))
         raise OSError("no space left")
 
 
 @ranks
 def test_the_loss_raises_where_the_step_had_ended_before_it_failed() -> None:
-    """Stage 0 is slow to fail in its last backward: all others have ended their step by then."""
-    training = warm(chain())
-    said = training.trick(0, 3, SlowToFail.apply)
+    training, x = warm(chain()), torch.ones(8, WIDTH)
+
+    def step() -> Any:
+        result = training.scheduler.step(x, target=x)
+        store().set(f"returned {rank()}", "")
+        return result
+
+    training.module.trick = (3, FailsBehindOthers.apply) if rank() == 0 else None
+    said = training.said(step)
+    training.module.trick = None
     own = "OSError: no space left In 0B3 on pipeline rank 0."
     late = f"{TOO_LATE}the step failed on another rank after this one had ended it: rank 0: {own}"
     assert said == (late if rank() else own)

@@ -7,7 +7,8 @@ import gc
 import re
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from pipegrad import FlatBucket, GradientHandler, ReductionStep, Scheduler, Stage, Work
+from pipegrad.comm.agreement import store
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import DATA, rank
@@ -63,32 +65,37 @@ def test_a_trace_has_each_action_and_each_bucket_once_in_the_schedules_order(sch
 
 # When buckets leave, on the clock that all ranks of a machine share.
 
-COMPUTE_SECONDS = 0.06  # far longer than a busy machine keeps a thread waiting
 
-
-@dataclass(frozen=True)
+@dataclass
 class Moments:
-    """Nanoseconds: when a rank's backwards began and ended, its buckets left and were reduced."""
+    """Nanoseconds: when a rank's backwards began and ended, its buckets left and were reduced.
 
-    backwards: list[tuple[int, int]]
-    launches: list[tuple[int, int]]
+    Attributes:
+        key: What this rank notes in the store when a bucket leaves.
+        awaited: What its last backward waits for.
+    """
+
+    backwards: list[tuple[int, int]] = field(default_factory=list)
+    launches: list[tuple[int, int]] = field(default_factory=list)
+    key: str = ""
+    awaited: str = ""
 
 
-now = Moments([], [])  # of this process
+now = Moments()  # of this process
 
 
 class Slow(torch.autograd.Function):
-    """Takes its time, on the way back too, ahead of the gradients of the stage's parameters."""
+    """Is slow ahead of the gradients of the stage's parameters."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
-        time.sleep(COMPUTE_SECONDS)
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         began = time.monotonic_ns()
-        time.sleep(COMPUTE_SECONDS)
+        if now.awaited and len(now.backwards) == 3:
+            store().wait([now.awaited], timedelta(seconds=60))
         now.backwards.append((began, time.monotonic_ns()))
         return grad
 
@@ -116,6 +123,8 @@ class Notes(GradientHandler):
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
         began = time.monotonic_ns()
+        if now.key:
+            store().set(now.key, "")
         return Noted(super().launch(bucket, reduction, group), began)
 
 
@@ -128,11 +137,17 @@ class NotedTie(Notes, PipelineShared):
 
 
 def moments(pipeline: int, schedule: str, **options: Any) -> list[Moments]:
-    """Returns those of the second step, of all ranks."""
+    """Returns those of the second step, of all ranks.
+
+    The first stage ends its last backward when a bucket of the last stage has left.
+    """
+    global now  # noqa: PLW0603 - of this process
+    now, num_copies = Moments(), 4 // pipeline
     with closing(make(pipeline, schedule, lambda s: Stage(Slowly(s), s), **options)) as scheduler:
         step(scheduler)
-        now.backwards.clear()
-        now.launches.clear()
+        now = Moments(key=f"{pipeline} {schedule} {rank()}")
+        if rank() < num_copies:
+            now.awaited = f"{pipeline} {schedule} {rank() + 4 - num_copies}"
         dist.barrier()
         step(scheduler)
     return gathered(now)
