@@ -31,7 +31,7 @@ from tests.support.ranked import gathered
 
 RANKS, WIDTH, ROWS, MICROBATCHES = 3, 32, 2, 4
 SHAPE, DOUBLE = (ROWS, WIDTH), torch.float64
-INT8 = "activations int8, gradients int8"
+INT8, TOPK = "activations int8, gradients int8", {"gradients": "topk"}
 pytestmark = pytest.mark.ranks(RANKS)
 
 
@@ -199,7 +199,7 @@ def test_a_codec_may_refuse_a_shape_of_a_later_step(carried: str) -> None:
 def test_errors_of_a_step_that_ranks_refuse_are_dropped() -> None:
     """They were added to the gradients of the next step, after an error on all ranks."""
     expected = train_new("int8", 0, 2)
-    refused = {"loss_divisor": 1.0 + rank()}
+    refused: Any = {"loss_divisor": 1.0 + rank()}
     with closing(made("int8")) as scheduler:
         said = outcome(partial(train, scheduler, 1, **refused))
         assert "ranks disagree on loss_divisor" in said
@@ -268,24 +268,20 @@ def test_a_size_that_is_none_is_refused_on_all_ranks(
 
 
 def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
+    pairs = "expected pairs of pipeline ranks out of 0-1, 1-2"
+    nowhere, carried = "which nothing crosses", "expected 'activations' and 'gradients'"
     specs: list[tuple[Any, str]] = [
         ("int8" if rank() else "fp8", "ranks disagree on codecs"),
         ({"name": "topk", "fraction": 0.1 * (1 + rank())}, "ranks disagree on codecs"),
-        (
-            {"0-3": "int8"},
-            "the hops 0-3, which nothing crosses: expected pairs of pipeline ranks out of 0-1, 1-2",
-        ),
-        ({"0-2": "int8"}, "the hops 0-2, which nothing crosses"),
+        ({"0-3": "int8"}, f"the hops 0-3, {nowhere}: {pairs}"),
+        ({"0-2": "int8"}, f"the hops 0-2, {nowhere}"),
         ({"activations": "topk"}, "given for activations, and is for gradients alone"),
         ("int9", "closest first: int8"),
         ({"name": "int8", "feedbak": True}, "has no option 'feedbak'"),
         ({"name": "topk", "fraction": 2}, "fraction is 2, expected a number above 0, at most 1"),
         ({"0-1": "int8", (1, 0): "fp8"}, "name the hop 0-1 twice"),
         ({"auto": "int8", "0-1": "int8"}, "'auto' beside ['0-1']"),
-        (
-            {"activation": "int8"},
-            "the key 'activation': expected 'activations' and 'gradients', or hops",
-        ),
+        ({"activation": "int8"}, f"the key 'activation': {carried}, or hops"),
         (3, "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec"),
         (["int8"], "expected a concrete subclass"),
     ]
@@ -415,46 +411,24 @@ def measured(*told: Times) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "hops", "options", "words", "expected"),
+    ("spec", "schedule", "hops", "words", "expected"),
     [
-        ("auto", (0.5, 0.0), {}, f"0-1: {INT8}", [["int8"], ["int8", None], [None]]),
-        (
-            "auto",
-            (0.0, 0.5),
-            {"schedule": "gpipe"},
-            f"1-2: {INT8}",
-            [[None], ["int8", None], ["int8"]],
-        ),
-        ("auto", (0.0, 0.0), {}, "none", [[None], [None], [None]]),
-        (
-            "auto",
-            (0.5, 0.5),
-            {"schedule": "auto"},
-            f"0-1: {INT8}; 1-2: {INT8}",
-            [["int8"], ["int8"], ["int8"]],
-        ),
-        (
-            {"auto": {"gradients": "topk"}},
-            (0.0, 0.5),
-            {},
-            "1-2: gradients topk",
-            [[None], [None], ["topk"]],
-        ),
+        ("auto", "1f1b", (0.5, 0.0), f"0-1: {INT8}", [["int8"], ["int8", None], [None]]),
+        ("auto", "gpipe", (0.0, 0.5), f"1-2: {INT8}", [[None], ["int8", None], ["int8"]]),
+        ("auto", "1f1b", (0.0, 0.0), "none", [[None]] * 3),
+        ("auto", "auto", (0.5, 0.5), f"0-1: {INT8}; 1-2: {INT8}", [["int8"]] * 3),
+        ({"auto": TOPK}, "1f1b", (0.0, 0.5), "1-2: gradients topk", [[None], [None], ["topk"]]),
     ],
     ids=str,
 )
 def test_codecs_are_chosen_for_the_hops_where_they_save_time(
-    spec: Any,
-    hops: tuple[float, float],
-    options: dict[str, Any],
-    words: str,
-    expected: list[list[str | None]],
+    spec: Any, schedule: str, hops: Any, words: str, expected: list[list[str | None]]
 ) -> None:
-    with closing(made(spec, **options)) as scheduler:
+    x, target = batch()
+    with closing(made(spec, schedule=schedule)) as scheduler:
         with measured(times(*hops)):
             for seed in range(3):
                 train(scheduler, seed)
-        x, target = batch()
         with counted() as sent:
             train(scheduler, 3)
             scheduler.evaluate(x, target=target)

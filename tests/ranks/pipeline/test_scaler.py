@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -49,27 +51,29 @@ def overflow(module: nn.Module, step: int) -> None:
                 parameter.grad[0] = float("inf")
 
 
-def one_process() -> tuple[list[float], list[float], list[float], nn.Module]:
-    """Returns losses, scales, norms, and the trained model."""
-    whole = model()
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+def one_process(
+    whole: nn.Module, make: Any, steps: int, clip: float = float("inf"), **options: Any
+) -> tuple[list[float], list[float], list[float]]:
+    """Trains, the batch in microbatches, as torch's documentation does; returns losses, scales and
+    norms."""
+    optimizer, scaler = make(whole.parameters()), torch.amp.GradScaler("cpu", **options)
     losses, scales, norms = [], [], []
-    for step in range(STEPS):
+    for step in range(steps):
         x, y = batch(step)
         losses.append(0.0)
         for rows, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
             loss = mse_loss(whole(rows), wanted)
             scaler.scale(loss / 2).backward()
             losses[-1] += loss.item() / 2
-        overflow(whole, step)
-        scaler.unscale_(optimizer)
-        norms.append(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item())
+        if math.isfinite(clip):
+            overflow(whole, step)
+            scaler.unscale_(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(whole.parameters(), clip).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    return losses, scales, norms, whole
+    return losses, scales, norms
 
 
 @pytest.mark.parametrize("kind", ["Scheduler", "Scheduler and loss_fn", "attach"])
@@ -78,7 +82,10 @@ def test_a_scaled_step_is_that_of_one_process(kind: str) -> None:
 
     Whether loss_fn of a Scheduler scales or not, gradients are scaled once.
     """
-    losses, scales, norms, whole = one_process()
+    whole = model()
+    options: dict[str, Any] = {"init_scale": SCALE, "growth_interval": 2}
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    losses, scales, norms = one_process(whole, sgd, STEPS, 0.1, **options)
     assert scales == [4.0, 8.0, 4.0, 4.0]
     part, scalers = model()[2 * rank() : 2 * rank() + 2], list[pipegrad.GradScaler]()
 
@@ -86,6 +93,7 @@ def test_a_scaled_step_is_that_of_one_process(kind: str) -> None:
         return mse_loss(y, t) if kind == "Scheduler" else scalers[0].scale(mse_loss(y, t))
 
     run: Callable[[Tensor, Tensor], float]
+    scheduler: Any = None
     if kind == "attach":
         topology = pipegrad.Topology.create(pipeline=2)
         group = topology.group_along("pp")
@@ -105,7 +113,7 @@ def test_a_scaled_step_is_that_of_one_process(kind: str) -> None:
             loss = scheduler.step(x, target=y).loss.item()
             return loss if kind == "Scheduler" else loss / scaler.get_scale()
 
-    scaler = pipegrad.GradScaler(sync, init_scale=SCALE, growth_interval=2)
+    scaler = pipegrad.GradScaler(sync, **options)
     scalers.append(scaler)
     optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)
     for step in range(STEPS):
@@ -120,7 +128,7 @@ def test_a_scaled_step_is_that_of_one_process(kind: str) -> None:
     true = whole.state_dict()
     for name, value in part.state_dict().items():
         assert (value - true[name]).abs().max() <= MOST, name
-    if kind != "attach":
+    if scheduler is not None:
         x, y = batch(STEPS - 1)
         expected = mse_loss(whole(x), y).item()
         assert scheduler.evaluate(x, target=y).loss.item() == pytest.approx(expected, rel=MOST)
@@ -147,22 +155,6 @@ def fp16_model() -> nn.Sequential:
     return nn.Sequential(Half(4, 8), nn.Tanh(), Half(8, 8), nn.Tanh(), Half(8, 4), nn.Tanh())
 
 
-def fp16_alone() -> tuple[list[float], nn.Module]:
-    """One process, the batch in microbatches, as torch's documentation writes the loop."""
-    whole, scales = fp16_model(), []
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", **FP16)
-    for step in range(MANY):
-        x, y = batch(step)
-        for rows, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
-            scaler.scale(mse_loss(whole(rows), wanted) / 2).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales, whole
-
-
 def fp16_steps(
     scheduler: pipegrad.Scheduler, optimizer: Any, scaler: pipegrad.GradScaler, steps: int
 ) -> list[float]:
@@ -182,7 +174,8 @@ def fp16_steps(
 @pytest.mark.parametrize("handler", ["data-parallel", "sharded"])
 def test_fifty_fp16_steps_have_the_bits_of_one_process(schedule: str, handler: str) -> None:
     """Issue 18, point 4. Gradients overflow by themselves; scales are powers of two."""
-    scales, whole = fp16_alone()
+    whole = fp16_model()
+    _, scales, _ = one_process(whole, partial(torch.optim.AdamW, lr=0.01), MANY, **FP16)
     halved = sum(after < before for before, after in pairwise(scales))
     assert 5 < halved < MANY - 5
     part = fp16_model()[2:] if rank() else fp16_model()[:2]

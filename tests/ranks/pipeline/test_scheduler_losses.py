@@ -396,31 +396,24 @@ def test_a_divisor_divides_losses_of_stages_too() -> None:
     with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
         assert train(scheduler, loss_divisor=8).endswith(f"{{'aux': {loss_of_stage() / 8}}})")
     with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
-        said = train(scheduler, **({"loss_divisor": 8} if rank() == 1 else {}))
+        options: Any = {"loss_divisor": 8} if rank() == 1 else {}
+        said = train(scheduler, **options)
     assert said.startswith("AgreementError")
     assert "loss_divisor" in said
+
+
+RETURNED, EACH = "stage 0 returned ['Tensor'", "expected a tensor for each"
+OTHER = "stage 0, microbatch 0: the stage"
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (
-            lambda x: x,
-            (
-                "stage 0 returned ['Tensor'], expected a tensor for each of its outputs ['x'] "
-                "and its losses ['aux']"
-            ),
-        ),
+        (lambda x: x, f"{RETURNED}], {EACH} of its outputs ['x'] and its losses ['aux']"),
         (lambda x: {"x": x}, "stage 0 returned {'x': 'Tensor'}, expected"),
-        (lambda x: (x, 1.0), "stage 0 returned ['Tensor', 'float'], expected"),
-        (
-            lambda x: (x, x),
-            "stage 0, microbatch 0: the stage returned 'aux' of shape (2, 3), expected one element",
-        ),
-        (
-            lambda x: (*with_loss(x), x),
-            "stage 0 returned ['Tensor', 'Tensor', 'Tensor'], expected",
-        ),
+        (lambda x: (x, 1.0), f"{RETURNED}, 'float'], expected"),
+        (lambda x: (x, x), f"{OTHER} returned 'aux' of shape (2, 3), expected one element"),
+        (lambda x: (*with_loss(x), x), f"{RETURNED}, 'Tensor', 'Tensor'], expected"),
     ],
 )
 def test_a_stage_that_does_not_return_its_losses_is_refused_on_all_ranks(
@@ -436,28 +429,20 @@ def test_mistakes_with_losses_of_stages_are_refused_in_words() -> None:
     with closing(make(Scale(with_loss), Scale(), **options)) as scheduler:
         said = train(scheduler)
         assert "loss_fn returned the metrics ['aux'], which are names of losses of stages" in said
-    wrong: list[tuple[dict[str, Any], str]] = [
-        (
-            {"stages": ({"losses": ("a", "a")}, {})},
-            "stage 0 has the outputs and losses ['x', 'a', 'a']: expected one or more, each",
-        ),
-        (
-            {"stages": ({"losses": ("x",)}, {})},
-            "stage 0 has the outputs and losses ['x', 'x']",
-        ),
-        (
-            {"stages": ({}, {"outputs": (), "losses": ("a",)})},
-            "stage 1 has the outputs []: expected one or more",
-        ),
-        ({"stages": ({"outputs": ()}, {})}, "stage 0 has the outputs []: expected one or more"),
-        (
-            {"loss_reduction": "tokens"},
-            "loss_reduction is 'tokens', expected one of ['mean', 'token_mean']",
-        ),
-        ({"loss_reduction": ("mean", "token_mean")[rank()]}, "ranks disagree on the schedule"),
+    more = "expected one or more"
+    wrong: list[tuple[Any, Any, str]] = [
+        ({"losses": ("a", "a")}, {}, f"stage 0 has the outputs and losses ['x', 'a', 'a']: {more}"),
+        ({"losses": ("x",)}, {}, "stage 0 has the outputs and losses ['x', 'x']"),
+        ({}, {"outputs": (), "losses": ("a",)}, f"stage 1 has the outputs []: {more}"),
+        ({"outputs": ()}, {}, f"stage 0 has the outputs []: {more}"),
     ]
-    for given, words in wrong:
-        assert words in outcome(partial(make, **given))
+    for first, last, words in wrong:
+        assert words in outcome(partial(make, stages=(first, last)))
+    for reduction, words in (
+        ("tokens", "loss_reduction is 'tokens', expected one of ['mean', 'token_mean']"),
+        (("mean", "token_mean")[rank()], "ranks disagree on the schedule"),
+    ):
+        assert words in outcome(partial(make, loss_reduction=reduction))
 
 
 # Outputs, and how a result prints.

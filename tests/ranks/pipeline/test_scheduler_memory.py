@@ -196,17 +196,9 @@ class Counts(nn.Module):
 def forwards(
     schedule: str, *, times: int = 1, losses: int = 1, checkpointed: bool = False, **options: Any
 ) -> tuple[float, list[float]]:
-    """Takes two steps of four microbatches, and an evaluation.
+    """Takes two steps of four microbatches, and an evaluation; returns loss and gradients.
 
-    Args:
-        schedule: Its name.
-        times: How often the stage's forward runs for a microbatch.
-        losses: How often the loss is computed.
-        checkpointed: Whether the module checkpoints itself.
-        **options: Of the stage.
-
-    Returns:
-        The loss and the gradients of the second step.
+    The stage's forward runs `times` in the second step for each, and the loss `losses`.
     """
     computed: list[Tensor] = []
 

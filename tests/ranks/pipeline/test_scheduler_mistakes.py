@@ -80,7 +80,8 @@ class Uses(nn.Module):
 
 def test_a_buffer_is_handed_on_as_it_was() -> None:
     module = Uses() if rank() else Counts()
-    scheduler = make(module, **{"inputs" if rank() else "outputs": ("x", "n")})
+    names: Any = {"inputs" if rank() else "outputs": ("x", "n")}
+    scheduler = make(module, **names)
     # Microbatches of two rows and columns, counted 1 and 2, then 3 and 4.
     assert [train(scheduler, loss_divisor=1.0) for _ in range(2)] == ["12.0", "28.0"]
     scheduler.close()
@@ -96,7 +97,7 @@ def test_a_loss_without_a_graph_is_refused_on_all_ranks() -> None:
 
 
 def test_what_differs_between_ranks_is_told_to_all() -> None:
-    divisor = {"loss_divisor": 1.0 + rank()}
+    divisor: Any = {"loss_divisor": 1.0 + rank()}
     mean: Any = lambda out, target: (out.mean() - target).square().sum()  # noqa: E731
     with closing(make(loss_fn=mean)) as scheduler:
         said = train(scheduler, target=batch(2))

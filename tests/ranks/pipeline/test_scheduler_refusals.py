@@ -23,30 +23,16 @@ pytestmark = pytest.mark.ranks(4)
 
 # What a step is given.
 
+FEW = "tensors of {{{}}} rows cannot be cut into 4 microbatches"
 INPUTS: list[tuple[tuple[Any, ...], dict[str, Any], int, str]] = [
     # Given to a step, by position and by name; the rank that says why, -1 for all.
     ((), {"target": X}, 0, "inputs ['x'] are missing, which stages of this rank take"),
     ((X,), {"x": X, "target": X}, -1, "inputs ['x'] are given twice, by position and by name"),
     ((X,), {"z": X, "target": X}, -1, "no stage takes ['z']; from outside they take ['x']"),
     ((X, X), {"target": X}, -1, "2 inputs, expected at most ['x']"),
-    (
-        (X[:3],),
-        {"target": X},
-        0,
-        "tensors of {'x': 3} rows cannot be cut into 4 microbatches",
-    ),
-    (
-        (X,),
-        {"target": X[:3]},
-        3,
-        "tensors of {'target': 3} rows cannot be cut into 4 microbatches",
-    ),
-    (
-        (X[:0],),
-        {"target": X},
-        0,
-        "tensors of {'x': 0} rows cannot be cut into 4 microbatches",
-    ),
+    ((X[:3],), {"target": X}, 0, FEW.format("'x': 3")),
+    ((X,), {"target": X[:3]}, 3, FEW.format("'target': 3")),
+    ((X[:0],), {"target": X}, 0, FEW.format("'x': 0")),
     ((X,), {}, 3, "the last stage's rank needs target= and a Scheduler with loss_fn="),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -39,42 +38,22 @@ pytestmark = pytest.mark.ranks(2)
 
 
 @pytest.mark.parametrize(
-    ("call", "by", "words"),
+    ("x", "target", "by", "words"),
     [
-        (
-            lambda scheduler: train(scheduler, X.numpy(), target=Y),
-            0,
-            "the input 'x' is a ndarray, expected a tensor",
-        ),
-        (
-            lambda scheduler: train(scheduler, x=list("abcd"), target=Y),
-            0,
-            "the input 'x' is a list, expected a tensor",
-        ),
-        (
-            lambda scheduler: train(scheduler, X, target=np.ones(ROWS)),
-            1,
-            "the target is a ndarray, expected a tensor",
-        ),
-        (
-            lambda scheduler: train(scheduler, X, target={"y": Y, "names": list("abcd")}),
-            1,
-            "the target['names'] is a list, expected a tensor",
-        ),
-        (
-            lambda scheduler: scheduler.evaluate(X.numpy(), target=Y),
-            0,
-            "the input 'x' is a ndarray, expected a tensor",
-        ),
+        (X.numpy(), Y, 0, "the input 'x' is a ndarray, expected a tensor"),
+        (list("abcd"), Y, 0, "the input 'x' is a list, expected a tensor"),
+        (X, np.ones(ROWS), 1, "the target is a ndarray, expected a tensor"),
+        (X, {"y": Y, "z": list("abcd")}, 1, "the target['z'] is a list, expected a tensor"),
     ],
 )
+@pytest.mark.parametrize("verb", ["step", "evaluate"])
 def test_what_cannot_be_cut_is_refused_on_all_ranks(
-    call: Callable[[Scheduler], object], by: int, words: str
+    x: Any, target: Any, by: int, words: str, verb: str
 ) -> None:
     """Issue 16, point 4: each microbatch got all of it: loss 1.76, one process 1.72."""
     with closing(make(Layer(), Layer())) as scheduler:
         for _ in range(2):  # at first, and later
-            said = outcome(lambda: call(scheduler))
+            said = outcome(partial(getattr(scheduler, verb), x, target=target))
             assert said.startswith("StepError: " if rank() == by else ELSEWHERE)
             assert words in said
             assert "whole=(" in said
