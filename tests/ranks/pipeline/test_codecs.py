@@ -94,9 +94,6 @@ def size(name: str | None) -> int:
     return plain if name is None else codecs.resolve(name).plugin.nbytes(SHAPE, torch.float32)
 
 
-# Bytes.
-
-
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
@@ -330,9 +327,6 @@ def test_errors_of_another_shape_are_dropped() -> None:
         found = [train(scheduler, rows, rows=rows) for rows in (8, 12, 8, 4, 8)]
         train(scheduler, 1, rows=12, num_microbatches=6)
     assert [each == expected for each in found] == [True, False, True, False, True]
-
-
-# Messages and inputs that somebody keeps.
 
 
 @pytest.mark.parametrize("guarded", [True, False])

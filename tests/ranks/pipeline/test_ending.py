@@ -58,10 +58,7 @@ class Attached:
 
 @pytest.mark.ranks(4)
 def test_a_step_behind_close_is_refused_and_the_schedule_is_attached_again() -> None:
-    """Two replicas, so that finish() has something to wait for.
-
-    Issue 16, point 3 (runtime 10): it hung, and a second attach was refused for ever.
-    """
+    """Two replicas, so that finish() has something to wait for."""
     attached, gradients = Attached(Topology.create(pipeline=2)), []
     for _ in range(3):
         sync = attached.attach()
@@ -103,10 +100,7 @@ def stepped(topology: Topology, layer: nn.Module) -> Scheduler:
 
 @pytest.mark.ranks(2)
 def test_schedulers_leave_nothing() -> None:
-    """One after the other on one module, closed and dropped in turns.
-
-    Issue 16, point 2 (runtime 3): 3 to 9 threads and 5 to 17 files each, and all gradients.
-    """
+    """One after the other on one module, closed and dropped in turns."""
     gc.collect()
     gc.freeze()
     topology, found = Topology.create(pipeline=2), []

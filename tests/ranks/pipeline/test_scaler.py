@@ -134,9 +134,6 @@ def test_a_scaled_step_is_that_of_one_process(kind: str) -> None:
         assert scheduler.evaluate(x, target=y).loss.item() == pytest.approx(expected, rel=MOST)
 
 
-# --- fp16
-
-
 class Half(nn.Linear):
     """A layer whose products, and their gradients, are float16."""
 

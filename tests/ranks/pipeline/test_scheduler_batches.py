@@ -47,17 +47,17 @@ class Pipeline:
 
     def __init__(self, num_stages: int = 2, **options: Any) -> None:
         self.layers, self.true = [[Layer() for _ in range(num_stages)] for _ in range(2)]
-        if num_stages == 2:
-            self.scheduler = make(*self.layers, **options)
-        else:
-            self.scheduler = Scheduler(
-                [Stage(self.layers[rank()], rank())],
-                Topology.create(pipeline=num_stages),
-                num_microbatches=OWN,
-                loss_fn=mean_square,
-                handlers=["noop"],
-                **{"schedule": "1f1b", **options},
-            )
+        self.scheduler = Scheduler(
+            [Stage(self.layers[rank()], rank())],
+            Topology.create(pipeline=num_stages),
+            **{
+                "schedule": "1f1b",
+                "num_microbatches": OWN,
+                "loss_fn": mean_square,
+                "handlers": ["noop"],
+                **options,
+            },
+        )
         self.close = self.scheduler.close
 
     def step(self, rows: int, **options: Any) -> str:
@@ -100,9 +100,6 @@ def test_fewer_rows_than_microbatches_are_refused_on_all_ranks_and_any_others_ta
             why = f"StepError: tensors of {{'{name}': {rows}}} rows cannot be cut into 4"
             assert call(rows).startswith("True" if is_right else why)
         assert few.step(OWN - 1, num_microbatches=OWN - 1) == few.step(OWN) == "True"
-
-
-# Numbers of microbatches.
 
 
 def test_the_number_of_microbatches_may_change_from_step_to_step() -> None:
@@ -233,9 +230,6 @@ def test_an_interrupt_behind_a_meeting_is_no_hang() -> None:
         # What crossed the edges is unknown, so they are closed for good.
         for _ in range(2):
             assert "Error: " in pipeline.step(8)
-
-
-# Ready microbatches.
 
 
 @pytest.mark.parametrize("given", ["by all", "by who needs it", "with a number"])

@@ -63,9 +63,6 @@ def test_a_value_that_a_stage_cannot_take_is_refused_by_name_on_all_ranks(
         warm(training)
 
 
-# Stages that raise.
-
-
 def assert_told(said: str, action: str, *, is_first: bool) -> None:
     """Asserts what is raised if an action has failed."""
     stage = int(action[0])
@@ -171,8 +168,6 @@ def test_an_evaluation_that_fails_leaves_everything_in_place() -> None:
 def test_a_failure_behind_a_launch_is_an_error_now_and_all_go_on() -> None:
     """Two copies of two stages: ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1. Rank 0 fails in
     the last backward; the bucket of stage 1 has been launched long ago.
-
-    Issue 16, point 10: such a failure was final, on some ranks by a time-out.
     """
     training = warm(Training(Topology.create(pipeline=2), handlers=[DATA]))
     if rank() == 0:
@@ -186,9 +181,6 @@ def test_a_failure_behind_a_launch_is_an_error_now_and_all_go_on() -> None:
     else:
         assert failed == (f"{ELSEWHERE}rank 0: {why}" if rank() else why)
     warm(training)
-
-
-# A rank that is gone.
 
 
 def one_is_killed() -> None:

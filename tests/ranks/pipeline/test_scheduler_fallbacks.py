@@ -20,8 +20,6 @@ from tests.support.pipeline.twins import Twins, tied
 
 pytestmark = pytest.mark.ranks(2)
 
-# What cannot wait.
-
 
 class Multiply(torch.autograd.Function):
     @staticmethod

@@ -90,10 +90,7 @@ def test_a_stage_may_keep_what_it_was_given(schedule: str) -> None:
 
 
 def test_a_hook_may_collect_what_a_stage_was_given() -> None:
-    """Buffers are as few as ever without it.
-
-    Issue 16, point 10 (runtime 6): 1 of 8 collected inputs was right on rank 1.
-    """
+    """Buffers are as few as ever without it."""
     modules, kept, (x, y) = [Layer(), Layer()], list[Tensor](), batch()
     with closing(make(*modules, num_microbatches=ROWS)) as scheduler:
         for _ in range(3):
@@ -131,9 +128,6 @@ def test_a_stage_may_return_the_same_memory_each_time(which: int) -> None:
             assert abs(train(frozen, x, target=y) - loss) <= MOST
 
 
-# What cannot be handed on.
-
-
 def as_dtensor(x: Tensor) -> Tensor:
     mesh = DeviceMesh("cpu", [rank()], _init_backend=False)
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -157,9 +151,6 @@ def test_what_cannot_be_sent_is_refused_in_words(
         said = outcome(partial(train, scheduler, x, target=y))
     assert said.startswith(ELSEWHERE if rank() else "StepError: stage 0 returned 'x' as a ")
     assert advice in said
-
-
-# Divisors, and what a result says of itself.
 
 
 def test_a_divisor_is_needed_where_the_loss_is() -> None:

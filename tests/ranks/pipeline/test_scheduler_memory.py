@@ -7,7 +7,6 @@ what the second matrix is multiplied with is kept for that matrix' gradient.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -24,13 +23,8 @@ from tests.support.gradients.cases import rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, watched
 
-Tensor = torch.Tensor
-
-# Peaks.
-
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", "zbv")
 MICROBATCHES = {2: (1, 2, 4, 7), 4: (1, 4, 8, 11)}
-NOTHING = {"saved": 0, "operands": 0}
 
 
 @dataclass
@@ -71,14 +65,6 @@ class Sine(nn.Module):
         return made
 
 
-def sine(stage: int) -> Stage:
-    return Stage(Sine(), stage)
-
-
-def recomputed_sine(stage: int) -> Stage:
-    return Stage(Sine(), stage, recompute=True)
-
-
 def step(scheduler: Scheduler) -> None:
     x = torch.ones(scheduler.schedule.num_microbatches, WIDTH)
     scheduler.step(x, target=x)
@@ -87,18 +73,20 @@ def step(scheduler: Scheduler) -> None:
 
 
 def measured(
-    schedule: str, microbatches: int, make_stage: Callable[[int], Stage] = sine
+    schedule: str, microbatches: int, module: type[nn.Module] = Sine, **of_stage: Any
 ) -> tuple[Counter[str], Scheduler]:
     """Takes three steps; returns the peaks of the last, behind which nothing is held."""
     global held  # noqa: PLW0603 - modules of this process note what they make
     options: dict[str, Any] = {"microbatches": microbatches, "handlers": ["noop"]}
     with watched(note):
-        scheduler = make(dist.get_world_size(), schedule, make_stage, **options)
+        scheduler = make(
+            dist.get_world_size(), schedule, lambda s: Stage(module(), s, **of_stage), **options
+        )
         for _ in range(3):
             held = Held()
             step(scheduler)
     scheduler.close()
-    assert held.alive == NOTHING
+    assert held.alive == {"saved": 0, "operands": 0}
     return held.peaks, scheduler
 
 
@@ -149,23 +137,16 @@ class HalfCheckpointed(Sine):
         return made
 
 
-def half_checkpointed(stage: int) -> Stage:
-    return Stage(HalfCheckpointed(), stage)
-
-
 @pytest.mark.ranks(2)
 def test_what_is_not_checkpointed_is_freed_with_the_inputs_gradients() -> None:
-    peaks, scheduler = measured("zb-h1", 7, half_checkpointed)
+    peaks, scheduler = measured("zb-h1", 7, HalfCheckpointed)
     assert peaks["saved"] == scheduler.proof.live_graphs[rank()]
-
-
-# Forwards that are run again.
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_stage_that_recomputes_holds_nothing_between_forward_and_backward(schedule: str) -> None:
-    peaks, _ = measured(schedule, 7, recomputed_sine)
+    peaks, _ = measured(schedule, 7, recompute=True)
     waiting = 1 + rank() if schedule == "zb-h1" else 0  # its weights' gradients are `rank` late
     assert (peaks["saved"], peaks["operands"]) == (0, waiting)
 

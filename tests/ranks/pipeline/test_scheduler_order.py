@@ -41,6 +41,7 @@ from tests.support.ranked import gathered
 
 TWO_EACH = (INTERLEAVED, "zbv", "zbv head_w_first")  # stages a rank
 TIED = ("tied", "placed")
+MUTANTS = "transfer.sending", "parameter-sync.updated", "comm-stream.result in Reducer.wait_for"
 RANKS, STREAMS = (2, 4), (True, False)
 CHECKED = [
     *pairwise((*SCHEDULES, *SPLIT), ("plain", "tied", "placed", "skips"), RANKS, STREAMS),
@@ -110,11 +111,7 @@ def test_no_access_is_left_to_luck(schedule: str, kind: str, streams: bool) -> N
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mutant", "kind"),
-    [
-        ("transfer.sending", "plain"),
-        ("parameter-sync.updated", "placed"),
-        ("comm-stream.result in Reducer.wait_for", "placed"),
-    ],
+    zip(MUTANTS, ("plain", "placed", "placed"), strict=True),
 )
 def test_what_nobody_holds_or_waits_for_is_seen(mutant: str, kind: str) -> None:
     """It would be no harm to a checker that did not see it."""

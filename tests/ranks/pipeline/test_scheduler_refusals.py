@@ -21,7 +21,6 @@ ENDED = timedelta(seconds=60)  # for ranks to end by themselves
 X = torch.ones(8, WIDTH)
 pytestmark = pytest.mark.ranks(4)
 
-# What a step is given.
 
 FEW = "tensors of {{{}}} rows cannot be cut into 4 microbatches"
 INPUTS: list[tuple[tuple[Any, ...], dict[str, Any], int, str]] = [
@@ -50,9 +49,6 @@ def test_wrong_inputs_are_refused(is_first: bool) -> None:
 def test_another_batch_size_is_taken() -> None:
     training = chain()
     assert [rows for rows in (8, 12, 5, 8) if not training.is_right(rows=rows)] == []
-
-
-# Losses.
 
 
 def test_a_loss_must_be_there_and_have_one_element() -> None:

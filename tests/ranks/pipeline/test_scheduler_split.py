@@ -1,10 +1,10 @@
-"""Split backward in a Scheduler: what is final when; mixtures; what happens around a step."""
+"""Split backward in a Scheduler: what is final when, and mixtures; see also test_scheduler_step."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,16 +27,12 @@ from tests.support.pipeline.schedulers import (
     MOST,
     batch,
     cut,
-    error,
     named,
     share,
     topology,
     wrong,
 )
 from tests.support.pipeline.twins import Twins
-from tests.support.rounding import ADAM_EPS
-
-# What is final, and what leaves, in order.
 
 MICROBATCHES = 6
 Event = tuple[str, Any]
@@ -103,13 +99,11 @@ def events_of(schedule: str, pipeline: int, handlers: Sequence[str]) -> tuple[li
 
 
 HEAD_FIRST = "zb-h1 head_w_first"
-FINAL = pytest.mark.parametrize(
-    ("schedule", "pipeline"), [(s, p) for s in ("zb-h1", HEAD_FIRST) for p in (2, 4)]
-)
 
 
 @pytest.mark.ranks(4)
-@FINAL
+@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize("schedule", ["zb-h1", HEAD_FIRST])
 def test_each_parameter_is_final_once_nothing_of_its_own_waits(
     schedule: str, pipeline: int
 ) -> None:
@@ -176,9 +170,6 @@ def test_a_tie_of_the_first_and_the_last_stage_of_zbv_costs_no_collective(schedu
         assert scheduler.sync.plan.launches == ()
 
 
-# Mixtures, and what happens around a step.
-
-
 def mixed(backwards: str, microbatches: int = 4) -> Schedule:
     """Returns a schedule of two stages: all forwards, then ``B0 I1 W1`` and so on."""
     actions = [(word[0], int(word[1:])) for word in backwards.split()]
@@ -219,47 +210,5 @@ def test_backward_may_be_split_for_some_microbatches(backwards: str) -> None:
     twins = Twins(schedule=mixed(backwards))
     for step in range(3):
         twins.step(step)
-        twins.compare(step)
-    assert wrong(twins.close(), MOST) == {}
-
-
-@pytest.mark.ranks(2)
-def test_around_a_step_all_is_as_in_one_process() -> None:
-    """Accumulates, clips, evaluates, divides by other numbers, and steps."""
-    twins = Twins(schedule="zb-h1")
-    mine = named(twins.stages)
-    optimizers = [
-        torch.optim.AdamW(dict.fromkeys(parameters), lr=1e-2, eps=ADAM_EPS)
-        for parameters in (mine.values(), twins.true.parameters())
-    ]
-    for step in range(3):
-        for part in range(2):
-            with nullcontext() if part else twins.scheduler.sync.accumulate():
-                tokens, target = batch(10 * step + part, 8)
-                loss = twins.scheduler.step(tokens, target=target, loss_divisor=8.0).loss
-                true_loss = loss_of(twins.true(tokens), target) / 2  # of four microbatches
-                true_loss.backward()
-                twins.errors[f"{step} loss {part}"] = error(loss, true_loss.detach())
-        norm = twins.scheduler.sync.clip_grad_norm_(0.1)
-        true_norm = nn.utils.clip_grad_norm_(twins.true.parameters(), 0.1)
-        twins.errors[f"{step} norm"] = error(norm, true_norm)
-        tokens, target = batch(step, 8)
-        evaluated = twins.scheduler.evaluate(tokens, target=target).loss
-        twins.errors[f"{step} evaluated"] = error(evaluated, loss_of(twins.true(tokens), target))
-        for optimizer in optimizers:
-            optimizer.step()
-        twins.compare(step)
-    theirs = dict(twins.true.named_parameters(remove_duplicate=False))
-    for name, parameter in mine.items():
-        twins.errors[name] = error(parameter.detach(), theirs[name].detach())
-    assert wrong(twins.close(), MOST) == {}
-
-
-@pytest.mark.ranks(2)
-def test_under_autocast_all_is_as_in_one_process() -> None:
-    twins = Twins(schedule="zb-h1")
-    for step in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            twins.step(step, num_parts=4)
         twins.compare(step)
     assert wrong(twins.close(), MOST) == {}

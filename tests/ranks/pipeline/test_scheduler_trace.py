@@ -29,8 +29,6 @@ from tests.support.ranked import gathered
 pytestmark = pytest.mark.ranks(4)
 
 
-# The trace.
-
 ACTION = re.compile(r"pipegrad (\d+[FBIW]\d+)")
 
 
@@ -184,8 +182,6 @@ def test_a_tie_is_summed_when_both_its_stages_have_ended_each_launching_at_its_o
         assert first.launches[0][0] < found.launches[0][1]  # a sum needs both
         assert drained < found.launches[0][1]
 
-
-# Host work.
 
 # Eight more than it was: who else holds a received buffer or an output is asked for each.
 MICROBATCHES, MOST_CALLS = 64, 68

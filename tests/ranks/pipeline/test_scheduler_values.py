@@ -34,9 +34,6 @@ X, Y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
 pytestmark = pytest.mark.ranks(2)
 
 
-# What cannot be cut.
-
-
 @pytest.mark.parametrize(
     ("x", "target", "by", "words"),
     [
@@ -61,10 +58,7 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(
 
 
 def test_what_is_declared_whole_is_not_cut_and_steps_say_so() -> None:
-    """A table of as many rows as the batch has, a dict, and a target that all get.
-
-    Issue 16, point 4: a table whose first size is the batch's was cut without a word.
-    """
+    """A table of as many rows as the batch has, a dict, and a target that all get."""
     first = Layer(lambda linear, x, rope, extra: linear(x * rope.sum() * extra["scale"]))
     options: dict[str, Any] = {
         "names": {0: (("x", "rope", "extra"),), 1: (("x",),)},
@@ -115,8 +109,6 @@ def test_a_table_that_is_cut_though_every_step_has_the_same_is_warned_of() -> No
         assert warning.filename == train.__code__.co_filename
 
 
-# Graphs of the caller's.
-
 ORDERS = pytest.mark.parametrize(
     "options", [{}, {"schedule": "zb-h1"}, {"recompute": True}], ids=["1f1b", "zb-h1", "recompute"]
 )
@@ -132,10 +124,7 @@ def encoded() -> tuple[list[Tensor], dict[str, nn.Parameter]]:
 
 @ORDERS
 def test_gradients_flow_once_into_what_inputs_were_made_of(options: dict[str, Any]) -> None:
-    """Inputs, a whole one, and the target come from an encoder that the caller trains.
-
-    Issue 16, point 13: M backwards ran into the caller's graph, which ends with the first.
-    """
+    """Inputs, a whole one, and the target come from an encoder that the caller trains."""
     modules, one = (
         [
             Layer(lambda linear, x, more, table: linear(x + more * table.sum())),
@@ -201,10 +190,7 @@ def test_a_step_of_frozen_parameters_runs(frozen: tuple[int, ...], options: dict
 
 
 def test_towers_in_another_order_than_a_chains_are_run() -> None:
-    """Two towers on one rank, the second first, and a head that takes both.
-
-    Issue 16, point 11: "1F0 needs 'x', which has not arrived", where no stage makes an x.
-    """
+    """Two towers on one rank, the second first, and a head that takes both."""
     first = "1F0 0F0 1F1 0F1 1B0 0B0 1B1 0B1"
     schedule = rows(first, "2F0 2F1 2B0 2B1", stages=(0, 0, 1), num_microbatches=2)
     modules, one = (
