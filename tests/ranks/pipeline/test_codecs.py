@@ -208,26 +208,6 @@ def test_errors_of_a_step_that_ranks_refuse_are_dropped() -> None:
         assert [first, train(scheduler, 2)] == expected
 
 
-class FailsBackward(nn.Module):
-    """Raises in one of its backwards, counted down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = layer()
-        self.told = 0
-
-    def forward(self, x: Tensor) -> Any:
-        out = self.module(x)
-        if out.requires_grad:
-            out.register_hook(self._count)
-        return out
-
-    def _count(self, _: Tensor) -> None:
-        self.told -= 1
-        if self.told == 0:
-            raise ValueError("no backward")
-
-
 def test_errors_of_a_failed_step_are_dropped_on_all_ranks() -> None:
     """They were added to the gradients of the next step, in place of those of the step before."""
 
@@ -240,12 +220,23 @@ def test_errors_of_a_failed_step_are_dropped_on_all_ranks() -> None:
         wanted = kept(never)
     assert bool(wanted) is (rank() > 0)
     for at in range(RANKS):
-        module = FailsBackward()
+        module, left = layer(), [0]
+
+        def fail(_: Tensor, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise ValueError("no backward")
+
+        def watch(_module: nn.Module, _inputs: object, out: Tensor, fail: Any = fail) -> None:
+            if out.requires_grad:
+                out.register_hook(fail)
+
+        module.register_forward_hook(watch)
         with closing(made("topk", module=module)) as scheduler:
             first = train(scheduler)
-            module.told = MICROBATCHES if rank() == at else 0
+            left[0] = MICROBATCHES if rank() == at else 0
             assert "no backward" in outcome(partial(train, scheduler, 1))
-            module.told = 0
+            left[0] = 0
             assert [first, *(train(scheduler, seed) for seed in (2, 3))] == expected
             assert kept(scheduler) == wanted
 
@@ -346,25 +337,17 @@ def test_a_message_that_a_codec_holds_is_not_overwritten(guarded: bool) -> None:
     assert all(same) is guarded  # else the test would not see it
 
 
-class Keeps(nn.Module):
-    """Keeps its inputs, and a copy of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.inputs: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, x: Tensor) -> Any:
-        self.inputs.append((x.detach(), x.detach().clone()))
-        return self.linear(x)
-
-
 @pytest.mark.parametrize("spec", [None, "int8", {"gradients": "topk"}], ids=str)
 def test_an_input_that_a_stage_keeps_is_not_overwritten(spec: Any) -> None:
     """The first eight bytes of a decoded value were erased when its buffer came back."""
-    torch.manual_seed(rank())
-    train_new(spec, 0, 1, 2, module=(module := Keeps()))
-    assert [torch.equal(x, copy) for x, copy in module.inputs] == [True] * 3 * MICROBATCHES
+    module, kept = layer(), list[tuple[Tensor, Tensor]]()
+
+    def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        kept.append((inputs[0].detach(), inputs[0].detach().clone()))
+
+    module.register_forward_pre_hook(keep)
+    train_new(spec, 0, 1, 2, module=module)
+    assert [torch.equal(x, copy) for x, copy in kept] == [True] * 3 * MICROBATCHES
 
 
 def test_a_message_may_begin_as_a_header_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_scaled_step_is_that_of_one_process(kind: str) -> None:
         sync = scheduler.sync
 
         def run(x: Tensor, y: Tensor) -> float:
-            loss = scheduler.step(x, target=y).loss.item()
+            loss = float(scheduler.step(x, target=y).loss)
             return loss if kind == "Scheduler" else loss / scaler.get_scale()
 
     scaler = pipegrad.GradScaler(sync, **options)

@@ -111,7 +111,7 @@ def test_no_access_is_left_to_luck(schedule: str, kind: str, streams: bool) -> N
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mutant", "kind"),
-    zip(MUTANTS, ("plain", "placed", "placed"), strict=True),
+    [*zip(MUTANTS, ("plain", "placed", "placed"), strict=True)],
 )
 def test_what_nobody_holds_or_waits_for_is_seen(mutant: str, kind: str) -> None:
     """It would be no harm to a checker that did not see it."""
