@@ -98,13 +98,6 @@ def run_test(
         function(monkeypatch=monkeypatch, **given)
 
 
-def gathered(value: T) -> list[T]:
-    """Returns the value of every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _rewritten(name: str, path: str) -> ModuleType:
     """Imports a test file as pytest does: a failed assert says its values."""
     if name not in sys.modules:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, codecs, measure_costs, simulate
-from pipegrad.comm import sync_points
 from pipegrad.interop.private import storage_holders
 from pipegrad.pipeline.coding import worth
 from pipegrad.pipeline.coding.latency import latency_shares
@@ -25,29 +24,31 @@ from pipegrad.pipeline.transfers.messages import MARK
 from pipegrad.schedules.measured import Times
 from pipegrad.simulation.auto import Auto
 from pipegrad.testing import OrderChecker
-from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
+from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.codecs import Fails, Holds, Marked, RefusesOdd, Single
+from tests.support.pipeline.layers import counted
+from tests.support.ranked import gathered
 
-TRIO: list[Case] = []
-trio = replies(3, TRIO)
 RANKS, WIDTH, ROWS, MICROBATCHES = 3, 32, 2, 4
-SHAPE = (ROWS, WIDTH)
+SHAPE, DOUBLE = (ROWS, WIDTH), torch.float64
+INT8, TOPK = "activations int8, gradients int8", {"gradients": "topk"}
+pytestmark = pytest.mark.ranks(RANKS)
 
 
-def layers(dtype: torch.dtype = torch.float32) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh()) for _ in range(RANKS)]
-
-
-def loss_of(out: Tensor, target: Tensor) -> Tensor:
-    return (out - target).float().square().mean()
+def layer(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(rank())
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh())
 
 
 def made(spec: Any, *, module: nn.Module | None = None, **options: Any) -> Scheduler:
-    stage = Stage(module or layers()[rank()], rank())
-    options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, "loss_fn": loss_of, **options}
-    options = {"handlers": ["data-parallel"], **options}
-    return Scheduler([stage], Topology.create(pipeline=RANKS), codecs=spec, **options)
+    options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, **options}
+    return Scheduler(
+        [options.pop("stage", None) or Stage(module or layer(), rank())],
+        Topology.create(pipeline=RANKS),
+        loss_fn=lambda out, target: (out - target).float().square().mean(),
+        codecs=spec,
+        **{"handlers": ["data-parallel"], **options},
+    )
 
 
 def batch(seed: int = 0, rows: int = ROWS * MICROBATCHES) -> tuple[Tensor, Tensor]:
@@ -55,55 +56,37 @@ def batch(seed: int = 0, rows: int = ROWS * MICROBATCHES) -> tuple[Tensor, Tenso
     return x, target
 
 
-def train(scheduler: Scheduler, seed: int = 0) -> list[int]:
-    """Takes a step from gradients of None; returns the bits of this rank's gradients."""
-    for record in scheduler.sync.records():
-        scheduler.sync.parameter(record).grad = None
-    x, target = batch(seed)
-    scheduler.step(x, target=target)
-    return bits(scheduler)
+def gradients(scheduler: Scheduler) -> list[Tensor]:
+    found = [scheduler.sync.parameter(r).grad for r in scheduler.sync.records()]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def bits(scheduler: Scheduler) -> list[int]:
-    gradients = [scheduler.sync.parameter(r).grad for r in scheduler.sync.records()]
-    return [x for g in gradients if g is not None for x in g.reshape(-1).view(torch.int32).tolist()]
+    return [x for g in gradients(scheduler) for x in g.reshape(-1).view(torch.int32).tolist()]
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Notes the bytes of each message that is sent."""
-    sent, send = list[int](), sync_points.Backend.send
-
-    def noted(self: Any, group: Any, tensor: Tensor, peer: int, tag: int) -> Any:
-        sent.append(tensor.nbytes)
-        return send(self, group, tensor, peer, tag)
-
-    with mock.patch.object(sync_points.Backend, "send", noted):
-        yield sent
-
-
-# Bytes.
-
-SPECS: dict[str, Any] = {
-    **{name: name for name in ("bf16", "fp8", "int8", "topk")},
-    "both": {"activations": "int8", "gradients": "topk"},
-    "one hop": {"0-1": "int8"},
-    "swapped": {"1-0": {"gradients": "bf16"}},
-    "none": {"1-2": None, (0, 1): "none"},
-}
+def train(
+    scheduler: Scheduler,
+    seed: int = 0,
+    *,
+    rows: int = ROWS * MICROBATCHES,
+    spoilt: float = 0.0,
+    **options: Any,
+) -> list[int]:
+    """Takes a step from gradients of None; returns the bits of this rank's gradients."""
+    parameters = [scheduler.sync.parameter(record) for record in scheduler.sync.records()]
+    for parameter in parameters:
+        parameter.grad = None
+    x, target = (t.to(parameters[0].dtype) for t in batch(seed, rows))
+    target[ROWS, 3] += spoilt
+    float(scheduler.step(x, target=target, **options).loss)
+    return bits(scheduler)
 
 
-@on(TRIO)
-def sent_bytes() -> Any:
-    found = {}
-    for name, spec in SPECS.items():
-        scheduler = made(spec)
-        train(scheduler)
-        with counted() as sent:
-            train(scheduler)
-        found[name] = sorted(sent)
-        scheduler.close()
-    return found
+def train_new(spec: Any, *seeds: int, **options: Any) -> list[list[int]]:
+    """Returns what steps of a new Scheduler find."""
+    with closing(made(spec, **options)) as scheduler:
+        return [train(scheduler, seed) for seed in seeds]
 
 
 def size(name: str | None) -> int:
@@ -112,26 +95,29 @@ def size(name: str | None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("spec", "expected"),
     [
         # For each rank what it sends to the next one, and to the one before.
         *((name, [[name], [name, name], [name]]) for name in ("bf16", "fp8", "int8")),
         ("topk", [[None], [None, "topk"], ["topk"]]),
-        ("both", [["int8"], ["int8", "topk"], ["topk"]]),
-        ("one hop", [["int8"], [None, "int8"], [None]]),
-        ("swapped", [[None], [None, "bf16"], [None]]),
-        ("none", [[None], [None, None], [None]]),
+        ({"activations": "int8", "gradients": "topk"}, [["int8"], ["int8", "topk"], ["topk"]]),
+        ({"0-1": "int8"}, [["int8"], [None, "int8"], [None]]),
+        ({"1-0": {"gradients": "bf16"}}, [[None], [None, "bf16"], [None]]),
+        ({"1-2": None, (0, 1): "none"}, [[None], [None, None], [None]]),
     ],
+    ids=str,
 )
 def test_messages_have_the_bytes_that_codecs_promise(
-    trio: Replies, name: str, expected: list[list[str | None]]
+    spec: Any, expected: list[list[str | None]]
 ) -> None:
-    for reply, own in zip(trio, expected, strict=True):
-        assert reply["sent_bytes"][name] == sorted([size(codec) for codec in own] * MICROBATCHES)
+    with closing(made(spec)) as scheduler:
+        train(scheduler)
+        with counted() as sent:
+            train(scheduler)
+    assert sorted(sent) == sorted([size(codec) for codec in expected[rank()]] * MICROBATCHES)
 
 
-@on(TRIO)
-def beside() -> Any:
+def test_what_is_not_of_floats_or_would_not_be_shorter_crosses_as_it_is() -> None:
     """Numbers of samples and masks cross with codecs beside values, and so do frozen stages'."""
     seen = []
 
@@ -150,659 +136,344 @@ def beside() -> Any:
 
     inputs = ["x", "mask", "ids", "scalar"]
     stage = Stage(Rest(), rank(), inputs, ["x"]) if rank() else Stage(First(), 0, ["x"], inputs)
-    scheduler = Scheduler(
-        [stage],
-        Topology.create(pipeline=RANKS),
-        schedule="1f1b",
-        num_microbatches=MICROBATCHES,
-        loss_fn=loss_of,
-        handlers=["noop"],
-        codecs="int8",
-    )
     x, target = batch()
-    for _ in range(2):
-        scheduler.step(x, target=target)
-    scheduler.close()
-    parts = [part for _ in range(2) for part in x.chunk(MICROBATCHES)]
-    return seen == [
+    with closing(made("int8", stage=stage, handlers=["noop"])) as scheduler:
+        for _ in range(2):
+            scheduler.step(x, target=target)
+    parts = [part for _ in range(2) for part in x.chunk(MICROBATCHES)] if rank() else []
+    assert seen == [
         ((p[:, 0] > 0).tolist(), list(range(ROWS)), float(p[:, 0].mean())) for p in parts
     ]
 
 
-def test_what_is_not_of_floats_or_would_not_be_shorter_crosses_as_it_is(trio: Replies) -> None:
-    assert [reply["beside"] for reply in trio] == [False, True, True]
+def test_schedulers_keep_their_own_errors() -> None:
+    alone = [train_new(spec, 0, 1, 2) for spec in ("int8", "topk")]
+    with closing(made("int8")) as one, closing(made("topk")) as other:
+        together = [[train(scheduler, seed) for scheduler in (one, other)] for seed in range(3)]
+    assert alone == [list(column) for column in zip(*together, strict=True)]
 
 
-@on(TRIO)
-def at_once() -> Any:
-    """Two Schedulers with other codecs, in turns, are what each is alone."""
-    alone, together = [], []
-    for spec in ("int8", "topk"):
-        scheduler = made(spec)
-        alone.append([train(scheduler, seed) for seed in range(3)])
-        scheduler.close()
-    both = made("int8"), made("topk")
-    found = [[train(scheduler, seed) for scheduler in both] for seed in range(3)]
-    together = [list(column) for column in zip(*found, strict=True)]
-    for scheduler in both:
-        scheduler.close()
-    return alone == together
-
-
-def test_schedulers_keep_their_own_errors(trio: Replies) -> None:
-    assert all(reply["at_once"] for reply in trio)
-
-
-# Values that are not finite.
-
-
-@on(TRIO)
-def not_finite() -> Any:
-    found = {}
-    for name in ("bf16", "fp8", "int8", "topk"):
-        for odd in (float("nan"), float("inf")):
-            scheduler = made({"gradients": name})
-            seen = []
-            x, target = batch()
-            spoilt = target.clone()
-            spoilt[ROWS * 2, 3] = odd
-            for given in (target, spoilt, target):
-                train_on(scheduler, x, given)
-                gradients = [scheduler.sync.parameter(r).grad for r in scheduler.sync.records()]
-                seen.append(all(bool(g.isfinite().all()) for g in gradients if g is not None))
-            found[f"{name} {odd}"] = seen
-            scheduler.close()
-    return found
-
-
-def train_on(scheduler: Scheduler, x: Tensor, target: Tensor) -> None:
-    for record in scheduler.sync.records():
-        scheduler.sync.parameter(record).grad = None
-    scheduler.step(x, target=target)
-
-
-def test_an_overflow_reaches_all_ranks_and_only_its_own_step(trio: Replies) -> None:
-    for reply in trio:
-        assert {tuple(seen) for seen in reply["not_finite"].values()} == {(True, False, True)}
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "topk"])
+def test_an_overflow_reaches_all_ranks_and_only_its_own_step(name: str) -> None:
+    for odd in (float("nan"), float("inf")):
+        with closing(made({"gradients": name})) as scheduler:
+            for spoilt in (0.0, odd, 0.0):
+                train(scheduler, spoilt=spoilt)
+                is_finite = all(bool(g.isfinite().all()) for g in gradients(scheduler))
+                assert is_finite is (spoilt == 0.0)
 
 
 # Failures.
 
-FAILING = [
-    *(
-        (f"{method} {carried}", at)
-        for method in ("encode", "decode")
-        for carried in ("activations", "gradients")
-        for at in (0, 1, 2)
-    ),
-]
 
-
-@on(TRIO)
-def failing() -> Any:
-    """For each method of a codec and each rank: a step that fails, and one that does not."""
-    found = {}
-    double = layers(torch.float64)
-    x, target = (t.double() for t in batch())
-    for method, at in FAILING:
-        scheduler = made(Fails, module=double[rank()])
-        train_on(scheduler, x, target)
-        if rank() == at:
-            Fails.told[method] = 2  # in the second microbatch
-        words = outcome(partial(train_on, scheduler, x, target))
-        Fails.told.clear()
-        train_on(scheduler, x, target)
-        found[f"{method} {at}"] = words, bits(scheduler)
-        scheduler.close()
-    fresh = made(Fails, module=double[rank()])
-    train_on(fresh, x, target)
-    expected = bits(fresh)
-    fresh.close()
-    return {name: (words, after == expected) for name, (words, after) in found.items()}
-
-
-def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right(
-    trio: Replies,
-) -> None:
+def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right() -> None:
+    (expected,) = train_new(Fails, 0, module=layer(DOUBLE))
     silent = {"encode activations": 2, "decode activations": 0}
     silent |= {"encode gradients": 0, "decode gradients": 2}
-    for method, at in FAILING:
-        for reply in trio:
-            words, is_right = reply["failing"][f"{method} {at}"]
-            assert is_right, (method, at)
-            assert (f"no {method}" in words) is (silent[method] != at), (method, at, words)
+    with closing(made(Fails, module=layer(DOUBLE))) as scheduler:
+        train(scheduler)
+        for method in silent:
+            for at in range(RANKS):
+                if rank() == at:
+                    Fails.told[method] = 2  # in the second microbatch
+                said = outcome(partial(train, scheduler))
+                Fails.told.clear()
+                assert (f"no {method}" in said) is (silent[method] != at), (method, at)
+                assert train(scheduler) == expected
 
 
-@on(TRIO)
-def refusing_shapes() -> Any:
-    """Three steps, of which the second has values that the codec of gradients refuses."""
-    double, found = layers(torch.float64), {}
-    odd = [t.double() for t in batch(rows=(ROWS + 1) * MICROBATCHES)]
-    even = [t.double() for t in batch()]
-    for carried in ("activations", "gradients"):
-        scheduler = made({carried: RefusesOdd}, module=double[rank()])
-        words = []
-        for x, target in (even, odd, even):
-            words.append(outcome(partial(train_on, scheduler, x, target)))
-        after = bits(scheduler)
-        scheduler.close()
-        fresh = made({carried: RefusesOdd}, module=double[rank()])
-        train_on(fresh, *even)
-        found[carried] = words, after == bits(fresh)
-        fresh.close()
-    return found
-
-
-def test_a_codec_may_refuse_a_shape_of_a_later_step(trio: Replies) -> None:
+@pytest.mark.parametrize("carried", ["activations", "gradients"])
+def test_a_codec_may_refuse_a_shape_of_a_later_step(carried: str) -> None:
     """It was asked for the gradient when the value had perhaps left, so no rank could go on."""
-    for reply in trio:
-        for (first, second, third), is_right in reply["refusing_shapes"].values():
-            assert (first, third, is_right) == ("None", "None", True)
-            assert "no odd rows" in second
+    (expected,) = train_new({carried: RefusesOdd}, 0, module=layer(DOUBLE))
+    with closing(made({carried: RefusesOdd}, module=layer(DOUBLE))) as scheduler:
+        train(scheduler)
+        odd = partial(train, scheduler, rows=(ROWS + 1) * MICROBATCHES)
+        assert "no odd rows" in outcome(odd)
+        assert train(scheduler) == expected
 
 
-def lossy(scheduler: Scheduler, x: Tensor, target: Tensor) -> float:
-    return float(scheduler.step(x, target=target, loss_divisor=1.0 + rank()).loss)
-
-
-@on(TRIO)
-def disagreeing() -> Any:
-    """Replicas that divide by different numbers, in a first step and in a later one."""
-    found = {}
-    expected = made("int8")
-    steps = [train(expected, seed) for seed in (0, 2)]
-    expected.close()
-    for later in (False, True):
-        scheduler = made("int8")
-        own = [train(scheduler, 0)] if later else []
-        x, target = batch(1)
-        words = outcome(partial(lossy, scheduler, x, target))
-        dropped = not bits(scheduler)
-        own += [train(scheduler, seed) for seed in ((2,) if later else (0, 2))]
-        found[later] = words, dropped, own == steps
-        scheduler.close()
-    return found
-
-
-def test_errors_of_a_step_that_ranks_refuse_are_dropped(trio: Replies) -> None:
+def test_errors_of_a_step_that_ranks_refuse_are_dropped() -> None:
     """They were added to the gradients of the next step, after an error on all ranks."""
-    for reply in trio:
-        words, dropped, is_same = reply["disagreeing"][False]
-        assert "ranks disagree on loss_divisor" in words
-        assert (dropped, is_same) == (True, True)
-        words, _, is_same = reply["disagreeing"][True]
-        assert "loss_divisor differs" in words
-        assert is_same
+    expected = train_new("int8", 0, 2)
+    refused: Any = {"loss_divisor": 1.0 + rank()}
+    with closing(made("int8")) as scheduler:
+        said = outcome(partial(train, scheduler, 1, **refused))
+        assert "ranks disagree on loss_divisor" in said
+        assert not bits(scheduler)
+        assert [train(scheduler, seed) for seed in (0, 2)] == expected
+    with closing(made("int8")) as scheduler:
+        first = train(scheduler)
+        assert "loss_divisor differs" in outcome(partial(train, scheduler, 1, **refused))
+        assert [first, train(scheduler, 2)] == expected
 
 
-class FailsBackward(nn.Module):
-    """Raises in one of its backwards, counted down."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.told = 0
-
-    def forward(self, x: Tensor) -> Any:
-        out = self.module(x)
-        if out.requires_grad:
-            out.register_hook(self._count)
-        return out
-
-    def _count(self, _: Tensor) -> None:
-        self.told -= 1
-        if self.told == 0:
-            raise ValueError("no backward")
-
-
-@on(TRIO)
-def failed_errors() -> Any:
-    """A step fails in a last microbatch; later steps are compared with those of another one."""
-    never = made("topk")
-    train(never, 0)
-    expected = [train(never, seed) for seed in (2, 3)]
-    kept = never.state_dict()["codecs"] if rank() else {}
-    never.close()
-    found = {}
-    for at in range(RANKS):
-        module = FailsBackward(layers()[rank()])
-        scheduler = made("topk", module=module)
-        train(scheduler, 0)
-        module.told = MICROBATCHES if rank() == at else 0
-        words = outcome(partial(read, scheduler, 1))
-        module.told = 0
-        steps = [train(scheduler, seed) for seed in (2, 3)]
-        errors = scheduler.state_dict()["codecs"]["errors"] if rank() else {}
-        scheduler.close()
-        same = all(torch.equal(error, kept["errors"][key]) for key, error in errors.items())
-        found[at] = words, steps == expected, same and len(errors) == len(kept.get("errors", {}))
-    return found
-
-
-def read(scheduler: Scheduler, seed: int) -> float:
-    x, target = batch(seed)
-    return float(scheduler.step(x, target=target).loss)
-
-
-def test_errors_of_a_failed_step_are_dropped_on_all_ranks(trio: Replies) -> None:
+def test_errors_of_a_failed_step_are_dropped_on_all_ranks() -> None:
     """They were added to the gradients of the next step, in place of those of the step before."""
+
+    def kept(scheduler: Scheduler) -> dict[str, list[float]]:
+        errors = scheduler.state_dict().get("codecs", {}).get("errors", {})
+        return {name: error.tolist() for name, error in errors.items()}
+
+    with closing(made("topk")) as never:
+        expected = [train(never, seed) for seed in (0, 2, 3)]
+        wanted = kept(never)
+    assert bool(wanted) is (rank() > 0)
     for at in range(RANKS):
-        for reply in trio:
-            words, is_same, keeps = reply["failed_errors"][at]
-            assert "no backward" in words
-            assert is_same
-            assert keeps
+        module, left = layer(), [0]
+
+        def fail(_: Tensor, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise ValueError("no backward")
+
+        def watch(_module: nn.Module, _inputs: object, out: Tensor, fail: Any = fail) -> None:
+            if out.requires_grad:
+                out.register_hook(fail)
+
+        module.register_forward_hook(watch)
+        with closing(made("topk", module=module)) as scheduler:
+            first = train(scheduler)
+            left[0] = MICROBATCHES if rank() == at else 0
+            assert "no backward" in outcome(partial(train, scheduler, 1))
+            left[0] = 0
+            assert [first, *(train(scheduler, seed) for seed in (2, 3))] == expected
+            assert kept(scheduler) == wanted
 
 
-@on(TRIO)
-def wrong_sizes() -> Any:
-    found = []
-    for size in (-1, 3.5, None):
-        Fails.size = size
-        scheduler = made(Fails, module=layers(torch.float64)[rank()])
-        x, target = (t.double() for t in batch())
-        found.append(outcome(partial(train_on, scheduler, x, target)))
-        scheduler.close()
-    Fails.size = None
-    return found
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [(-1, "is -1, expected a number of bytes"), (3.5, "is 3.5, expected"), (None, "[")],
+)
+def test_a_size_that_is_none_is_refused_on_all_ranks(
+    size: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fails, "size", size)
+    with closing(made(Fails, module=layer(DOUBLE))) as scheduler:
+        said = outcome(partial(train, scheduler))
+    assert says in said
+    assert ("nbytes() of" in said) is (size is not None)
 
 
-def test_a_size_that_is_none_is_refused_on_all_ranks(trio: Replies) -> None:
-    for reply in trio:
-        negative, half, right = reply["wrong_sizes"]
-        assert "nbytes() of" in negative
-        assert "is -1, expected a number of bytes" in negative
-        assert "is 3.5, expected" in half
-        assert right == "None"
-
-
-@on(TRIO)
-def refused() -> Any:
-    specs: list[Any] = [
-        "int8" if rank() else "fp8",
-        {"name": "topk", "fraction": 0.1 * (1 + rank())},
-        {"0-3": "int8"},
-        {"0-2": "int8"},
-        {"activations": "topk"},
-        "int9",
-        {"name": "int8", "feedbak": True},
-        {"name": "topk", "fraction": 2},
-        {"0-1": "int8", (1, 0): "fp8"},
-        {"auto": "int8", "0-1": "int8"},
-        {"activation": "int8"},
-        3,
-        ["int8"],
+def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
+    pairs = "expected pairs of pipeline ranks out of 0-1, 1-2"
+    nowhere, carried = "which nothing crosses", "expected 'activations' and 'gradients'"
+    specs: list[tuple[Any, str]] = [
+        ("int8" if rank() else "fp8", "ranks disagree on codecs"),
+        ({"name": "topk", "fraction": 0.1 * (1 + rank())}, "ranks disagree on codecs"),
+        ({"0-3": "int8"}, f"the hops 0-3, {nowhere}: {pairs}"),
+        ({"0-2": "int8"}, f"the hops 0-2, {nowhere}"),
+        ({"activations": "topk"}, "given for activations, and is for gradients alone"),
+        ("int9", "closest first: int8"),
+        ({"name": "int8", "feedbak": True}, "has no option 'feedbak'"),
+        ({"name": "topk", "fraction": 2}, "fraction is 2, expected a number above 0, at most 1"),
+        ({"0-1": "int8", (1, 0): "fp8"}, "name the hop 0-1 twice"),
+        ({"auto": "int8", "0-1": "int8"}, "'auto' beside ['0-1']"),
+        ({"activation": "int8"}, f"the key 'activation': {carried}, or hops"),
+        (3, "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec"),
+        (["int8"], "expected a concrete subclass"),
     ]
-    return [outcome(partial(made, spec)) for spec in specs]
-
-
-def test_what_does_not_fit_is_refused_in_words_on_all_ranks(trio: Replies) -> None:
-    assert all(reply["refused"] == trio[0]["refused"] for reply in trio)
-    words = [
-        "ranks disagree on codecs",
-        "ranks disagree on codecs",
-        "the hops 0-3, which nothing crosses: expected pairs of pipeline ranks out of 0-1, 1-2",
-        "the hops 0-2, which nothing crosses",
-        "given for activations, and is for gradients alone",
-        "closest first: int8",
-        "has no option 'feedbak'",
-        "fraction is 2, expected a number above 0, at most 1",
-        "name the hop 0-1 twice",
-        "'auto' beside ['0-1']",
-        "the key 'activation': expected 'activations' and 'gradients', or hops",
-        "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec",
-        "expected a concrete subclass",
-    ]
-    for found, expected in zip(trio[0]["refused"], words, strict=True):
-        assert expected in found
+    found = [outcome(partial(made, spec)) for spec, _ in specs]
+    assert [words for said, (_, words) in zip(found, specs, strict=True) if words not in said] == []
+    assert gathered(found) == [found] * RANKS
 
 
 # Errors of gradients.
 
 
-@on(TRIO)
-def resumed() -> Any:
-    """A Scheduler that goes on from a state, and one that was never interrupted."""
-    whole = made("topk")
-    found = [train(whole, seed) for seed in range(4)]
-    whole.close()
-    first = made("topk")
-    for seed in range(2):
-        train(first, seed)
-    x, target = batch(9)
-    first.evaluate(x, target=target)
-    state = first.state_dict()
-    first.close()
-    second, fresh = made("topk"), made("topk")
-    second.load_state_dict(state)
-    again = [train(second, seed) for seed in (2, 3)]
-    anew = [train(fresh, seed) for seed in (2, 3)]
-    codecs_kept = state.get("codecs", {})
-    odd = [{**codecs_kept, "errors": {"x": 1}}, {**codecs_kept, "cut": "another"}]
-    refusals = [
-        outcome(partial(second.load_state_dict, {"plan": "of another", "codecs": {}})),
-        *(
-            outcome(partial(second.load_state_dict, {**state, "codecs": each if rank() else {}}))
-            for each in odd
-        ),
+def test_a_resumed_scheduler_adds_the_errors_that_were_kept() -> None:
+    whole = train_new("topk", 0, 1, 2, 3)
+    with closing(made("topk")) as first:
+        assert [train(first, seed) for seed in range(2)] == whole[:2]
+        x, target = batch(9)
+        first.evaluate(x, target=target)
+        state = first.state_dict()
+    kept = state.get("codecs", {})
+    links = [[], [0], [1]][rank()]
+    assert sorted(kept.get("errors", {})) == [
+        f"{link} of {m}" for link in links for m in range(MICROBATCHES)
     ]
-    after = second.state_dict()
-    plain = made(None)
-    train(plain)
-    empty = plain.state_dict()
-    for scheduler in (second, fresh, plain):
-        scheduler.close()
-    kept = sorted(codecs_kept.get("errors", {}))
-    return found[2:] == again, found[2:] == anew, kept, refusals, after, empty
+    with closing(made("topk")) as second:
+        second.load_state_dict(state)
+        assert [train(second, seed) for seed in (2, 3)] == whole[2:]
+        for refused, words in (
+            ({"plan": "of another", "codecs": {}}, "of another plan"),
+            ({**kept, "errors": {"x": 1}}, "'x' is no error of a codec"),
+            ({**kept, "cut": "another"}, "what codecs kept is of another cut"),
+        ):
+            given = refused if "plan" in refused else {**state, "codecs": refused if rank() else {}}
+            assert words in outcome(partial(second.load_state_dict, given))
+        assert second.state_dict() == {}
+    # The last stage's own gradients see no codec of gradients.
+    assert (train_new("topk", 2, 3) == whole[2:]) is (rank() == 2)
+    with closing(made(None)) as plain:
+        train(plain)
+        assert plain.state_dict() == {}
 
 
-def test_a_resumed_scheduler_adds_the_errors_that_were_kept(trio: Replies) -> None:
-    for reply, links in zip(trio, ([], [0], [1]), strict=True):
-        is_same, is_fresh, kept, refusals, after, empty = reply["resumed"]
-        assert is_same
-        # The last stage's own gradients see no codec of gradients.
-        assert is_fresh is (reply is trio[2])
-        assert kept == [f"{link} of {m}" for link in links for m in range(MICROBATCHES)]
-        assert "of another plan" in refusals[0]
-        assert "'x' is no error of a codec" in refusals[1]
-        assert "what codecs kept is of another cut" in refusals[2]
-        assert after == empty == {}
-
-
-@on(TRIO)
-def other_shapes() -> Any:
+def test_errors_of_another_shape_are_dropped() -> None:
     """Batches of other sizes in between: their errors do not fit, and nothing of them is added."""
-    scheduler, found = made("topk"), []
-    for rows in (8, 12, 8, 4, 8):
-        x, target = batch(rows, rows)
-        train_on(scheduler, x, target)
-        found.append(bits(scheduler))
-    x, target = batch(1, 12)
-    scheduler.step(x, target=target, num_microbatches=6)
-    scheduler.close()
-    fresh = made("topk")
-    x, target = batch(8, 8)
-    train_on(fresh, x, target)
-    same = bits(fresh)
-    fresh.close()
-    return [row == same for row in found]
+    (expected,) = train_new("topk", 8)
+    with closing(made("topk")) as scheduler:
+        found = [train(scheduler, rows, rows=rows) for rows in (8, 12, 8, 4, 8)]
+        train(scheduler, 1, rows=12, num_microbatches=6)
+    assert [each == expected for each in found] == [True, False, True, False, True]
 
 
-def test_errors_of_another_shape_are_dropped(trio: Replies) -> None:
-    for reply in trio:
-        assert reply["other_shapes"] == [True, False, True, False, True]
-
-
-@on(TRIO)
-def held() -> Any:
-    """A codec that keeps messages gets others: no message is overwritten while it is held."""
-    found = []
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_message_that_a_codec_holds_is_not_overwritten(guarded: bool) -> None:
     # What is held adds holders. A guard that lets any number of them pass is no guard.
-    for holders in (storage_holders, lambda _: OWN_HOLDERS):
-        Holds.held.clear()
-        scheduler = made(Holds, module=layers(torch.float64)[rank()])
-        with mock.patch.object(ends, "storage_holders", holders):
-            for seed in range(3):
-                x, target = (t.double() for t in batch(seed))
-                train_on(scheduler, x, target)
-        scheduler.close()
-        found.append([torch.equal(held, copy) for held, copy in Holds.held])
-    return found
-
-
-def test_a_message_that_a_codec_holds_is_not_overwritten(trio: Replies) -> None:
-    for reply, num_channels in zip(trio, (1, 2, 1), strict=True):
-        guarded, unguarded = reply["held"]
-        assert guarded == [True] * 3 * num_channels * MICROBATCHES
-        assert False in unguarded  # so the test would see it
-
-
-class Keeps(nn.Module):
-    """Keeps its inputs, and a copy of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.inputs: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, x: Tensor) -> Any:
-        self.inputs.append((x.detach(), x.detach().clone()))
-        return self.linear(x)
-
-
-@on(TRIO)
-def kept_inputs() -> Any:
-    found = []
-    for spec in (None, "int8", {"gradients": "topk"}):
-        torch.manual_seed(rank())
-        module = Keeps()
-        scheduler = made(spec, module=module)
+    holders = storage_holders if guarded else lambda _: OWN_HOLDERS
+    Holds.held.clear()
+    with (
+        closing(made(Holds, module=layer(DOUBLE))) as scheduler,
+        mock.patch.object(ends, "storage_holders", holders),
+    ):
         for seed in range(3):
             train(scheduler, seed)
-        scheduler.close()
-        found.append([torch.equal(x, copy) for x, copy in module.inputs])
-    return found
+    same = [torch.equal(held, copy) for held, copy in Holds.held]
+    num_channels = (1, 2, 1)[rank()]
+    assert len(same) == 3 * num_channels * MICROBATCHES
+    assert all(same) is guarded  # else the test would not see it
 
 
-def test_an_input_that_a_stage_keeps_is_not_overwritten(trio: Replies) -> None:
+@pytest.mark.parametrize("spec", [None, "int8", {"gradients": "topk"}], ids=str)
+def test_an_input_that_a_stage_keeps_is_not_overwritten(spec: Any) -> None:
     """The first eight bytes of a decoded value were erased when its buffer came back."""
-    for reply in trio:
-        assert reply["kept_inputs"] == [[True] * 3 * MICROBATCHES] * 3
+    module, kept = layer(), list[tuple[Tensor, Tensor]]()
+
+    def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        kept.append((inputs[0].detach(), inputs[0].detach().clone()))
+
+    module.register_forward_pre_hook(keep)
+    train_new(spec, 0, 1, 2, module=module)
+    assert [torch.equal(x, copy) for x, copy in kept] == [True] * 3 * MICROBATCHES
 
 
-@on(TRIO)
-def marked() -> Any:
-    """Messages that begin as a header does."""
-    found = []
-    for spec in (Single, Marked):
-        Marked.mark = MARK
-        scheduler = made(spec, module=layers(torch.float64)[rank()])
-        x, target = (t.double() for t in batch())
-        for _ in range(2):
-            train_on(scheduler, x, target)
-        gradients = [scheduler.sync.parameter(r).grad for r in scheduler.sync.records()]
-        found.append([g.tolist() for g in gradients if g is not None])
-        scheduler.close()
-    return found[0] == found[1]
+def test_a_message_may_begin_as_a_header_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Marked, "mark", MARK)
+    plain, marked = (train_new(spec, 0, 0, module=layer(DOUBLE)) for spec in (Single, Marked))
+    assert plain == marked
 
 
-def test_a_message_may_begin_as_a_header_does(trio: Replies) -> None:
-    assert all(reply["marked"] for reply in trio)
-
-
-# Order.
-
-
-@on(TRIO)
-def ordered() -> Any:
-    found = []
-    for virtual_streams in (False, True):
-        with OrderChecker(virtual_streams=virtual_streams) as checker:
-            scheduler = made({"activations": "int8", "gradients": "topk"})
-            for seed in range(3):
-                train(scheduler, seed)
-            x, target = batch()
-            scheduler.evaluate(x, target=target)
-            scheduler.close()
-        found += list(map(str, checker.violations))
-    return found
-
-
-def test_no_access_is_left_to_luck(trio: Replies) -> None:
-    assert [reply["ordered"] for reply in trio] == [[], [], []]
+@pytest.mark.parametrize("streams", [False, True])
+def test_no_access_is_left_to_luck(streams: bool) -> None:
+    with (
+        OrderChecker(virtual_streams=streams) as checker,
+        closing(made({"activations": "int8", "gradients": "topk"})) as scheduler,
+    ):
+        for seed in range(3):
+            train(scheduler, seed)
+        x, target = batch()
+        scheduler.evaluate(x, target=target)
+    assert checker.violations == []
 
 
 # Hops that are chosen.
 
 
+def times(*hops: float) -> Times:
+    return Times((0.010,) * RANKS, (0.020,) * RANKS, hops)
+
+
 @contextmanager
-def measured(*times: Times) -> Iterator[None]:
+def measured(*told: Times) -> Iterator[None]:
     """Gives these times to steps, of which all is that of bytes."""
-    told = {"return_value": times[0]} if len(times) == 1 else {"side_effect": times}
+    options = {"return_value": told[0]} if len(told) == 1 else {"side_effect": told}
     with (
-        mock.patch.object(Layout, "times", **told),
+        mock.patch.object(Layout, "times", **options),
         mock.patch.object(worth, "latency_shares", return_value={}),
     ):
         yield
 
 
-def chosen(spec: Any, hops: tuple[float, float], **options: Any) -> tuple[str, list[int]]:
-    """Returns what was chosen by the times of a step, and the bytes that are sent then."""
-    scheduler = made(spec, **options)
-    times = Times((0.010,) * RANKS, (0.020,) * RANKS, hops)
-    with measured(times):
-        for seed in range(3):
-            train(scheduler, seed)
-    with counted() as sent:
-        train(scheduler, 3)
+@pytest.mark.parametrize(
+    ("spec", "schedule", "hops", "words", "expected"),
+    [
+        ("auto", "1f1b", (0.5, 0.0), f"0-1: {INT8}", [["int8"], ["int8", None], [None]]),
+        ("auto", "gpipe", (0.0, 0.5), f"1-2: {INT8}", [[None], ["int8", None], ["int8"]]),
+        ("auto", "1f1b", (0.0, 0.0), "none", [[None]] * 3),
+        ("auto", "auto", (0.5, 0.5), f"0-1: {INT8}; 1-2: {INT8}", [["int8"]] * 3),
+        ({"auto": TOPK}, "1f1b", (0.0, 0.5), "1-2: gradients topk", [[None], [None], ["topk"]]),
+    ],
+    ids=str,
+)
+def test_codecs_are_chosen_for_the_hops_where_they_save_time(
+    spec: Any, schedule: str, hops: Any, words: str, expected: list[list[str | None]]
+) -> None:
     x, target = batch()
-    with counted() as evaluated:
-        scheduler.evaluate(x, target=target)
-    words = str(scheduler.codecs)
-    assert not scheduler._wants_times
-    scheduler.close()
-    return words, sorted(set(sent + evaluated))
+    with closing(made(spec, schedule=schedule)) as scheduler:
+        with measured(times(*hops)):
+            for seed in range(3):
+                train(scheduler, seed)
+        with counted() as sent:
+            train(scheduler, 3)
+            scheduler.evaluate(x, target=target)
+        assert str(scheduler.codecs) == words
+        assert set(sent) == {size(codec) for codec in expected[rank()]}
+        assert not scheduler._wants_times
 
 
-@on(TRIO)
-def auto() -> Any:
-    return [
-        chosen("auto", (0.5, 0.0)),
-        chosen("auto", (0.0, 0.5), schedule="gpipe"),
-        chosen("auto", (0.0, 0.0)),
-        chosen("auto", (0.5, 0.5), schedule="auto"),
-        chosen({"auto": {"gradients": "topk"}}, (0.0, 0.5)),
-        outcome(partial(made, "auto", schedule="zbv")),
-    ]
+def test_codecs_are_not_chosen_for_two_stages_a_rank() -> None:
+    assert "one stage on each rank" in outcome(partial(made, "auto", schedule="zbv"))
 
 
-@on(TRIO)
-def not_made() -> Any:
-    """One rank alone cannot make the kinds of step with codecs."""
-    scheduler, fresh = made("auto"), made("int8")
-    times = Times((0.010,) * RANKS, (0.020,) * RANKS, (0.5, 0.5))
-    with measured(times):
-        plain = [train(scheduler) for _ in range(2)]
-        error = MemoryError("too large")
-        method = mock.Mock(side_effect=error) if rank() == 1 else StepKind.with_schedule
-        with mock.patch.object(StepKind, "with_schedule", method):
-            words = outcome(lambda: train(scheduler))
-        before = str(scheduler.codecs)
-        # The next step is measured once more, without codecs.
-        plain.append(train(scheduler))
-        coded = [train(scheduler) for _ in range(2)]
-    expected = [train(fresh) for _ in range(2)]
-    buffers = scheduler.receive_buffers, fresh.receive_buffers
-    scheduler.close()
-    fresh.close()
-    return words, before, plain == plain[:1] * 3, coded == expected, buffers
-
-
-def test_codecs_are_taken_on_all_ranks_or_on_none(trio: Replies) -> None:
+def test_codecs_are_taken_on_all_ranks_or_on_none() -> None:
     """The other ranks sent coded values to one that expected plain ones, and it was aborted."""
-    for reply in trio:
-        words, before, is_plain, is_coded, *_ = reply["not_made"]
-        assert "rank 1: MemoryError: too large" in words
-        assert before == "hops where it saves time: activations int8, gradients int8"
-        assert is_plain
-        assert is_coded
+    with closing(made("auto")) as scheduler, closing(made("int8")) as fresh:
+        with measured(times(0.5, 0.5)):
+            plain = [train(scheduler) for _ in range(2)]
+            error = MemoryError("too large")
+            method = mock.Mock(side_effect=error) if rank() == 1 else StepKind.with_schedule
+            with mock.patch.object(StepKind, "with_schedule", method):
+                said = outcome(partial(train, scheduler))
+            assert "rank 1: MemoryError: too large" in said
+            assert str(scheduler.codecs) == f"hops where it saves time: {INT8}"
+            # The next step is measured once more, without codecs.
+            assert [*plain, train(scheduler)] == plain[:1] * 3
+            coded = [train(scheduler) for _ in range(2)]
+        assert coded == [train(fresh) for _ in range(2)]
+        # Buffers of plain messages are freed.
+        assert scheduler.receive_buffers <= fresh.receive_buffers
 
 
-def test_buffers_of_plain_messages_are_freed_when_codecs_are_chosen(trio: Replies) -> None:
-    for reply in trio:
-        *_, (num_made, num_of_fresh) = reply["not_made"]
-        assert num_made <= num_of_fresh
-
-
-@on(TRIO)
-def remeasured() -> Any:
-    """The schedule is made of the times of a step with the codecs."""
-    scheduler, read = made("auto", schedule="auto"), list[tuple[str, Times]]()
-    planned = Auto.planned
+def test_a_measured_schedule_is_made_of_a_step_with_the_codecs() -> None:
+    """It was made of times that were computed, and that no step had shown."""
+    scheduler, read, planned = made("auto", schedule="auto"), list[Any](), Auto.planned
 
     def noted(self: Auto, times: Times) -> Auto:
         read.append((str(scheduler.codecs), times))
         return planned(self, times)
 
-    slow = Times((0.010,) * RANKS, (0.020,) * RANKS, (0.5, 0.5))
-    fast = Times((0.010,) * RANKS, (0.020,) * RANKS, (0.1, 0.1))
+    slow, fast = times(0.5, 0.5), times(0.1, 0.1)
     with measured(slow, fast), mock.patch.object(Auto, "planned", noted):
         for seed in range(4):
             train(scheduler, seed)
     scheduler.close()
-    return [(codecs, times == fast) for codecs, times in read]
+    assert read == [(f"0-1: {INT8}; 1-2: {INT8}", fast)]
 
 
-def test_a_measured_schedule_is_made_of_a_step_with_the_codecs(trio: Replies) -> None:
-    """It was made of times that were computed, and that no step had shown."""
-    both = "activations int8, gradients int8"
-    for reply in trio:
-        assert reply["remeasured"] == [(f"0-1: {both}; 1-2: {both}", True)]
+def test_the_lower_rank_of_a_hop_times_its_messages() -> None:
+    with closing(made(None)) as scheduler:
+        train(scheduler)
+        sizes = {(0, 1): 2**20, (1, 2): 8}
+        edges = scheduler._context.edges
+        shares = latency_shares(sizes, rank(), edges, torch.device("cpu"))
+        train(scheduler)
+    assert sorted(shares) == [(hop, hop + 1) for hop in (0, 1) if hop == rank()]
+    assert all(0 < share <= 1 for share in shares.values())
 
 
-@on(TRIO)
-def shares() -> Any:
-    scheduler = made(None)
-    train(scheduler)
-    edges = scheduler._context.edges
-    sizes = {(0, 1): 2**20, (1, 2): 8}
-    found = latency_shares(sizes, rank(), edges, torch.device("cpu"))
-    train(scheduler)
-    scheduler.close()
-    return found
-
-
-def test_the_lower_rank_of_a_hop_times_its_messages(trio: Replies) -> None:
-    found = [reply["shares"] for reply in trio]
-    assert [sorted(each) for each in found] == [[(0, 1)], [(1, 2)], []]
-    assert all(0 < share <= 1 for each in found for share in each.values())
-
-
-def test_codecs_are_chosen_for_the_hops_where_they_save_time(trio: Replies) -> None:
-    plain, coded, few = size(None), size("int8"), size("topk")
-    both = "activations int8, gradients int8"
-    sent = [
-        ([coded], [coded, plain], [plain]),
-        ([plain], [coded, plain], [coded]),
-        ([plain], [plain], [plain]),
-        ([coded], [coded], [coded]),
-        ([plain], [plain], [few]),
-    ]
-    words = [f"0-1: {both}", f"1-2: {both}", "none", f"0-1: {both}; 1-2: {both}"]
-    words += ["1-2: gradients topk"]
-    for at, reply in enumerate(trio):
-        *found, refusal = reply["auto"]
-        assert [name for name, _ in found] == words
-        assert [sizes for _, sizes in found] == [row[at] for row in sent]
-        assert "one stage on each rank" in refusal
-
-
-# Costs.
-
-
-@on(TRIO)
-def costs() -> Any:
+def test_measured_costs_have_the_bytes_of_messages() -> None:
     x, target = batch()
-    scheduler = made({"0-1": "int8", "1-2": {"gradients": "topk"}})
-    found = measure_costs(scheduler, x, target=target, links=False, repeats=1)
-    program = scheduler.program
-    crossing = {
-        (c.kind, c.source, c.target): found.crossing(program.links[c.link], c).num_bytes
+    with closing(made({"0-1": "int8", "1-2": {"gradients": "topk"}})) as scheduler:
+        costs = measure_costs(scheduler, x, target=target, links=False, repeats=1)
+        program = scheduler.program
+    found = {
+        (c.kind, c.source, c.target): costs.crossing(program.links[c.link], c).num_bytes
         for c in program.channels
     }
-    seconds = simulate(program, found).step_seconds
-    scheduler.close()
-    return crossing, found.to_json() == type(found).from_json(found.to_json()).to_json(), seconds
-
-
-def test_measured_costs_have_the_bytes_of_messages(trio: Replies) -> None:
-    for reply in trio:
-        crossing, is_saved, seconds = reply["costs"]
-        assert crossing == {
-            ("F", 0, 1): size("int8"),
-            ("B", 1, 0): size("int8"),
-            ("F", 1, 2): size(None),
-            ("B", 2, 1): size("topk"),
-        }
-        assert is_saved
-        assert seconds[0] > 0
+    expected = {("F", 0, 1): "int8", ("B", 1, 0): "int8", ("F", 1, 2): None, ("B", 2, 1): "topk"}
+    assert found == {crossing: size(name) for crossing, name in expected.items()}
+    assert costs.to_json() == type(costs).from_json(costs.to_json()).to_json()
+    assert simulate(program, costs).step_seconds[0] > 0

@@ -13,19 +13,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipegrad import GradientSync, Scheduler, Stage, Topology, attach
-from pipegrad.comm.agreement import slow_seconds
+from pipegrad.comm.agreement import slow_seconds, store
 from pipegrad.testing import run_ranks
-from tests.support.gradients.cases import Case, Replies, on, outcome, replies
+from tests.support.gradients.cases import outcome, rank
 
-TWO: list[Case] = []
-FOUR: list[Case] = []
-two, four = replies(2, TWO), replies(4, FOUR)
 CPU, WIDTH, ROWS, MICROBATCHES = torch.device("cpu"), 4, 4, 2
 
 
@@ -58,27 +56,18 @@ class Attached:
         return found
 
 
-@on(FOUR)
-def closed_and_attached_again() -> Any:
+@pytest.mark.ranks(4)
+def test_a_step_behind_close_is_refused_and_the_schedule_is_attached_again() -> None:
     """Two replicas, so that finish() has something to wait for."""
-    attached = Attached(Topology.create(pipeline=2))
-    found: dict[str, Any] = {}
-    for number in range(3):
+    attached, gradients = Attached(Topology.create(pipeline=2)), []
+    for _ in range(3):
         sync = attached.attach()
-        found[f"again {number}"] = attached.step()
+        gradients.append(attached.step())
         sync.close()
         sync.close()
-        found[f"closed {number}"] = outcome(attached.step)
-    return found
-
-
-def test_a_step_behind_close_is_refused_and_the_schedule_is_attached_again(four: Replies) -> None:
-    """Issue 16, point 3 (runtime 10): it hung, and a second attach was refused for ever."""
-    refusal = "StepError: this GradientSync is closed: make another one, on all ranks"
-    for reply in four:
-        found = reply["closed_and_attached_again"]
-        assert found["again 0"] == found["again 1"] == found["again 2"]
-        assert [found[f"closed {n}"] for n in range(3)] == [refusal] * 3
+        refusal = "StepError: this GradientSync is closed: make another one, on all ranks"
+        assert outcome(attached.step) == refusal
+    assert gradients[0] == gradients[1] == gradients[2]
 
 
 def scheduler(topology: Topology, layer: nn.Module, **options: Any) -> Scheduler:
@@ -93,90 +82,74 @@ def scheduler(topology: Topology, layer: nn.Module, **options: Any) -> Scheduler
     )
 
 
-def resources() -> dict[str, int]:
-    gc.collect()
-    return {
-        "threads": threading.active_count(),
-        "tasks": len(list(Path("/proc/self/task").iterdir())),
-        "files": len(list(Path("/proc/self/fd").iterdir())),
-    }
+def stepped(topology: Topology, layer: nn.Module) -> Scheduler:
+    """Returns a Scheduler that has taken a step."""
+    one, x = scheduler(topology, layer), torch.ones(ROWS, WIDTH)
+    float(one.step(*([] if topology.coordinate("pp") else [x]), target=x).loss)
+    return one
 
 
-@on(TWO)
-def schedulers() -> list[dict[str, int]]:
+@pytest.mark.ranks(2)
+def test_schedulers_leave_nothing() -> None:
     """One after the other on one module, closed and dropped in turns."""
     gc.collect()
     gc.freeze()
     topology, found = Topology.create(pipeline=2), []
-    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(ROWS, WIDTH)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
     for number in range(6):
-        one = scheduler(topology, layer)
-        one.step(*([] if topology.coordinate("pp") else [x]), target=x).loss  # noqa: B018
+        one = stepped(topology, layer)
         layer.zero_grad()
         if number % 2:
             one.close()
         del one
-        hooks = layer.weight._post_accumulate_grad_hooks
-        found.append(resources() | {"hooks": len(hooks or ())})
+        gc.collect()
+        files = [len([*Path("/proc/self", kind).iterdir()]) for kind in ("task", "fd")]
+        found.append((threading.active_count(), *files))
+        assert number < 2 or not layer.weight._post_accumulate_grad_hooks
         dist.barrier()
-    return found
+    gc.unfreeze()
+    assert found[2] == found[5]
 
 
-def test_schedulers_leave_nothing(two: Replies) -> None:
-    """Issue 16, point 2 (runtime 3): 3 to 9 threads and 5 to 17 files each, and all gradients."""
-    for reply in two:
-        assert reply["schedulers"][2] == reply["schedulers"][5]
-        assert reply["schedulers"][5]["hooks"] == 0
-
-
-@on(TWO)
-def dropped_without_gc() -> bool:
-    topology = Topology.create(pipeline=2)
-    layer, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(ROWS, WIDTH)
+@pytest.mark.ranks(2)
+def test_a_dropped_scheduler_ends_at_once() -> None:
+    """A cycle kept its threads until the garbage was collected."""
+    topology, layer = Topology.create(pipeline=2), nn.Linear(WIDTH, WIDTH, bias=False)
     gc.collect()
     gc.disable()
-    one = scheduler(topology, layer)
-    one.step(*([] if topology.coordinate("pp") else [x]), target=x).loss  # noqa: B018
+    one = stepped(topology, layer)
     held = weakref.ref(one.sync)
     del one
     is_freed = held() is None
     gc.enable()
     dist.barrier()
-    return is_freed
+    assert is_freed
 
 
-def test_a_dropped_scheduler_ends_at_once(two: Replies) -> None:
-    """A cycle kept its threads until the garbage was collected."""
-    assert [reply["dropped_without_gc"] for reply in two] == [True, True]
-
-
-@on(TWO)
-def late() -> list[str]:
-    """Rank 1 comes 2 s late; the ranks were told to wait for 1 s, then for 20."""
-    topology, found = Topology.create(pipeline=2), []
-    layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    for seconds in (1, 20):
-        for make in (
-            lambda: scheduler(topology, layer, agree_seconds=seconds).close(),  # noqa: B023
-            lambda: Attached(topology).attach(agree_seconds=seconds).close(),  # noqa: B023
-        ):
-            dist.barrier()
-            if dist.get_rank() == 1:
-                time.sleep(2)
-            found.append(outcome(make))
-    return found
-
-
-def test_ranks_wait_for_each_other_as_long_as_they_are_told(two: Replies) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["Scheduler", "attach"])
+def test_ranks_wait_for_each_other_as_long_as_they_are_told(name: str) -> None:
     """Issue 16, point 10 (2.5, runtime 5): 60 s, whatever agree_seconds said."""
-    for reply in two:
-        first, second, *others = reply["late"]
-        assert first == (
-            "AgreementError: Scheduler: nothing heard from ranks [1] within 1 s; look at their "
-            "output, they failed or are stuck before this point"
-        )
-        assert second == first.replace("Scheduler", "attach")
-        assert others == ["None", "None"]
+    topology, layer = Topology.create(pipeline=2), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def make(seconds: float) -> None:
+        if name == "attach":
+            Attached(topology).attach(agree_seconds=seconds).close()
+        else:
+            scheduler(topology, layer, agree_seconds=seconds).close()
+
+    # Rank 1 comes when rank 0 has waited in vain.
+    if rank() == 1:
+        store().wait([f"{name} failed"], timedelta(seconds=60))
+    said = outcome(lambda: make(0.5))
+    store().set(f"{name} failed", "")
+    assert said == (
+        f"AgreementError: {name}: nothing heard from ranks [1] within 0.5 s; look at their "
+        "output, they failed or are stuck before this point"
+    )
+    dist.barrier()
+    time.sleep(rank())
+    make(60.0)
 
 
 def patience() -> list[float]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.pipeline.measure import measure_hops
-from pipegrad.testing import run_ranks
+from tests.support.ranked import gathered
 
-SLOW_SECONDS = 0.05
+SLOW_SECONDS = 0.2
 
 
 class SlowHop(sync_points.Backend):
@@ -24,21 +25,15 @@ class SlowHop(sync_points.Backend):
         return super().send(group, tensor, peer, tag)
 
 
-def measured() -> tuple[float, ...]:
-    with sync_points.using(SlowHop()):
-        return measure_hops(Topology.create(pipeline=3), num_bytes=2**16, repeats=3)
-
-
+@pytest.mark.ranks(3)
 def test_each_hop_is_measured_by_itself_and_told_to_all() -> None:
-    first, *others = run_ranks(measured, 3)
-    assert others == [first] * 2
-    fast, slow = first
+    with sync_points.using(SlowHop()):
+        found = measure_hops(Topology.create(pipeline=3), num_bytes=2**16, repeats=3)
+    assert gathered(found) == [found] * 3
+    fast, slow = found
     assert 0 < fast < SLOW_SECONDS <= slow
 
 
+@pytest.mark.ranks(2)
 def test_a_pipeline_of_one_rank_has_no_hops() -> None:
-    assert run_ranks(measured_alone, 2) == [(), ()]
-
-
-def measured_alone() -> tuple[float, ...]:
-    return measure_hops(Topology.create(pipeline=1), num_bytes=4)
+    assert measure_hops(Topology.create(pipeline=1), num_bytes=4) == ()

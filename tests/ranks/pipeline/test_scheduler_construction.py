@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,52 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.schedules import Schedule
-from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
-from tests.support.pipeline.scales import NUM_MICROBATCHES, NUM_STAGES, SECONDS, Scale, chain, told
+from tests.support.gradients.cases import outcome, rank
+from tests.support.pipeline.scales import NUM_MICROBATCHES, NUM_STAGES, Scale, chain
+from tests.support.ranked import gathered
 from tests.support.schedules.programs import rows
 
-PIPELINE: list[Case] = []
-pipeline = replies(4, PIPELINE)
-
-
-def schedule(*texts: str, num_microbatches: int = 1) -> Schedule:
-    return rows(*texts, stages=(0, 1, 2, 3), num_microbatches=num_microbatches)
-
-
-CYCLE = schedule(
-    "0F0 0B0 0F1 0B1",
-    "1F0 1F1 1B0 1B1",
-    "2F0 2F1 2B0 2B1",
-    "3F0 3F1 3B0 3B1",
-    num_microbatches=2,
-)
-WRONG: dict[str, tuple[Schedule, list[str], list[str]]] = {  # what is said, what is marked
-    "cycle": (
-        CYCLE,
-        ["cannot go on: ranks and the actions whose inputs never come"],
-        [">0B0<", ">1F1<"],
-    ),
-    "missing backward": (
-        schedule("0F0 0B0", "1F0 1B0", "2F0", "3F0 3B0"),
-        ["is not complete", "stage 2 microbatch 0 has ['F']"],
-        [">2F0<"],
-    ),
-    "doubled": (
-        schedule("0F0 0B0", "1F0 1B0 1B0", "2F0 2B0", "3F0 3B0"),
-        ["is not complete", "1B0 2 times"],
-        [">1B0<"],
-    ),
-    "backward first": (
-        schedule("0F0 0B0", "1F0 1B0", "2F0 2B0", "3B0 3F0"),
-        ["cannot go on: ranks and the actions whose inputs never come", "3: '3B0'"],
-        [">3B0<"],
-    ),
-    "elsewhere": (
-        schedule("0F0 0B0 1F0", "1B0", "2F0 2B0", "3F0 3B0"),
-        ["is not complete", "1F0 on rank 0"],
-        [">1F0<"],
-    ),
-}
+pytestmark = pytest.mark.ranks(NUM_STAGES, seconds=50)  # less than ranks wait for each other
+DISAGREE = "AgreementError: ranks disagree on the schedule"
 
 
 class Wrapped(DistributedDataParallel):
@@ -71,113 +31,116 @@ class Wrapped(DistributedDataParallel):
         self.module = module
 
 
-class Refusals:
-    """Constructs what is refused; counts process groups that were made for it."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-
-    def __call__(self, *stages: Stage, **options: Any) -> tuple[str, int, bool]:
-        own = self.topology.coordinate("pp")
-        given = list(stages) or [Stage(Scale(own), own)]
-        options = {"schedule": "1f1b", "handlers": ["noop"], **options}
-        if not isinstance(options["schedule"], Schedule):
-            options = {"num_microbatches": NUM_MICROBATCHES, **options}
-        began = time.monotonic()
-        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
-            said = outcome(partial(Scheduler, given, self.topology, **options))
-        return said, made.call_count, time.monotonic() - began < SECONDS
+def stage(inputs: Sequence[str] = ("x",), outputs: Sequence[str] = ("x",)) -> Stage:
+    return Stage(Scale(rank()), rank(), inputs, outputs)
 
 
-@on(PIPELINE)
-def constructions() -> Any:
+def placed(number: int) -> Stage:
+    return Stage(Scale(number), number)
+
+
+def refusal(*words: str, stages: Any = (), pipeline: int = NUM_STAGES, **options: Any) -> str:
+    """Constructs what is refused before any group is made; returns what all ranks say.
+
+    Args:
+        *words: They are in it.
+        stages: Of this rank; None for what is right.
+        pipeline: Number of stages.
+        **options: Of the Scheduler.
+    """
+    topology = Topology.create(pipeline=pipeline)
+    options = {"schedule": "1f1b", "handlers": ["noop"], **options}
+    if not isinstance(options["schedule"], Schedule):
+        options = {"num_microbatches": NUM_MICROBATCHES, **options}
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        said = outcome(partial(Scheduler, stages or [stage()], topology, **options))
+    assert made.call_count == 0
+    assert gathered(said) == [said] * NUM_STAGES
+    assert [part for part in words if part not in said] == []
+    return said
+
+
+def test_stages_that_are_misplaced_are_refused() -> None:
     here = rank()
-    refused = Refusals(Topology.create(pipeline=NUM_STAGES))
-
-    def stage(inputs: Sequence[str] = ("x",), outputs: Sequence[str] = ("x",)) -> Stage:
-        return Stage(Scale(here), here, inputs, outputs)
-
-    def special(at: int, special: Stage) -> tuple[Stage, ...]:
-        return (special,) if here == at else ()
-
-    other_stage = (here + 1) % NUM_STAGES
-    found = {
-        "misplaced": refused(Stage(Scale(other_stage), other_stage)),
-        "one misplaced": refused(*special(1, Stage(Scale(2), 2))),
-        "doubled stage": refused(stage(), stage()),
-        "schedules": refused(schedule="1f1b" if here else "gpipe"),
-        "num_microbatches": refused(num_microbatches=4 + (here == 2)),
-        "no num_microbatches": refused(num_microbatches=None),
-        "depth": refused(depth=2 + (here == 3)),
-        "unknown schedule": refused(schedule="2f2b"),
-        "other size": refused(schedule=rows("0F0 0B0", "1F0 1B0")),
-        "no edge": refused(stage(["xyyx"[here]], ["xyxx"[here]])),
-        "doubled input": refused(*special(2, stage(["x", "x"]))),
-        "doubled output": refused(*special(1, stage(["x"], ["x", "x"]))),
-        "no input": refused(*special(1, stage([]))),
-        "wrapped": refused(*special(1, Stage(Wrapped(Scale(1)), 1))),
-        "wrapped inside": refused(*special(2, Stage(nn.Sequential(Wrapped(Scale(2))), 2))),
-        "wasted": refused(*special(1, stage(["x"], ["x", "side"]))),
-        **{name: refused(schedule=wrong) for name, (wrong, _, _) in WRONG.items()},
-    }
-    return found, chain().is_right()
+    misplaced = "rank 1: TopologyError: schedule '1f1b' places stages [1] on this rank"
+    refusal(misplaced, "[2]", stages=[placed((here + 1) % NUM_STAGES)])
+    refusal(misplaced, stages=[placed(2 if here == 1 else here)])
+    doubled = "TopologyError: schedule '1f1b' places stages [0]"
+    refusal(doubled, "which has [0, 0]", stages=[stage(), stage()])
+    assert chain().is_right()  # ranks that were refused can construct a good one
 
 
-REFUSED = {
-    "misplaced": ["rank 1: TopologyError: schedule '1f1b' places stages [1] on this rank", "[2]"],
-    "one misplaced": ["rank 1: TopologyError: schedule '1f1b' places stages [1] on this rank"],
-    "doubled stage": ["TopologyError: schedule '1f1b' places stages [0]", "which has [0, 0]"],
-    "schedules": ["AgreementError: ranks disagree on the schedule", "ranks [0]", "ranks [1, 2, 3]"],
-    "num_microbatches": ["AgreementError: ranks disagree on the schedule", "ranks [2]"],
-    "no num_microbatches": ["ScheduleError: num_microbatches is missing"],
-    "depth": ["AgreementError: ranks disagree on the schedule", "depth 2", "depth 3"],
-    "unknown schedule": ["PluginNotFoundError: ", "'2f2b'", "1f1b"],
-    "other size": ["ScheduleError: schedule 'mine' is of 2 ranks", "asked for are 4"],
-    "no edge": ["ScheduleError: stage 0 makes ['x'], which no later stage takes"],
-    "doubled input": ["ScheduleError: stage 2 has the inputs ['x', 'x']"],
-    "doubled output": ["ScheduleError: stage 1 has the outputs ['x', 'x']"],
-    "no input": ["ScheduleError: stage 1 has the inputs []"],
-    "wrapped": ["rank 1: TopologyError: stage 1 has a Wrapped, which wants a backward"],
-    "wrapped inside": ["rank 2: TopologyError: stage 2 has a Wrapped, which wants a backward"],
-    "wasted": ["ScheduleError: stage 1 makes ['side'], which no later stage takes"],
-    **{name: ["ScheduleError: schedule 'mine'", *said] for name, (_, said, _) in WRONG.items()},
-}
+def test_options_that_differ_or_do_not_fit_are_refused() -> None:
+    here = rank()
+    refusal(DISAGREE, "ranks [0]", "ranks [1, 2, 3]", schedule="1f1b" if here else "gpipe")
+    refusal(DISAGREE, "ranks [2]", num_microbatches=4 + (here == 2))
+    refusal(DISAGREE, "depth 2", "depth 3", depth=2 + (here == 3))
+    refusal("ScheduleError: num_microbatches is missing", num_microbatches=None)
+    refusal("PluginNotFoundError: ", "'2f2b'", "1f1b", schedule="2f2b")
+    of_two = rows("0F0 0B0", "1F0 1B0")
+    refusal("ScheduleError: schedule 'mine' is of 2 ranks", "asked for are 4", schedule=of_two)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_on_all_ranks_alike_before_any_group_is_made(
-    name: str, pipeline: Replies
+@pytest.mark.parametrize(
+    ("at", "names", "words"),
+    [
+        (2, (["x", "x"],), "stage 2 has the inputs ['x', 'x']"),
+        (1, (["x"], ["x", "x"]), "stage 1 has the outputs ['x', 'x']"),
+        (1, ([],), "stage 1 has the inputs []"),
+        (1, (["x"], ["x", "side"]), "stage 1 makes ['side'], which no later stage takes"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(at: int, names: Any, words: str) -> None:
+    refusal(f"ScheduleError: {words}", stages=[stage(*(names if rank() == at else ()))])
+
+
+def test_stages_that_are_not_connected_are_refused() -> None:
+    words = "ScheduleError: stage 0 makes ['x'], which no later stage takes"
+    refusal(words, stages=[stage(["xyyx"[rank()]], ["xyxx"[rank()]])])
+
+
+def test_stages_in_a_wrapper_that_wants_a_backward_are_refused() -> None:
+    for at, module in ((1, Wrapped(Scale(1))), (2, nn.Sequential(Wrapped(Scale(2))))):
+        words = f"rank {at}: TopologyError: stage {at} has a Wrapped, which wants a backward"
+        refusal(words, stages=[Stage(module, at)] if rank() == at else ())
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted", "marked"),
+    [
+        (
+            ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B0 2B1", "3F0 3F1 3B0 3B1"),
+            ["cannot go on: ranks and the actions whose inputs never come"],
+            [">0B0<", ">1F1<"],
+        ),
+        ({2: "2F0"}, ["is not complete", "stage 2 microbatch 0 has ['F']"], [">2F0<"]),
+        ({1: "1F0 1B0 1B0"}, ["is not complete", "1B0 2 times"], [">1B0<"]),
+        (
+            {3: "3B0 3F0"},
+            ["cannot go on: ranks and the actions whose inputs never come", "3: '3B0'"],
+            [">3B0<"],
+        ),
+        ({0: "0F0 0B0 1F0", 1: "1B0"}, ["is not complete", "1F0 on rank 0"], [">1F0<"]),
+    ],
+    ids=["cycle", "missing backward", "doubled", "backward first", "elsewhere"],
+)
+def test_a_schedule_that_cannot_run_is_refused_with_its_grid(
+    changed: Any, wanted: list[str], marked: list[str]
 ) -> None:
-    answers = [found[name] for found, _ in told(pipeline, "constructions")]
-    said, num_groups, in_time = answers[0]
-    assert answers == [answers[0]] * 4
-    assert [part for part in REFUSED[name] if part not in said] == []
-    assert num_groups == 0
-    assert in_time
-    if name in WRONG:
-        grid = said[said.index("\nrank 0  ") :]
-        assert len(grid.strip().splitlines()) >= NUM_STAGES
-        assert [cell for cell in WRONG[name][2] if cell not in grid] == []
+    texts, number = changed, 2
+    if isinstance(changed, dict):  # rows of some ranks
+        texts, number = [changed.get(s, f"{s}F0 {s}B0") for s in range(NUM_STAGES)], 1
+    wrong = rows(*texts, stages=(0, 1, 2, 3), num_microbatches=number)
+    said = refusal("ScheduleError: schedule 'mine'", *wanted, schedule=wrong)
+    grid = said[said.index("\nrank 0  ") :]
+    assert len(grid.strip().splitlines()) >= NUM_STAGES
+    assert [cell for cell in marked if cell not in grid] == []
 
 
-def test_ranks_that_were_refused_can_construct_a_good_one(pipeline: Replies) -> None:
-    assert [right for _, right in told(pipeline, "constructions")] == [True] * 4
-
-
-@on(PIPELINE)
-def names_differ() -> Any:
+def test_copies_of_a_stage_take_the_same() -> None:
     """Two copies of two stages: ranks 2 and 3 have stage 1."""
-    refused = Refusals(Topology.create(pipeline=2))
-    stage = refused.topology.coordinate("pp")
-    named = [("x",), ("x",), ("x",), ("x", "side")][rank()]
-    return refused(Stage(Scale(stage), stage, named))
-
-
-def test_copies_of_a_stage_take_the_same(pipeline: Replies) -> None:
-    answers = told(pipeline, "names_differ")
-    assert answers == [answers[0]] * 4
-    said, num_groups, in_time = answers[0]
-    assert said.startswith(
-        "AgreementError: ranks disagree on inputs, outputs and losses of stage 1"
-    )
-    assert (num_groups, in_time) == (0, True)
+    own = rank() // 2
+    uneven = Stage(Scale(own), own, ("x", "side") if rank() == 3 else ("x",))
+    said = refusal(stages=[uneven], pipeline=2)
+    words = "AgreementError: ranks disagree on inputs, outputs and losses of stage 1"
+    assert said.startswith(words)

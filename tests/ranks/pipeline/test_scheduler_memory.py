@@ -7,28 +7,21 @@ what the second matrix is multiplied with is kept for that matrix' gradient.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrad import Scheduler, Stage
-from tests.support.gradients.cases import Case, Replies, on, replies
+from tests.support.gradients.cases import rank
+from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, watched
-
-Tensor = torch.Tensor
-
-FOUR: list[Case] = []
-TWO: list[Case] = []
-four = replies(4, FOUR)
-two = replies(2, TWO)
-
-# Peaks.
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", "zbv")
 MICROBATCHES = {2: (1, 2, 4, 7), 4: (1, 4, 8, 11)}
@@ -72,14 +65,6 @@ class Sine(nn.Module):
         return made
 
 
-def sine(stage: int) -> Stage:
-    return Stage(Sine(), stage)
-
-
-def recomputed_sine(stage: int) -> Stage:
-    return Stage(Sine(), stage, recompute=True)
-
-
 def step(scheduler: Scheduler) -> None:
     x = torch.ones(scheduler.schedule.num_microbatches, WIDTH)
     scheduler.step(x, target=x)
@@ -87,76 +72,53 @@ def step(scheduler: Scheduler) -> None:
         stage.module.zero_grad()
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a rank held, and what its proof says."""
-
-    live_graphs: int
-    live_activations: int
-    alive_afterwards: dict[str, int]
-    proven_graphs: int
-    proven_activations: int
-    receive_buffers: int
-    proven_buffers: int
-
-
-def measured(schedule: str, microbatches: int, **options: Any) -> Found:
-    """Takes three steps; returns the peaks of the last."""
+def measured(
+    schedule: str, microbatches: int, module: type[nn.Module] = Sine, **of_stage: Any
+) -> tuple[Counter[str], Scheduler]:
+    """Takes three steps; returns the peaks of the last, behind which nothing is held."""
     global held  # noqa: PLW0603 - modules of this process note what they make
+    options: dict[str, Any] = {"microbatches": microbatches, "handlers": ["noop"]}
     with watched(note):
-        options = {"make_stage": sine, "handlers": ["noop"], **options}
-        scheduler = make(dist.get_world_size(), schedule, microbatches=microbatches, **options)
+        scheduler = make(
+            dist.get_world_size(), schedule, lambda s: Stage(module(), s, **of_stage), **options
+        )
         for _ in range(3):
             held = Held()
             step(scheduler)
     scheduler.close()
-    place, proof = dist.get_rank(), scheduler.proof
-    return Found(
-        held.peaks["saved"],
-        held.peaks["operands"],
-        held.alive,
-        proof.live_graphs[place],
-        proof.live_activations[place],
-        scheduler.receive_buffers,
-        proof.receive_buffers[place],
-    )
+    assert held.alive == {"saved": 0, "operands": 0}
+    return held.peaks, scheduler
 
 
-def peaks() -> dict[tuple[str, int], Found]:
-    num_ranks = dist.get_world_size()
-    return {
-        (schedule, number): measured(schedule, number)
-        for schedule in SCHEDULES
-        for number in MICROBATCHES[num_ranks]
-        if schedule != INTERLEAVED or number % num_ranks == 0
-    }
-
-
-@on(TWO)
-def peaks_of_two() -> Any:
-    return peaks()
-
-
-@on(FOUR)
-def peaks_of_four() -> Any:
-    return peaks()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [
+        pytest.param(schedule, MICROBATCHES[ranks][which], marks=pytest.mark.ranks(ranks))
+        for schedule, which, ranks in pairwise(
+            SCHEDULES,
+            range(4),
+            MICROBATCHES,
+            allowed=lambda schedule, which, ranks: (
+                schedule != INTERLEAVED or MICROBATCHES[ranks][which] % ranks == 0
+            ),
+        )
+    ],
+)
 def test_as_much_is_held_as_is_proven_and_nothing_afterwards(
-    schedule: str, two: Replies, four: Replies
+    schedule: str, microbatches: int
 ) -> None:
-    for replies_, case in ((two, "peaks_of_two"), (four, "peaks_of_four")):
-        cells = [cell for cell in replies_[0][case] if cell[0] == schedule]
-        assert len(cells) >= 2
-        for cell in cells:
-            for at, reply in enumerate(replies_):
-                found: Found = reply[case][cell]
-                where = f"{cell}, rank {at} of {len(replies_)}"
-                assert found.live_graphs == found.proven_graphs, where
-                assert found.live_activations == found.proven_activations, where
-                assert found.alive_afterwards == {"saved": 0, "operands": 0}, where
-                assert 0 < found.receive_buffers <= found.proven_buffers, where
+    peaks, scheduler = measured(schedule, microbatches)
+    proof = scheduler.proof
+    assert peaks["saved"] == proof.live_graphs[rank()]
+    assert peaks["operands"] == proof.live_activations[rank()]
+    assert 0 < scheduler.receive_buffers <= proof.receive_buffers[rank()]
+
+
+@pytest.mark.ranks(4)
+def test_split_backward_frees_graphs_before_operands() -> None:
+    """A control: the two peaks are not one."""
+    peaks, _ = measured("zb-h1", 11)
+    assert rank() != 3 or (peaks["saved"], peaks["operands"]) == (1, 4)
 
 
 class HalfCheckpointed(Sine):
@@ -175,41 +137,18 @@ class HalfCheckpointed(Sine):
         return made
 
 
-def half_checkpointed(stage: int) -> Stage:
-    return Stage(HalfCheckpointed(), stage)
+@pytest.mark.ranks(2)
+def test_what_is_not_checkpointed_is_freed_with_the_inputs_gradients() -> None:
+    peaks, scheduler = measured("zb-h1", 7, HalfCheckpointed)
+    assert peaks["saved"] == scheduler.proof.live_graphs[rank()]
 
 
-@on(TWO)
-def half() -> Found:
-    return measured("zb-h1", 7, make_stage=half_checkpointed)
-
-
-def test_what_is_not_checkpointed_is_freed_with_the_inputs_gradients(two: Replies) -> None:
-    for reply in two:
-        found: Found = reply["half"]
-        assert found.live_graphs == found.proven_graphs
-
-
-def test_split_backward_frees_graphs_before_operands(four: Replies) -> None:
-    """A control: the two peaks are not one."""
-    last: Found = four[3]["peaks_of_four"]["zb-h1", 11]
-    assert (last.live_graphs, last.live_activations) == (1, 4)
-
-
-# Forwards that are run again.
-
-
-@on(TWO)
-def recomputed() -> dict[str, Found]:
-    return {s: measured(s, 7, make_stage=recomputed_sine) for s in ("gpipe", "1f1b", "zb-h1")}
-
-
-def test_a_stage_that_recomputes_holds_nothing_between_forward_and_backward(two: Replies) -> None:
-    for at, reply in enumerate(two):
-        for schedule, found in reply["recomputed"].items():
-            waiting = 1 + at if schedule == "zb-h1" else 0  # its weights' gradients are `at` late
-            assert (found.live_graphs, found.live_activations) == (0, waiting), (at, schedule)
-            assert found.alive_afterwards == {"saved": 0, "operands": 0}
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_stage_that_recomputes_holds_nothing_between_forward_and_backward(schedule: str) -> None:
+    peaks, _ = measured(schedule, 7, recompute=True)
+    waiting = 1 + rank() if schedule == "zb-h1" else 0  # its weights' gradients are `rank` late
+    assert (peaks["saved"], peaks["operands"]) == (0, waiting)
 
 
 class Counts(nn.Module):
@@ -235,66 +174,42 @@ class Counts(nn.Module):
         return found
 
 
-@dataclass(frozen=True)
-class Forwards:
-    """How often a stage's forward and the loss ran in a step and an evaluation; what came out."""
+def forwards(
+    schedule: str, *, times: int = 1, losses: int = 1, checkpointed: bool = False, **options: Any
+) -> tuple[float, list[float]]:
+    """Takes two steps of four microbatches, and an evaluation; returns loss and gradients.
 
-    step: int
-    losses: int
-    evaluation: int
-    evaluated_losses: int
-    loss: float
-    gradients: list[float]
-
-
-def forwards(schedule: str, *, recompute: bool = False, checkpointed: bool = False) -> Forwards:
-    """Takes two steps of four microbatches, and an evaluation; the second step is reported."""
-    losses: list[Tensor] = []
+    The stage's forward runs `times` in the second step for each, and the loss `losses`.
+    """
+    computed: list[Tensor] = []
 
     def loss_fn(out: Tensor, _: Tensor) -> Tensor:
-        losses.append(out)
+        computed.append(out)
         return out.square().sum()
 
     def stage(index: int) -> Stage:
         torch.manual_seed(index)
-        return Stage(Counts(checkpointed=checkpointed), index, recompute=recompute)
+        return Stage(Counts(checkpointed=checkpointed), index, **options)
 
-    scheduler = make(2, schedule, stage, handlers=["noop"], loss_fn=loss_fn)
-    module: Any = scheduler._stages[dist.get_rank()].module
-    step(scheduler)
-    x = torch.arange(4.0 * WIDTH).reshape(4, WIDTH) / 16
-    torch.manual_seed(5)
-    module.calls, losses[:] = 0, []
-    loss = float(scheduler.step(x, target=x).loss)
-    gradients = [value for p in module.parameters() for value in p.grad.flatten().tolist()]
-    counts = module.calls, len(losses)
-    module.calls, losses[:] = 0, []
-    scheduler.evaluate(x, target=x)
-    scheduler.close()
-    return Forwards(*counts, module.calls, len(losses), loss, gradients)
-
-
-@on(TWO)
-def counted() -> dict[Any, Forwards]:
-    return {
-        (schedule, way): forwards(schedule, **{way: True} if way else {})
-        for schedule in ("1f1b", "zb-h1")
-        for way in ("", "recompute", "checkpointed")
-    }
+    with closing(make(2, schedule, stage, handlers=["noop"], loss_fn=loss_fn)) as scheduler:
+        module: Any = scheduler._stages[rank()].module
+        step(scheduler)
+        x = torch.arange(4.0 * WIDTH).reshape(4, WIDTH) / 16
+        torch.manual_seed(5)
+        module.calls, computed[:] = 0, []
+        loss = float(scheduler.step(x, target=x).loss)
+        gradients = [value for p in module.parameters() for value in p.grad.flatten().tolist()]
+        assert (module.calls, len(computed)) == (4 * times, rank() * 4 * losses)
+        module.calls, computed[:] = 0, []
+        scheduler.evaluate(x, target=x)
+        assert (module.calls, len(computed)) == (4, rank() * 4)
+    return loss, gradients
 
 
-def test_each_forward_is_run_again_once_at_most(two: Replies) -> None:
-    times = {"": 1, "recompute": 2, "checkpointed": 2}  # nothing waits under a checkpoint
-    for at, reply in enumerate(two):
-        for (schedule, way), found in reply["counted"].items():
-            assert found.step == 4 * times[way], (schedule, way)
-            assert found.losses == at * 4 * (1 + (way == "recompute"))
-            assert (found.evaluation, found.evaluated_losses) == (4, at * 4)
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_what_is_run_again_draws_the_same_random_numbers(schedule: str, two: Replies) -> None:
-    for reply in two:
-        plain, again = (reply["counted"][schedule, way] for way in ("", "recompute"))
-        assert plain.loss == again.loss != 0.0
-        assert plain.gradients == again.gradients
+def test_each_forward_is_run_again_once_at_most_with_the_same_random_numbers(schedule: str) -> None:
+    plain = forwards(schedule)
+    assert plain[0] != 0.0
+    assert forwards(schedule, times=2, losses=2, recompute=True) == plain
+    forwards(schedule, times=2, checkpointed=True)  # nothing waits under a checkpoint

@@ -1,10 +1,10 @@
-"""Split backward in a Scheduler: what is final when; mixtures; what happens around a step."""
+"""Split backward in a Scheduler: what is final when, and mixtures; see also test_scheduler_step."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,7 +17,8 @@ from pipegrad import GradientSync, Scheduler, Stage, find_tied
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.pipeline.split_backward import products
 from pipegrad.schedules import Action, Kind, Schedule
-from tests.support.gradients.cases import DATA, SHARED, Case, Replies, on, replies
+from tests.support.gradients.cases import DATA, SHARED, rank
+from tests.support.pairwise import everything
 from tests.support.pipeline.chains import make as make_chain
 from tests.support.pipeline.chains import watched
 from tests.support.pipeline.models import build
@@ -26,21 +27,12 @@ from tests.support.pipeline.schedulers import (
     MOST,
     batch,
     cut,
-    error,
     named,
     share,
     topology,
     wrong,
 )
 from tests.support.pipeline.twins import Twins
-from tests.support.rounding import ADAM_EPS
-
-FOUR: list[Case] = []
-TWO: list[Case] = []
-four = replies(4, FOUR)
-two = replies(2, TWO)
-
-# What is final, and what leaves, in order.
 
 MICROBATCHES = 6
 Event = tuple[str, Any]
@@ -107,95 +99,75 @@ def events_of(schedule: str, pipeline: int, handlers: Sequence[str]) -> tuple[li
 
 
 HEAD_FIRST = "zb-h1 head_w_first"
-FINAL = [(s, p) for s in ("zb-h1", HEAD_FIRST) for p in (2, 4)]
 
 
-@on(FOUR)
-def final() -> Any:
-    return {
-        (schedule, pipeline): events_of(schedule, pipeline, [SHARED, DATA])
-        for schedule, pipeline in FINAL
-    }
-
-
-@pytest.mark.parametrize(("schedule", "pipeline"), FINAL)
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize("schedule", ["zb-h1", HEAD_FIRST])
 def test_each_parameter_is_final_once_nothing_of_its_own_waits(
-    schedule: str, pipeline: int, four: Replies
+    schedule: str, pipeline: int
 ) -> None:
-    for at, reply in enumerate(four):
-        stage = at * pipeline // 4
-        events, _ = reply["final"][schedule, pipeline]
-        finals = [place for place, (kind, _) in enumerate(events) if kind == "final"]
-        computed = [place for place, (kind, _) in enumerate(events) if kind == "products"]
-        matrices = set().union(*(events[place][1] for place in computed))
-        assert {name[1:] for name in matrices} <= {".weight", ".linear.weight"}
-        last_inputs = events.index(("end", f"{stage}I{MICROBATCHES - 1}"))
-        assert finals[0] == last_inputs + 1
-        names = [name for place in finals for name in events[place][1]]
-        assert len(names) == len(set(names))
-        first = events[finals[0]][1]
-        assert first == set(names) - matrices
-        assert ("0.weight" in first) == (stage == 0)
-        assert {name[1:] for name in first} >= {".norm.weight", ".norm.bias", ".linear.bias"}
-        for name in matrices:
-            uses = [place for place in computed if name in events[place][1]]
-            assert len(uses) == MICROBATCHES
-            assert name in events[uses[-1] + 1][1]
-            assert uses[-1] + 1 in finals
-        assert all(events[place][1] <= events[place - 1][1] for place in finals[1:])
+    stage = rank() * pipeline // 4
+    events, launches = events_of(schedule, pipeline, [SHARED, DATA])
+    last_inputs = events.index(("end", f"{stage}I{MICROBATCHES - 1}"))
+    finals = [place for place, (kind, _) in enumerate(events) if kind == "final"]
+    computed = [place for place, (kind, _) in enumerate(events) if kind == "products"]
+    matrices = set().union(*(events[place][1] for place in computed))
+    assert {name[1:] for name in matrices} <= {".weight", ".linear.weight"}
+    assert finals[0] == last_inputs + 1
+    names = [name for place in finals for name in events[place][1]]
+    assert len(names) == len(set(names))
+    first = events[finals[0]][1]
+    assert first == set(names) - matrices
+    assert ("0.weight" in first) == (stage == 0)
+    assert {name[1:] for name in first} >= {".norm.weight", ".norm.bias", ".linear.bias"}
+    for name in matrices:
+        uses = [place for place in computed if name in events[place][1]]
+        assert len(uses) == MICROBATCHES
+        assert name in events[uses[-1] + 1][1]
+        assert uses[-1] + 1 in finals
+    assert all(events[place][1] <= events[place - 1][1] for place in finals[1:])
+    if stage == pipeline - 1:
+        assert_head_leaves_in_time(schedule, pipeline, events, launches)
 
 
-@pytest.mark.parametrize(("schedule", "pipeline"), FINAL)
-def test_a_tied_head_leaves_before_the_other_weights_are_computed_if_asked(
-    schedule: str, pipeline: int, four: Replies
+def assert_head_leaves_in_time(
+    schedule: str, pipeline: int, events: list[Event], launches: Any
 ) -> None:
-    last = pipeline - 1
-    for reply in four[-4 // pipeline :]:
-        events, launches = reply["final"][schedule, pipeline]
-        (tie,) = {bucket for _, bucket in launches if "0.weight" in str(bucket)}
-        left = events.index(("leaves", tie))
-        last_inputs = events.index(("end", f"{last}I{MICROBATCHES - 1}"))
-        waiting = [
-            place
-            for place, (kind, what) in enumerate(events)
-            if place > last_inputs and kind == "start" and what[1] == "W"
-        ]
-        assert len(waiting) == pipeline  # as many as the last rank is late, and its last one
-        if schedule.endswith("head_w_first"):
-            assert last_inputs < left < waiting[0]
-        else:
-            assert left > waiting[-1]
+    """A tied head leaves before the other weights are computed, if asked."""
+    (tie,) = {bucket for _, bucket in launches if "0.weight" in str(bucket)}
+    left = events.index(("leaves", tie))
+    last_inputs = events.index(("end", f"{pipeline - 1}I{MICROBATCHES - 1}"))
+    waiting = [
+        place
+        for place, (kind, what) in enumerate(events)
+        if place > last_inputs and kind == "start" and what[1] == "W"
+    ]
+    assert len(waiting) == pipeline  # as many as the last rank is late, and its last one
+    if schedule == HEAD_FIRST:
+        assert last_inputs < left < waiting[0]
+    else:
+        assert left > waiting[-1]
 
 
-def test_a_tied_head_that_comes_first_is_planned_before_all_others(four: Replies) -> None:
-    for reply in four:
-        late, early = (reply["final"][schedule, 2][1] for schedule in ("zb-h1", HEAD_FIRST))
-        assert len(late) == len(early) == 3  # of the tie, over replicas and over stages; of others
-        assert "0.weight" in str(early[0])
-        assert early[0][0] < min(ready for ready, _ in late)
-    late = four[0]["final"]["zb-h1", 2][1]
-    assert "0.weight" not in str(late[0])
+@pytest.mark.ranks(4)
+def test_a_tied_head_that_comes_first_is_planned_before_all_others() -> None:
+    late, early = (events_of(s, 2, [SHARED, DATA])[1] for s in ("zb-h1", HEAD_FIRST))
+    assert len(late) == len(early) == 3  # of the tie, over replicas and over stages; of others
+    assert "0.weight" in str(early[0])
+    assert early[0][0] < min(ready for ready, _ in late)
+    assert "0.weight" not in str(late[0]) or rank() > 0
 
 
-@on(FOUR)
-def ties_of_a_vee() -> Any:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["zbv", "zbv head_w_first"])
+def test_a_tie_of_the_first_and_the_last_stage_of_zbv_costs_no_collective(schedule: str) -> None:
     def stage(index: int) -> Stage:
         torch.manual_seed(index)  # else all stages would begin alike
         return Stage(nn.Linear(4, 4), index)
 
-    found = []
-    for schedule in ("zbv", "zbv head_w_first"):
-        scheduler = make_chain(4, schedule, stage, tied=[{0: "weight", 7: "weight"}])
-        found.append(len(scheduler.sync.plan.launches))
-        scheduler.close()
-    return found
-
-
-def test_a_tie_of_the_first_and_the_last_stage_of_zbv_costs_no_collective(four: Replies) -> None:
-    assert [reply["ties_of_a_vee"] for reply in four] == [[0, 0]] * 4
-
-
-# Mixtures, and what happens around a step.
+    with closing(make_chain(4, schedule, stage, tied=[{0: "weight", 7: "weight"}])) as scheduler:
+        assert scheduler.sync.plan.launches == ()
 
 
 def mixed(backwards: str, microbatches: int = 4) -> Schedule:
@@ -223,73 +195,20 @@ def drawn(seed: int) -> str:
     return " ".join(words)
 
 
-MIXTURES = [
-    "I0 I1 I2 B3 W0 W1 W2",
-    "I0 W0 I1 W1 I2 W2 B3",
-    "B0 I1 B2 W1 I3 W3",
-    "I0 I1 B2 W1 I3 W3 W0",
-    *(drawn(seed) for seed in range(8)),
-]
-
-
-@on(TWO)
-def mixtures() -> Any:
-    found = {}
-    for backwards in MIXTURES:
-        twins = Twins(schedule=mixed(backwards))
-        for step in range(3):
-            twins.step(step)
-            twins.compare(step)
-        found[backwards] = twins.close()
-    return found
-
-
-@pytest.mark.parametrize("backwards", MIXTURES)
-def test_backward_may_be_split_for_some_microbatches(backwards: str, two: Replies) -> None:
-    for at, reply in enumerate(two):
-        assert wrong(reply["mixtures"][backwards], MOST) == {}, f"rank {at}"
-
-
-@on(TWO)
-def around() -> Any:
-    """Accumulates, clips, evaluates, divides by other numbers, steps, and casts."""
-    twins, errors = Twins(schedule="zb-h1"), dict[str, dict[str, float]]()
-    mine = named(twins.stages)
-    optimizers = [
-        torch.optim.AdamW(dict.fromkeys(parameters), lr=1e-2, eps=ADAM_EPS)
-        for parameters in (mine.values(), twins.true.parameters())
-    ]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "backwards",
+    [
+        "I0 I1 I2 B3 W0 W1 W2",
+        "I0 W0 I1 W1 I2 W2 B3",
+        "B0 I1 B2 W1 I3 W3",
+        "I0 I1 B2 W1 I3 W3 W0",
+        *(drawn(seed) for seed in range(8 if everything() else 4)),
+    ],
+)
+def test_backward_may_be_split_for_some_microbatches(backwards: str) -> None:
+    twins = Twins(schedule=mixed(backwards))
     for step in range(3):
-        for part in range(2):
-            with nullcontext() if part else twins.scheduler.sync.accumulate():
-                tokens, target = batch(10 * step + part, 8)
-                loss = twins.scheduler.step(tokens, target=target, loss_divisor=8.0).loss
-                true_loss = loss_of(twins.true(tokens), target) / 2  # of four microbatches
-                true_loss.backward()
-                twins.errors[f"{step} loss {part}"] = error(loss, true_loss.detach())
-        norm = twins.scheduler.sync.clip_grad_norm_(0.1)
-        true_norm = nn.utils.clip_grad_norm_(twins.true.parameters(), 0.1)
-        twins.errors[f"{step} norm"] = error(norm, true_norm)
-        tokens, target = batch(step, 8)
-        evaluated = twins.scheduler.evaluate(tokens, target=target).loss
-        twins.errors[f"{step} evaluated"] = error(evaluated, loss_of(twins.true(tokens), target))
-        for optimizer in optimizers:
-            optimizer.step()
+        twins.step(step)
         twins.compare(step)
-    theirs = dict(twins.true.named_parameters(remove_duplicate=False))
-    errors["parameters"] = {n: error(p.detach(), theirs[n].detach()) for n, p in mine.items()}
-    errors["steps"] = dict(twins.errors)
-    twins.close()
-    twins = Twins(schedule="zb-h1")
-    for step in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            twins.step(step, num_parts=4)
-        twins.compare(step)
-    errors["bfloat16"] = twins.close()
-    return errors
-
-
-def test_around_a_step_all_is_as_in_one_process(two: Replies) -> None:
-    for at, reply in enumerate(two):
-        for errors in reply["around"].values():
-            assert wrong(errors, MOST) == {}, f"rank {at}"
+    assert wrong(twins.close(), MOST) == {}

@@ -6,34 +6,30 @@ import cProfile
 import gc
 import re
 import time
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from pipegrad import FlatBucket, GradientHandler, ReductionStep, Scheduler, Stage, Work
+from pipegrad.comm.agreement import store
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
-from tests.support.gradients.cases import DATA, Case, Replies, on, rank, replies
+from tests.support.gradients.cases import DATA, rank
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, Scale, make, step
+from tests.support.ranked import gathered
 
-Tensor = torch.Tensor
+pytestmark = pytest.mark.ranks(4)
 
-FOUR: list[Case] = []
-TWO: list[Case] = []
-four = replies(4, FOUR)
-two = replies(2, TWO)
-
-
-# The trace.
 
 ACTION = re.compile(r"pipegrad (\d+[FBIW]\d+)")
-TRACED = ("1f1b", "gpipe", INTERLEAVED, "zb-h1")
 
 
 def trace(scheduler: Scheduler, *, all_threads: bool) -> tuple[list[str], list[str]]:
@@ -48,71 +44,56 @@ def trace(scheduler: Scheduler, *, all_threads: bool) -> tuple[list[str], list[s
     return actions, [name for name in names if name.startswith("pipegrad bucket ")]
 
 
-@on(FOUR)
-def ranges() -> Any:
-    """Two copies of two stages, or of four where ranks hold two."""
-    found = {}
-    for schedule in TRACED:
-        scheduler = make(2, schedule, handlers=[DATA])
-        actions = scheduler.schedule.actions[scheduler.topology.coordinate("pp")]
-        own, _ = trace(scheduler, all_threads=False)
-        everything = trace(scheduler, all_threads=True)
-        planned = [f"pipegrad bucket {x.bucket} " for x in scheduler.sync.plan.launches]
-        scheduler.close()
-        found[schedule] = list(map(str, actions)), own, everything, planned
-    return found
-
-
-@pytest.mark.parametrize("schedule", TRACED)
-def test_a_trace_has_each_action_once_in_the_schedules_order(schedule: str, four: Replies) -> None:
-    for reply in four:
-        actions, own, _, _ = reply["ranges"][schedule]
-        assert own == actions
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", INTERLEAVED, "zb-h1"])
+def test_a_trace_has_each_action_and_each_bucket_once_in_the_schedules_order(schedule: str) -> None:
+    """Comm streams are threads with gloo, which a profiler leaves out unless told."""
+    # Two copies of two stages, or of four where ranks hold two.
+    with closing(make(2, schedule, handlers=[DATA])) as scheduler:
+        actions = [*map(str, scheduler.schedule.actions[scheduler.topology.coordinate("pp")])]
         kinds, num_stages = 2 + (schedule == "zb-h1"), 1 + (schedule == INTERLEAVED)
         assert len(actions) == 4 * kinds * num_stages
-
-
-@pytest.mark.parametrize("schedule", TRACED)
-def test_a_trace_of_all_threads_has_the_actions_and_each_bucket_once(
-    schedule: str, four: Replies
-) -> None:
-    """Comm streams are threads with gloo, which a profiler leaves out unless told."""
-    for reply in four:
-        actions, _, (computes, buckets), planned = reply["ranges"][schedule]
-        assert [b[: len(p)] for b, p in zip(buckets, planned, strict=True)] == planned
-        assert all(bucket.endswith(" replicate-mean(dp)") for bucket in buckets)
-        assert len(planned) == 1 + (schedule == INTERLEAVED)
-        assert computes == actions
+        own, _ = trace(scheduler, all_threads=False)
+        computes, buckets = trace(scheduler, all_threads=True)
+        planned = [f"pipegrad bucket {x.bucket} " for x in scheduler.sync.plan.launches]
+    assert own == computes == actions
+    assert [b[: len(p)] for b, p in zip(buckets, planned, strict=True)] == planned
+    assert all(bucket.endswith(" replicate-mean(dp)") for bucket in buckets)
+    assert len(planned) == num_stages
 
 
 # When buckets leave, on the clock that all ranks of a machine share.
 
-COMPUTE_SECONDS = 0.06  # far longer than a busy machine keeps a thread waiting
 
-
-@dataclass(frozen=True)
+@dataclass
 class Moments:
-    """Nanoseconds: when a rank's backwards began and ended, its buckets left and were reduced."""
+    """Nanoseconds: when a rank's backwards began and ended, its buckets left and were reduced.
 
-    backwards: list[tuple[int, int]]
-    launches: list[tuple[int, int]]
+    Attributes:
+        key: What this rank notes in the store when a bucket leaves.
+        awaited: What its last backward waits for.
+    """
+
+    backwards: list[tuple[int, int]] = field(default_factory=list)
+    launches: list[tuple[int, int]] = field(default_factory=list)
+    key: str = ""
+    awaited: str = ""
 
 
-now = Moments([], [])  # of this process
+now = Moments()  # of this process
 
 
 class Slow(torch.autograd.Function):
-    """Takes its time, on the way back too, ahead of the gradients of the stage's parameters."""
+    """Is slow ahead of the gradients of the stage's parameters."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
-        time.sleep(COMPUTE_SECONDS)
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         began = time.monotonic_ns()
-        time.sleep(COMPUTE_SECONDS)
+        if now.awaited and len(now.backwards) == 3:
+            store().wait([now.awaited], timedelta(seconds=60))
         now.backwards.append((began, time.monotonic_ns()))
         return grad
 
@@ -121,10 +102,6 @@ class Slowly(Scale):
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         slow: Tensor = Slow.apply(super().forward(x))  # type: ignore[no-untyped-call]
         return slow
-
-
-def slowly(stage: int) -> Stage:
-    return Stage(Slowly(stage), stage)
 
 
 class Noted:
@@ -144,6 +121,8 @@ class Notes(GradientHandler):
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
         began = time.monotonic_ns()
+        if now.key:
+            store().set(now.key, "")
         return Noted(super().launch(bucket, reduction, group), began)
 
 
@@ -155,64 +134,57 @@ class NotedTie(Notes, PipelineShared):
     pass
 
 
-TIMED = ("1f1b", "eager-1f1b")
+def moments(pipeline: int, schedule: str, **options: Any) -> list[Moments]:
+    """Returns those of the second step, of all ranks.
+
+    The first stage ends its last backward when a bucket of the last stage has left.
+    """
+    global now  # noqa: PLW0603 - of this process
+    now, num_copies = Moments(), 4 // pipeline
+    with closing(make(pipeline, schedule, lambda s: Stage(Slowly(s), s), **options)) as scheduler:
+        step(scheduler)
+        now = Moments(key=f"{pipeline} {schedule} {rank()}")
+        if rank() < num_copies:
+            now.awaited = f"{pipeline} {schedule} {rank() + 4 - num_copies}"
+        dist.barrier()
+        step(scheduler)
+    return gathered(now)
 
 
-def moments(scheduler: Scheduler) -> Moments:
-    """Returns those of the second step."""
-    step(scheduler)
-    now.backwards.clear()
-    now.launches.clear()
-    dist.barrier()
-    step(scheduler)
-    scheduler.close()
-    return Moments(list(now.backwards), list(now.launches))
+TIMED = pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
 
 
-@on(FOUR)
-def copies() -> Any:
-    return {s: moments(make(2, s, slowly, handlers=[NotedCopies])) for s in TIMED}
-
-
-@on(FOUR)
-def tie() -> Any:
-    options: dict[str, Any] = {"tied": [{0: "weight", 3: "weight"}], "handlers": [NotedTie]}
-    return {s: moments(make(4, s, slowly, **options)) for s in TIMED}
-
-
-@pytest.mark.parametrize("schedule", TIMED)
+@TIMED
 def test_a_bucket_leaves_at_its_stages_last_backward_before_the_pipeline_has_drained(
-    schedule: str, four: Replies
+    schedule: str,
 ) -> None:
-    ranks: list[Moments] = [reply["copies"][schedule] for reply in four]
+    ranks = moments(2, schedule, handlers=[NotedCopies])
     assert [(len(r.backwards), len(r.launches)) for r in ranks] == [(4, 1)] * 4
-    for place, moments in enumerate(ranks):
-        last_began, _ = moments.backwards[-1]
-        launched, _ = moments.launches[0]
+    for place, found in enumerate(ranks):
+        last_began, _ = found.backwards[-1]
+        launched, _ = found.launches[0]
         first_stage = ranks[place % 2]  # of the same pipeline
         assert last_began < launched
         assert place < 2 or launched < first_stage.backwards[-1][1]
 
 
-@pytest.mark.parametrize("schedule", TIMED)
+@TIMED
 def test_a_tie_is_summed_when_both_its_stages_have_ended_each_launching_at_its_own_end(
-    schedule: str, four: Replies
+    schedule: str,
 ) -> None:
-    first, *others, last = (reply["tie"][schedule] for reply in four)
-    assert [len(moments.launches) for moments in (first, *others, last)] == [1, 0, 0, 1]
+    ranks = moments(4, schedule, tied=[{0: "weight", 3: "weight"}], handlers=[NotedTie])
+    assert [len(found.launches) for found in ranks] == [1, 0, 0, 1]
+    first, *_, last = ranks
     drained = first.backwards[-1][1]
     assert last.backwards[-1][0] < last.launches[0][0] < drained  # without waiting for the first
     assert first.backwards[-1][0] < first.launches[0][0]
-    for moments in (first, last):
-        assert first.launches[0][0] < moments.launches[0][1]  # a sum needs both
-        assert drained < moments.launches[0][1]
+    for found in (first, last):
+        assert first.launches[0][0] < found.launches[0][1]  # a sum needs both
+        assert drained < found.launches[0][1]
 
-
-# Host work.
 
 # Eight more than it was: who else holds a received buffer or an output is asked for each.
 MICROBATCHES, MOST_CALLS = 64, 68
-LEAN = ("1f1b", "gpipe", INTERLEAVED)
 
 
 def linear(stage: int) -> Stage:
@@ -220,14 +192,12 @@ def linear(stage: int) -> Stage:
     return Stage(nn.Linear(WIDTH, WIDTH, bias=False), stage)
 
 
-@on(FOUR)
-def calls() -> Any:
-    """Returns how many functions are called for each action, on average, in the third step."""
-    found = {}
-    for schedule in LEAN:
-        scheduler = make(4, schedule, linear, microbatches=MICROBATCHES, handlers=[DATA])
-        x = torch.ones(MICROBATCHES, WIDTH)
-        profiler = cProfile.Profile()
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", INTERLEAVED])
+def test_an_action_costs_few_calls_of_the_host(schedule: str) -> None:
+    """On average, in the third step."""
+    x, profiler = torch.ones(MICROBATCHES, WIDTH), cProfile.Profile()
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "handlers": [DATA]}
+    with closing(make(4, schedule, linear, **options)) as scheduler:
         for number in range(3):
             for stage in scheduler._stages.values():
                 stage.module.zero_grad()
@@ -237,17 +207,8 @@ def calls() -> Any:
             scheduler.step(x, target=x)
             profiler.disable()
             gc.enable()
-        row = scheduler.schedule.actions[rank()]
-        # Not by pstats, which counts one of all generated functions that begin on one line.
-        total = sum(entry.callcount for entry in profiler.getstats())
-        found[schedule] = total / len(row), len(row)
-        scheduler.close()
-    return found
-
-
-@pytest.mark.parametrize("schedule", LEAN)
-def test_an_action_costs_few_calls_of_the_host(schedule: str, four: Replies) -> None:
-    for reply in four:
-        per_action, num_actions = reply["calls"][schedule]
-        assert num_actions == 2 * MICROBATCHES * (1 + (schedule == INTERLEAVED))
-        assert 10 < per_action <= MOST_CALLS
+        num_actions = len(scheduler.schedule.actions[rank()])
+    assert num_actions == 2 * MICROBATCHES * (1 + (schedule == INTERLEAVED))
+    # Not by pstats, which counts one of all generated functions that begin on one line.
+    num_calls = sum(entry.callcount for entry in profiler.getstats())
+    assert 10 < num_calls / num_actions <= MOST_CALLS

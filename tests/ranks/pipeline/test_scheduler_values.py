@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
-from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
+from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.layers import (
     WIDTH,
     Layer,
     distance,
+    farthest,
     make,
     mean_square,
     normal,
@@ -25,312 +27,194 @@ from tests.support.pipeline.layers import (
 from tests.support.pipeline.scales import ELSEWHERE
 from tests.support.schedules.programs import rows
 
-PAIR: list[Case] = []
-pair = replies(2, PAIR)
 ROWS = 4
 MOST = 1e-12  # float64; sums of some ten terms in another order
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    return normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
-
-
-# What cannot be cut.
-
-
-@on(PAIR)
-def refused_values() -> Any:
-    scheduler = make(Layer(), Layer())
-    x, y = batch()
-    given: dict[str, Callable[[], Any]] = {
-        "numpy": lambda: train(scheduler, x.numpy(), target=y),
-        "strings": lambda: train(scheduler, x=list("abcd"), target=y),
-        "a target of numpy": lambda: train(scheduler, x, target=np.ones(ROWS)),
-        "a target of strings": lambda: train(scheduler, x, target={"y": y, "names": list("abcd")}),
-        "evaluated": lambda: scheduler.evaluate(x.numpy(), target=y),
-    }
-    said = {name: outcome(call) for name, call in given.items()}
-    right = train(scheduler, x, target=y)
-    said_later = {name: outcome(call) for name, call in given.items()}
-    scheduler.close()
-    return said, said_later, right
+MOST_OF_LOSS = 1e-6  # it is float32
+X, Y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
+pytestmark = pytest.mark.ranks(2)
 
 
 @pytest.mark.parametrize(
-    ("case", "by", "words"),
+    ("x", "target", "by", "words"),
     [
-        ("numpy", 0, "the input 'x' is a ndarray, expected a tensor"),
-        ("strings", 0, "the input 'x' is a list, expected a tensor"),
-        ("a target of numpy", 1, "the target is a ndarray, expected a tensor"),
-        ("a target of strings", 1, "the target['names'] is a list, expected a tensor"),
-        ("evaluated", 0, "the input 'x' is a ndarray, expected a tensor"),
+        (X.numpy(), Y, 0, "the input 'x' is a ndarray, expected a tensor"),
+        (list("abcd"), Y, 0, "the input 'x' is a list, expected a tensor"),
+        (X, np.ones(ROWS), 1, "the target is a ndarray, expected a tensor"),
+        (X, {"y": Y, "z": list("abcd")}, 1, "the target['z'] is a list, expected a tensor"),
     ],
 )
+@pytest.mark.parametrize("verb", ["step", "evaluate"])
 def test_what_cannot_be_cut_is_refused_on_all_ranks(
-    case: str, by: int, words: str, pair: Replies
+    x: Any, target: Any, by: int, words: str, verb: str
 ) -> None:
     """Issue 16, point 4: each microbatch got all of it: loss 1.76, one process 1.72."""
-    for place, reply in enumerate(pair):
-        *answers, right = reply["refused_values"]
-        for said in answers:
-            start = "StepError: " if place == by else ELSEWHERE
-            assert said[case].startswith(start)
-            assert words in said[case]
-            assert "whole=(" in said[case]
-        assert right > 0
+    with closing(make(Layer(), Layer())) as scheduler:
+        for _ in range(2):  # at first, and later
+            said = outcome(partial(getattr(scheduler, verb), x, target=target))
+            assert said.startswith("StepError: " if rank() == by else ELSEWHERE)
+            assert words in said
+            assert "whole=(" in said
+            assert train(scheduler, X, target=Y) > 0
 
 
-@on(PAIR)
-def declared_whole() -> Any:
+def test_what_is_declared_whole_is_not_cut_and_steps_say_so() -> None:
     """A table of as many rows as the batch has, a dict, and a target that all get."""
-    names = {0: (("x", "rope", "extra"),), 1: (("x",),)}
-    modules = [
-        Layer(lambda linear, x, rope, extra: linear(x * rope.sum() * extra["scale"])),
-        Layer(),
-    ]
-    options: dict[str, Any] = {"names": names, "whole": ("rope", "extra", "target")}
-    scheduler = make(*modules, loss_fn=lambda x, target: (x * target["y"]).mean(), **options)
-    (x, _), rope = batch(), normal(ROWS, WIDTH, seed=2)
-    extra, target = {"scale": torch.tensor(0.5)}, {"y": 3.0}
-    before = dict(scheduler.inputs)
-    losses = [train(scheduler, x, rope, extra, target=target)]
-    told = scheduler.inputs
-    losses.append(train(scheduler, x, rope, extra, target=target))
-    evaluated = float(scheduler.evaluate(x, rope, extra, target=target).loss)
-    first, last = Layer(modules[0]._function), Layer()
-    true = (last(first(x, rope, extra)) * 3.0).mean()
-    scheduler.close()
-    return before, told, [abs(f - float(true)) for f in (*losses, evaluated)]
-
-
-def test_what_is_declared_whole_is_not_cut_and_steps_say_so(pair: Replies) -> None:
-    """Issue 16, point 4: a table whose first size is the batch's was cut without a word."""
-    first, last = (reply["declared_whole"] for reply in pair)
-    assert (first[0], last[0]) == ({}, {})
-    assert first[1] == {
-        "x": "4 rows, cut into 4 microbatches of 1",
-        "rope": "whole in every microbatch",
-        "extra": "whole in every microbatch",
+    first = Layer(lambda linear, x, rope, extra: linear(x * rope.sum() * extra["scale"]))
+    options: dict[str, Any] = {
+        "names": {0: (("x", "rope", "extra"),), 1: (("x",),)},
+        "whole": ("rope", "extra", "target"),
+        "loss_fn": lambda x, target: (x * target["y"]).mean(),
     }
-    assert last[1] == {"target": "whole in every microbatch"}
-    assert max(*first[2], *last[2]) < 1e-6  # the loss is float32
+    given = X, normal(ROWS, WIDTH, seed=2), {"scale": torch.tensor(0.5)}
+    true = float((Layer()(first(*given)) * 3.0).mean())
+    with closing(make(first, Layer(), **options)) as scheduler:
+        assert dict(scheduler.inputs) == {}
+        for _ in range(2):
+            assert abs(train(scheduler, *given, target={"y": 3.0}) - true) < MOST_OF_LOSS
+            whole = "whole in every microbatch"
+            taken = {"x": "4 rows, cut into 4 microbatches of 1", "rope": whole, "extra": whole}
+            assert scheduler.inputs == ({"target": whole} if rank() else taken)
+        evaluated = scheduler.evaluate(*given, target={"y": 3.0}).loss
+        assert abs(float(evaluated) - true) < MOST_OF_LOSS
 
 
-@on(PAIR)
-def wrong_names_of_whole() -> Any:
-    said = [
-        outcome(lambda w=whole: make(Layer(), Layer(), whole=w))  # type: ignore[misc]
-        for whole in ("x", ("rope",), 3)
-    ]
-    return [*said, outcome(lambda: make(Layer(), Layer(), whole=("x",) if rank() else ()))]
-
-
-def test_wrong_names_of_what_is_whole_are_refused(pair: Replies) -> None:
+def test_wrong_names_of_what_is_whole_are_refused() -> None:
     """Issue 16, point 4: declaring what is whole must not fail without a word itself."""
-    for reply in pair:
-        *said, differs = reply["wrong_names_of_whole"]
-        for text, found in zip(said, ("'x'", "('rope',)", "3"), strict=True):
-            wanted = "expected a tuple of names of what step() is given, out of ['x', 'target']"
-            assert text == f"ScheduleError: whole is {found}, {wanted}"
-        assert differs.startswith("AgreementError: ranks disagree on the schedule")
+    make_with = partial(make, Layer(), Layer())
+    for whole, found in (("x", "'x'"), (("rope",), "('rope',)"), (3, "3")):
+        wanted = "expected a tuple of names of what step() is given, out of ['x', 'target']"
+        said = outcome(partial(make_with, whole=whole))
+        assert said == f"ScheduleError: whole is {found}, {wanted}"
+    differs = outcome(partial(make_with, whole=("x",) if rank() else ()))
+    assert differs.startswith("AgreementError: ranks disagree on the schedule")
 
 
-@on(PAIR)
-def tables_that_are_cut() -> Any:
-    """A table with as many rows as the batch, the same in each step, not declared."""
-    names = {0: (("x", "rope", "mask"),)}
-    modules = [Layer(lambda linear, x, rope, mask: linear(x * rope * mask)), Layer()]
-    scheduler = make(*modules, names=names)
-    x, y = batch()
+def test_a_table_that_is_cut_though_every_step_has_the_same_is_warned_of() -> None:
+    """Issue 16, point 4: rotary frequencies of as many rows as the batch were cut."""
+    first = Layer(lambda linear, x, rope, mask: linear(x * rope * mask))
     rope, mask = normal(ROWS, WIDTH, seed=2), torch.ones(ROWS, 1, dtype=torch.float64)
-    with warnings.catch_warnings(record=True) as caught:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        closing(make(first, Layer(), names={0: (("x", "rope", "mask"),)})) as scheduler,
+    ):
         warnings.simplefilter("always")
         for _ in range(3):
-            train(scheduler, x.clone(), rope, mask, target=y)
-    told = [
-        (str(w.message), w.filename == train.__code__.co_filename)
-        for w in caught
-        if "whole" in str(w.message)
-    ]
-    scheduler.close()
-    return told
+            train(scheduler, X.clone(), rope, mask, target=Y)
+    told = [w for w in caught if "whole" in str(w.message)]
+    if rank() == 0:
+        (warning,) = told
+        said = str(warning.message)
+        assert said.startswith("the input 'rope' is the same tensor as in the step before")
+        assert said.endswith("make the Scheduler with whole=('rope',)")
+        assert warning.filename == train.__code__.co_filename
 
 
-def test_a_table_that_is_cut_though_every_step_has_the_same_is_warned_of(pair: Replies) -> None:
-    """Issue 16, point 4: rotary frequencies of as many rows as the batch were cut."""
-    (told,) = pair[0]["tables_that_are_cut"]
-    assert told[0].startswith("the input 'rope' is the same tensor as in the step before")
-    assert told[0].endswith("make the Scheduler with whole=('rope',)")
-    assert told[1]
+ORDERS = pytest.mark.parametrize(
+    "options", [{}, {"schedule": "zb-h1"}, {"recompute": True}], ids=["1f1b", "zb-h1", "recompute"]
+)
 
 
-# Graphs of the caller's.
+def encoded() -> tuple[list[Tensor], dict[str, nn.Parameter]]:
+    """Returns x, more, table and target, and the parameters they are made of."""
+    made = {n: nn.Parameter(normal(WIDTH, WIDTH, seed=i)) for i, n in enumerate("abcd", start=5)}
+    hidden = (X @ made["a"]).tanh()
+    more = (hidden @ made["b"]).tanh()  # through one graph
+    return [hidden, more, made["c"].exp(), (Y @ made["d"]).tanh()], made
 
-ORDERS: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "zb-h1": {"schedule": "zb-h1"},
-    "recompute": {"recompute": True},
-}
 
-
-@on(PAIR)
-def outer_graphs() -> Any:
+@ORDERS
+def test_gradients_flow_once_into_what_inputs_were_made_of(options: dict[str, Any]) -> None:
     """Inputs, a whole one, and the target come from an encoder that the caller trains."""
-    found = {}
-    for order, options in ORDERS.items():
-        modules = [
+    modules, one = (
+        [
             Layer(lambda linear, x, more, table: linear(x + more * table.sum())),
             Layer(lambda linear, x, more: linear(x) + more),
         ]
-        names = {0: (("x", "more", "table"),), 1: (("x", "more"),)}
-        scheduler = make(*modules, names=names, whole=("table",), **options)
-        for step in range(3):
-            x, y = batch()
-            given, encoder = encoded(x, y)
-            train(scheduler, *given[:3], target=given[3])
-            mine = {n: p.grad for n, p in encoder.items()}
-            given, encoder = encoded(x, y)
-            one = [Layer(module._function) for module in modules]
-            if rank() == 0:  # what the other rank does with `more` goes into its own
-                out = one[0](*given[:3])
-                out = one[1](out, given[1].detach())
-                mean_square(out, given[3].detach()).backward()
-            else:
-                out = one[1](one[0](*[v.detach() for v in given[:3]]), given[1])
-                mean_square(out, given[3]).backward()
-            found[f"{order} {step}"] = {n: distance(mine[n], encoder[n].grad) for n in mine}
-            for module, true in zip(modules, one, strict=True):
-                if module is modules[rank()]:
-                    for p, q in zip(module.parameters(), true.parameters(), strict=True):
-                        found[f"{order} {step}"]["own"] = distance(p.grad, q.grad)
-                        p.grad = None
-        scheduler.close()
-    return found
-
-
-def encoded(x: Tensor, y: Tensor) -> tuple[list[Tensor], dict[str, nn.Parameter]]:
-    """Returns x, more, table and target, and the parameters they are made of."""
-    made = {n: nn.Parameter(normal(WIDTH, WIDTH, seed=i)) for i, n in enumerate("abcd", start=5)}
-    hidden = (x @ made["a"]).tanh()
-    more = (hidden @ made["b"]).tanh()  # through one graph
-    return [hidden, more, made["c"].exp(), (y @ made["d"]).tanh()], made
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_gradients_flow_once_into_what_inputs_were_made_of(order: str, pair: Replies) -> None:
-    """Issue 16, point 13: M backwards ran into the caller's graph, which ends with the first."""
-    for reply in pair:
-        for step in range(3):
-            found = reply["outer_graphs"][f"{order} {step}"]
-            assert {n: d for n, d in found.items() if not d <= MOST} == {}
-    assert pair[0]["outer_graphs"][f"{order} 0"]["d"] == 0.0
-
-
-@on(PAIR)
-def trees_with_graphs() -> Any:
-    """Autograd gives both terms of a sum one gradient, and adds to that of the table in place."""
-    found = {}
-    for order, options in ORDERS.items():
-        scheduler = make(
-            Layer(lambda _, tree, table: tree["x"][0].view(-1) + table.view(-1)),
-            Layer(lambda linear, x: linear(x.view(-1, WIDTH)).tanh()),
-            names={0: (("tree", "table"),)},
-            whole=("table",),
-            **options,
-        )
-        errors = []
-        for _ in range(2):
-            x, y = batch()
-            given, encoder = encoded(x, y)
-            tree, table, target = {"x": [given[0]]}, given[2][:1], given[3].detach()
-            train(scheduler, tree=tree, table=table, target=target)
-            mine = {name: p.grad for name, p in encoder.items()}
-            given, encoder = encoded(x, y)
-            mean_square(Layer()(given[0] + given[2][:1]), given[3].detach()).backward()
-            errors += [distance(mine[name], encoder[name].grad) for name in ("a", "c")]
-        found[order] = errors if rank() == 0 else []
-        scheduler.close()
-    return found
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_gradients_flow_into_the_leaves_of_a_tree(order: str, pair: Replies) -> None:
-    errors = pair[0]["trees_with_graphs"][order]
-    assert len(errors) == 4
-    assert all(error <= MOST for error in errors)
-
-
-@on(PAIR)
-def frozen() -> Any:
-    """All parameters frozen, then those of one stage; split and not."""
-    found = {}
-    for frozen_stages in ((0, 1), (0,), (1,)):
-        for order, options in ORDERS.items():
-            modules = [Layer(), Layer()]
-            for stage in frozen_stages:
-                modules[stage].requires_grad_(False)
-            scheduler = make(*modules, **options)
-            x, y = batch()
-            losses = [train(scheduler, x, target=y) for _ in range(3)]
-            one = [Layer(), Layer()]
-            for stage in frozen_stages:
-                one[stage].requires_grad_(False)
-            true = mean_square(one[1](one[0](x)), y)
-            if true.requires_grad:
-                true.backward()
-            off = max(abs(loss - float(true)) for loss in losses)
-            gradients = [
-                distance(p.grad, q.grad)
-                for p, q in zip(modules[rank()].parameters(), one[rank()].parameters(), strict=True)
-            ]
-            found[f"{frozen_stages} {order}"] = max(off, *gradients)
-            scheduler.close()
-    return found
-
-
-def test_a_step_of_frozen_parameters_runs(pair: Replies) -> None:
-    """Issue 16, point 13: "the loss does not depend on anything that requires a gradient"."""
-    for reply in pair:
-        assert {n: d for n, d in reply["frozen"].items() if not d <= 1e-6} == {}  # losses: float32
-
-
-FIRST = "1F0 0F0 1F1 0F1 1B0 0B0 1B1 0B1"
-
-
-@on(PAIR)
-def towers() -> Any:
-    """Two towers on one rank, the second first, and a head that takes both."""
-    schedule = rows(FIRST, "2F0 2F1 2B0 2B1", stages=(0, 0, 1), num_microbatches=2)
-    modules = [
-        Layer(),
-        Layer(lambda linear, x: linear(x).sigmoid()),
-        Layer(lambda linear, a, b: linear(a * b)),
-    ]
-    names = [(("left",), ("a",)), (("right",), ("b",)), (("a", "b"), ("x",))]
-    stages = [Stage(modules[i], i, *names[i]) for i in ([2] if rank() else [0, 1])]
-    topology = Topology.create(pipeline=2)
-    scheduler = Scheduler(
-        stages, topology, schedule=schedule, loss_fn=mean_square, handlers=["noop"]
+        for _ in range(2)
     )
-    (x, y), right = batch(), normal(ROWS, WIDTH, seed=9)
-    loss = train(scheduler, left=x, right=right, target=y)
-    one = [Layer(module._function) for module in modules]
-    true = mean_square(one[2](one[0](x), one[1](right)), y)
-    true.backward()
-    held = [(modules[s.index], one[s.index]) for s in stages]
-    errors = [
-        distance(p.grad, q.grad)
-        for module, twin in held
-        for p, q in zip(module.parameters(), twin.parameters(), strict=True)
-    ]
-    grid = str(scheduler.schedule)
+    names = {0: (("x", "more", "table"),), 1: (("x", "more"),)}
+    with closing(make(*modules, names=names, whole=("table",), **options)) as scheduler:
+        for _ in range(3):
+            given, encoder = encoded()
+            train(scheduler, *given[:3], target=given[3])
+            true, twin = encoded()
+            if rank() == 0:  # what the other rank does with `more` goes into its own
+                out = one[1](one[0](*true[:3]), true[1].detach())
+                mean_square(out, true[3].detach()).backward()
+            else:
+                out = one[1](one[0](*[value.detach() for value in true[:3]]), true[1])
+                mean_square(out, true[3]).backward()
+            for name, parameter in encoder.items():
+                assert distance(parameter.grad, twin[name].grad) <= MOST, name
+            assert farthest(modules[rank()], one[rank()]) <= MOST
+            for module in one:
+                module.zero_grad()
+
+
+@ORDERS
+def test_gradients_flow_into_the_leaves_of_a_tree(options: dict[str, Any]) -> None:
+    """Autograd gives both terms of a sum one gradient, and adds to that of the table in place."""
+    scheduler = make(
+        Layer(lambda _, tree, table: tree["x"][0].view(-1) + table.view(-1)),
+        Layer(lambda linear, x: linear(x.view(-1, WIDTH)).tanh()),
+        names={0: (("tree", "table"),)},
+        whole=("table",),
+        **options,
+    )
+    for _ in range(2):
+        given, encoder = encoded()
+        tree, table, target = {"x": [given[0]]}, given[2][:1], given[3].detach()
+        train(scheduler, tree=tree, table=table, target=target)
+        true, twin = encoded()
+        mean_square(Layer()(true[0] + true[2][:1]), true[3].detach()).backward()
+        for name in "ac" if rank() == 0 else "":
+            assert distance(encoder[name].grad, twin[name].grad) <= MOST
     scheduler.close()
-    return max(abs(loss - float(true)) / 1e6, *errors), grid
 
 
-def test_towers_in_another_order_than_a_chains_are_run(pair: Replies) -> None:
-    """Issue 16, point 11: "1F0 needs 'x', which has not arrived", where no stage makes an x."""
-    for reply in pair:
-        error, grid = reply["towers"]
-        assert error <= MOST
-        assert grid.splitlines()[0].split() == ["rank", "0", *FIRST.split()]
+@pytest.mark.parametrize("frozen", [(0, 1), (0,), (1,)])
+@ORDERS
+def test_a_step_of_frozen_parameters_runs(frozen: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Issue 16, point 13: "the loss does not depend on anything that requires a gradient"."""
+    modules, one = [[Layer(), Layer()] for _ in range(2)]
+    for stage in frozen:
+        modules[stage].requires_grad_(False)
+        one[stage].requires_grad_(False)
+    true = mean_square(one[1](one[0](X)), Y)
+    if true.requires_grad:
+        true.backward()
+    with closing(make(*modules, **options)) as scheduler:
+        for _ in range(3):
+            assert abs(train(scheduler, X, target=Y) - float(true)) <= MOST_OF_LOSS
+    assert farthest(modules[rank()], one[rank()]) <= MOST
+
+
+def test_towers_in_another_order_than_a_chains_are_run() -> None:
+    """Two towers on one rank, the second first, and a head that takes both."""
+    first = "1F0 0F0 1F1 0F1 1B0 0B0 1B1 0B1"
+    schedule = rows(first, "2F0 2F1 2B0 2B1", stages=(0, 0, 1), num_microbatches=2)
+    modules, one = (
+        [
+            Layer(),
+            Layer(lambda linear, x: linear(x).sigmoid()),
+            Layer(lambda linear, a, b: linear(a * b)),
+        ]
+        for _ in range(2)
+    )
+    names = [(("left",), ("a",)), (("right",), ("b",)), (("a", "b"), ("x",))]
+    here = [2] if rank() else [0, 1]
+    scheduler = Scheduler(
+        [Stage(modules[i], i, *names[i]) for i in here],
+        Topology.create(pipeline=2),
+        schedule=schedule,
+        loss_fn=mean_square,
+        handlers=["noop"],
+    )
+    right = normal(ROWS, WIDTH, seed=9)
+    loss = train(scheduler, left=X, right=right, target=Y)
+    true = mean_square(one[2](one[0](X), one[1](right)), Y)
+    true.backward()
+    assert abs(loss - float(true)) <= MOST_OF_LOSS
+    assert max(farthest(modules[i], one[i]) for i in here) <= MOST
+    assert str(scheduler.schedule).splitlines()[0].split() == ["rank", "0", *first.split()]
+    scheduler.close()

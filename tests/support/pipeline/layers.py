@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
+from pipegrad.comm import sync_points
 from tests.support.gradients.cases import rank
+from tests.support.pipeline.scales import ELSEWHERE
 
 WIDTH, NUM_MICROBATCHES = 3, 4
 
@@ -66,3 +70,27 @@ def distance(found: Tensor | None, true: Tensor | None) -> float:
     if found is None or true is None:
         return 0.0 if found is true else float("inf")
     return float((found - true).abs().max() / true.abs().max())
+
+
+def farthest(module: nn.Module, twin: nn.Module) -> float:
+    """Returns the largest distance between gradients of two modules."""
+    pairs = zip(module.parameters(), twin.parameters(), strict=True)
+    return max(distance(p.grad, q.grad) for p, q in pairs)
+
+
+def blamed(source: int, why: str) -> str:
+    """Returns how an error of a rank begins here: `why` there, or everywhere if it is -1."""
+    return why if source in (-1, rank()) else f"{ELSEWHERE}rank {source}: {why}"
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Notes the bytes of each message that is sent."""
+    sent, send = list[int](), sync_points.Backend.send
+
+    def noted(self: Any, group: Any, tensor: Tensor, peer: int, tag: int) -> Any:
+        sent.append(tensor.nbytes)
+        return send(self, group, tensor, peer, tag)
+
+    with mock.patch.object(sync_points.Backend, "send", noted):
+        yield sent
