@@ -132,30 +132,36 @@ def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def differences(
-    seen: Seen, true: Seen, most: float, *, in_the_end: float | None = None, lenient: bool = False
+    seen: Seen,
+    true: Seen,
+    most: float,
+    *,
+    later: float | None = None,
+    parameters: float | None = None,
+    lenient: bool = False,
 ) -> dict[str, float]:
     """Returns the errors that are too large, by name, relative to the largest true value.
 
     Args:
-        seen: Of a rank.
+        seen: Of a rank; what a rank has none of is not asked for.
         true: Of one process; gradients of as many steps as are to be compared.
         most: How large the error of a gradient may be.
-        in_the_end: How large that of a loss, a norm or a parameter may be; None does not ask for
-            parameters.
+        later: How large that of a loss or a norm may be; by default as large.
+        parameters: How large that of a parameter in the end may be; None does not ask for it.
         lenient: As in `error`.
     """
-    found, later = dict[str, float](), dict[str, float]()
+    found, numbers, ends = dict[str, float](), dict[str, float](), dict[str, float]()
     for kind in ("losses", "norms"):
         ours, theirs = getattr(seen, kind), getattr(true, kind)
         pairs = zip(ours, theirs, strict=True) if ours else ()
-        later |= {f"{kind} {n}": error(*pair) for n, pair in enumerate(pairs)}
+        numbers |= {f"{kind} {n}": error(*pair) for n, pair in enumerate(pairs)}
     for step, (mine, whole) in enumerate(zip(seen.gradients, true.gradients, strict=False)):
         for name, gradient in mine.items():
             found[f"step {step} {name}"] = error(gradient, whole[name], lenient=lenient)
-    if in_the_end is not None:
+    if parameters is not None:
         for name, parameter in seen.parameters.items():
-            later[f"{name} in the end"] = error(parameter, true.parameters[name])
-    return wrong(found, most) | wrong(later, most if in_the_end is None else in_the_end)
+            ends[f"{name} in the end"] = error(parameter, true.parameters[name])
+    return wrong(found, most) | wrong(numbers, later or most) | wrong(ends, parameters or 0.0)
 
 
 def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
