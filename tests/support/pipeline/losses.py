@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, schedules
 from tests.support.pipeline.models import TOKENS, WIDTH, Block, Embed, Head
-from tests.support.pipeline.placement_cases import HANDLERS
+from tests.support.pipeline.placements import HANDLERS
 from tests.support.pipeline.schedulers import ROWS, batch, share, topology
 from tests.support.rounding import rounding
 
