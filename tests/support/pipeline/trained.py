@@ -80,7 +80,7 @@ def train(
     sync: GradientSync | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 2,
-    parts: int = 1,
+    parts: int | Sequence[int] = 1,
     clip: tuple[float, float] | None = None,
     set_to_none: bool = True,
 ) -> Seen:
@@ -92,14 +92,15 @@ def train(
         sync: Of ranks; None in one process.
         optimizer: None leaves the parameters as they are.
         steps: How many.
-        parts: How many batches a step accumulates.
+        parts: How many batches a step, or each step, accumulates.
         clip: Maximum and type of the norm.
         set_to_none: What becomes of gradients after a step.
     """
     seen = Seen()
     for number in range(steps):
-        for part in range(parts):
-            is_last = part + 1 == parts
+        num_parts = parts if isinstance(parts, int) else parts[number]
+        for part in range(num_parts):
+            is_last = part + 1 == num_parts
             with nullcontext() if sync is None or is_last else sync.accumulate():
                 loss = step(number, part)
             seen.losses += [] if loss is None else [loss.detach().clone()]
