@@ -1,7 +1,4 @@
-"""Heads, batches, adapters and modes of cut models, against one process.
-
-The selected cases run in one spawn of two ranks.
-"""
+"""Heads, batches, adapters and modes of cut models, against one process."""
 
 from __future__ import annotations
 
@@ -14,11 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from pipegrad.testing import run_ranks
 from tests.support.partition.families import FAMILIES, HEADS, ROWS, TOKENS, Batch
 from tests.support.partition.twins import Twins
 from tests.support.rounding import rounding
-from tests.support.worlds import World, smoked
 
 pytest.importorskip("transformers")
 
@@ -295,27 +290,15 @@ CASES: dict[str, Run] = {
 }
 
 
-def run_cases(names: list[str]) -> list[list[float]]:
-    found = list[list[float]]()
-    for name in names:
-        try:
-            found.append(CASES[name]())
-        except Exception as error:
-            error.add_note(f"in the case: {name}")
-            raise
-    return found
-
-
-def spawn(names: Sequence[str]) -> list[list[list[float]]]:
-    ranks = run_ranks(run_cases, 2, list(names))
-    return [list(reports) for reports in zip(*ranks, strict=True)]
-
-
-found = World(CASES, spawn)
-
-
-@pytest.mark.parametrize("name", smoked(CASES, "head BERT, classes"))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.smoke] if name == "head BERT, classes" else [])
+        for name in CASES
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_process(name: str) -> None:
-    for rank, errors in enumerate(found[name]):
-        assert errors, f"{name}, rank {rank}"
-        assert [error for error in errors if not error <= MOST] == [], f"{name}, rank {rank}"
+    errors = CASES[name]()
+    assert errors
+    assert [error for error in errors if not error <= MOST] == []

@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.support.gradients.cases import rank
 from tests.support.pairwise import everything
 from tests.support.pipeline.placements import (
     FACTORS,
@@ -25,7 +23,7 @@ from tests.support.pipeline.placements import (
     misses,
     product,
 )
-from tests.support.pipeline.trained import on_ranks
+from tests.support.pipeline.trained import on_first, on_ranks
 
 PAIRS = """
 replicate     gpipe       3x2 fp32-bf16 keep  AdamW clip 1 2 small forget       wait  none
@@ -127,8 +125,7 @@ SMOKE = next(case for case in CASES if (case.handlers, case.mesh) == ("owner+sha
 
 def compared(case: Case) -> Comparison | None:
     """Trains on every rank; returns on the first one what can be compared with one process."""
-    seen: list[Any] | None = [None] * case.num_ranks if rank() == 0 else None
-    dist.gather_object(Run(case).train(), seen)
+    seen = on_first(Run(case).train())
     return None if seen is None else Comparison(case, seen)
 
 

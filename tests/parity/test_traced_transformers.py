@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipegrad.partition.traced.model import TracedModel
+from tests.support.pairwise import pairwise
 from tests.support.rounding import rounding
 from tests.unit.partition.test_traced import Run, compare
 
@@ -83,9 +84,9 @@ def batch(name: str) -> dict[str, object]:
     return given | ({} if name == "Bert" else {"use_cache": False})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "num_stages", "dtype"), pairwise(CASES, (2, 4), (torch.float32, torch.float64))
+)
 def test_loss_and_gradients_are_those_of_the_uncut_model(
     name: str, num_stages: int, dtype: torch.dtype
 ) -> None:

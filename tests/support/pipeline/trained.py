@@ -56,6 +56,13 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
     return sent
 
 
+def on_first(value: T) -> list[T] | None:
+    """Returns the values of all ranks on the first one, which compares them."""
+    values: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
+
+
 @dataclass
 class Seen:
     """What came of training.
