@@ -123,7 +123,8 @@ def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: 
     }
 
     def step(number: int, _: int) -> Tensor:
-        given = {name: share(value, at) for name, value in batch(case.family, number).items()}
+        whole = batch(case.family, number)
+        given: Any = {name: share(value, at) for name, value in whole.items()}
         return scheduler.step(**given).loss
 
     optimizer = scheduler.optimizer(optimizer_of)
@@ -135,7 +136,7 @@ def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: 
     assert max(map(error, seen.losses, true.losses)) <= MOST
     assert worst(seen.gradients[0], true.gradients[0]) <= most
     # Each step adds its own error, which AdamW scales with 1e-3 / ADAM_EPS.
-    assert worst(seen.parameters, true.parameters) <= STEPS * most  # type: ignore[arg-type]
+    assert worst(seen.parameters, true.parameters) <= STEPS * most
     # Everything is held somewhere, also what is frozen, such as Whisper's positions.
     assert set().union(*gathered({*held})) == {*true.parameters}
     bits(seen.parameters, parts.tied)

@@ -92,12 +92,13 @@ def batches() -> list[list[list[list[bytes]]]]:
 
 @once
 def truth() -> Seen:
-    stages = nn.ModuleList([First(), Last()])
-    stages[1].head.weight = stages[0].embedding.weight
+    first, last = First(), Last()
+    last.head.weight = first.embedding.weight
+    stages = nn.ModuleList([first, last])
 
     def step(number: int, _: int) -> Tensor:
         parts = [padded(rows) for replica in batches()[number] for rows in replica]
-        found = [summed(stages[1](stages[0](part["x"])), part["target"]) for part in parts]
+        found = [summed(last(first(part["x"])), part["target"]) for part in parts]
         return backward(torch.stack([s for s, _ in found]).sum() / sum(w for _, w in found))
 
     held = dict(stages.named_parameters(remove_duplicate=False))
@@ -133,7 +134,7 @@ def test_a_run_over_text_is_that_of_one_process(schedule: str, placement: str) -
     sync, true = scheduler.sync, truth()
     seen = train(step, lambda: held, sync=sync, optimizer=optimizer, steps=STEPS, clip=(1.0, 2.0))
     scheduler.close()  # waits for parameters that come back
-    seen.norms, seen.parameters = [], copied(held)  # type: ignore[assignment]
+    seen.norms, seen.parameters = [], copied(held)
     most = rounding(STEPS * 4 * 2 * ROWS * LONGEST, dtype=torch.float64)
     # A loss travels in float32.
     assert differences(seen, true, most, later=rounding(1), parameters=most) == {}

@@ -565,11 +565,11 @@ class Comparison:
                 found[f"{self.roots[name]} after a step"].add(digest(parameter))
         for (root, _), stepped in self._wholes([seen.stepped for seen in self.seen]).items():
             found[root].add(digest(None if stepped is None else stepped.to(self.case.dtype)))
-        return {name: (len(digests) - 1, 0) for name, digests in found.items()}
+        return {name: (len(digests) - 1.0, 0.0) for name, digests in found.items()}
 
     def states(self) -> Distances:
         """Tells that of the number of elements that a rank steps, and has state of."""
-        found = {}
+        found: Distances = {}
         for rank, seen in enumerate(self.seen):
             mine = [r for r in self.trained if any(rank in ranks for ranks in self.steppers(r))]
             held = {self.roots[piece.name]: piece.numel for piece in seen.stepped}

@@ -130,8 +130,8 @@ def wrong(errors: Mapping[str, float], most: float) -> dict[str, float]:
 def digest(tensor: Tensor | None) -> str:
     if tensor is None:
         return "None"
-    raw = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(raw).hexdigest()
+    raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
 def compare(

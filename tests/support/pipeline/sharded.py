@@ -214,7 +214,7 @@ class Run:
         shards = [digest(local(p)) for n, p in self.named().items() if n in TIED]
         self.close()
         seen.gradients = [whole(seen.gradients[0])]
-        seen.parameters = whole(seen.parameters)  # type: ignore[arg-type, assignment]
+        seen.parameters = whole(seen.parameters)  # type: ignore[assignment]
         return seen, shards
 
     def step(self, number: int, part: int) -> Tensor | None:
@@ -248,7 +248,7 @@ def truth(case: Case, num_shares: int) -> Seen:
             return low_step(model, tokens, target, case.num_microbatches * num_shares)
         return backward(loss_of(model(tokens), target))
 
-    sizes = {"steps": case.steps, "parts": case.accumulate}
+    sizes: Any = {"steps": case.steps, "parts": case.accumulate}
     seen = train(step, lambda: held, optimizer=optimizer, clip=(MAX_NORM, 2.0), **sizes)
     seen.gradients = seen.gradients[:1]
     return seen

@@ -113,20 +113,22 @@ def train(
             seen.losses += [] if loss is None else [loss.detach().clone()]
         seen.gradients.append(copied({name: p.grad for name, p in held().items()}))
         if clip is not None:
-            whole = [p for p in dict.fromkeys(held().values()) if p.grad is not None]
-            clipped = nn.utils.clip_grad_norm_(whole, *clip) if sync is None else None
-            seen.norms.append(sync.clip_grad_norm_(*clip) if sync is not None else clipped)  # type: ignore[arg-type]
+            if sync is None:
+                whole = list(dict.fromkeys(held().values()))
+                seen.norms.append(nn.utils.clip_grad_norm_(whole, *clip))
+            else:
+                seen.norms.append(sync.clip_grad_norm_(*clip))
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=set_to_none)
         else:
             for parameter in held().values():
                 parameter.grad = None
-    seen.parameters = copied(held())  # type: ignore[assignment]
+    seen.parameters = copied(held())
     return seen
 
 
-def copied(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def copied(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
 
 
