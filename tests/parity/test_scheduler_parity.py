@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from pipegrad.schedules import Schedule
@@ -18,6 +17,7 @@ from tests.support.pipeline.schedulers import (
     MOST,
     ROWS,
     batch,
+    error,
     greedy,
     most_buffers,
     share,
@@ -162,5 +162,4 @@ def test_without_a_handler_ties_are_wrong() -> None:
     assert mistaken == {f"step {step} {name}" for step in range(2) for name in TIED}
     mine = [gradient for name, gradient in seen.gradients[1].items() if name in TIED]
     one, other = (gradient for others in gathered(mine) for gradient in others)
-    assert one is not None and other is not None
-    assert not torch.equal(one, other)
+    assert error(one, other) > 0.01
