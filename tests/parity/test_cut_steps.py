@@ -277,7 +277,7 @@ CASES: dict[str, Run] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, seconds=400.0)  # the first case imports transformers
 @pytest.mark.parametrize(
     "name",
     [

@@ -27,6 +27,7 @@ from tests.support.rounding import ADAM_EPS, rounding
 pytest.importorskip("transformers")
 
 STEPS = 3
+SECONDS = 400.0  # the first case of a world imports transformers, in each rank
 # Losses and norms of transformers compute in float32, whatever the dtype of the model.
 MOST = 1e-6
 MICROBATCH = 2  # rows
@@ -105,7 +106,7 @@ def worst(found: Mapping[str, Tensor | None], true: Mapping[str, Tensor | None])
     return max(difference(x, true[name]) / largest for name, x in found.items())
 
 
-@pytest.mark.parametrize("case", on_ranks(CASES, SMOKE))
+@pytest.mark.parametrize("case", on_ranks(CASES, SMOKE, seconds=SECONDS))
 def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: Case) -> None:
     at, number = topology(case.pipeline), ROWS // MICROBATCH
     example = {n: x[:MICROBATCH] for n, x in batch(case.family, 0).items()}

@@ -33,15 +33,14 @@ class OnRanks(Protocol):
     def num_ranks(self) -> int: ...
 
 
-def on_ranks(cases: Iterable[OnRanks], smoke: OnRanks | None = None) -> list[Any]:
+def on_ranks(cases: Iterable[OnRanks], smoke: OnRanks | None = None, **options: float) -> list[Any]:
     """Returns cases as parameters, each on its number of ranks, and one with the mark `smoke`."""
-    marks = [[pytest.mark.smoke], []]
-    return [
-        pytest.param(
-            case, id=str(case), marks=[pytest.mark.ranks(case.num_ranks), *marks[case != smoke]]
-        )
-        for case in cases
-    ]
+    found = []
+    for case in cases:
+        marks = [pytest.mark.ranks(case.num_ranks, **options)]
+        marks += [pytest.mark.smoke] if case == smoke else []
+        found.append(pytest.param(case, id=str(case), marks=marks))
+    return found
 
 
 def once(function: Callable[..., T]) -> Callable[..., T]:
