@@ -16,20 +16,12 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, codecs
 from pipegrad.plugins.codec import Carried
-from tests.support.pipeline.schedulers import (
-    Report,
-    digest,
-    finder,
-    greedy,
-    named,
-    run_each,
-    topology,
-)
-from tests.support.worlds import smoked
+from tests.support.pipeline.schedulers import digest, greedy, named, topology
+from tests.support.pipeline.trained import Seen, backward, on_ranks, once, train
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 32, 3, 4, 4
 Places = tuple[int, ...]
-Errors = dict[tuple[str, int], Tensor]
+Errors = dict[tuple[str, int], Tensor]  # of gradients, by hop and microbatch
 
 
 class Block(nn.Module):
@@ -49,14 +41,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A choice of codecs, on a schedule.
-
-    Attributes:
-        name: The codecs, in words.
-        places: For each stage its rank.
-        late: As `greedy`.
-        dtype: Of parameters and values.
-    """
+    """A choice of codecs, and for each stage its rank; late as in `greedy`."""
 
     name: str
     places: Places
@@ -195,11 +180,37 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
     return (out - target).float().square().mean()
 
 
-def run_case(case: Case) -> Report:
-    """Trains some steps and evaluates, on every rank. `bits` has wrong names."""
-    at, report = topology(case.num_ranks), Report()
-    own, true = made(case), made(case)
-    stages = [Stage(own[s], s, *case.ends(s)) for s in at.with_stages(case.places).local_stages]
+def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator).to(case.dtype)
+    return x, target
+
+
+@once
+def truth(case: Case) -> tuple[Seen, Tensor]:
+    """Trains in one process, and evaluates."""
+    blocks, errors = nn.ModuleList(made(case)), Errors()
+    every: Any = blocks
+
+    def step(number: int, _: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        parts = zip(*(whole.chunk(MICROBATCHES) for whole in batch(case, number)), strict=True)
+        for microbatch, (part, wanted) in enumerate(parts):
+            loss = loss_of(alone(case, every, part, microbatch, errors), wanted) / MICROBATCHES
+            total += backward(loss).detach()
+        return total
+
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=1.0)
+    seen = train(step, lambda: dict(blocks.named_parameters()), optimizer=optimizer, steps=STEPS)
+    with torch.no_grad():
+        parts = batch(case, STEPS)[0].chunk(MICROBATCHES)
+        return seen, torch.cat([alone(case, every, part, 0, {}) for part in parts])
+
+
+@pytest.mark.parametrize("case", on_ranks(CASES, CASES[2]))
+def test_a_pipeline_has_the_bits_of_one_process_that_encodes(case: Case) -> None:
+    at, blocks = topology(case.num_ranks), made(case)
+    stages = [Stage(blocks[s], s, *case.ends(s)) for s in at.with_stages(case.places).local_stages]
     scheduler = Scheduler(
         stages,
         at,
@@ -207,52 +218,27 @@ def run_case(case: Case) -> Report:
         loss_fn=loss_of,
         codecs=CHOICES[case.name],
     )
-    errors: Errors = {}
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        x, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator).to(case.dtype)
-        loss = scheduler.step(x, target=target).loss
-        expected = 0.0
-        parts = zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-        for microbatch, (part, wanted) in enumerate(parts):
-            one = loss_of(alone(case, true, part, microbatch, errors), wanted) / MICROBATCHES
-            one.backward()
-            expected += float(one)
-        report.losses.append(abs(float(loss) - expected) / expected)
-        wrong = {
-            f"step {step} {stage.index}.{name}"
-            for stage in stages
-            for name, p in named([stage]).items()
-            if digest(p.grad) != digest(dict(true[stage.index].named_parameters())[name].grad)
-        }
-        report.bits.append(wrong)
-        for parameter in (p for block in (*own, *true) for p in block.parameters()):
-            if parameter.grad is not None:
-                parameter.data.sub_(parameter.grad)
-            parameter.grad = None
-    x, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH).to(case.dtype)
+    held = {f"{stage.index}.{n}": p for stage in stages for n, p in named([stage]).items()}
+
+    def step(number: int, _: int) -> Tensor:
+        x, target = batch(case, number)
+        return scheduler.step(x, target=target).loss
+
+    optimizer = torch.optim.SGD(held.values(), lr=1.0)
+    seen = train(step, lambda: held, sync=scheduler.sync, optimizer=optimizer, steps=STEPS)
+    x, target = batch(case, STEPS)
     result = scheduler.evaluate(x, target=target)
-    with torch.no_grad():
-        outputs = [alone(case, true, part, 0, {}) for part in x.chunk(MICROBATCHES)]
-    for out in result.outputs:
-        report.bits.append(set() if torch.equal(out, torch.cat(outputs)) else {"evaluation"})
     scheduler.close()
-    return report
 
-
-def run_cases(names: list[str]) -> list[Report]:
-    return run_each(run_case, CASES, names)
-
-
-found = finder(CASES, run_cases)
-
-
-@pytest.mark.parametrize("case", smoked(CASES, CASES[2]))
-def test_a_pipeline_has_the_bits_of_one_process_that_encodes(case: Case) -> None:
-    for rank, report in enumerate(found(case)):
-        assert set().union(*report.bits) == set(), f"rank {rank}"
-        # Losses are sums of microbatches, in another order.
-        assert max(report.losses) <= 4 * torch.finfo(torch.float32).eps
+    true, outputs = truth(case)
+    for number, gradients in enumerate(seen.gradients):
+        for name, gradient in gradients.items():
+            assert digest(gradient) == digest(true.gradients[number][name]), (number, name)
+    assert [torch.equal(out, outputs) for out in result.outputs] in ([], [True])
+    assert bool(result.outputs) == (len(blocks) - 1 in {stage.index for stage in stages})
+    # Losses are sums of microbatches, in another order.
+    for loss, expected in zip(seen.losses, true.losses, strict=True):
+        assert abs(loss - expected) / expected <= 4 * torch.finfo(torch.float32).eps
 
 
 def test_the_reference_encodes_something() -> None:

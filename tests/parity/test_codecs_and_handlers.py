@@ -11,7 +11,6 @@ from torch import Tensor
 
 import pipegrad
 from pipegrad import Scheduler, Topology
-from pipegrad.testing import run_ranks
 from tests.support.gradients.diloco import batch, loss_of, model, weights_of
 
 EVERY, MICROBATCHES = 3, 4  # EVERY: steps between two meetings, and before the first
@@ -27,7 +26,8 @@ WAYS: dict[str, list[Any]] = {
 CODECS: dict[str, Any] = {"int8": "int8", "both": {"activations": "bf16", "gradients": "topk"}}
 
 
-def train(handlers: list[Any], codecs: Any) -> Seen:
+@cache
+def train(way: str, codecs: str) -> Seen:
     """Returns the losses of this rank, and its weights before the first meeting."""
     topology = Topology.create(pipeline=2, device_type="cpu")
     stages = pipegrad.cut(model(), 2)
@@ -35,9 +35,10 @@ def train(handlers: list[Any], codecs: Any) -> Seen:
         "schedule": "1f1b",
         "num_microbatches": MICROBATCHES,
         "loss_fn": loss_of,
-        "allow_unsynced": ["*"] if handlers == WAYS[ALONE] else [],
+        "allow_unsynced": ["*"] if way == ALONE else [],
     }
-    scheduler = Scheduler(stages, topology, handlers=handlers, codecs=codecs, **options)
+    options |= {"handlers": WAYS[way], "codecs": CODECS[codecs]}
+    scheduler = Scheduler(stages, topology, **options)
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.5)
     losses = []
     for step in range(EVERY - 1):
@@ -51,26 +52,17 @@ def train(handlers: list[Any], codecs: Any) -> Seen:
     return losses, weights
 
 
-def train_all() -> dict[tuple[str, str], Seen]:
-    return {(way, name): train(WAYS[way], CODECS[name]) for way in WAYS for name in CODECS}
-
-
-@cache
-def ranks() -> list[dict[tuple[str, str], Seen]]:
-    return run_ranks(train_all, 4)
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != ALONE])
 def test_replicas_of_one_batch_train_as_one_of_them_alone(way: str, codecs: str) -> None:
-    for rank in ranks():
-        (losses, weights), (alone, expected) = rank[way, codecs], rank[ALONE, codecs]
-        assert losses == alone
-        assert weights.keys() == expected.keys()
-        for name, weight in weights.items():
-            assert torch.equal(weight, expected[name]), name
+    (losses, weights), (alone, expected) = train(way, codecs), train(ALONE, codecs)
+    assert losses == alone
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name]), name
 
 
+@pytest.mark.ranks(4)
 def test_codecs_change_the_losses() -> None:
-    for rank in ranks():
-        assert rank[ALONE, "int8"][0] != rank[ALONE, "both"][0]
+    assert train(ALONE, "int8")[0] != train(ALONE, "both")[0]

@@ -1,12 +1,10 @@
-"""Heads, batches, adapters and modes of cut models, against one process.
-
-The selected cases run in one spawn of two ranks.
-"""
+"""Heads, batches, adapters and modes of cut models, against one process."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from pipegrad.testing import run_ranks
 from tests.support.partition.families import FAMILIES, HEADS, ROWS, TOKENS, Batch
 from tests.support.partition.twins import Twins
 from tests.support.rounding import rounding
-from tests.support.worlds import World, smoked
 
 pytest.importorskip("transformers")
 
@@ -28,42 +24,36 @@ MOST_BFLOAT16 = rounding(ROWS * TOKENS, dtype=torch.bfloat16)
 LLAMA = FAMILIES["Llama 3.2"]
 RESTARTED = torch.cat([torch.arange(4), torch.arange(TOKENS - 4)]).expand(ROWS, -1).contiguous()
 
-Run = Callable[[], list[float]]
+Run = Callable[[], Twins]
 
 
-def head(name: str) -> Run:
-    def run() -> list[float]:
-        family = HEADS[name]
-        # No sample of text has choices.
-        example = {n: x[:2] for n, x in family.batch(1).items() if n != "labels"}
-        twins = Twins(family.build, cut={"example": example} if "choices" in name else None)
-        twins.step(family.batch(1))
-        twins.step(family.batch(2))
-        return twins.close()
-
-    return run
+def head(name: str) -> Twins:
+    family = HEADS[name]
+    # No sample of text has choices.
+    example = {n: x[:2] for n, x in family.batch(1).items() if n != "labels"}
+    twins = Twins(family.build, cut={"example": example} if "choices" in name else None)
+    twins.step(family.batch(1))
+    twins.step(family.batch(2))
+    return twins
 
 
 def batches(*changes: dict[str, Any], family: str = "Llama 3.2", **options: Any) -> Run:
     """Returns a run of a step for each change of a batch; None leaves an argument out."""
 
-    def run() -> list[float]:
+    def run() -> Twins:
         twins = Twins(FAMILIES[family].build, **options)
         for number, change in enumerate(changes):
             batch = FAMILIES[family].batch(number) | change
             twins.step({name: value for name, value in batch.items() if value is not None})
-        return twins.close()
+        return twins
 
     return run
 
 
-def alone(kind: Callable[[Batch], object]) -> Run:
-    def run() -> list[float]:
-        twins = Twins(LLAMA.build)
-        twins.step(LLAMA.batch(1), kind(LLAMA.batch(1)))
-        return twins.close()
-
-    return run
+def alone(kind: Callable[[Batch], object]) -> Twins:
+    twins = Twins(LLAMA.build)
+    twins.step(LLAMA.batch(1), kind(LLAMA.batch(1)))
+    return twins
 
 
 def encoding(batch: Batch) -> object:
@@ -83,7 +73,7 @@ def mean_of(model: nn.Module, parts: Sequence[Batch]) -> Tensor:
     return sums / count
 
 
-def ready() -> list[float]:
+def ready() -> Twins:
     twins = Twins(LLAMA.build)
     whole = LLAMA.batch(1)
     lengths = (5, 9, 11, 7)
@@ -92,35 +82,35 @@ def ready() -> list[float]:
         for i, length in enumerate(lengths)
     ]
     twins.step({}, true=mean_of(twins.true, parts), given={"microbatches": parts})
-    return twins.close()
+    return twins
 
 
-def other_lengths() -> list[float]:
+def other_lengths() -> Twins:
     twins = Twins(FAMILIES["T5"].build)
     for step, tokens in enumerate((11, 7, 15, 11)):
         twins.step(FAMILIES["T5"].batch(step, tokens=tokens))
-    return twins.close()
+    return twins
 
 
-def embedded() -> list[float]:
+def embedded() -> Twins:
     values = torch.randn(ROWS, TOKENS, 16, dtype=torch.float64)
     example = {"inputs_embeds": values[:2]}
     twins = Twins(LLAMA.build, cut={"example": example})
     batch = LLAMA.batch(1)
     del batch["input_ids"]
     twins.step(batch | {"inputs_embeds": values})
-    return twins.close()
+    return twins
 
 
-def other_number() -> list[float]:
+def other_number() -> Twins:
     twins = Twins(LLAMA.build)
     for number in (2, 8):
         batch = LLAMA.batch(number)
         twins.step(batch, given=batch | {"num_microbatches": number})
-    return twins.close()
+    return twins
 
 
-def own_loss() -> list[float]:
+def own_loss() -> Twins:
     def loss_of(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
@@ -129,10 +119,10 @@ def own_loss() -> list[float]:
     ids = batch["input_ids"]
     del batch["labels"]
     twins.step(batch, true=loss_of(twins.true(**batch).logits, ids), given=batch | {"target": ids})
-    return twins.close()
+    return twins
 
 
-def accumulated() -> list[float]:
+def accumulated() -> Twins:
     twins = Twins(LLAMA.build)
     first: dict[str, Any] = LLAMA.batch(1)
     second: dict[str, Any] = LLAMA.batch(2)
@@ -141,11 +131,12 @@ def accumulated() -> list[float]:
     twins.scheduler.step(**second)
     mean_of(twins.true, [first, second]).backward()
     twins.compare()
-    return twins.close()
+    return twins
 
 
-def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Run:
-    """Returns a run that trains adapters: the base stays as it is."""
+def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Twins:
+    """Trains adapters: the base stays as it is."""
+    pytest.importorskip("peft")
 
     def build() -> nn.Module:
         import peft
@@ -156,69 +147,62 @@ def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Run:
         adapted: nn.Module = peft.get_peft_model(model, config)
         return adapted.to(FAMILIES[family].dtype)
 
-    def run() -> list[float]:
-        pytest.importorskip("peft")
-        twins = Twins(build, schedule=schedule)
-        before = {n: p.detach().clone() for n, p in twins.held.items() if not p.requires_grad}
-        names = {n for n, p in twins.held.items() if p.requires_grad}
-        optimizer = twins.scheduler.optimizer(torch.optim.SGD, lr=0.01)
-        for step in range(2):
-            batch: dict[str, Any] = FAMILIES[family].batch(step)
-            twins.scheduler.step(**batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        moved = {name for name, value in before.items() if not torch.equal(value, twins.held[name])}
-        assert moved == set(), "the base was trained"
-        assert names, "a rank has no adapter"
-        own = torch.optim.SGD([p for p in twins.true.parameters() if p.requires_grad], lr=0.01)
-        for step in range(2):
-            twins.true(**FAMILIES[family].batch(step)).loss.backward()
-            own.step()
-            own.zero_grad()
-        twins.step(FAMILIES[family].batch(3))
-        return twins.close()
-
-    return run
+    twins = Twins(build, schedule=schedule)
+    before = {n: p.detach().clone() for n, p in twins.held.items() if not p.requires_grad}
+    names = {n for n, p in twins.held.items() if p.requires_grad}
+    optimizer = twins.scheduler.optimizer(torch.optim.SGD, lr=0.01)
+    for step in range(2):
+        batch: dict[str, Any] = FAMILIES[family].batch(step)
+        twins.scheduler.step(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {name for name, value in before.items() if not torch.equal(value, twins.held[name])}
+    assert moved == set(), "the base was trained"
+    assert names, "a rank has no adapter"
+    own = torch.optim.SGD([p for p in twins.true.parameters() if p.requires_grad], lr=0.01)
+    for step in range(2):
+        twins.true(**FAMILIES[family].batch(step)).loss.backward()
+        own.step()
+        own.zero_grad()
+    twins.step(FAMILIES[family].batch(3))
+    return twins
 
 
-def checkpointed(when: str, **options: Any) -> Run:
-    """Returns a run in which layers run their forward again in their backward."""
+def checkpointed(when: str) -> Twins:
+    """Layers run their forward again in their backward."""
 
     def build() -> nn.Module:
         model: Any = LLAMA.build()
         if when == "before":
-            model.gradient_checkpointing_enable(**options)
+            model.gradient_checkpointing_enable()
         return model  # type: ignore[no-any-return]
 
-    def run() -> list[float]:
-        twins = Twins(build)
-        if when == "after":
-            for stage in twins.own:
-                stage.gradient_checkpointing_enable(**options)
-        calls, expected = list[str](), list[str]()
+    twins = Twins(build)
+    if when == "after":
         for stage in twins.own:
-            for name, module in stage.named_modules():
-                if name.endswith("gate_proj"):
-                    expected += [name] * 4 * 2  # microbatches, forwards
-                    module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-        twins.step(LLAMA.batch(1))
-        assert sorted(calls) == sorted(expected)
-        return twins.close()
+            stage.gradient_checkpointing_enable()
+    calls, expected = list[str](), list[str]()
+    for stage in twins.own:
+        for name, module in stage.named_modules():
+            if name.endswith("gate_proj"):
+                expected += [name] * 4 * 2  # microbatches, forwards
+                module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    twins.step(LLAMA.batch(1))
+    assert sorted(calls) == sorted(expected)
+    return twins
 
-    return run
 
-
-def compiled() -> list[float]:
+def compiled() -> Twins:
     twins = Twins(LLAMA.build)
     for stage in twins.own:
         for layer in stage.model.layers:
             if any(True for _ in layer.parameters()):
                 layer.compile(backend="aot_eager")
     twins.step(LLAMA.batch(1))
-    return twins.close()
+    return twins
 
 
-def frozen() -> list[float]:
+def frozen() -> Twins:
     def build() -> nn.Module:
         model: Any = LLAMA.build()
         for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[3]):
@@ -228,31 +212,28 @@ def frozen() -> list[float]:
     twins = Twins(build, schedule="zb-h1")
     twins.step(LLAMA.batch(1))
     twins.step(LLAMA.batch(2))
-    return twins.close()
+    return twins
 
 
-def rounded(*, auto: bool) -> Run:
-    def run() -> list[float]:
-        dtype = torch.float32 if auto else torch.bfloat16
-        twins = Twins(lambda: LLAMA.build().to(dtype))
-        context = torch.autocast("cpu", torch.bfloat16) if auto else contextlib.nullcontext()
-        with context:
-            twins.step(LLAMA.batch(1))
-        # Losses have few bits here, so errors are counted in those.
-        return [error * MOST / MOST_BFLOAT16 for error in twins.close()]
-
-    return run
+def rounded(*, auto: bool) -> Twins:
+    dtype = torch.float32 if auto else torch.bfloat16
+    twins = Twins(lambda: LLAMA.build().to(dtype))
+    with torch.autocast("cpu", torch.bfloat16) if auto else contextlib.nullcontext():
+        twins.step(LLAMA.batch(1))
+    # Losses have few bits here, so errors are counted in those.
+    twins.errors = [error * MOST / MOST_BFLOAT16 for error in twins.errors]
+    return twins
 
 
-def converted() -> list[float]:
+def converted() -> Twins:
     twins = Twins(LLAMA.build, prepare=lambda cut: [m.float() for m in cut.modules.values()])
     twins.true.float()
     twins.step(LLAMA.batch(1))
-    return twins.close()
+    return twins
 
 
 CASES: dict[str, Run] = {
-    **{f"head {name}": head(name) for name in HEADS},
+    **{f"head {name}": partial(head, name) for name in HEADS},
     "without a mask": batches({"attention_mask": None}),
     "a mask of bool": batches({"attention_mask": LLAMA.batch(0)["attention_mask"].bool()}),
     "positions of one row": batches({"position_ids": torch.arange(TOKENS)[None]}),
@@ -264,58 +245,47 @@ CASES: dict[str, Run] = {
     ),
     "token types": batches({"token_type_ids": RESTARTED % 2}, family="BERT"),
     "seven rows": batches({n: x[:7] for n, x in LLAMA.batch(0).items()}),
-    "a dict alone": alone(dict),
-    "a BatchEncoding alone": alone(encoding),
+    "a dict alone": partial(alone, dict),
+    "a BatchEncoding alone": partial(alone, encoding),
     "ready microbatches": ready,
     "other lengths in other steps": other_lengths,
     "embeddings in the place of tokens": embedded,
     "other numbers of microbatches": other_number,
     "a loss of one's own": own_loss,
     "accumulated steps": accumulated,
-    "LoRA, Llama": adapted("Llama 3.2", target_modules=["q_proj", "v_proj"]),
-    "LoRA, Llama, zb-h1": adapted("Llama 3.2", "zb-h1", target_modules="all-linear"),
-    "LoRA, GPT-2": adapted("GPT-2", target_modules=["c_attn"], fan_in_fan_out=True),
-    "LoRA, T5": adapted("T5", target_modules=["q", "v"]),
-    "LoRA and the embedding's rows": adapted(
-        "Llama 3.2", target_modules=["q_proj", "embed_tokens"]
+    "LoRA, Llama": partial(adapted, "Llama 3.2", target_modules=["q_proj", "v_proj"]),
+    "LoRA, Llama, zb-h1": partial(adapted, "Llama 3.2", "zb-h1", target_modules="all-linear"),
+    "LoRA, GPT-2": partial(adapted, "GPT-2", target_modules=["c_attn"], fan_in_fan_out=True),
+    "LoRA, T5": partial(adapted, "T5", target_modules=["q", "v"]),
+    "LoRA and the embedding's rows": partial(
+        adapted, "Llama 3.2", target_modules=["q_proj", "embed_tokens"]
     ),
-    "LoRA and a trained tie": adapted(
+    "LoRA and a trained tie": partial(
+        adapted,
         "Llama 3.2",
         target_modules=["q_proj"],
         modules_to_save=["embed_tokens", "lm_head"],
         ensure_weight_tying=True,
     ),
-    "checkpointing before the cut": checkpointed("before"),
-    "checkpointing after the cut": checkpointed("after"),
+    "checkpointing before the cut": partial(checkpointed, "before"),
+    "checkpointing after the cut": partial(checkpointed, "after"),
     "compiled layers": compiled,
     "frozen layers": frozen,
-    "bfloat16": rounded(auto=False),
-    "autocast": rounded(auto=True),
+    "bfloat16": partial(rounded, auto=False),
+    "autocast": partial(rounded, auto=True),
     "converted after the cut": converted,
 }
 
 
-def run_cases(names: list[str]) -> list[list[float]]:
-    found = list[list[float]]()
-    for name in names:
-        try:
-            found.append(CASES[name]())
-        except Exception as error:
-            error.add_note(f"in the case: {name}")
-            raise
-    return found
-
-
-def spawn(names: Sequence[str]) -> list[list[list[float]]]:
-    ranks = run_ranks(run_cases, 2, list(names))
-    return [list(reports) for reports in zip(*ranks, strict=True)]
-
-
-found = World(CASES, spawn)
-
-
-@pytest.mark.parametrize("name", smoked(CASES, "head BERT, classes"))
+@pytest.mark.ranks(2, seconds=400.0)  # the first case imports transformers
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.smoke] if name == "head BERT, classes" else [])
+        for name in CASES
+    ],
+)
 def test_loss_and_gradients_are_those_of_one_process(name: str) -> None:
-    for rank, errors in enumerate(found[name]):
-        assert errors, f"{name}, rank {rank}"
-        assert [error for error in errors if not error <= MOST] == [], f"{name}, rank {rank}"
+    errors = CASES[name]().close()
+    assert errors
+    assert [error for error in errors if not error <= MOST] == []

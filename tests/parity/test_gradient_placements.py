@@ -13,14 +13,7 @@ import torch
 from torch import nn
 
 from pipegrad import GradientSync, ParameterRecord, Placement
-from tests.support.gradients.cases import (
-    Case,
-    on,
-    outcome,
-    rank,
-    replies,
-    stage,
-)
+from tests.support.gradients.cases import outcome, rank, stage
 from tests.support.gradients.placements import (
     OWNER,
     REPLICATE,
@@ -32,16 +25,8 @@ from tests.support.gradients.placements import (
     stepped,
     update,
 )
+from tests.support.pipeline.trained import on_first
 from tests.support.rounding import rounding
-
-TWO: list[Case] = []
-THREE: list[Case] = []
-FOUR: list[Case] = []
-
-
-two = replies(2, TWO)
-three = replies(3, THREE)
-four = replies(4, FOUR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +110,7 @@ def options_of(record: ParameterRecord) -> dict[str, Any]:
 
 
 def train(mixture: Mixture) -> Any:
-    """Returns what this rank stepped and has in the end; the test makes the sums."""
+    """Returns what this rank stepped and has in the end."""
     topology = mesh(**mixture.axes).with_stages(mixture.stages or range(mixture.axes.get("pp", 1)))
     modules = {at: model(at) for at in topology.local_stages}
     handlers = [
@@ -175,15 +160,6 @@ def wholes(sync: GradientSync) -> dict[str, torch.Tensor]:
     return {key: p.detach().clone() for key, p in live(sync).items()}
 
 
-def mixtures() -> Any:
-    world = MIXTURES[torch.distributed.get_world_size()]
-    return {name: train(mixture) for name, mixture in world.items()}
-
-
-for cases in (TWO, THREE, FOUR):
-    on(cases)(mixtures)
-
-
 class OneProcess:
     """The same model and the same contributions, summed here and stepped as a whole."""
 
@@ -229,29 +205,6 @@ def norm(gradients: Mapping[str, torch.Tensor], kind: float) -> float:
     return float(torch.linalg.vector_norm(torch.cat(whole), kind))
 
 
-def check(mixture: Mixture, found: list[Any]) -> None:
-    whole = OneProcess(mixture, found)
-    gradients: Mapping[str, torch.Tensor] = {}
-    for number in range(STEPS):
-        gradients = whole.gradients(number)
-        check_gradients(mixture, gradients, [report["steps"][number] for report in found])
-        whole.step(gradients)
-    for report in found:
-        assert (report["drift"], sorted(report["groups"])) == ("None", [0.0, 0.1])
-        assert report["groups"] == found[0]["groups"]
-        for key, value in report["ended"].items():
-            begun = report["begun"][key]
-            assert value.stride() == begun.stride()
-            if key in gradients:
-                low = value.dtype == torch.bfloat16  # an eps of it: the last place is another
-                exact = 2 * torch.finfo(value.dtype).eps if low else rounding(STEPS * 4)
-                expected = whole.parameters[key].detach()
-                torch.testing.assert_close(value, expected, rtol=exact, atol=exact)
-                assert value.numel() == 0 or not torch.equal(value, begun)
-            else:  # neither weight decay nor momentum touch it
-                assert torch.equal(value, begun)
-
-
 def check_gradients(
     mixture: Mixture, gradients: Mapping[str, torch.Tensor], found: list[Any]
 ) -> None:
@@ -281,18 +234,39 @@ def placed(mixture: Mixture, key: str) -> set[Placement]:
     return {p for axis, p in mixture.placed.items() if axis != "pp" or tied}
 
 
-def test_on_two_ranks_any_mixture_trains_like_one_process(two: list[dict[str, Any]]) -> None:
-    """Of ``empty`` no largest gradient is known: asked for one, every rank but its own hung."""
-    for name, mixture in MIXTURES[2].items():
-        check(mixture, [reply["mixtures"][name] for reply in two])
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        pytest.param(mixture, id=f"{number} ranks, {name}", marks=pytest.mark.ranks(number))
+        for number, mixtures in MIXTURES.items()
+        for name, mixture in mixtures.items()
+    ],
+)
+def test_any_mixture_trains_like_one_process(mixture: Mixture) -> None:
+    """Of ``empty`` no largest gradient is known: asked for one, every rank but its own hung.
 
-
-def test_on_three_ranks_any_mixture_trains_like_one_process(three: list[dict[str, Any]]) -> None:
-    for name, mixture in MIXTURES[3].items():
-        check(mixture, [reply["mixtures"][name] for reply in three])
-
-
-def test_on_four_ranks_any_mixture_trains_like_one_process(four: list[dict[str, Any]]) -> None:
-    """Turned, an owner of the later stage passed its rows on before it had got the others'."""
-    for name, mixture in MIXTURES[4].items():
-        check(mixture, [reply["mixtures"][name] for reply in four])
+    Turned, an owner of the later stage passed its rows on before it had got the others'.
+    """
+    found = on_first(train(mixture))
+    if found is None:
+        return
+    whole = OneProcess(mixture, found)
+    gradients: Mapping[str, torch.Tensor] = {}
+    for number in range(STEPS):
+        gradients = whole.gradients(number)
+        check_gradients(mixture, gradients, [report["steps"][number] for report in found])
+        whole.step(gradients)
+    for report in found:
+        assert (report["drift"], sorted(report["groups"])) == ("None", [0.0, 0.1])
+        assert report["groups"] == found[0]["groups"]
+        for key, value in report["ended"].items():
+            begun = report["begun"][key]
+            assert value.stride() == begun.stride()
+            if key in gradients:
+                low = value.dtype == torch.bfloat16  # an eps of it: the last place is another
+                exact = 2 * torch.finfo(value.dtype).eps if low else rounding(STEPS * 4)
+                expected = whole.parameters[key].detach()
+                torch.testing.assert_close(value, expected, rtol=exact, atol=exact)
+                assert value.numel() == 0 or not torch.equal(value, begun)
+            else:  # neither weight decay nor momentum touch it
+                assert torch.equal(value, begun)

@@ -5,164 +5,146 @@ With ``token_mean`` one process calls cross_entropy with ignore_index once, over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipegrad import Scheduler
-from tests.support.pipeline.losses import LEARNING_RATE, MOST, TIED, Case, Truth, build, truth
-from tests.support.pipeline.schedulers import (
-    digest,
-    error,
-    finder,
-    named,
-    run_each,
-    share,
-    topology,
-    wrong,
+from tests.support.pairwise import pairwise
+from tests.support.pipeline.losses import (
+    LEARNING_RATE,
+    MOST,
+    TIED,
+    Case,
+    Result,
+    alone,
+    build,
 )
-from tests.support.worlds import smoked
+from tests.support.pipeline.schedulers import error, share, topology, wrong
+from tests.support.pipeline.trained import (
+    Seen,
+    backward,
+    bits,
+    differences,
+    held_by,
+    on_ranks,
+    once,
+    train,
+)
+from tests.support.ranked import gathered
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 PLACEMENTS = ("replicate", "sharded", "owner", "owner+sharded")
 SMOKE = Case("1f1b", mesh="2x1")
 CASES = [
     *(
-        Case(schedule, handlers, recompute=(s + h) % 2 == 1)
-        for s, schedule in enumerate(SCHEDULES)
-        for h, handlers in enumerate(PLACEMENTS)
+        Case(schedule, handlers, loss_reduction=reduction, recompute=again)
+        for schedule, handlers, reduction, again in pairwise(
+            SCHEDULES, PLACEMENTS, ("token_mean", "mean"), (False, True)
+        )
     ),
-    *(Case(s, loss_reduction="mean", recompute=n % 2 == 0) for n, s in enumerate(SCHEDULES)),
-    *(Case(s, mesh="4x1") for s in SCHEDULES if s != "interleaved-1f1b"),  # it has eight stages
-    *(Case(s, mesh="4x1", loss_reduction="mean") for s in ("1f1b", "zb-h1")),
+    Case("1f1b", mesh="4x1"),
+    Case("zb-h1", mesh="4x1", loss_reduction="mean"),
+    Case("gpipe", mesh="4x1"),
     Case("1f1b", "sharded", mesh="1x4"),
     Case("zb-h1", "owner", mesh="2x1", loss_reduction="mean", recompute=True),
     SMOKE,
 ]
-STEPS = 3  # the first one learns the names of the metrics, and the last one accumulates two batches
+# The first step learns the names of the metrics, and the last one accumulates two batches.
+BATCHES, EVALUATED = ((0,), (1,), (10, 11)), 20
+TRAINING: dict[str, Any] = {"steps": len(BATCHES), "parts": [len(parts) for parts in BATCHES]}
 
 
-@dataclass
-class Report:
-    """What one rank found in a case.
+@once
+def truth(reduction: str) -> tuple[Seen, list[Result]]:
+    """Trains in one process, and evaluates; returns the results too."""
+    model, results = build(), list[Result]()
 
-    Attributes:
-        errors: By step and name.
-        results: The loss and the metrics of each step, and of the evaluation.
-        bits: For each step digests of the tied weights, after the optimizer.
-    """
+    def step(number: int, part: int) -> Tensor:
+        parts = BATCHES[number]
+        found = alone(reduction, model, parts[part])
+        results.append(replace(found, loss=found.loss.detach()))
+        if reduction == "mean":
+            return backward(found.loss)
+        if part + 1 == len(parts):  # with weights a step is one batch of all
+            backward(alone(reduction, model, *parts).loss)
+        return found.loss
 
-    errors: dict[str, float] = field(default_factory=dict)
-    results: list[tuple[float, ...]] = field(default_factory=list)
-    bits: list[set[str]] = field(default_factory=list)
-
-    def compare(self, what: str, result: Any, true: Truth, outputs: torch.Tensor) -> None:
-        """Adds the errors of a result."""
-        self.errors[f"{what} loss"] = error(result.loss, true.loss.detach())
-        assert result.metrics.keys() == true.metrics.keys()
-        for name, value in result.metrics.items():
-            true_value = true.metrics[name]
-            self.errors[f"{what} {name}"] = abs(value - true_value) / (abs(true_value) or 1.0)
-        for found in result.outputs:
-            self.errors[f"{what} outputs"] = error(found, outputs)
-        self.results.append((result.loss.item(), *result.metrics.values()))
-
-
-def compare_gradients(
-    report: Report, step: int, scheduler: Scheduler, gradients: Mapping[str, torch.Tensor]
-) -> None:
-    """Adds the errors of what this rank's optimizer steps: parameters, or shards of them."""
-    for main in scheduler.sync.main_parameters():
-        name, gradient = main.record.name, main.tensor.grad
-        true = gradients[name]
-        if main.sharded and gradient is not None:
-            largest = true.abs().max()
-            part = true.flatten()[main.begin : main.begin + main.tensor.numel()]
-            difference = (gradient - part).abs()
-            found = (difference.max() / largest).item() if len(part) else 0.0
-        else:
-            found = error(gradient, true)
-        report.errors[f"step {step} {name} from {main.begin}"] = found
-
-
-def run_case(case: Case) -> Report:
-    """Trains and evaluates. Runs on every rank."""
-    report, at, true = Report(), topology(case.pipeline), build()
-    scheduler = case.scheduler(build())
-    sync, last = scheduler.sync, at.size("pp") - 1
-    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=LEARNING_RATE)
-    true_optimizer = torch.optim.SGD(true.parameters(), lr=LEARNING_RATE)
-    for step in range(STEPS):
-        # A step that accumulates over two batches: with weights it is one batch of both.
-        parts = (10, 11) if step == STEPS - 1 else (step,)
-        if case.is_weighted:
-            truth(case, true, *parts).loss.backward()
-        for part in parts:
-            with sync.accumulate() if part == 10 else nullcontext():
-                result = case.step(scheduler, part)
-            found = truth(case, true, part)
-            report.compare(f"step {part}", result, found, share(found.outputs, at))
-            if not case.is_weighted:
-                found.loss.backward()
-        gradients = dict(true.named_parameters(remove_duplicate=False))
-        compare_gradients(report, step, scheduler, {n: p.grad for n, p in gradients.items()})  # type: ignore[misc]
-        for each in (optimizer, true_optimizer):
-            each.step()
-            each.zero_grad()
-        sync.wait_parameters()
-        mine = named(list(scheduler._stages.values()))
-        report.bits.append({digest(mine[n]) for n in TIED[0] if n in mine})
-    result = case.step(scheduler, 20, evaluates=True)
+    held = dict(model.named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    seen = train(step, lambda: held, optimizer=optimizer, **TRAINING)
     with torch.no_grad():
-        found = truth(case, true, 20)
-    report.compare("evaluation", result, found, share(found.outputs, at))
-    assert bool(result.outputs) == (at.coordinate("pp") == last)
+        results.append(alone(reduction, model, EVALUATED))
+    return seen, results
+
+
+def gradient_errors(scheduler: Scheduler, gradients: Any, true: Any) -> dict[str, float]:
+    """Returns the errors of what this rank's optimizer steps: parameters, or shards of them."""
+    found = {}
+    for main in scheduler.sync.main_parameters():
+        name = main.record.name
+        mine, whole = gradients[f"{name} from {main.begin}"], true[name]
+        if main.sharded and mine is not None:
+            part = whole.flatten()[main.begin : main.begin + main.tensor.numel()]
+            apart = (mine - part).abs()
+            found[name] = (apart.max() / whole.abs().max()).item() if len(part) else 0.0
+        else:
+            found[name] = error(mine, whole)
+    return found
+
+
+@pytest.mark.parametrize("case", on_ranks(CASES, SMOKE))
+def test_loss_metrics_and_gradients_are_those_of_one_process(case: Case) -> None:
+    at, scheduler = topology(case.pipeline), case.scheduler(build())
+    sync, results, tied = scheduler.sync, list[Any](), list[dict[str, Tensor]]()
+    mine = functools.partial(held_by, scheduler)
+
+    def look() -> None:
+        """Looks at what is tied, after the optimizer."""
+        sync.wait_parameters()
+        tied.append({n: p.detach().clone() for n, p in mine().items() if n in TIED[0]})
+
+    def step(number: int, part: int) -> Tensor:
+        if number > 0 and part == 0:
+            look()
+        tokens, target = case.batch(BATCHES[number][part])
+        results.append(scheduler.step(tokens, target=target, outputs=True))
+        return results[-1].loss  # type: ignore[no-any-return]
+
+    def stepped() -> dict[str, Any]:
+        return {f"{one.record.name} from {one.begin}": one.tensor for one in sync.main_parameters()}
+
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=LEARNING_RATE)
+    seen = train(step, stepped, sync=sync, optimizer=optimizer, **TRAINING)
+    look()
+    tokens, target = case.batch(EVALUATED)
+    results.append(scheduler.evaluate(tokens, target=target))
+
+    true, true_results = truth(case.loss_reduction)
+    for number, gradients in enumerate(seen.gradients):
+        errors = gradient_errors(scheduler, gradients, true.gradients[number])
+        assert wrong(errors, MOST) == {}, f"step {number}"
+        # Of two tied names the main parameter has the first.
+        names = {TIED[0][0] if name in TIED[0] else name for name in true.parameters}
+        assert set().union(*gathered({*errors})) >= names
+    assert differences(replace(seen, gradients=[]), true, MOST) == {}
+    for result, true_result in zip(results, true_results, strict=True):
+        apart = {"loss": error(result.loss, true_result.loss)}
+        assert result.metrics.keys() == true_result.metrics.keys()
+        for name, value in true_result.metrics.items():
+            apart[name] = abs(result.metrics[name] - value) / (abs(value) or 1.0)
+        for n, out in enumerate(result.outputs):
+            apart[f"output {n}"] = error(out, share(true_result.outputs, at))
+        assert wrong(apart, MOST) == {}
+        assert bool(result.outputs) == (at.coordinate("pp") == at.size("pp") - 1)
+    numbers = [(result.loss.item(), *result.metrics.values()) for result in results]
+    assert len({tuple(others) for others in gathered(numbers)}) == 1, "they differ by rank"
+    assert len({*numbers}) == len(numbers), "a step that was not run again would not show"
+    for copies in tied:
+        assert bits(copies, TIED).keys() == {TIED[0][0]}
     sync.check_replicas()
     scheduler.close()
-    return report
-
-
-def run_cases(names: list[str]) -> Any:
-    return run_each(run_case, CASES, names)  # type: ignore[arg-type]
-
-
-found = finder(CASES, run_cases)
-every = pytest.mark.parametrize("case", smoked(CASES, SMOKE))
-
-
-@every
-def test_loss_metrics_and_gradients_are_those_of_one_process(case: Case) -> None:
-    reports: Any = found(case)
-
-    for at, report in enumerate(reports):
-        assert wrong(report.errors, MOST) == {}, f"{case}, rank {at}"
-    names = {name for report in reports for name in report.errors}
-    parameters = dict(build().named_parameters(remove_duplicate=False))
-    for step in range(STEPS):
-        for name in parameters:
-            # Of two tied names the main parameter has the first.
-            wanted = f"step {step} {TIED[0][0] if name in TIED[0] else name} from "
-            assert any(found.startswith(wanted) for found in names), wanted
-    assert {"evaluation outputs", "step 0 outputs", "step 11 balance"} <= names
-
-
-@every
-def test_the_loss_and_the_metrics_are_the_same_on_all_ranks(case: Case) -> None:
-    reports: Any = found(case)
-
-    results = {tuple(report.results) for report in reports}
-    assert len(results) == 1, case
-    assert len(set(results.pop())) == STEPS + 2, "a step that was not run again would not show"
-
-
-@every
-def test_tied_weights_have_the_same_bits_after_the_optimizer(case: Case) -> None:
-    reports: Any = found(case)
-
-    for step in range(STEPS):
-        digests = set().union(*(report.bits[step] for report in reports))
-        assert len(digests) == 1, f"{case}, step {step}: they differ"

@@ -40,8 +40,8 @@ PLACED = [case for case in test_placements.CASES if case.is_exact]
 WHOLE = test_torch_pipelining.EVERY
 JUDGES: dict[str, Judge] = {
     "Scheduler": within(schedulers.MOST),
-    "FSDP2": within(max(test_fsdp.most(case, "gradient w") for case in test_fsdp.CASES)),
-    "attach": within(max(test_torch_pipelining.most(name, case) for name, case in WHOLE)),
+    "FSDP2": within(max(test_fsdp.most(case) for case in test_fsdp.CASES)),
+    "attach": within(max(test_torch_pipelining.most(mesh, case) for mesh, case in WHOLE)),
     "placements": within(max(case.exact() for case in PLACED)),
     "main_grad": within(test_accessor.MOST),
     "DTensors": within(test_shards.MOST),

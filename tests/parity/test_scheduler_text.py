@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.testing import run_ranks
+from tests.support.pipeline.trained import (
+    Seen,
+    backward,
+    bits,
+    copied,
+    differences,
+    once,
+    train,
+)
 from tests.support.rounding import ADAM_EPS, rounding
 
 STEPS, ROWS, LONGEST, WIDTH, PAD = 30, 3, 40, 8, -100
@@ -21,6 +29,7 @@ PLACEMENTS: dict[str, list[Any]] = {
     "replicated": ["pipeline-shared", "data-parallel"],
     "sharded": ["pipeline-shared", "sharded"],
 }
+TIED = ("0.embedding.weight", "1.head.weight")
 
 
 class First(nn.Module):
@@ -81,32 +90,28 @@ def batches() -> list[list[list[list[bytes]]]]:
     ]
 
 
-def one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """Returns the losses of all steps, and the parameters afterwards."""
+@once
+def truth() -> Seen:
     first, last = First(), Last()
     last.head.weight = first.embedding.weight
-    optimizer = torch.optim.AdamW(
-        [*first.parameters(), last.norm.weight, last.norm.bias], lr=1e-2, eps=ADAM_EPS
-    )
-    losses = []
-    for replicas in batches():
-        parts = [padded(rows) for microbatches in replicas for rows in microbatches]
+    stages = nn.ModuleList([first, last])
+
+    def step(number: int, _: int) -> Tensor:
+        parts = [padded(rows) for replica in batches()[number] for rows in replica]
         found = [summed(last(first(part["x"])), part["target"]) for part in parts]
-        loss = torch.stack([s for s, _ in found]).sum() / torch.stack([w for _, w in found]).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(nn.ModuleList([first, last]).parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {**named(0, first), **named(1, last)}
+        return backward(torch.stack([s for s, _ in found]).sum() / sum(w for _, w in found))
+
+    held = dict(stages.named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2, eps=ADAM_EPS)
+    seen = train(step, lambda: held, optimizer=optimizer, steps=STEPS, clip=(1.0, 2.0))
+    return Seen(losses=seen.losses, parameters=seen.parameters)
 
 
-def named(stage: int, module: nn.Module) -> dict[str, Tensor]:
-    return {f"{stage}.{name}": p.detach().clone() for name, p in module.named_parameters()}
-
-
-def train(schedule: str, handlers: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
-    topology = Topology.create(pipeline=2)
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_over_text_is_that_of_one_process(schedule: str, placement: str) -> None:
+    topology, given = Topology.create(pipeline=2), batches()
     stage, replica = topology.coordinate("pp"), topology.coordinate("dp")
     module = [First, Last][stage]()
     scheduler = Scheduler(
@@ -116,55 +121,22 @@ def train(schedule: str, handlers: list[Any]) -> tuple[list[float], dict[str, Te
         num_microbatches=3,
         loss_fn=summed,
         loss_reduction="token_mean",
-        tied=[{0: "embedding.weight", 1: "head.weight"}],
-        handlers=handlers,
+        tied=[{0: TIED[0][2:], 1: TIED[1][2:]}],
+        handlers=PLACEMENTS[placement],
     )
+
+    def step(number: int, _: int) -> Tensor:
+        microbatches = [padded(rows) for rows in given[number][replica]]
+        return scheduler.step(microbatches=microbatches).loss
+
+    held = {f"{stage}.{name}": p for name, p in module.named_parameters()}
     optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-2, eps=ADAM_EPS)
-    losses = []
-    for replicas in batches():
-        result = scheduler.step(microbatches=[padded(rows) for rows in replicas[replica]])
-        scheduler.sync.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(result.loss.item())
-    scheduler.sync.wait_parameters()
-    found = named(stage, module)
-    scheduler.close()
-    return losses, found
-
-
-def run() -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    return {
-        f"{schedule}, {name}": train(schedule, handlers)
-        for schedule in SCHEDULES
-        for name, handlers in PLACEMENTS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def replies() -> Any:
-    return run_ranks(run, 4)
-
-
-@pytest.fixture(scope="module")
-def true() -> Any:
-    return one_process()
-
-
-@pytest.mark.parametrize("case", [f"{s}, {p}" for s in SCHEDULES for p in PLACEMENTS])
-def test_a_run_over_text_is_that_of_one_process(case: str, replies: Any, true: Any) -> None:
-    losses, parameters = true
-    terms = STEPS * 4 * 2 * ROWS * LONGEST
-    for reply in replies:
-        found, mine = reply[case]
-        assert found == pytest.approx(losses, rel=rounding(1))  # a loss travels in float32
-        for name, parameter in mine.items():
-            largest = parameters[name].abs().max()
-            error = (parameter - parameters[name]).abs().max() / largest
-            assert error <= rounding(terms, dtype=torch.float64), name
-    assert losses[-1] < losses[0]
-    tied = [reply[case][1].get("0.embedding.weight", None) for reply in replies]
-    heads = [reply[case][1].get("1.head.weight", None) for reply in replies]
-    copies = [copy for copy in (*tied, *heads) if copy is not None]
-    assert len(copies) == 4
-    assert all(torch.equal(copies[0], copy) for copy in copies)
+    sync, true = scheduler.sync, truth()
+    seen = train(step, lambda: held, sync=sync, optimizer=optimizer, steps=STEPS, clip=(1.0, 2.0))
+    scheduler.close()  # waits for parameters that come back
+    seen.norms, seen.parameters = [], copied(held)
+    most = rounding(STEPS * 4 * 2 * ROWS * LONGEST, dtype=torch.float64)
+    # A loss travels in float32.
+    assert differences(seen, true, most, later=rounding(1), parameters=most) == {}
+    assert seen.losses[-1] < seen.losses[0]
+    assert bits({n: p for n, p in seen.parameters.items() if n in TIED}, [TIED]) == {TIED[0]: 4}

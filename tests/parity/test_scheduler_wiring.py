@@ -5,7 +5,8 @@ One process runs them one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,104 +15,103 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage
-from tests.support.pipeline.pieces import Part, Wiring
-from tests.support.pipeline.schedulers import (
-    MOST,
-    Report,
-    Sent,
-    compare,
-    error,
-    finder,
-    greedy,
-    named,
-    run_each,
-    topology,
-    wrong,
-)
-from tests.support.pipeline.wirings import wirings
-from tests.support.worlds import smoked
+from tests.support.pairwise import everything
+from tests.support.pipeline.schedulers import MOST, error, greedy, named, topology
+from tests.support.pipeline.trained import Seen, differences, on_ranks, once, train
+from tests.support.pipeline.wirings import Wiring, alone, wirings
+from tests.support.ranked import gathered
 
-# One process.
+Evaluated = list[tuple[Tensor, Tensor]]  # losses, and what the last stage makes
+STEPS, EVALUATIONS = 3, 2  # the first ones of which learn
 
 
-def alone(parts: Sequence[Part], given: Mapping[str, Any]) -> Tensor:
-    """Returns what the last stage makes, in one process."""
-    known = dict(given)
-    for module, inputs, outputs in parts:
-        keywords: Sequence[str] = getattr(module, "keywords", ())
-        positions = [known[name] for name in inputs.split() if name not in keywords]
-        out = module(*positions, **{name: known[name] for name in keywords})
-        names = outputs.split()
-        if isinstance(out, Mapping):
-            known |= {name: out[name] for name in names}
-        else:
-            values = out if isinstance(out, tuple | list) else (out,)
-            known |= dict(zip(names, values, strict=True))
-    last: Tensor = known[parts[-1][2]]
-    return last
+def variants() -> Iterator[Wiring]:
+    """Yields wirings as they are, with their backward split, and with their forwards run again.
 
-
-def microbatches(
-    wiring: Wiring, given: Mapping[str, Any], target: Tensor
-) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yields what each microbatch is given, and its target."""
-    number = wiring.num_microbatches
-    for m in range(number):
-        cut = {n: v.chunk(number)[m] if _is_cut(v) else v for n, v in given.items()}
-        yield cut, target.chunk(number)[m]
-
-
-def accumulated(
-    wiring: Wiring, parts: Sequence[Part], given: Mapping[str, Any], target: Tensor
-) -> Tensor:
-    """Returns the mean loss of all microbatches, and leaves the gradients.
-
-    Not by backward(): torch may leave the gradients of two parameters in one storage, and then adds
-    those of the next microbatch to both.
+    Of alike wirings in several places every other one is split; one that is alone is both.
     """
-    parameters = [p for module, _, _ in parts for p in module.parameters() if p.requires_grad]
-    total = torch.zeros(())
-    for part, wanted in microbatches(wiring, given, target):
-        loss = wiring.loss(alone(parts, part), wanted) / wiring.num_microbatches
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                before = 0.0 if parameter.grad is None else parameter.grad
-                parameter.grad = gradient + before
-        total += loss.detach()
-    return total
+
+    def kind(w: Wiring) -> Any:
+        return w.name, w.first, w.num_microbatches, w.options
+
+    sizes, seen = Counter(map(kind, wirings)), Counter[Any]()
+    for number, wiring in enumerate(wirings):
+        # Who counts the calls of its forward cannot run it again.
+        can = wiring.name != "a_parameter_that_the_first_microbatch_does_not_use"
+        whole, split = (-1, number % 4 // 2 == 0), (number % 3, number % 4 // 2 == 1)
+        some = (
+            [whole, split] if sizes[kind(wiring)] == 1 else [[whole, split][seen[kind(wiring)] % 2]]
+        )
+        seen[kind(wiring)] += 1
+        if everything():
+            some = [(late, again) for late in (-1, 0, 1, 2) for again in (False, True)]
+        yield from dict.fromkeys(replace(wiring, late=n, recompute=a and can) for n, a in some)
+
+
+@once
+def truth(wiring: Wiring) -> tuple[Seen, Evaluated]:
+    parts = wiring.built()
+    modules = nn.ModuleList([module for module, _, _ in parts])
+    trained = [p for p in modules.parameters() if p.requires_grad]
+
+    def step(number: int, _: int) -> Tensor:
+        """Not by backward(): torch may leave the gradients of two parameters in one storage, and
+        then adds those of the next microbatch to both."""
+        total = torch.zeros(())
+        for given, target in wiring.microbatches(number):
+            loss = wiring.loss(alone(parts, given), target) / wiring.num_microbatches
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    before = 0.0 if parameter.grad is None else parameter.grad
+                    parameter.grad = gradient + before
+            total += loss.detach()
+        return total
+
+    seen = train(step, lambda: dict(modules.named_parameters()), steps=STEPS)
+    return seen, [evaluated(wiring, parts, number) for number in range(EVALUATIONS)]
 
 
 @torch.no_grad()
-def evaluated(
-    wiring: Wiring, parts: Sequence[Part], given: Mapping[str, Any], target: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss, and what the last stage makes."""
+def evaluated(wiring: Wiring, parts: Any, number: int) -> tuple[Tensor, Tensor]:
     losses, outputs = list[Tensor](), list[Tensor]()
-    for part, wanted in microbatches(wiring, given, target):
-        outputs.append(alone(parts, part))
-        losses.append(wiring.loss(outputs[-1], wanted))
+    for given, target in wiring.microbatches(number):
+        outputs.append(alone(parts, given))
+        losses.append(wiring.loss(outputs[-1], target))
     whole = torch.cat(outputs) if outputs[0].dim() else torch.stack(outputs)
     return torch.stack(losses).mean(), whole
 
 
-def _is_cut(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+THERE = {("skip", "F", 0, 1), ("x", "F", 0, 1)}
+# What crosses, of some: once to a rank however many of its stages take it, straight to each rank
+# that does; and nothing comes back of what has no gradient.
+FORTH = [("x", 0, 1), ("x", 1, 2), ("x", 2, 3), ("other", 1, 3)]
+FORTH += [("skip", 0, rank) for rank in (1, 2, 3)]
+X = ("x", 0, 1), ("x", 1, 2)
+CROSSING: dict[tuple[str, tuple[int, ...]], Any] = {
+    ("skips", (0, 1, 1, 1)): THERE | {(name, "B", 1, 0) for name, *_ in THERE},
+    ("skips", (0, 0, 0, 0)): set(),
+    ("skips", (0, 1, 2, 3)): {(n, "F", s, t) for n, s, t in FORTH}
+    | {(n, "B", t, s) for n, s, t in FORTH},
+}
+BACK = {
+    "integers_and_bools": {("x", 1, 0), ("x", 2, 1)},
+    "nothing_but_integers": {("x", 2, 1)},
+    "frozen_first": {("x", 2, 1)},
+    "frozen_middle": {("x", 1, 0), ("x", 2, 1)},
+    "frozen_last": {("x", 1, 0), ("x", 2, 1)},
+    "frozen_but_the_last": set[Any](),
+}
+WIRINGS = list(variants())
+SMOKE = next(w for w in WIRINGS if w.name == "skips" and w.places == (0, 1, 1, 0))
 
 
-# One rank.
-
-
-def run_wiring(wiring: Wiring) -> Report:
-    """Trains three steps and evaluates two, the first ones of which learn. Runs on every rank."""
-    at, report = topology(wiring.num_ranks), Report()
-    parts, true = wiring.built(), wiring.built()
-    whole = nn.ModuleList([module for module, _, _ in true])
-    local = at.with_stages(wiring.places).local_stages
-    again = wiring.recompute
+@pytest.mark.parametrize("wiring", on_ranks(WIRINGS, SMOKE))
+def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
+    at, parts, buffers = topology(wiring.num_ranks), wiring.built(), list[int]()
     stages = [
-        Stage(parts[s][0], s, parts[s][1].split(), parts[s][2].split(), recompute=again)
-        for s in local
+        Stage(parts[s][0], s, parts[s][1].split(), parts[s][2].split(), recompute=wiring.recompute)
+        for s in at.with_stages(wiring.places).local_stages
     ]
     scheduler = Scheduler(
         stages,
@@ -122,108 +122,45 @@ def run_wiring(wiring: Wiring) -> Report:
         loss_fn=wiring.loss,
         **dict(wiring.options),
     )
-    mine = {f"{s.index}.{n}": p for s in stages for n, p in named([s]).items()}
-    for step in range(3):
-        given, target = wiring.batch(step)
-        result = scheduler.step(**given, target=target)
-        true_loss = accumulated(wiring, true, given, target)
-        report.errors[f"step {step} loss"] = error(result.loss, true_loss)
-        compare(report.errors, step, mine, whole, lenient=wiring.lenient)
-        report.buffers.append(scheduler.receive_buffers)
-    for step in range(2):
-        given, target = wiring.batch(step)
+    held = {f"{s.index}.{n}": p for s in stages for n, p in named([s]).items()}
+
+    def step(number: int, _: int) -> Tensor:
+        given, target = wiring.batch(number)
+        loss = scheduler.step(**given, target=target).loss
+        buffers.append(scheduler.receive_buffers)
+        return loss
+
+    seen = train(step, lambda: held, sync=scheduler.sync, steps=STEPS)
+    known = replace(wiring, places=(), first="B", options=(), late=-1, recompute=False)
+    true, evaluations = truth(known)
+    assert differences(seen, true, MOST, lenient=wiring.lenient) == {}
+    assert set().union(*gathered({*held})) == set(true.parameters)
+    for number, (loss, out) in enumerate(evaluations):
+        given, target = wiring.batch(number)
         result = scheduler.evaluate(**given, target=target)
-        true_loss, true_out = evaluated(wiring, true, given, target)
-        report.errors[f"evaluation {step} loss"] = error(result.loss, true_loss)
-        for out in result.outputs:
-            report.errors[f"evaluation {step} out"] = error(out, true_out)
-    report.sent = sent(scheduler)
-    scheduler.close()
-    return report
+        assert error(result.loss, loss) <= MOST
+        assert [error(mine, out) <= MOST for mine in result.outputs] in ([], [True])
+        assert bool(result.outputs) == (len(wiring.places) - 1 in {s.index for s in stages})
+    assert buffers[0] <= buffers[1] == buffers[2], "later steps make more buffers"
 
-
-def sent(scheduler: Scheduler) -> list[Sent]:
-    """Returns what crosses, in the program of a step that is not the first."""
     program = scheduler.program
-    return [(program.links[c.link].name, *c[1:]) for c in program.channels]
+    sent = [(program.links[c.link].name, *c[1:]) for c in program.channels]
+    if (crossing := CROSSING.get((wiring.name, wiring.places))) is not None:
+        assert (set(sent), len(sent)) == (crossing, len(crossing))
+    if wiring.places == (0, 1, 2):
+        back = {(name, source, target) for name, kind, source, target in sent if kind == "B"}
+        assert back == BACK.get(wiring.name, back)
+        assert len(set(sent)) == len(sent)
+    if wiring.name == "skips" and wiring.places == (0, 1, 1, 0):
+        assert {name for name, *_ in sent} == {"x", "skip", "other"}
+    scheduler.close()
 
 
-# As it is; with its backward split; and some with their forwards run again.
-WIRINGS = [
-    *wirings,
-    *(replace(w, late=number % 3) for number, w in enumerate(wirings)),
-    *(
-        replace(w, late=number % 4 - 1, recompute=True)
-        for number, w in enumerate(wirings)
-        if number % 2
-        and w.name != "a_parameter_that_the_first_microbatch_does_not_use"  # it counts
-    ),
-]
-
-
-def run_wirings(names: list[str]) -> list[Report]:
-    return run_each(run_wiring, WIRINGS, names)
-
-
-found = finder(WIRINGS, run_wirings)
-
-SMOKE = next(w for w in WIRINGS if str(w) == "skips (0, 1, 1, 0), B first, 6")  # both ranks take it
-every_wiring = pytest.mark.parametrize("wiring", smoked(WIRINGS, SMOKE))
-
-
-@every_wiring
-def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
-    reports = found(wiring)
-
-    for at, report in enumerate(reports):
-        assert wrong(report.errors, MOST) == {}, f"{wiring}, rank {at}"
-    parameters = [
-        f"{stage}.{name}"
-        for stage, (module, _, _) in enumerate(wiring.parts())
-        for name, _ in module.named_parameters()
-    ]
-    steps = {f"step {step} {name}" for step in range(3) for name in (*parameters, "loss")}
-    evaluations = {f"evaluation {step} {name}" for step in range(2) for name in ("loss", "out")}
-    assert {name for report in reports for name in report.errors} == steps | evaluations
-
-
-@every_wiring
-def test_a_wiring_makes_no_more_buffers_in_later_steps(wiring: Wiring) -> None:
-    for at, report in enumerate(found(wiring)):
-        learning, second, third = report.buffers
-        assert learning <= second == third, f"{wiring}, rank {at}"
-
-
-def crossing(name: str, places: Sequence[int]) -> set[Any]:
-    (wiring,) = (w for w in wirings if (w.name, w.places) == (name, tuple(places)))
-    (sent,) = {tuple(report.sent) for report in found(wiring)}
-    assert len(set(sent)) == len(sent)
-    return set(sent)
-
-
-def test_a_value_crosses_once_to_a_rank_however_many_of_its_stages_take_it() -> None:
-    there = {("skip", "F", 0, 1), ("x", "F", 0, 1)}
-
-    assert crossing("skips", (0, 1, 1, 1)) == there | {(n, "B", 1, 0) for n, *_ in there}
-    assert crossing("skips", (0, 0, 0, 0)) == set()
-
-
-def test_a_value_goes_straight_to_each_rank_that_takes_it() -> None:
-    found = crossing("skips", (0, 1, 2, 3))
-
-    forth = {(name, source, target) for name, kind, source, target in found if kind == "F"}
-    back = {(name, target, source) for name, kind, source, target in found if kind == "B"}
-    assert forth == back
-    assert {target for name, source, target in forth if (name, source) == ("skip", 0)} == {1, 2, 3}
-    assert {target for name, source, target in forth if name == "other"} == {3}
-    assert {n for n, *_ in crossing("skips", (0, 1, 1, 0))} == {"x", "skip", "other"}
-
-
-def test_what_has_no_gradient_sends_none_back() -> None:
-    def back(name: str) -> set[Any]:
-        return {(n, s, t) for n, kind, s, t in crossing(name, (0, 1, 2)) if kind == "B"}
-
-    assert back("integers_and_bools") == {("x", 1, 0), ("x", 2, 1)}
-    assert back("nothing_but_integers") == back("frozen_first") == {("x", 2, 1)}
-    assert back("frozen_middle") == back("frozen_last") == {("x", 1, 0), ("x", 2, 1)}
-    assert back("frozen_but_the_last") == set()
+def test_some_of_each_wiring_are_split_and_some_are_not() -> None:
+    for name in {wiring.name for wiring in wirings}:
+        assert {w.late >= 0 for w in WIRINGS if w.name == name} == {True, False}
+    assert {(w.recompute, w.late) for w in WIRINGS} >= {
+        (a, n) for a in (True, False) for n in (-1, 0, 1, 2)
+    }
+    assert {*CROSSING} <= {(w.name, w.places) for w in WIRINGS}
+    assert {(name, (0, 1, 2)) for name in BACK} <= {(w.name, w.places) for w in WIRINGS}

@@ -19,17 +19,11 @@ VOCAB = 61
 WIDTH = 16
 IGNORED = -100
 # Many families name these so.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES: dict[str, Any] = (
+    {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 24}
+    | {"num_hidden_layers": 6, "num_attention_heads": 2, "max_position_embeddings": 32}
+    | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+)
 GROUPED = SIZES | {"num_key_value_heads": 1, "head_dim": 8}
 EXPERTS = {"num_experts_per_tok": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -119,18 +113,9 @@ FAMILIES = {
     "GPT-2": Family(
         "GPT2Config",
         "GPT2LMHeadModel",
-        {
-            "vocab_size": VOCAB,
-            "n_embd": WIDTH,
-            "n_layer": 6,
-            "n_head": 2,
-            "n_positions": 32,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 6, "n_head": 2}
+        | {"n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        | {"bos_token_id": 1, "eos_token_id": 2},
     ),
     "Llama 3.2": Family(
         "LlamaConfig",
@@ -192,17 +177,9 @@ FAMILIES = {
     "T5": Family(
         "T5Config",
         "T5ForConditionalGeneration",
-        {
-            "vocab_size": VOCAB,
-            "d_model": WIDTH,
-            "d_kv": 8,
-            "d_ff": 24,
-            "num_heads": 2,
-            "num_layers": 3,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-            "relative_attention_num_buckets": 8,
-        },
+        {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_heads": 2}
+        | {"num_layers": 3, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+        | {"relative_attention_num_buckets": 8},
         translated,
     ),
     "BART": Family(

@@ -71,30 +71,18 @@ def _with_stand_ins(
     return new
 
 
-_SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SMALL = (
+    {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    | {"num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1}
+    | {"eos_token_id": 2}
+)
 _LLAMA = _SMALL | {"num_key_value_heads": 2, "tie_word_embeddings": True}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", _LLAMA),
     "gpt2": Family(
         "GPT2LMHeadModel",
-        {
-            "vocab_size": VOCAB,
-            "n_embd": 32,
-            "n_layer": 4,
-            "n_head": 4,
-            "n_positions": 64,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+        | {"bos_token_id": 1, "eos_token_id": 2},
         layers=("transformer.h",),
         first=("transformer.wte", "transformer.wpe"),
         last=("transformer.ln_f", "lm_head"),

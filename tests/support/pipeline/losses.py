@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, schedules
 from tests.support.pipeline.models import TOKENS, WIDTH, Block, Embed, Head
-from tests.support.pipeline.placement_cases import HANDLERS
+from tests.support.pipeline.placements import HANDLERS
 from tests.support.pipeline.schedulers import ROWS, batch, share, topology
 from tests.support.rounding import rounding
 
@@ -120,20 +120,10 @@ class Case:
     def num_microbatches(self) -> int:
         return MOST_MICROBATCHES // self.data
 
-    @property
-    def is_weighted(self) -> bool:
-        return self.loss_reduction == "token_mean"
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns tokens and targets over all data ranks, most of the first ones ignored.
-
-        With weights a whole microbatch is ignored.
-        """
-        tokens, target = batch(300 + step, ROWS * MOST_MICROBATCHES)
-        target[: 2 * ROWS + step, 1:] = IGNORED
-        if self.is_weighted:
-            target[ROWS : 2 * ROWS] = IGNORED
-        return tokens, target
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Returns this rank's tokens and targets."""
+        tokens, target = batch_of(self.loss_reduction, number)
+        return share(tokens, topology(self.pipeline)), share(target, topology(self.pipeline))
 
     def scheduler(self, model: nn.Sequential, **options: Any) -> Scheduler:
         """Returns a Scheduler of this rank's stages."""
@@ -146,23 +136,28 @@ class Case:
             cut(model, local, len(made.stage_to_rank), recompute=self.recompute),
             at,
             schedule=made,
-            loss_fn=sums if self.is_weighted else means,
+            loss_fn=sums if self.loss_reduction == "token_mean" else means,
             loss_reduction=self.loss_reduction,
             tied=TIED,
             handlers=HANDLERS[self.handlers],
             **options,
         )
 
-    def step(self, scheduler: Scheduler, number: int, *, evaluates: bool = False) -> Any:
-        """Takes a step of this rank's data; returns its result."""
-        tokens, target = (share(part, topology(self.pipeline)) for part in self.batch(number))
-        if evaluates:
-            return scheduler.evaluate(tokens, target=target)
-        return scheduler.step(tokens, target=target, outputs=True)
+
+def batch_of(loss_reduction: str, number: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens and targets over all data ranks, most of the first ones ignored.
+
+    With weights a whole microbatch is ignored.
+    """
+    tokens, target = batch(300 + number, ROWS * MOST_MICROBATCHES)
+    target[: 2 * ROWS + number, 1:] = IGNORED
+    if loss_reduction == "token_mean":
+        target[ROWS : 2 * ROWS] = IGNORED
+    return tokens, target
 
 
 @dataclass(frozen=True)
-class Truth:
+class Result:
     """What one process has: the loss, with its graph; metrics, and the outputs of the model."""
 
     loss: Tensor
@@ -170,12 +165,12 @@ class Truth:
     outputs: Tensor
 
 
-def truth(case: Case, model: nn.Module, *steps: int) -> Truth:
-    """Runs one process over the batches of some steps.
+def alone(loss_reduction: str, model: nn.Module, *numbers: int) -> Result:
+    """Runs one process over some batches.
 
     With weights cross_entropy itself takes the mean over all that is not ignored, in one call.
     """
-    batches = [case.batch(step) for step in steps]
+    batches = [batch_of(loss_reduction, number) for number in numbers]
     tokens, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
     losses, balances, accuracies, outputs = [], [], [], []
     for x, y in zip(tokens.split(ROWS), target.split(ROWS), strict=True):
@@ -186,7 +181,7 @@ def truth(case: Case, model: nn.Module, *steps: int) -> Truth:
         accuracies.append(metrics["accuracy"])
         outputs.append(logits)
     logits, number = torch.cat(outputs), len(losses)
-    if case.is_weighted:
+    if loss_reduction == "token_mean":
         flat = logits.float().flatten(0, 1), target.flatten()
         mean = F.cross_entropy(*flat, ignore_index=IGNORED)
         valid = target != IGNORED
@@ -196,4 +191,4 @@ def truth(case: Case, model: nn.Module, *steps: int) -> Truth:
         mean, accuracy = torch.stack(losses).mean(), torch.stack(accuracies).mean()
         balance = torch.stack(balances).sum() / number
     found = {"balance": balance.item(), "rows": float(ROWS), "accuracy": accuracy.item()}
-    return Truth(mean + balance, found, logits.detach())
+    return Result(mean + balance, found, logits.detach())

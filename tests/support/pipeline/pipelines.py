@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +73,16 @@ class Case:
         return tokens, (5 * tokens + 3) % VOCAB
 
     @property
+    def training(self) -> dict[str, Any]:
+        """What `train` is told."""
+        return {
+            "steps": self.steps,
+            "parts": self.accumulate,
+            "clip": self.clip,
+            "set_to_none": self.set_to_none,
+        }
+
+    @property
     def traced(self) -> bool:
         return self.cut in ("split-point", "pipe-split")
 
@@ -142,15 +151,6 @@ class Cut:
                 name = full_name.removeprefix("_orig_mod.").removeprefix("module.")
                 if self.stage_of(name) == stage:
                     found.append((name, parameter))
-        return found
-
-    def bits(self) -> dict[str, set[str]]:
-        """Returns a digest of each parameter, all names of a tie under its first one."""
-        first = {name: tie[0] for tie in self.ties for name in tie}
-        found: dict[str, set[str]] = {}
-        for name, parameter in self.named():
-            raw = bytes(parameter.detach().contiguous().view(torch.uint8).flatten().tolist())
-            found.setdefault(first.get(name, name), set()).add(hashlib.sha256(raw).hexdigest())
         return found
 
     def inputs(self, step: int = 0, part: int = 0) -> dict[str, Any]:

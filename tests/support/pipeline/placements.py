@@ -1,61 +1,480 @@
-# ruff: noqa: T201 - a script prints
-"""Compares one model trained under every placement, on ranks, with one process.
+"""One model under any placement, trained by ranks and by one process; and how they are compared.
 
-As a script it trains a whole product of what a run may be made of, some hundreds of cases in each
-spawn, and prints the worst errors: ``python tests/support/pipeline/placements.py --share 1/4``.
+It has a loop of its own: what is stepped are pieces of parameters, on some ranks, and parameters
+come back in several ways.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
+import functools
 import itertools
 import math
 import random
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-if __name__ == "__main__":  # its ranks import it by this name too
-    sys.path.insert(0, str(Path(__file__).parents[3]))
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from pipegrad import find_tied
-from pipegrad.testing import run_ranks
-from tests.support.pipeline.placement_cases import (
-    CASES_A_SPAWN,
-    CROSSED,
-    FACTORS,
-    LEARNING_RATES,
-    ROUNDING,
-    Case,
-    boundaries,
-    build,
-)
-from tests.support.pipeline.placement_runs import Piece, Seen, run_cases, truth
-from tests.support.pipeline.schedulers import digest, error
-from tests.support.rounding import ADAM_EPS
+from pipegrad import GradientHandler, Scheduler, Stage, cut, find_tied, schedules
+from pipegrad.plugins.handler import handlers as registry
+from pipegrad.schedules import Schedule
+from tests.support.gradients.placements import WHOLE, By
+from tests.support.pipeline.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
+from tests.support.pipeline.schedulers import ROWS, batch, digest, error, share, topology
+from tests.support.rounding import ADAM_EPS, rounding
 
-# What is compared.
+HANDLERS: dict[str, list[Any]] = {
+    "replicate": ["pipeline-shared", "data-parallel"],
+    "sharded": ["pipeline-shared", "sharded"],
+    "owner": [{"name": "pipeline-shared", "placement": "owner"}, "data-parallel"],
+    "owner+sharded": [{"name": "pipeline-shared", "placement": "owner"}, "sharded"],
+    "whole": [{"name": "pipeline-shared", "placement": "owner"}, By("dp", WHOLE, "mean")],
+    "pairwise": [{"name": "pipeline-shared", "exchange": "pairwise"}, "data-parallel"],
+    "asym+sharded": [{"name": "pipeline-shared", "exchange": "asymmetric"}, "sharded"],
+    "noop": ["noop"],
+}
+SCHEDULES: dict[str, Any] = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "eager": "eager-1f1b",
+    "interleaved": "interleaved-1f1b",
+    "zb-h1": "zb-h1",
+    "zb-h1-head": {"name": "zb-h1", "head_w_first": True},
+    "zbv": "zbv",
+}
+PRECISIONS: dict[str, dict[str, Any]] = {  # of parameters, and on the wire if that differs
+    "fp32": {},
+    "fp32-bf16": {"reduce_dtype": torch.bfloat16},
+    "bf16": {"master_dtype": torch.float32},
+    "bf16-fp32": {"master_dtype": torch.float32, "reduce_dtype": torch.float32},
+}
+FACTORS: dict[str, tuple[str, ...]] = {
+    "handlers": (
+        "replicate",
+        "sharded",
+        "owner",
+        "owner+sharded",
+        "whole",
+        "pairwise",
+        "asym+sharded",
+    ),
+    "schedule": tuple(SCHEDULES),
+    "mesh": ("1x2", "1x3", "2x1", "2x2", "3x2", "4x1"),  # pipeline x data
+    "precision": tuple(PRECISIONS),
+    "recompute": ("keep", "again"),
+    "optimizer": ("SGD", "AdamW"),
+    "clip": ("free", "clip"),
+    "parts": ("1", "2"),  # batches that a step of the optimizer accumulates
+    "ways": ("2", "4"),  # layers that hold the vocabulary
+    "buckets": ("small", "one"),
+    "after": ("publish", "forget", "publish+eval", "eval", "read"),  # every step
+    "end": ("wait", "close"),
+    "zeroed": ("none", "zero"),  # what gradients become
+}
+
+CROSSED = ("handlers", "schedule", "mesh", "precision", "recompute")  # of the whole product
+
+MAX_NORM = 0.3
+LEARNING_RATES = {"SGD": 0.05, "AdamW": 0.01}
+ROUNDING = 2.0**-8  # of bfloat16, whose significand has 8 bits, to the nearest
 
 
 @dataclass(frozen=True)
-class Distance:
-    """How far something is from what it must be, and how far it may be."""
+class Case:
+    """A way to train: a level of each factor."""
 
-    error: float
-    limit: float
+    handlers: str
+    schedule: str
+    mesh: str
+    precision: str
+    recompute: str
+    optimizer: str
+    clip: str
+    parts: str
+    ways: str
+    buckets: str
+    after: str
+    end: str
+    zeroed: str
+    steps: int = 3
+
+    @classmethod
+    def of(cls, levels: Sequence[str], steps: int = 3) -> Case:
+        """Returns a case of a level of each factor, in order."""
+        named: dict[str, Any] = dict(zip(FACTORS, levels, strict=True))
+        return cls(**named, steps=steps)
+
+    def __str__(self) -> str:
+        levels = " ".join(getattr(self, name) for name in FACTORS)
+        return levels if self.steps == 3 else f"{levels} {self.steps} steps"
 
     @property
-    def is_miss(self) -> bool:
-        return not self.error <= self.limit  # nor is nan
+    def pipeline(self) -> int:
+        return int(self.mesh[0])
+
+    @property
+    def data(self) -> int:
+        return int(self.mesh[2])
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.data
+
+    @property
+    def num_microbatches(self) -> int:
+        return 2 * self.pipeline
+
+    @property
+    def is_owned(self) -> bool:
+        return self.handlers.startswith(("owner", "whole"))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each parameter is on one rank of those that share all of them."""
+        return self.handlers == "whole"
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.handlers.endswith("sharded") or self.is_whole
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether its ranks are enough for all that its handlers can do."""
+        meets = self.handlers.startswith(("owner", "pairwise", "asym"))
+        return (self.pipeline > 1 or not meets) and (self.data > 1 or not self.is_sharded)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is of lower precision than fp32."""
+        return self.precision == "fp32"
+
+    def exact(self, *, steps: int = 1) -> float:
+        """Returns the relative error of fp32 after some steps, for sums in another order."""
+        rows = ROWS * self.num_microbatches * self.data
+        return rounding(rows * TOKENS * int(self.parts) * steps)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision.startswith("bf16") else torch.float32
+
+    @property
+    def made(self) -> Schedule:
+        return make_schedule(self.schedule, self.pipeline, self.num_microbatches)
+
+    def batch(self, step: int, part: int) -> tuple[Tensor, Tensor]:
+        """Returns tokens and targets, over all data ranks."""
+        return batch(200 + 2 * step + part, ROWS * self.num_microbatches * self.data)
+
+    def make_optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        lr = LEARNING_RATES[self.optimizer]
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.1)
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1, eps=ADAM_EPS)
 
 
-Distances = dict[str, Distance]
+@functools.cache
+def make_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    generator = schedules.registry.resolve(SCHEDULES[name])
+    return schedules.generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+@functools.cache
+def make_handlers(name: str) -> list[GradientHandler]:
+    """Returns them found by name once: in hundreds of cases looking for them is what takes time."""
+    return [found.plugin for found in registry.resolve_all(HANDLERS[name]).values()]
+
+
+# The model.
+
+
+class Odd(Block):
+    """Holds a scalar, a matrix that lies by columns, a frozen parameter and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.low = nn.Parameter(torch.randn(3, WIDTH).t() * 0.3)
+        self.high = matrix(3)
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.unused = matrix(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.frozen) + self.gain * (x @ self.low @ self.high)
+
+
+def build(case: Case) -> nn.Sequential:
+    """Returns the uncut model: the same bits in every process.
+
+    Beside the vocabulary it ties two matrices, what the first alone of two layers uses, and what
+    the last alone does.
+    """
+    torch.manual_seed(7)
+    model: Any = tied()
+    model[1] = Odd()
+    if case.ways == "4":
+        model[3], model[5] = Lookup(model[0].weight), Lookup(model[0].weight)
+    model[6].linear.weight = model[2].linear.weight
+    model[6].kept = model[1].high
+    model[1].kept = model[6].norm.weight
+    built: nn.Sequential = model.to(case.dtype)
+    return built
+
+
+def boundaries(num_stages: int) -> list[int]:
+    return [round(LAYERS * stage / num_stages) for stage in range(1, num_stages)]
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+# One process.
+
+
+@dataclass
+class Truth:
+    """What one process sees, or a rank that says the same.
+
+    Attributes:
+        losses: Of every batch.
+        evaluated: Of the first batch of each step, after it.
+        norms: Before clipping.
+        read: Parameters after the first step.
+        parameters: In the end.
+        gradients: Of the first step, before clipping.
+        terms: For each of these the sum of the absolute values of all that it is a sum of.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    read: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    terms: dict[str, Tensor] = field(default_factory=dict)
+
+
+def truth(case: Case) -> Truth:
+    """Returns how one process trains; many cases are one to it."""
+    known = replace(case, handlers="", schedule="", recompute="", buckets="", after="", end="")
+    return _truth(known)
+
+
+@functools.cache
+def _truth(case: Case) -> Truth:
+    model = build(case).float()  # the master copy, where parameters are of lower precision
+    named = dict(model.named_parameters(remove_duplicate=False))
+    optimizer, true = case.make_optimizer(model.parameters()), Truth()
+    for step in range(case.steps):
+        for part in range(int(case.parts)):
+            terms = true.terms if step == 0 else {}
+            true.losses.append(_backward(case, model, *case.batch(step, part), terms))
+        true.gradients = true.gradients or {name: _copy(p.grad) for name, p in named.items()}
+        if case.clip == "clip":
+            true.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=case.zeroed == "none")
+        with torch.no_grad():
+            true.evaluated.append(_evaluate(case, model, *case.batch(step, 0)))
+        true.parameters = {name: p.detach().clone() for name, p in named.items()}
+        true.read = true.read or true.parameters
+    return true
+
+
+def _backward(
+    case: Case, model: nn.Sequential, tokens: Tensor, target: Tensor, terms: dict[str, Tensor]
+) -> float:
+    """Adds to the gradients; returns the loss.
+
+    What a rank rounds within a microbatch is rounded here too, whatever it adds up is not.
+    """
+    if case.is_exact:
+        whole = loss_of(model(tokens), target)
+        whole.backward()
+        return whole.item()
+    worker, losses = _worker(case, model), list[float]()
+    masters = dict(model.named_parameters(remove_duplicate=False))
+    for one, its_target in _microbatches(case, tokens, target):
+        loss = loss_of(worker(one), its_target)
+        (loss / case.num_microbatches).backward()
+        losses.append(loss.item())
+        for name, parameter in worker.named_parameters():
+            if parameter.grad is not None:
+                term, master = parameter.grad.float() / case.data, masters[name]
+                master.grad = term.clone() if master.grad is None else master.grad + term
+                terms[name] = terms.get(name, torch.zeros(())) + term.abs()
+                parameter.grad = None
+    return sum(losses) / len(losses)
+
+
+def _evaluate(case: Case, model: nn.Sequential, tokens: Tensor, target: Tensor) -> float:
+    if case.is_exact:
+        return loss_of(model(tokens), target).item()
+    worker, parts = _worker(case, model), _microbatches(case, tokens, target)
+    losses = [loss_of(worker(one), its_target).item() for one, its_target in parts]
+    return sum(losses) / len(losses)
+
+
+def _microbatches(case: Case, tokens: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    number = case.num_microbatches * case.data
+    return zip(tokens.chunk(number), target.chunk(number), strict=True)
+
+
+def _worker(case: Case, model: nn.Sequential) -> nn.Sequential:
+    """Returns the model in the precision of the case; no two layers share a parameter."""
+    return nn.Sequential(*(copy.deepcopy(layer) for layer in model)).to(case.dtype)
+
+
+# The ranks.
+
+
+@dataclass
+class Piece:
+    """Elements of a parameter, or of its gradient, from `begin` on as they lie in memory."""
+
+    name: str
+    begin: int
+    tensor: Tensor | None
+
+    @property
+    def numel(self) -> int:
+        return 0 if self.tensor is None else self.tensor.numel()
+
+
+@dataclass
+class Seen(Truth):
+    """What one rank sees.
+
+    Attributes:
+        first: The first step's gradients, before clipping, of what its optimizer steps.
+        clipped: Those of each step, after clipping, where steps are few.
+        stepped: What its optimizer has made of these parameters.
+        state: For each of them how many elements of a state the optimizer has.
+        idle: Parameters whose gradient is there, and nothing steps.
+        padding: Elements of its sharded buckets that are no parameter's.
+    """
+
+    first: list[Piece] = field(default_factory=list)
+    clipped: list[list[Piece]] = field(default_factory=list)
+    stepped: list[Piece] = field(default_factory=list)
+    state: dict[str, int] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+    padding: int = 0
+
+
+class Run:
+    """One case on one rank."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.seen, self.at = case, Seen(), topology(case.pipeline)
+        places = case.made.stage_to_rank
+        parts = cut(build(case), len(places), boundaries=boundaries(len(places)))
+        local = self.at.with_stages(places).local_stages
+        self.modules = {stage: parts.modules[stage] for stage in local}
+        self.scheduler = Scheduler(
+            [Stage(m, i, recompute=case.recompute != "keep") for i, m in self.modules.items()],
+            self.at,
+            schedule=case.made,
+            loss_fn=loss_of,
+            tied=parts.tied,
+            handlers=make_handlers(case.handlers),
+            bucket_bytes=600 if case.buckets == "small" else 2**20,
+            **PRECISIONS[case.precision],
+        )
+        self.sync = self.scheduler.sync
+        # The Scheduler's publishes by itself, so it has the cases in which the caller does not.
+        self.optimizer = (
+            case.make_optimizer(self.sync.optimizer_parameters())
+            if case.after.startswith("publish")
+            else self.scheduler.optimizer(case.make_optimizer)
+        )
+
+    def train(self) -> Seen:
+        for step in range(self.case.steps):
+            self._find_gradients(step)
+            if self.case.clip == "clip":
+                self.seen.norms.append(self.sync.clip_grad_norm_(MAX_NORM).item())
+            if self.case.steps == 3:
+                self.seen.clipped.append(self._pieces(of_gradients=True))
+            self.optimizer.step()
+            self._look(step)
+            self.optimizer.zero_grad(set_to_none=self.case.zeroed == "none")
+        if self.case.end == "wait":
+            self.sync.wait_parameters()
+            self.seen.parameters = self._parameters()
+            self.sync.check_replicas()
+        self.scheduler.close()
+        self.seen.parameters = self.seen.parameters or self._parameters()
+        self.seen.stepped = self._pieces()
+        self._count()
+        return self.seen
+
+    def _find_gradients(self, step: int) -> None:
+        parts = int(self.case.parts)
+        for part in range(parts):
+            tokens, target = (share(whole, self.at) for whole in self.case.batch(step, part))
+            with self.sync.accumulate() if part + 1 < parts else nullcontext():
+                result = self.scheduler.step(tokens, target=target)
+            self.seen.losses.append(result.loss.item())
+        if step == 0:
+            self.seen.first = self._pieces(of_gradients=True)
+            used = {id(one.tensor) for one in self.sync.main_parameters()}
+            left = [(name, p) for name, p in self._named() if p.grad is not None]
+            self.seen.idle = [name for name, p in left if id(p) not in used]
+
+    def _look(self, step: int) -> None:
+        """Does what comes after a step of the optimizer."""
+        if self.case.after.startswith("publish"):
+            self.sync.publish()
+        if self.case.after.endswith("eval"):
+            tokens, target = (share(whole, self.at) for whole in self.case.batch(step, 0))
+            self.seen.evaluated.append(self.scheduler.evaluate(tokens, target=target).loss.item())
+        if self.case.after == "read":
+            self.sync.wait_parameters()
+            self.seen.read = self.seen.read or self._parameters()
+
+    def _pieces(self, *, of_gradients: bool = False) -> list[Piece]:
+        stepped = [(one, one.tensor) for one in self.sync.main_parameters()]
+        return [
+            Piece(one.record.name, one.begin, _copy(tensor.grad if of_gradients else tensor))
+            for one, tensor in stepped
+        ]
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        modules = self.modules.values()
+        return [pair for m in modules for pair in m.named_parameters(remove_duplicate=False)]
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self._named()}
+
+    def _count(self) -> None:
+        for one in self.sync.main_parameters():
+            state = self.optimizer.state.get(one.tensor, {})
+            held = [state[name] for name in ("momentum_buffer", "exp_avg") if name in state]
+            self.seen.state[one.record.name] = sum(tensor.numel() for tensor in held)
+        for bucket in self.sync.plan.buckets:
+            if len(bucket.region(self.at.rank, len(bucket.route))) < bucket.payload_numel:
+                self.seen.padding += bucket.payload_numel - sum(s.numel for s in bucket.slots)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+# What is compared.
+
+# How far something is from what it must be, and how far it may be, by name.
+Distances = dict[str, tuple[float, float]]
+
+
+def misses(distances: Distances) -> Distances:
+    return {name: (e, most) for name, (e, most) in distances.items() if not e <= most}  # nor nan
 
 
 class Comparison:
@@ -67,7 +486,7 @@ class Comparison:
     """
 
     def __init__(self, case: Case, seen: Sequence[Seen]) -> None:
-        self.case, self.seen, self.true = case, seen, truth(case)
+        self.case, self.seen = case, seen
         model = build(case)
         self.named = dict(model.named_parameters(remove_duplicate=False))
         self.ties = {name: [name] for name in self.named}
@@ -80,9 +499,9 @@ class Comparison:
         # Of a lower precision it is a unit in the last place.
         self.loss_limit = case.exact(steps=case.steps) if case.is_exact else 2 * ROUNDING
 
-    @property
-    def aspects(self) -> dict[str, Distances]:
-        return {name: getattr(self, name)() for name in ASPECTS}
+    @functools.cached_property
+    def true(self) -> Truth:
+        return truth(self.case)
 
     def losses(self) -> Distances:
         return self._numbers([seen.losses for seen in self.seen], self.true.losses)
@@ -115,7 +534,7 @@ class Comparison:
                 for name, parameter in mine.items():
                     value = error(parameter.float(), true[name].to(self.case.dtype).float())
                     limit = self._parameter_limit(self.roots[name])
-                    found[f"{name} of rank {rank} {when}"] = Distance(value, limit)
+                    found[f"{name} of rank {rank} {when}"] = (value, limit)
         return found
 
     def replayed(self) -> Distances:
@@ -132,7 +551,7 @@ class Comparison:
             optimizer.step()
         found = self._wholes([seen.stepped for seen in self.seen])
         return {
-            f"{root} of ranks {ranks}": Distance(error(found[root, ranks], p.detach()), self.exact)
+            f"{root} of ranks {ranks}": (error(found[root, ranks], p.detach()), self.exact)
             for (root, ranks), p in replayed.items()
         }
 
@@ -146,11 +565,11 @@ class Comparison:
                 found[f"{self.roots[name]} after a step"].add(digest(parameter))
         for (root, _), stepped in self._wholes([seen.stepped for seen in self.seen]).items():
             found[root].add(digest(None if stepped is None else stepped.to(self.case.dtype)))
-        return {name: Distance(len(digests) - 1, 0) for name, digests in found.items()}
+        return {name: (len(digests) - 1.0, 0.0) for name, digests in found.items()}
 
     def states(self) -> Distances:
         """Tells that of the number of elements that a rank steps, and has state of."""
-        found = {}
+        found: Distances = {}
         for rank, seen in enumerate(self.seen):
             mine = [r for r in self.trained if any(rank in ranks for ranks in self.steppers(r))]
             held = {self.roots[piece.name]: piece.numel for piece in seen.stepped}
@@ -160,13 +579,13 @@ class Comparison:
             # One rank may have more whole parameters than another, by the largest of them.
             most = max((self.named[root].numel() for root in mine), default=0)
             allowed = most * self.case.data if self.case.is_whole else seen.padding
-            found[f"all of rank {rank}"] = Distance(max(0, excess), allowed)
-            found[f"others' of rank {rank}"] = Distance(len(held.keys() - {*mine}), 0)
-            found[f"idle of rank {rank}"] = Distance(len(seen.idle), 0)
+            found[f"all of rank {rank}"] = (max(0, excess), allowed)
+            found[f"others' of rank {rank}"] = (len(held.keys() - {*mine}), 0)
+            found[f"idle of rank {rank}"] = (len(seen.idle), 0)
             for name, size in seen.state.items():
                 root = self.roots[name]
                 used = 0 if self.true.gradients[root] is None else held[root]
-                found[f"{name} of rank {rank}"] = Distance(abs(size - used), 0)
+                found[f"{name} of rank {rank}"] = (abs(size - used), 0)
         return found
 
     # Where things must be.
@@ -205,8 +624,9 @@ class Comparison:
     def _numbers(self, found: Sequence[Sequence[float]], true: Sequence[float]) -> Distances:
         """Compares numbers that all ranks have, in the same bits."""
         return {
-            f"{number}": Distance(
-                abs(one - mine[0]) / abs(one) if len({*mine}) == 1 else math.inf, self.loss_limit
+            f"{number}": (
+                abs(one - mine[0]) / abs(one) if len({*mine}) == 1 else math.inf,
+                self.loss_limit,
             )
             for number, (one, *mine) in enumerate(zip(true, *found, strict=True))
         }
@@ -230,16 +650,16 @@ class Comparison:
         moved = LEARNING_RATES["AdamW"] / ADAM_EPS * added * self.case.steps
         return (moved / self.true.parameters[root].abs().max()).item()
 
-    def _gradient(self, root: str, found: Tensor | None) -> Distance:
+    def _gradient(self, root: str, found: Tensor | None) -> tuple[float, float]:
         true = self.true.gradients[root]
         value = error(found, true)
         if self.case.is_exact or found is None or true is None:
-            return Distance(value, self.exact)
+            return (value, self.exact)
         # An element is rounded with each addend on its way, by at most so much of all of them.
         terms = sum(self.true.terms.get(name, torch.zeros(())) for name in self.ties[root])
         limits = self._num_roundings(root) * ROUNDING * terms + self.exact * true.abs().max()
         used = ((found - true).abs() / limits).max().item()
-        return Distance(value, value / used if used else self.exact)
+        return (value, value / used if used else self.exact)
 
     def _num_roundings(self, root: str) -> int:
         """Returns how often a gradient is rounded to bf16: into a bucket, by each sum and mean."""
@@ -247,18 +667,6 @@ class Comparison:
         if self.case.dtype == torch.bfloat16:
             number += self.case.num_microbatches * int(self.case.parts) * len(self.ties[root])
         return number
-
-
-ASPECTS = (
-    "losses",
-    "evaluated",
-    "norms",
-    "gradients",
-    "parameters",
-    "replayed",
-    "copies",
-    "states",
-)
 
 
 def joined(pieces: Sequence[Piece], like: Tensor) -> Tensor | None:
@@ -275,70 +683,9 @@ def joined(pieces: Sequence[Piece], like: Tensor) -> Tensor | None:
     return flat.as_strided(like.shape, like.stride())
 
 
-def compared(cases: Sequence[Case]) -> list[Comparison]:
-    """Trains cases of one number of ranks, in one spawn."""
-    ranks = run_ranks(run_cases, cases[0].num_ranks, cases)
-    return [Comparison(case, seen) for case, *seen in zip(cases, *ranks, strict=True)]
-
-
-# The product, as a script.
-
-
-def product(crossed: Sequence[str]) -> list[Case]:
-    """Returns every case of some factors, shuffled; of other factors a random level."""
-    chance, found = random.Random(7), []
-    for levels in itertools.product(*(FACTORS[name] for name in crossed)):
+def product(steps: int = 3) -> Iterator[Case]:
+    """Yields a case of every product of some factors; of the others it has a random level."""
+    chance = random.Random(7)
+    for levels in itertools.product(*(FACTORS[name] for name in CROSSED)):
         named = {name: chance.choice(known) for name, known in FACTORS.items()}
-        named |= zip(crossed, levels, strict=True)
-        found.append(Case.of([*named.values()]))
-    chance.shuffle(found)
-    return found
-
-
-def run_product(cases: Sequence[Case]) -> int:
-    """Trains them, some in a spawn, and prints the worst errors; returns how many miss a limit."""
-    worst: dict[tuple[str, str], dict[str, float]] = {}
-    begin, num_misses, num_done = time.monotonic(), 0, 0
-    for num_ranks in sorted({case.num_ranks for case in cases}):
-        all_mine = [case for case in cases if case.num_ranks == num_ranks]
-        for start in range(0, len(all_mine), CASES_A_SPAWN):
-            mine = all_mine[start : start + CASES_A_SPAWN]
-            for comparison in compared(mine):
-                num_misses += tell(comparison, worst)
-            num_done += len(mine)
-            seconds = time.monotonic() - begin
-            print(f"{num_done} of {len(cases)} cases, {seconds:.0f} s", file=sys.stderr)
-    print(f"{'handlers':15}{'precision':11}" + "".join(f"{name:>12}" for name in ASPECTS))
-    for (handlers, precision), errors in sorted(worst.items()):
-        told = "".join(f"{errors[name]:12.1e}" for name in ASPECTS)
-        print(f"{handlers:15}{precision:11}{told}")
-    print(f"{len(cases)} cases, {num_misses} with a miss")
-    return num_misses
-
-
-def tell(comparison: Comparison, worst: dict[tuple[str, str], dict[str, float]]) -> bool:
-    """Adds to the worst errors, and prints what misses; returns whether anything does."""
-    case, misses = comparison.case, list[str]()
-    known = worst.setdefault((case.handlers, case.precision), dict.fromkeys(ASPECTS, 0.0))
-    for aspect, distances in comparison.aspects.items():
-        errors = [distance.error for distance in distances.values()]
-        known[aspect] = max([known[aspect], *errors])
-        misses += [f"{aspect}: {name}: {d}" for name, d in distances.items() if d.is_miss]
-    if misses:
-        print(f"MISS {case}: {len(misses)}, the first: {misses[0]}")
-    return bool(misses)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cross", nargs="+", choices=list(FACTORS), default=CROSSED)
-    parser.add_argument("--share", default="1/1", help="of the product: 2/8 is the second eighth")
-    asked = parser.parse_args()
-    part, parts = map(int, asked.share.split("/"))
-    return int(run_product(product(asked.cross)[part - 1 :: parts]) > 0)
-
-
-if __name__ == "__main__":
-    from tests.support.pipeline import placements  # what its ranks find when they unpickle
-
-    sys.exit(placements.main())
+        yield Case.of([*(named | dict(zip(CROSSED, levels, strict=True))).values()], steps)

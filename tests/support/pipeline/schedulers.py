@@ -1,29 +1,24 @@
-"""What the parity tests of Scheduler share: schedules, errors, and tasks that run on every rank."""
+"""What tests of Scheduler share: schedules, errors, and what a rank has and is given."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.schedules import Action, Kind, Schedule, lower, verify
-from pipegrad.testing import run_ranks
 from tests.support.pipeline.models import TOKENS, VOCAB
 from tests.support.pipeline.pipelines import stage_module
 from tests.support.rounding import rounding
-from tests.support.worlds import World
 
 ROWS = 2  # of a microbatch
 MOST = rounding(17 * ROWS * TOKENS)  # of the largest batch
-
-Sent = tuple[str, str, int, int]  # name, "F" or "B", from rank, to rank
 
 
 @functools.cache
@@ -135,8 +130,8 @@ def wrong(errors: Mapping[str, float], most: float) -> dict[str, float]:
 def digest(tensor: Tensor | None) -> str:
     if tensor is None:
         return "None"
-    raw = bytes(tensor.detach().flatten().view(torch.uint8).tolist())
-    return hashlib.sha256(raw).hexdigest()
+    raw = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
 def compare(
@@ -191,72 +186,3 @@ def most_buffers(scheduler: Scheduler) -> int:
     program = scheduler.program
     forwards = verify(lower(scheduler.schedule, links=program.links, forward_only=True))
     return max(scheduler.proof.receive_buffers[rank], forwards.receive_buffers[rank])
-
-
-# Tasks, and what they report.
-
-
-class Task(Protocol):
-    """Something to compute on some ranks; its words are its name."""
-
-    @property
-    def num_ranks(self) -> int: ...
-
-
-T = TypeVar("T", bound=Task)
-
-
-@dataclass
-class Report:
-    """What one rank found in a task.
-
-    Attributes:
-        errors: By step and name.
-        bits: For each step digests of the tied gradients that this rank holds.
-        losses: Of each step.
-        buffers: Receive buffers after each step.
-        most_buffers: What proofs allow.
-        sent: What crosses, in the program of a step that is not the first.
-    """
-
-    errors: dict[str, float] = field(default_factory=dict)
-    bits: list[set[str]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    buffers: list[int] = field(default_factory=list)
-    most_buffers: int = 0
-    sent: list[Sent] = field(default_factory=list)
-
-
-def run_each(
-    run: Callable[[Any], Report], tasks: Sequence[Any], names: Sequence[str]
-) -> list[Report]:
-    """Runs those of these names one after the other; an error says where it was."""
-    named_tasks, found = {str(task): task for task in tasks}, list[Report]()
-    for name in names:
-        try:
-            found.append(run(named_tasks[name]))
-        except Exception as error:
-            error.add_note(f"in the case: {name}")
-            raise
-    return found
-
-
-def finder(
-    tasks: Sequence[T], run: Callable[[list[str]], list[Report]]
-) -> Callable[[T], list[Report]]:
-    """Returns a function that returns what each rank found in a task.
-
-    Args:
-        tasks: Those of one number of ranks share a spawn.
-        run: Runs tasks by their names, on every rank.
-    """
-
-    def spawn(num_ranks: int, chosen: Sequence[T]) -> list[list[Report]]:
-        ranks = run_ranks(run, num_ranks, [str(task) for task in chosen])
-        return [list(reports) for reports in zip(*ranks, strict=True)]
-
-    worlds = {
-        number: World([t for t in tasks if t.num_ranks == number], functools.partial(spawn, number))
-        for number in {task.num_ranks for task in tasks}
-    }
-    return lambda task: worlds[task.num_ranks][task]

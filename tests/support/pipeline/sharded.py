@@ -6,11 +6,12 @@ import contextlib
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,21 +25,19 @@ import pipegrad
 from pipegrad import GradientSync, Scheduler, Stage, Topology, find_tied
 from pipegrad.model.dtensor import local
 from pipegrad.plugins.handler import Exchange
-from pipegrad.testing import OrderChecker
+from tests.support.pipeline import models
 from tests.support.pipeline.pipelines import CPU, VEES, loss_of
-from tests.support.pipeline.schedulers import digest, error
+from tests.support.pipeline.schedulers import digest
+from tests.support.pipeline.trained import Seen, backward, once, train
 from tests.support.rounding import ADAM_EPS
 
 VOCAB, WIDTH, TOKENS, ROWS, LAYERS = 33, 6, 5, 2, 4  # of 33 rows the second of two ranks has 16
 PIPELINE = 2
 TIED = ("0.weight", "3.weight")
+MAX_NORM = 0.5
 
 
-class Embed(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
+class Embed(models.Head):
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
 
@@ -55,14 +54,13 @@ class Block(nn.Module):
         return x + self.scale * torch.tanh(self.linear(self.norm(x)))
 
 
-class Head(nn.Module):
+class Head(models.Head):
     def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
+        super().__init__(weight)
         self.norm = nn.LayerNorm(WIDTH)
-        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.weight)
+        return super().forward(self.norm(x))
 
 
 def build() -> nn.Sequential:
@@ -87,6 +85,7 @@ class Case:
     keep: bool = False  # reshard_after_forward=False
     low: bool = False  # bf16 parameters, fp32 reductions
     exchange: Exchange = "all-reduce"
+    num_ranks: int = 4
 
     def __str__(self) -> str:
         fields = self.__dataclass_fields__.values()
@@ -107,28 +106,17 @@ class Case:
         return (0, 1, 0, 1) if self.schedule in loops else (0, 1)
 
 
-@dataclass
-class Found:
-    """What one rank saw; errors are relative to the largest true value."""
-
-    errors: dict[str, float] = field(default_factory=dict)
-    bits: dict[str, str] = field(default_factory=dict)
-    reduce_scatters: list[int] = field(default_factory=list)
-    early: list[int] = field(default_factory=list)
-    missing: set[str] = field(default_factory=set)
-    violations: list[str] = field(default_factory=list)
-
-
-def mesh_of(case: Case, num_ranks: int) -> DeviceMesh:
-    shape = (PIPELINE, case.replicate, num_ranks // PIPELINE // case.replicate)
+@functools.cache
+def mesh_of(replicate: int) -> DeviceMesh:
+    shape = (PIPELINE, replicate, dist.get_world_size() // PIPELINE // replicate)
     return init_device_mesh("cpu", shape, mesh_dim_names=("pp", "outer", "dp"))
 
 
 class Run:
     """One case on one rank."""
 
-    def __init__(self, case: Case, mesh: DeviceMesh) -> None:
-        self.case, self.mesh = case, mesh
+    def __init__(self, case: Case) -> None:
+        self.case, self.mesh = case, (mesh := mesh_of(case.replicate))
         data = "dp" if mesh["dp"].size() > 1 else "outer"
         self.topology = Topology.from_mesh(mesh, data=data, stage_to_rank=case.places)
         self.num_shares = mesh["outer"].size() * mesh["dp"].size()
@@ -138,15 +126,13 @@ class Run:
         model = build()
         self.modules = {s: self.stage(model, s) for s in self.topology.local_stages}
         self.shared = find_tied(model)
-        self.found = Found()
-        self.scheduler: Scheduler | None = None
-        self.step, self.sync = self.attached() if case.attached else self.scheduled()
+        self.early, self.reduce_scatters = list[int](), list[int]()
+        self.run, self.sync, self.close = self.attached() if case.attached else self.scheduled()
         self.optimizer = torch.optim.AdamW(
             [p for g in self.sync.optimizer_parameters() for p in g["params"]],
             lr=1e-2,
             eps=ADAM_EPS,
         )
-        self.truth = truth_of(case, self.num_shares)
 
     def stage(self, model: nn.Sequential, stage: int) -> nn.Sequential:
         number = LAYERS // len(self.case.places)
@@ -167,7 +153,7 @@ class Run:
             fully_shard(module, **options)
         return module
 
-    def attached(self) -> tuple[Any, GradientSync]:
+    def attached(self) -> tuple[Any, GradientSync, Any]:
         total, group = len(self.case.places), self.topology.group_along("pp")
         stages = [PipelineStage(m, s, total, CPU, group=group) for s, m in self.modules.items()]
         kind = get_schedule_class(self.case.schedule)
@@ -180,21 +166,19 @@ class Run:
             handlers=[{"name": "pipeline-shared", "exchange": self.case.exchange}],
         )
 
-        def step(tokens: Tensor, target: Tensor) -> Tensor | None:
-            losses: list[Tensor] = []
+        def run(tokens: Tensor, target: Tensor) -> None:
             inputs = [tokens] if 0 in self.modules else []
             goal = target if total - 1 in self.modules else None
             if self.case.evaluate:
                 schedule.eval(*inputs, target=goal)
-            schedule.step(*inputs, target=goal, losses=losses)
-            return torch.stack(losses).mean() if losses else None
+            schedule.step(*inputs, target=goal)
 
-        return step, sync
+        return run, sync, sync.close
 
-    def scheduled(self) -> tuple[Any, GradientSync]:
+    def scheduled(self) -> tuple[Any, GradientSync, Any]:
         recompute = self.case.recompute
         stages = [Stage(m, s, recompute=recompute) for s, m in self.modules.items()]
-        self.scheduler = scheduler = Scheduler(
+        scheduler = Scheduler(
             stages,
             self.topology,
             schedule=self.case.schedule,
@@ -204,116 +188,83 @@ class Run:
             handlers=[{"name": "pipeline-shared", "exchange": self.case.exchange}],
         )
 
-        def step(tokens: Tensor, target: Tensor) -> Tensor | None:
+        def run(tokens: Tensor, target: Tensor) -> Tensor:
             if self.case.evaluate:
                 scheduler.evaluate(tokens, target=target)
             return scheduler.step(tokens, target=target).loss
 
-        return step, scheduler.sync
+        return run, scheduler.sync, scheduler.close
 
     def named(self) -> dict[str, nn.Parameter]:
         self.sync.reshard()
         return {n: p for m in self.modules.values() for n, p in m.named_parameters()}
 
-    def train(self) -> Found:
-        for number in range(self.case.steps):
-            for part in range(self.case.accumulate):
-                loss, true_loss = self.take(number, part), self.truth.losses[number][part]
-                if loss is not None and self.scheduler is not None:
-                    self.found.errors[f"{number} loss {part}"] = error(loss, true_loss)
-            if number == 0:
-                self.compare("gradient", self.truth.gradients)
-            norm = self.sync.clip_grad_norm_(0.5)
-            self.found.errors[f"{number} norm"] = error(norm, self.truth.norms[number])
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.found.early.append(self.sync.statistics().early)
-        self.compare("parameter", self.truth.parameters)
+    def train(self) -> tuple[Seen, list[str]]:
+        """Returns what was seen, whole, and digests of this rank's shards of what is tied."""
+        seen = train(
+            self.step,
+            self.named,
+            sync=self.sync,
+            optimizer=self.optimizer,
+            steps=self.case.steps,
+            parts=self.case.accumulate,
+            clip=(MAX_NORM, 2.0),
+        )
         self.sync.check_replicas()
-        self.found.bits = {n: digest(local(p)) for n, p in self.named().items() if n in TIED}
-        if self.scheduler is not None:
-            self.scheduler.close()
-        else:
-            self.sync.close()
-        return self.found
+        shards = [digest(local(p)) for n, p in self.named().items() if n in TIED]
+        self.close()
+        seen.gradients = [whole(seen.gradients[0])]
+        seen.parameters = whole(seen.parameters)  # type: ignore[assignment]
+        return seen, shards
 
-    def take(self, number: int, part: int) -> Tensor | None:
-        """Takes a part of a step; returns the loss where there is one."""
+    def step(self, number: int, part: int) -> Tensor | None:
         tokens, target = given(self.case, self.num_shares, number, part)
-        accumulating = part < self.case.accumulate - 1
         mine = [t.chunk(self.num_shares)[self.share] for t in (tokens, target)]
-        adding = self.sync.accumulate() if accumulating else contextlib.nullcontext()
-        with adding, counting() as calls:
-            loss: Tensor | None = self.step(*mine)
-        self.found.reduce_scatters.append(calls["reduce_scatter"])
+        with counting() as calls:
+            loss: Tensor | None = self.run(*mine)
+        self.reduce_scatters.append(calls["reduce_scatter"])
+        if part + 1 == self.case.accumulate:
+            self.early.append(self.sync.statistics().early)
         return loss
 
-    def compare(self, what: str, true: Mapping[str, Tensor | None]) -> None:
-        for name, parameter in self.named().items():
-            ours, theirs = parameter.grad if what == "gradient" else parameter, true[name]
-            if ours is None or theirs is None:
-                self.found.missing.add(name)
-                assert ours is theirs, name
-                continue
-            assert isinstance(ours, DTensor)
-            found: Any = ours.detach()
-            self.found.errors[f"{what} {name}"] = error(found.full_tensor(), theirs)
+
+def whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Returns what shards are of."""
+    assert all(isinstance(tensor, DTensor) for tensor in tensors.values() if tensor is not None)
+    shards: Mapping[str, Any] = tensors
+    return {name: None if t is None else t.full_tensor() for name, t in shards.items()}
 
 
-@dataclass
-class Truth:
-    """What one process has: losses by step and part, norms by step, the first step's gradients."""
-
-    losses: list[list[Tensor]] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    parameters: dict[str, Tensor | None] = field(default_factory=dict)
-
-
-def truth_of(case: Case, num_shares: int) -> Truth:
-    """Returns what one process has, which knows of a case how it trains and what it is given."""
-    alone = Case(
-        "",
-        num_microbatches=case.num_microbatches,
-        steps=case.steps,
-        accumulate=case.accumulate,
-        low=case.low,
-    )
-    return _truth(alone, num_shares)
-
-
-@functools.cache
-def _truth(case: Case, num_shares: int) -> Truth:
-    model, true = build(), Truth()
+@once
+def truth(case: Case, num_shares: int) -> Seen:
+    """Returns what one process has, given a case from `alone`."""
+    model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=ADAM_EPS)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    for number in range(case.steps):
-        parts = [given(case, num_shares, number, part) for part in range(case.accumulate)]
-        true.losses.append([true_step(case, num_shares, model, *part) for part in parts])
-        if number == 0:
-            grads = {name: p.grad for name, p in named.items()}
-            true.gradients = {n: None if g is None else g.clone() for n, g in grads.items()}
-        true.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        optimizer.zero_grad()
-    true.parameters = {name: p.detach() for name, p in named.items()}
-    return true
+    held = dict(model.named_parameters(remove_duplicate=False))
+
+    def step(number: int, part: int) -> Tensor:
+        tokens, target = given(case, num_shares, number, part)
+        if case.low:
+            return low_step(model, tokens, target, case.num_microbatches * num_shares)
+        return backward(loss_of(model(tokens), target))
+
+    sizes: Any = {"steps": case.steps, "parts": case.accumulate}
+    seen = train(step, lambda: held, optimizer=optimizer, clip=(MAX_NORM, 2.0), **sizes)
+    seen.gradients = seen.gradients[:1]
+    return seen
+
+
+def alone(case: Case) -> Case:
+    """Returns what one process knows of a case: how it trains and what it is given."""
+    changes: Any = {"attached": False, "replicate": 1, "recompute": False, "evaluate": False}
+    return replace(
+        case, schedule="", wrap="", keep=False, exchange="all-reduce", num_ranks=4, **changes
+    )
 
 
 def given(case: Case, num_shares: int, number: int, part: int) -> tuple[Tensor, Tensor]:
     """Returns tokens and targets of a part of a step, of all ranks."""
     return batch(10 * number + part, ROWS * case.num_microbatches * num_shares)
-
-
-def true_step(
-    case: Case, num_shares: int, model: nn.Sequential, tokens: Tensor, target: Tensor
-) -> Tensor:
-    """Forward and backward of the uncut model; returns the loss."""
-    if case.low:
-        return low_step(model, tokens, target, case.num_microbatches * num_shares)
-    true_loss = loss_of(model(tokens), target)
-    true_loss.backward()
-    return true_loss.detach()
 
 
 def batch(seed: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -357,22 +308,3 @@ def counting() -> Iterator[dict[str, int]]:
         yield calls
     finally:
         module.foreach_reduce_scatter_copy_in = before
-
-
-def run_cases(cases: Sequence[Case]) -> Mapping[Case, Found]:
-    """Trains every case. Runs on every rank."""
-    found: dict[Case, Found] = {}
-    meshes: dict[int, DeviceMesh] = {}
-    for case in cases:
-        if case.replicate not in meshes:
-            meshes[case.replicate] = mesh_of(case, torch.distributed.get_world_size())
-        mesh = meshes[case.replicate]
-        truth_of(case, mesh.size() // PIPELINE)  # computed once, unwatched
-        try:
-            with OrderChecker() as checker:
-                found[case] = Run(case, mesh).train()
-            found[case].violations = list(map(str, checker.violations))
-        except Exception as error:
-            error.add_note(f"in the case: {case}")
-            raise
-    return found

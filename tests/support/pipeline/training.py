@@ -1,14 +1,9 @@
-"""Trains the pipelines of many cases, and the uncut models; measures how far they are apart.
-
-`run_cases` runs on every rank, one case after the other; `merged` joins what the ranks measured.
-"""
+"""Schedules of torch under attach as an engine of `train`, and the uncut models of their cases."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,38 +16,24 @@ from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import Case, Cut, loss_of
-from tests.support.rounding import ADAM_EPS
+from tests.support.pipeline.schedulers import digest
+from tests.support.pipeline.trained import Seen, adamw, once, train
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What one process sees, which trains the uncut model on whole batches."""
-
-    losses: list[float]
-    gradients: dict[str, Tensor | None]
-    norms: list[float]
-
-
-@functools.cache
-def truth(case: Case, num_data_ranks: int) -> Truth:
-    """Returns how one process trains, given a case from `alone`."""
+@once
+def truth(case: Case, num_data_ranks: int) -> Seen:
+    """Returns how one process trains the uncut model, given a case from `alone`."""
     model = build(case.model)
+    held = dict(model.named_parameters(remove_duplicate=False))
+
+    def step(number: int, part: int) -> Tensor:
+        tokens, target = case.batch(number, part, num_data_ranks)
+        loss = loss_of(model(tokens), target)
+        (loss * (1 if case.scale_grads else case.num_microbatches)).backward()
+        return loss
+
     optimizer = make_optimizer(case.optimizer, list(model.parameters()))
-    true = Truth([], {}, [])
-    for step in range(case.steps):
-        for part in range(case.accumulate):
-            tokens, target = case.batch(step, part, num_data_ranks)
-            loss = loss_of(model(tokens), target)
-            (loss * (1 if case.scale_grads else case.num_microbatches)).backward()
-            true.losses.append(loss.item())
-        if case.clip is not None:
-            true.norms.append(nn.utils.clip_grad_norm_(model.parameters(), *case.clip).item())
-        if step == 0:
-            for name, p in model.named_parameters(remove_duplicate=False):
-                true.gradients[name] = None if p.grad is None else p.grad.clone()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=case.set_to_none)
-    return true
+    return train(step, lambda: held, optimizer=optimizer, **case.training)
 
 
 def alone(case: Case) -> Case:
@@ -71,68 +52,27 @@ def alone(case: Case) -> Case:
 
 
 def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    if name == "SGD":
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    if name == "standstill":
-        return torch.optim.SGD(parameters, lr=0.0)
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=ADAM_EPS)
+    if name == "AdamW":
+        return adamw(parameters)
+    standing = name == "standstill"
+    return torch.optim.SGD(parameters, lr=0.0 if standing else 0.05, momentum=0.9)
 
 
 @dataclass
-class Measured:
-    """What one rank saw, or all of them. Errors are relative to the largest true value."""
+class Measured(Seen):
+    """What one rank saw.
 
-    losses: list[float] = field(default_factory=list)
-    true_losses: list[float] = field(default_factory=list)
-    gradient_errors: dict[str, float] = field(default_factory=dict)
-    mismatched_none: list[str] = field(default_factory=list)
-    bits: dict[str, set[str]] = field(default_factory=dict)
-    norms: set[tuple[float, ...]] = field(default_factory=set)
-    true_norms: list[float] = field(default_factory=list)
+    Attributes:
+        bits: Digests of each parameter, all names of a tie under its first one.
+        inert: Whether evaluation left every bit of every gradient, and launched nothing.
+        early: Buckets of the last step that were sent before their stage ended.
+        num_buckets: How many there are.
+    """
+
+    bits: dict[str, set[str]] | None = None
     inert: bool = True
     early: int = 0
     num_buckets: int = 0
-
-    @property
-    def gradient_error(self) -> float:
-        return max(self.gradient_errors.values())
-
-    @property
-    def loss_error(self) -> float:
-        pairs = zip(self.losses, self.true_losses, strict=True)
-        return max(abs(loss - true) / abs(true) for loss, true in pairs)
-
-    @property
-    def norm_error(self) -> float:
-        pairs = [zip(norms, self.true_norms, strict=True) for norms in self.norms]
-        return max(abs(norm - true) / true for rank in pairs for norm, true in rank)
-
-    @property
-    def drifted(self) -> list[str]:
-        """Parameters of which two ranks, or two names, hold different bits."""
-        return [name for name, digests in self.bits.items() if len(digests) > 1]
-
-
-def merged(ranks: Sequence[dict[Case, Measured]]) -> dict[Case, Measured]:
-    """Joins the ranks' measurements; losses are averaged over the data ranks."""
-    return {case: _merged([rank[case] for rank in ranks]) for case in ranks[0]}
-
-
-def _merged(parts: Sequence[Measured]) -> Measured:
-    whole = Measured(true_losses=parts[0].true_losses, true_norms=parts[0].true_norms)
-    told = [part.losses for part in parts if part.losses]
-    whole.losses = [sum(step) / len(step) for step in zip(*told, strict=True)]
-    for part in parts:
-        for name, error in part.gradient_errors.items():
-            whole.gradient_errors[name] = max(error, whole.gradient_errors.get(name, 0.0))
-        for name, digests in part.bits.items():
-            whole.bits.setdefault(name, set()).update(digests)
-        whole.mismatched_none += part.mismatched_none
-        whole.norms |= part.norms
-        whole.inert &= part.inert
-        whole.early += part.early
-        whole.num_buckets += part.num_buckets
-    return whole
 
 
 launches: list[str] = []
@@ -154,19 +94,6 @@ class CountingData(DataParallel):
         return super().launch(bucket, reduction, group)
 
 
-def run_cases(pipeline_ranks: int, cases: Sequence[Case]) -> dict[Case, Measured]:
-    """Trains every case. Runs on every rank."""
-    topology = Topology.create(pipeline=pipeline_ranks)
-    measured = {}
-    for case in cases:
-        try:
-            measured[case] = Run(case, topology).train()
-        except Exception as error:
-            error.add_note(f"in the case: {case}")
-            raise
-    return measured
-
-
 class Run:
     """One case on one rank."""
 
@@ -175,77 +102,53 @@ class Run:
         self.cut = Cut(case, topology)
         self.schedule = self.cut.schedule()
         self.sync: GradientSync | None = None
+        self.inert = True
         early_optimizer = self._optimizer() if case.optimizer_first else None
         if case.attached:
-            self.sync = attached(self.schedule, self.cut, topology, dict(case.options))
+            options: Any = {"handlers": (CountingShared, CountingData), **dict(case.options)}
+            self.sync = pipegrad.attach(
+                self.schedule, topology=topology, tied=self.cut.tied, **options
+            )
         self.optimizer = early_optimizer or self._optimizer()
-        self.truth = truth(alone(case), topology.size("dp"))
-        self.measured = Measured(
-            true_losses=self.truth.losses,
-            true_norms=self.truth.norms,
-        )
 
     def train(self) -> Measured:
-        norms: list[float] = []
-        for step in range(self.case.steps):
-            for part in range(self.case.accumulate):
-                self._forward_backward(step, part)
-            if self.case.clip is not None and self.sync is not None:
-                norms.append(self.sync.clip_grad_norm_(*self.case.clip).item())
-            if step == 0 or self.case.optimizer == "standstill":
-                self._compare()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
-        self.measured.norms = {tuple(norms)} if norms else set()
-        self.measured.bits = self.cut.bits()
+        seen = train(
+            self._step,
+            lambda: dict(self.cut.named()),
+            sync=self.sync,
+            optimizer=self.optimizer,
+            **self.case.training,
+        )
+        measured = Measured(**vars(seen), bits={}, inert=self.inert)
+        first = {name: tie[0] for tie in self.cut.ties for name in tie}
+        for name, parameter in self.cut.named():
+            measured.bits.setdefault(first.get(name, name), set()).add(digest(parameter))  # type: ignore[union-attr]
         if self.sync is not None:
-            self.measured.early = self.sync.statistics().early
-            self.measured.num_buckets = len(self.sync.plan.buckets)
+            measured.early = self.sync.statistics().early
+            measured.num_buckets = len(self.sync.plan.buckets)
             self.sync.check_replicas()
             self.sync.close()
-        return self.measured
+        return measured
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.case.optimizer, self.cut.parameters())
 
-    def _forward_backward(self, step: int, part: int) -> None:
-        inputs, losses = self.cut.inputs(step, part), list[Tensor]()
-        accumulating = part < self.case.accumulate - 1
+    def _step(self, number: int, part: int) -> Tensor | None:
+        inputs, losses = self.cut.inputs(number, part), list[Tensor]()
         if self.case.evaluate:
             self._evaluate(inputs)
-        with self.sync.accumulate() if self.sync and accumulating else nullcontext():
-            self.schedule.step(*inputs["args"], target=inputs["target"], losses=losses)
-        if losses:
-            self.measured.losses.append(torch.stack(losses).mean().item())
+        self.schedule.step(*inputs["args"], target=inputs["target"], losses=losses)
         if self.case.evaluate:
             self._evaluate(inputs)
+        return torch.stack(losses).mean() if losses else None
 
     def _evaluate(self, inputs: dict[str, Any]) -> None:
-        """Notes whether eval() leaves every bit of every gradient and launches nothing."""
         assert self.sync is not None
         gradients = [p.grad for p in self.cut.parameters()]
         before = [None if g is None else g.clone() for g in gradients]
-        numlaunches, statistics = len(launches), self.sync.statistics()
+        num_launches, statistics = len(launches), self.sync.statistics()
         self.schedule.eval(*inputs["args"], target=inputs["target"], losses=[])
         for parameter, gradient, copy in zip(self.cut.parameters(), gradients, before, strict=True):
-            self.measured.inert &= parameter.grad is gradient
-            if gradient is not None and copy is not None:
-                self.measured.inert &= torch.equal(gradient, copy)
-        self.measured.inert &= numlaunches == len(launches)
-        self.measured.inert &= statistics == self.sync.statistics()
-
-    def _compare(self) -> None:
-        for name, parameter in self.cut.named():
-            gradient, true = parameter.grad, self.truth.gradients[name]
-            if gradient is None or true is None:
-                if gradient is not true:
-                    self.measured.mismatched_none.append(name)
-                continue
-            error = (gradient - true).abs().max() / true.abs().max()
-            worst = self.measured.gradient_errors.get(name, 0.0)
-            self.measured.gradient_errors[name] = max(error.item(), worst)
-
-
-def attached(schedule: Any, cut: Cut, topology: Topology, options: dict[str, Any]) -> GradientSync:
-    options.setdefault("handlers", (CountingShared, CountingData))
-    return pipegrad.attach(schedule, topology=topology, tied=cut.tied, **options)
+            self.inert &= parameter.grad is gradient
+            self.inert &= gradient is None or copy is None or torch.equal(gradient, copy)
+        self.inert &= num_launches == len(launches) and statistics == self.sync.statistics()

@@ -2,24 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from pipegrad.schedules import Kind
 from tests.support.pipeline.models import TOKENS, VOCAB, WIDTH
-from tests.support.pipeline.pieces import Part, Parts, Piece, Plain, Wiring
 from tests.support.pipeline.schedulers import ROWS
+
+Part = tuple[nn.Module, str, str]  # a stage, and its inputs and outputs, separated by spaces
+Parts = Callable[[], list[Part]]
+
+
+class Piece(nn.Module):
+    """A stage of one expression, which may use the layer and the parameters."""
+
+    def __init__(self, function: Callable[..., Any], **parameters: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        for name, shape in parameters.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+        self._function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self._function(self, *values)
+
+
+class Plain(nn.Module):
+    """A stage of one expression, without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *values: Any) -> Any:
+        return self._function(*values)
+
+
+def mean_square(out: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(out.reshape(target.shape), target)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Stages, where they are, and what they are given."""
+
+    name: str
+    parts: Parts
+    places: tuple[int, ...]
+    first: Kind = "B"
+    num_microbatches: int = 6
+    given: Callable[[int], dict[str, object]] = lambda rows: {}
+    lenient: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_square
+    options: tuple[tuple[str, Any], ...] = ()
+    late: int = -1  # as in `greedy`
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        told = f"{self.name} {self.places}, {self.first} first, {self.num_microbatches}"
+        if self.late >= 0:
+            told += f", split, {self.late} late"
+        if self.recompute:
+            told += ", recomputed"
+        return told + "".join(f", {name} {value}" for name, value in self.options)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.places) + 1
+
+    def built(self) -> list[Part]:
+        """Returns the stages, the same ones each time."""
+        torch.manual_seed(11)
+        return self.parts()
+
+    def batch(self, step: int) -> tuple[dict[str, Any], Tensor]:
+        torch.manual_seed(200 + step)
+        rows = ROWS * self.num_microbatches
+        x, target = torch.randn(2, rows, TOKENS, WIDTH)
+        return {"x": x, **self.given(rows)}, target
+
+    def microbatches(self, step: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yields what each microbatch of a step is given, and its target."""
+        (given, target), number = self.batch(step), self.num_microbatches
+        is_cut = {n: isinstance(v, Tensor) and v.dim() > 0 for n, v in given.items()}
+        for m, part in enumerate(target.chunk(number)):
+            yield {n: v.chunk(number)[m] if is_cut[n] else v for n, v in given.items()}, part
+
+
+def alone(parts: Sequence[Part], given: Mapping[str, Any]) -> Tensor:
+    """Returns what the last stage makes, in one process."""
+    known = dict(given)
+    for module, inputs, outputs in parts:
+        keywords: Sequence[str] = getattr(module, "keywords", ())
+        positions = [known[name] for name in inputs.split() if name not in keywords]
+        out = module(*positions, **{name: known[name] for name in keywords})
+        names = outputs.split()
+        if isinstance(out, Mapping):
+            known |= {name: out[name] for name in names}
+        else:
+            values = out if isinstance(out, tuple | list) else (out,)
+            known |= dict(zip(names, values, strict=True))
+    last: Tensor = known[parts[-1][2]]
+    return last
+
 
 wirings: list[Wiring] = []
 
 
-def wired(*placements: Sequence[int], **options: Any) -> Callable[[Parts], Parts]:
+def wired(*placements: Sequence[int], **options: Any) -> Callable[..., Parts]:
     """Makes a function that returns stages a case of each of these placements."""
 
-    def add(parts: Parts) -> Parts:
-        name = parts.__name__
+    def add(parts: Parts, name: str = "") -> Parts:
+        name = name or parts.__name__
         wirings.extend(Wiring(name, parts, tuple(p), **options) for p in placements)
         return parts
 
@@ -125,40 +224,19 @@ def nothing_but_integers() -> list[Part]:
     ]
 
 
-@wired((0, 1, 2), (0, 1, 0), (0, 0, 1))
-def frozen_first() -> list[Part]:
-    return [
-        (block().requires_grad_(requires_grad=False), "x", "x"),
-        (block(), "x", "x"),
-        (block(), "x", "x"),
-    ]
+def frozen(*stages: int) -> Parts:
+    """Returns what makes three stages, some of them frozen."""
+    return lambda: [(block().requires_grad_(s not in stages), "x", "x") for s in range(3)]
 
 
-@wired((0, 1, 2), (0, 1, 0))
-def frozen_middle() -> list[Part]:
-    return [
-        (block(), "x", "x"),
-        (block().requires_grad_(requires_grad=False), "x", "x"),
-        (block(), "x", "x"),
-    ]
-
-
-@wired((0, 1, 2), (0, 1, 0))
-def frozen_but_the_last() -> list[Part]:
-    return [
-        (block().requires_grad_(requires_grad=False), "x", "x"),
-        (block().requires_grad_(requires_grad=False), "x", "x"),
-        (block(), "x", "x"),
-    ]
-
-
-@wired((0, 1, 2), (0, 1, 0))
-def frozen_last() -> list[Part]:
-    return [
-        (block(), "x", "x"),
-        (block(), "x", "x"),
-        (block().requires_grad_(requires_grad=False), "x", "x"),
-    ]
+FROZEN = {
+    "frozen_first": ((0,), ((0, 1, 2), (0, 1, 0), (0, 0, 1))),
+    "frozen_middle": ((1,), ((0, 1, 2), (0, 1, 0))),
+    "frozen_but_the_last": ((0, 1), ((0, 1, 2), (0, 1, 0))),
+    "frozen_last": ((2,), ((0, 1, 2), (0, 1, 0))),
+}
+for name, (stages, placements) in FROZEN.items():
+    wired(*placements)(frozen(*stages), name)
 
 
 @wired((0, 1, 2), (0, 1, 1), (0, 0, 1), (0, 0, 0), lenient=True)
@@ -171,24 +249,15 @@ def unused_by_consumers() -> list[Part]:
     ]
 
 
-VIEWS: tuple[Callable[[Tensor], Any], ...] = (
-    lambda x: x,
-    lambda x: x.view_as(x),
-    lambda x: x.transpose(1, 2),
-    lambda x: x.transpose(1, 2).contiguous().flatten(1),
-    lambda x: x.view(len(x), WIDTH, TOKENS).mT,
-)
-
-
-@wired((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 0, 0, 0), first="F")
-@wired((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 0, 0, 0))
+@wired((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 0), first="F")
+@wired((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1))
 def views() -> list[Part]:
     """What leaves is what came in, in a buffer that is used again; and so back."""
     return [
         (Piece(lambda m, x: m.linear(x).mT), "x", "x"),
-        (Plain(VIEWS[1]), "x", "x"),
-        (Plain(VIEWS[2]), "x", "x"),
-        (Plain(VIEWS[0]), "x", "x"),
+        (Plain(lambda x: x.view_as(x)), "x", "x"),
+        (Plain(lambda x: x.transpose(1, 2)), "x", "x"),
+        (Plain(lambda x: x), "x", "x"),
     ]
 
 

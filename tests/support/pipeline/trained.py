@@ -1,0 +1,223 @@
+"""The trainer of parity tests: what ranks have of a model, and what one process has of it.
+
+`train` trains either, whatever runs a step: a Scheduler, a schedule of torch under attach, or the
+uncut model. `differences` says how far apart they are, and `bits` whether copies are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipegrad import GradientSync, Scheduler, Topology, find_tied, schedules
+from pipegrad.schedules import Schedule
+from tests.support.pipeline.pipelines import loss_of
+from tests.support.pipeline.schedulers import cut, digest, error, named, wrong
+from tests.support.ranked import gathered
+from tests.support.rounding import ADAM_EPS
+
+T = TypeVar("T")
+Held = Mapping[str, nn.Parameter]
+
+
+class OnRanks(Protocol):
+    @property
+    def num_ranks(self) -> int: ...
+
+
+def on_ranks(cases: Iterable[OnRanks], smoke: OnRanks | None = None, **options: float) -> list[Any]:
+    """Returns cases as parameters, each on its number of ranks, and one with the mark `smoke`."""
+    found = []
+    for case in cases:
+        marks = [pytest.mark.ranks(case.num_ranks, **options)]
+        marks += [pytest.mark.smoke] if case == smoke else []
+        found.append(pytest.param(case, id=str(case), marks=marks))
+    return found
+
+
+def once(function: Callable[..., T]) -> Callable[..., T]:
+    """Lets rank 0 alone compute what all ranks ask for with the same arguments."""
+
+    @functools.cache
+    def sent(*args: Any) -> Any:
+        found = [function(*args) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    return sent
+
+
+def on_first(value: T) -> list[T] | None:
+    """Returns the values of all ranks on the first one, which compares them."""
+    values: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
+
+
+@dataclass
+class Seen:
+    """What came of training.
+
+    Attributes:
+        losses: Of each part of each step, where there is one.
+        norms: Of each step, before clipping.
+        gradients: Of each step, by name, before clipping.
+        parameters: In the end, by name.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(
+    step: Callable[[int, int], Tensor | None],
+    held: Callable[[], Held],
+    *,
+    sync: GradientSync | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 2,
+    parts: int | Sequence[int] = 1,
+    clip: tuple[float, float] | None = None,
+    set_to_none: bool = True,
+) -> Seen:
+    """Trains, on every rank or in one process.
+
+    Args:
+        step: Forward and backward of a part of a step; returns the loss, where there is one.
+        held: Returns the parameters by their names in the uncut model.
+        sync: Of ranks; None in one process.
+        optimizer: None leaves the parameters as they are.
+        steps: How many.
+        parts: How many batches a step, or each step, accumulates.
+        clip: Maximum and type of the norm.
+        set_to_none: What becomes of gradients after a step.
+    """
+    seen = Seen()
+    for number in range(steps):
+        num_parts = parts if isinstance(parts, int) else parts[number]
+        for part in range(num_parts):
+            is_last = part + 1 == num_parts
+            with nullcontext() if sync is None or is_last else sync.accumulate():
+                loss = step(number, part)
+            seen.losses += [] if loss is None else [loss.detach().clone()]
+        seen.gradients.append(copied({name: p.grad for name, p in held().items()}))
+        if clip is not None:
+            if sync is None:
+                whole = list(dict.fromkeys(held().values()))
+                seen.norms.append(nn.utils.clip_grad_norm_(whole, *clip))
+            else:
+                seen.norms.append(sync.clip_grad_norm_(*clip))
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        else:
+            for parameter in held().values():
+                parameter.grad = None
+    seen.parameters = copied(held())
+    return seen
+
+
+def copied(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
+
+
+def backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=ADAM_EPS)
+
+
+def differences(
+    seen: Seen,
+    true: Seen,
+    most: float,
+    *,
+    later: float | None = None,
+    parameters: float | None = None,
+    lenient: bool = False,
+) -> dict[str, float]:
+    """Returns the errors that are too large, by name, relative to the largest true value.
+
+    Args:
+        seen: Of a rank; what a rank has none of is not asked for.
+        true: Of one process; gradients of as many steps as are to be compared.
+        most: How large the error of a gradient may be.
+        later: How large that of a loss or a norm may be; by default as large.
+        parameters: How large that of a parameter in the end may be; None does not ask for it.
+        lenient: As in `error`.
+    """
+    found, numbers, ends = dict[str, float](), dict[str, float](), dict[str, float]()
+    for kind in ("losses", "norms"):
+        ours, theirs = getattr(seen, kind), getattr(true, kind)
+        pairs = zip(ours, theirs, strict=True) if ours else ()
+        numbers |= {f"{kind} {n}": error(*pair) for n, pair in enumerate(pairs)}
+    for step, (mine, whole) in enumerate(zip(seen.gradients, true.gradients, strict=False)):
+        for name, gradient in mine.items():
+            found[f"step {step} {name}"] = error(gradient, whole[name], lenient=lenient)
+    if parameters is not None:
+        for name, parameter in seen.parameters.items():
+            ends[f"{name} in the end"] = error(parameter, true.parameters[name])
+    return wrong(found, most) | wrong(numbers, later or most) | wrong(ends, parameters or 0.0)
+
+
+def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each.
+
+    Args:
+        tensors: Of this rank.
+        ties: Names that belong together; each counts as the first of them.
+    """
+    first = {name: tie[0] for tie in ties for name in tie}
+    mine = [(first.get(name, name), digest(tensor)) for name, tensor in tensors.items()]
+    held, digests = dict[str, int](), dict[str, set[str]]()
+    for others in gathered(mine):
+        for name, value in others:
+            digests.setdefault(name, set()).add(value)
+        for name in {name for name, _ in others}:
+            held[name] = held.get(name, 0) + 1
+    assert {name: found for name, found in digests.items() if len(found) > 1} == {}
+    return held
+
+
+def scheduled(
+    model: nn.Sequential,
+    schedule: Any,
+    at: Topology,
+    num_microbatches: int | None,
+    *,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_of,
+    **options: Any,
+) -> Scheduler:
+    """Returns a Scheduler of this rank's stages of a model of eight layers."""
+    made = schedule
+    if not isinstance(schedule, Schedule):
+        generator = schedules.registry.resolve(schedule)
+        sizes = {"num_ranks": at.size("pp"), "num_microbatches": num_microbatches or 0}
+        made = schedules.generate(generator, **sizes)
+    return Scheduler(
+        cut(model, made.stage_to_rank, at),
+        at,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        loss_fn=loss_fn,
+        tied=find_tied(model),
+        **options,
+    )
+
+
+def held_by(scheduler: Scheduler) -> dict[str, nn.Parameter]:
+    """Returns the parameters of this rank."""
+    return named(list(scheduler._stages.values()))
