@@ -31,18 +31,10 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 from pipegrad.testing import Ranks
 
-T = TypeVar("T")
 SECONDS = 120.0  # of a test, on a machine that does much else; it takes far less
 
 T = TypeVar("T")
 _worlds: dict[int, Ranks] = {}  # of the current file, by number of ranks
-
-
-def gathered(value: T) -> list[T]:
-    """Returns the values of all ranks."""
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def run(item: pytest.Function) -> bool:
