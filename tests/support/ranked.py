@@ -22,14 +22,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
 from pipegrad.testing import Ranks
 
+T = TypeVar("T")
 SECONDS = 120.0  # of a test, on a machine that does much else; it takes far less
 
 _worlds: dict[int, Ranks] = {}  # of the current file, by number of ranks
@@ -69,6 +71,13 @@ def end() -> None:
     for world in _worlds.values():
         world.close()
     _worlds.clear()
+
+
+def gathered(value: T) -> list[T]:
+    """Returns what each rank gave, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def run_test(
