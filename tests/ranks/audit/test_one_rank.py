@@ -17,7 +17,6 @@ from torch.nn import functional
 from pipegrad.audit import Audit, Report, before_clipping
 from pipegrad.audit.compare.truth import Batch
 from pipegrad.errors import PlanError
-from pipegrad.testing import run_ranks
 
 MICROBATCHES, IGNORED = 2, -100
 
@@ -208,24 +207,16 @@ CASES: dict[str, tuple[Callable[[], Report], list[str]]] = {
 }
 
 
-def audited() -> dict[str, Report]:
-    return {name: run() for name, (run, _) in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
-    return run_ranks(audited, 1)[0]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_loop_has_these_causes_alone(reports: dict[str, Report], name: str) -> None:
-    _, words = CASES[name]
-    causes = [finding.cause for finding in reports[name].findings]
-    assert len(causes) == len(words), str(reports[name])
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("run", "words"), CASES.values(), ids=CASES)
+def test_a_loop_has_these_causes_alone(run: Callable[[], Report], words: list[str]) -> None:
+    report = run()
+    causes = [finding.cause for finding in report.findings]
+    assert len(causes) == len(words), str(report)
     assert all(cause.startswith(word) for cause, word in zip(causes, words, strict=True)), causes
 
 
-def sharded(*, freezes: bool, mode: bool, leaves_out: bool) -> Report | str:
+def sharded(*, freezes: bool = False, mode: bool = False, leaves_out: bool = False) -> Report:
     """Two ranks with different data."""
     model = uncut()
     if freezes:
@@ -248,37 +239,24 @@ def sharded(*, freezes: bool, mode: bool, leaves_out: bool) -> Report | str:
         optimizer.step()
 
     held = module[:1] if leaves_out and dist.get_rank() == 1 else module
-    audit = Audit(
+    return Audit(
         step=step, modules=held, model=model, loss_fn=functional.cross_entropy,
         batches=batches(), microbatches=1, replica=dist.get_rank(), num_replicas=2,
-    )  # fmt: skip
-    try:
-        return audit.run()
-    except PlanError as refused:
-        return str(refused)
+    ).run()  # fmt: skip
 
 
-def on_two() -> dict[str, Report | str]:
-    none = {"freezes": False, "mode": False, "leaves_out": False}
-    return {name: sharded(**{**none, name: True}) for name in none}
-
-
-@pytest.fixture(scope="module")
-def two() -> dict[str, Report | str]:
-    return run_ranks(on_two, 2)[0]
-
-
-def test_frozen_parameters_of_fsdp2_have_no_finding(two: dict[str, Report | str]) -> None:
-    report = two["freezes"]
-    assert isinstance(report, Report)
+@pytest.mark.ranks(2)
+def test_frozen_parameters_of_fsdp2_have_no_finding() -> None:
+    report = sharded(freezes=True)
     assert report.is_right, str(report)
 
 
-def test_a_mode_of_one_ranks_uncut_model_keeps_no_rank_waiting(
-    two: dict[str, Report | str],
-) -> None:
-    assert isinstance(two["mode"], Report)
+@pytest.mark.ranks(2)
+def test_a_mode_of_one_ranks_uncut_model_keeps_no_rank_waiting() -> None:
+    sharded(mode=True)
 
 
-def test_a_replica_that_leaves_out_a_module_is_refused(two: dict[str, Report | str]) -> None:
-    assert str(two["leaves_out"]).startswith("no rank holds ['2.weight', '2.bias']")
+@pytest.mark.ranks(2)
+def test_a_replica_that_leaves_out_a_module_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^no rank holds \['2.weight', '2.bias'\]"):
+        sharded(leaves_out=True)
