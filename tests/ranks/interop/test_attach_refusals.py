@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from torch.torch_version import TorchVersion
 import pipegrad
 from pipegrad import Topology
 from pipegrad.errors import PipegradError
-from pipegrad.testing import run_ranks
 from tests.support.pipeline.pipelines import CPU, Case, Cut, loss_of
+from tests.support.ranked import gathered
 
 BOTH = ("pipeline-shared", "data-parallel")
 
@@ -139,57 +139,35 @@ def forgotten_zero_grad_of_clipped(topology: Topology) -> None:
         schedule.step(*inputs["args"], target=inputs["target"], losses=[])
 
 
-REFUSALS: dict[Callable[[Topology], None], tuple[str, str]] = {
-    twice: ("PlanError", "attached already"),
-    on_the_wrong_group: ("AgreementError", "topology.group_along('pp')"),
-    placed_elsewhere: ("TopologyError", "leave stage_to_rank out"),
-    wrapped_by_ddp: ("PlanError", "reduced twice"),
-    wrapped_by_fsdp: ("PlanError", "it would be reduced twice; drop the handler"),
-    wrapped_by_fsdp_on_one_stage: ("PlanError", "(32, 16) by Shard(dim=0) over dp of 2"),
-    stages_of_another_torch: ("PlanError", "does not know the pipeline stages of torch"),
-    split_backward_of_old: ("PlanError", "torch 2.12.1 computes wrong gradients"),
-    undeclared_tie: ("PlanError", "nobody declared them tied"),
-    uncovered_tie: ("PlanError", "add 'pipeline-shared'"),
-    misnamed_tie: ("PlanError", "no such parameter: ['8.weight']"),
-    another_handler_on_one_rank: ("AgreementError", "ranks disagree on handlers"),
-    frozen_on_one_rank: ("AgreementError", "ranks disagree on the parameters of stage 1"),
-    forgotten_zero_grad: ("StepError", "call optimizer.zero_grad()"),
-    forgotten_zero_grad_of_clipped: ("StepError", "call optimizer.zero_grad()"),
-}
+REFUSALS: list[tuple[Callable[[Topology], None], str, str]] = [
+    (twice, "PlanError", "attached already"),
+    (on_the_wrong_group, "AgreementError", "topology.group_along('pp')"),
+    (placed_elsewhere, "TopologyError", "leave stage_to_rank out"),
+    (wrapped_by_ddp, "PlanError", "reduced twice"),
+    (wrapped_by_fsdp, "PlanError", "it would be reduced twice; drop the handler"),
+    (wrapped_by_fsdp_on_one_stage, "PlanError", "(32, 16) by Shard(dim=0) over dp of 2"),
+    (stages_of_another_torch, "PlanError", "does not know the pipeline stages of torch"),
+    (split_backward_of_old, "PlanError", "torch 2.12.1 computes wrong gradients"),
+    (undeclared_tie, "PlanError", "nobody declared them tied"),
+    (uncovered_tie, "PlanError", "add 'pipeline-shared'"),
+    (misnamed_tie, "PlanError", "no such parameter: ['8.weight']"),
+    (another_handler_on_one_rank, "AgreementError", "ranks disagree on handlers"),
+    (frozen_on_one_rank, "AgreementError", "ranks disagree on the parameters of stage 1"),
+    (forgotten_zero_grad, "StepError", "call optimizer.zero_grad()"),
+    (forgotten_zero_grad_of_clipped, "StepError", "call optimizer.zero_grad()"),
+]
 
 
-def refusals() -> dict[str, str]:
-    topology = Topology.create(pipeline=2)
-    said = {}
-    for refused in REFUSALS:
-        try:
-            refused(topology)
-        except PipegradError as error:
-            said[refused.__name__] = f"{type(error).__name__}: {error}"
-    return said
-
-
-@pytest.fixture(scope="module")
-def said() -> Sequence[dict[str, str]]:
-    return run_ranks(refusals, 4)
-
-
-@pytest.mark.parametrize("refused", REFUSALS, ids=lambda f: f.__name__)
-def test_is_refused_on_all_ranks(
-    refused: Callable[..., None], said: Sequence[dict[str, str]]
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("refused", "kind", "words"), REFUSALS, ids=[r[0].__name__ for r in REFUSALS]
+)
+def test_is_refused_on_all_ranks_in_the_same_words(
+    refused: Callable[[Topology], None], kind: str, words: str
 ) -> None:
-    kind, words = REFUSALS[refused]
-
-    for rank in said:
-        assert rank[refused.__name__].startswith(f"{kind}: ")
-        assert words in rank[refused.__name__]
-
-
-AGREED = [refused for refused, (kind, _) in REFUSALS.items() if kind != "StepError"]
-
-
-@pytest.mark.parametrize("refused", AGREED, ids=lambda f: f.__name__)
-def test_is_refused_in_the_same_words(
-    refused: Callable[..., None], said: Sequence[dict[str, str]]
-) -> None:
-    assert len({rank[refused.__name__] for rank in said}) == 1
+    with pytest.raises(PipegradError) as caught:
+        refused(Topology.create(pipeline=2))
+    assert type(caught.value).__name__ == kind
+    assert words in str(caught.value)
+    if kind != "StepError":  # which names what this rank holds
+        assert len(set(gathered(str(caught.value)))) == 1
