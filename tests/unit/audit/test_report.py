@@ -19,9 +19,7 @@ RIGHT = Report((), ("a note",), GRADIENTS, num_steps=3, num_ranks=4, seconds=1.2
 WRONG = replace(RIGHT, findings=(FINDING,))
 
 
-def test_the_summary_counts_causes_and_has_the_gradient_that_is_nearest_to_its_limit() -> (
-    None
-):
+def test_the_summary_counts_causes_and_has_the_gradient_that_is_nearest_to_its_limit() -> None:
     assert RIGHT.is_right
     assert RIGHT.summary == (
         "right: 3 steps on 4 ranks, 2 gradients in each, the worst is off by 0.2 (allowed: 0.25), "
