@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -87,52 +88,45 @@ def gradients(module: nn.Module) -> Iterable[Tensor]:
     return (p.grad for p in module.parameters() if p.grad is not None)
 
 
-def clipped_then_changed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+def stepping(before: Callable[[nn.Module], object]) -> After:
+    """Does something to the gradients of a module, and then steps."""
+
+    def after(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before(module)
+        optimizer.step()
+
+    return after
+
+
+def clip(module: nn.Module, *norms: float, **options: Any) -> None:
+    for norm in norms:
+        nn.utils.clip_grad_norm_(module.parameters(), norm, **options)
+
+
+def clip_and_change(module: nn.Module) -> None:
+    clip(module, 0.01)
     next(iter(gradients(module))).zero_()
-    optimizer.step()
 
 
-def clipped_apart(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clip_apart(module: nn.Module) -> None:
     before_clipping()
     for gradient in gradients(module):
         gradient.mul_(0.01 / gradient.norm())
-    optimizer.step()
 
 
-def measured_then_clipped(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), float("inf"))
-    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-    optimizer.step()
-
-
-def clipped_with_options(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clip_with_options(module: nn.Module) -> None:
     norm = nn.utils.get_total_norm(gradients(module))
     nn.utils.clip_grads_with_norm_(module.parameters(), 0.1, norm, foreach=False)
-    optimizer.step()
 
 
-def clipped_by_sum(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type=1)
-    optimizer.step()
-
-
-def clipped_by_value(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clip_by_value(module: nn.Module) -> None:
     for part in (part for part in module.children() if isinstance(part, nn.Linear)):
         nn.utils.clip_grad_value_(part.parameters(), 0.01)
-    optimizer.step()
 
 
-def clipped_twice(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(2):
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-    optimizer.step()
-
-
-def zeroed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def zero(module: nn.Module) -> None:
     for gradient in gradients(module):
         gradient.zero_()
-    optimizer.step()
 
 
 def scaled_weights(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -162,23 +156,21 @@ def with_scaler() -> Report:
     return loop(finish, loss=scaled, optimizer=fused)
 
 
+CHANGED = "the gradient changes between clipping and the optimizer's step"
 CASES: dict[str, tuple[Callable[[], Report], list[str]]] = {
     "right": (loop, []),
-    "changed after clipping": (
-        lambda: loop(clipped_then_changed),
-        ["the gradient changes between clipping and the optimizer's step"],
+    "changed after clipping": (lambda: loop(stepping(clip_and_change)), [CHANGED]),
+    "clipped one by one": (lambda: loop(stepping(clip_apart)), [CHANGED]),
+    "measured, then clipped": (lambda: loop(stepping(lambda m: clip(m, math.inf, 0.1))), []),
+    "clipped with options": (lambda: loop(stepping(clip_with_options)), []),
+    "clipped by the sum": (lambda: loop(stepping(lambda m: clip(m, 0.1, norm_type=1))), []),
+    "clipped by value, part by part": (lambda: loop(stepping(clip_by_value)), []),
+    "clipped twice": (
+        lambda: loop(stepping(lambda m: clip(m, 0.1, 0.1))),
+        ["gradients are clipped 2 times in one step"],
     ),
-    "clipped one by one": (
-        lambda: loop(clipped_apart),
-        ["the gradient changes between clipping and the optimizer's step"],
-    ),
-    "measured, then clipped": (lambda: loop(measured_then_clipped), []),
-    "clipped with options": (lambda: loop(clipped_with_options), []),
-    "clipped by the sum": (lambda: loop(clipped_by_sum), []),
-    "clipped by value, part by part": (lambda: loop(clipped_by_value), []),
-    "clipped twice": (lambda: loop(clipped_twice), ["gradients are clipped 2 times in one step"]),
     "zeros in float16": (
-        lambda: loop(zeroed, dtype=torch.float16),
+        lambda: loop(stepping(zero), dtype=torch.float16),
         ["the gradient is missing"],
     ),
     "float16": (lambda: loop(dtype=torch.float16), []),

@@ -15,15 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipegrad import (
-    GradientSync,
-    ParameterRecord,
-    Placement,
-    Reduction,
-    Scheduler,
-    Topology,
-    cut,
-)
+from pipegrad import GradientSync, ParameterRecord, Placement, Reduction, Scheduler, Topology, cut
 from pipegrad.comm import messages
 from pipegrad.errors import PlanError
 from pipegrad.testing import HandlerContract
@@ -275,16 +267,11 @@ def train(
         options["bucket_bytes"] = bucket_bytes
     topology, parts = Topology.create(pipeline=pipeline), cut(build(tied=tied), pipeline)
     scheduler = Scheduler(
-        parts,
-        topology,
-        loss_fn=loss_of,
-        handlers=[shared, "owned"],
-        schedule="1f1b",
-        **options,
+        parts, topology, loss_fn=loss_of, handlers=[shared, "owned"], schedule="1f1b", **options
     )
     sync, data, me = scheduler.sync, topology.size("dp"), topology.coordinate("dp")
     optimizer = scheduler.optimizer(KINDS[kind], others=adamw)
-    schedule, norms = LambdaLR(optimizer, half_then_less), []
+    schedule, norms, nbytes = LambdaLR(optimizer, half_then_less), list[float](), 0
     for step in range(STEPS):
         inputs, target = batch(step)
         with counting() as sent:
@@ -292,6 +279,7 @@ def train(
             norms.append(sync.clip_grad_norm_(max_norm).item())
             optimizer.step()
             sync.wait_parameters()
+        nbytes = sent[0]
         schedule.step()
         optimizer.zero_grad()
     sync.check_replicas()
@@ -301,7 +289,7 @@ def train(
         {m.record.name: tuple(m.tensor.shape) for m in sync.main_parameters()},
         sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim),
         norms,
-        sent[0],
+        nbytes,
     )
     scheduler.close()
     return found

@@ -62,7 +62,6 @@ def starting(made: Tensor, start: str, more: str = "", advice: str = "", **own: 
 
 
 MEASURED = [[1 / 6 / w for w in row] for row in UNEVEN.tolist()]
-TWO_USES = {"holders": 2}
 ONE_CAUSE = [
     starting(ratios(), "the gradient is stale: that of the step before", "", "zero_grad", before=1),
     starting(
@@ -99,24 +98,24 @@ ONE_CAUSE = [
         "the tie is not reduced: of 2 uses of the parameter",
         "its own use alone",
         "find_tied",
-        **TWO_USES,
+        holders=2,
     ),
-    starting(ratios(uses=(0, 1)), "the tie is not reduced", "uses [1] (from 0) alone", **TWO_USES),
+    starting(ratios(uses=(0, 1)), "the tie is not reduced", "uses [1] (from 0) alone", holders=2),
     starting(
         ratios(uses=(2, 1)),
         "uses of the tied parameter count differently in its gradient",
         "[2.0, 1.0]",
-        **TWO_USES,
+        holders=2,
     ),
     # The scale is in the weights.
-    starting(ratios(3.0, uses=(2, 1)), "uses of the tied parameter", "[6.0, 3.0]", **TWO_USES),
+    starting(ratios(3.0, uses=(2, 1)), "uses of the tied parameter", "[6.0, 3.0]", holders=2),
     # Where nothing is known of other parameters, and where they are right.
     starting(
         ratios(2.0, uses=(1, 1)),
         "the tie is reduced twice: the gradient is 2 times too large",
         "",
         "reduce it over these ranks once",
-        **TWO_USES,
+        holders=2,
     ),
     starting(ratios(2.0, uses=(1, 1)), "the tie is reduced twice", holders=2, usual=1.0),
     # As large as other parameters; of one rank alone.
@@ -129,9 +128,7 @@ ONE_CAUSE = [
     starting(ratios(1.7), "the gradient is multiplied by 1.7", "", "clip_norm"),
     starting(ratios(-1.0), "the gradient is multiplied by -1", "", "clip_norm"),
     starting(
-        ratios(3.0),
-        "the gradient is multiplied by 3, and those of other parameters",
-        usual=1.0,
+        ratios(3.0), "the gradient is multiplied by 3, and those of other parameters", usual=1.0
     ),
     starting(ratios(3.02), "the gradient is multiplied by 3.02"),  # only near a count
     starting(ratios(), "other values were computed than in one process", "", "dropout", rest=0.05),

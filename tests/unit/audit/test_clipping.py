@@ -165,11 +165,7 @@ SEEN: dict[str, tuple[Sequence[Seen], float | None, dict[int, str]]] = {
     "before, no norm": (watched_by(same(RIGHT)), CLIP_NORM, {}),
     "before, no norm, copies": (watched_by(same(COPIES)), CLIP_NORM, said(COPIED)),
     "before, below": (watched_by(same(RIGHT), clip_norm=100.0), 100.0, {}),
-    "before, above": (
-        [replace(s, unclipped=s.gradients) for s in EVERY],
-        CLIP_NORM,
-        NOT_CLIPPED,
-    ),
+    "before, above": ([replace(s, unclipped=s.gradients) for s in EVERY], CLIP_NORM, NOT_CLIPPED),
     "one rank did not mark its clipping": (UNMARKED, None, {}),
     "after, a stage below": (clipped_by(LOCAL, clip_norm=15.0), 15.0, said(LOCALLY)),
     "after, not clipped": (EVERY, CLIP_NORM, NOT_CLIPPED),

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.audit.compare.causes import Place, causes
 from pipegrad.audit.compare.contributions import Fit, explains, fit
 
 REPLICAS, MICROBATCHES, USES = 2, 3, 2
@@ -140,35 +139,3 @@ def test_weights_of_one_use_explain_several_and_not_the_other_way() -> None:
     assert explains(Fit(ratios[..., :1], 0.0, 0.0), made(bias, ratios), bias, WEIGHTS, None)
     gradient = made(bias[:, :, :1], ONES[..., :1])
     assert not explains(Fit(ONES, 0.0, 0.0), gradient, bias[:, :, :1], WEIGHTS, None)
-
-
-DEFECTS: dict[str, tuple[Tensor, int, str]] = {
-    "right": (ONES, 1, ""),
-    "a right tie": (ONES, 2, ""),
-    "times M": (ONES * 3, 1, "multiplied by the number of microbatches, 3,"),
-    "divided by M": (ONES / 3, 1, "divided by the number of microbatches, 3,"),
-    "times targets": (ONES * 84, 1, "multiplied by the number of targets, 84,"),
-    "sum over replicas": (ONES * 2, 1, "multiplied by the number of replicas, 2,"),
-    "last microbatch": (only(1, 2), 1, "only the last microbatch is in the gradient"),
-    "replicas apart": (only(0, 1), 1, "not reduced over the 2 replicas"),
-    "tie apart": (only(2, 0), 2, "the tie is not reduced"),
-    "tie twice": (ONES * 2, 2, "the tie is reduced twice"),
-    "missing": (ONES * 0, 1, "the gradient is missing"),
-}
-
-
-def found_in(ratios: Tensor, holders: int) -> list[str]:
-    parts = random(*SIZES, 5, 7)
-    gradient = made(parts, ratios)
-    rounded = (gradient + 1e-6 * random(5, 7, seed=6)).float()
-    counts = {"microbatches": 3, "replicas": 2, "targets": 84}
-    place = Place(replicas=[1], uses=[0], holders=holders, counts=counts, weights=WEIGHTS)
-    fitted = fit(rounded, parts, WEIGHTS)
-    return [cause.words for cause in causes(fitted, place, tolerance=1e-4)]
-
-
-@pytest.mark.parametrize(("ratios", "holders", "says"), DEFECTS.values(), ids=DEFECTS)
-def test_each_defect_has_its_cause_and_no_other(ratios: Tensor, holders: int, says: str) -> None:
-    causes = found_in(ratios, holders)
-    assert len(causes) == (1 if says else 0)
-    assert all(says in words for words in causes)

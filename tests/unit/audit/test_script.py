@@ -120,10 +120,7 @@ def test_a_target_without_a_file_or_a_function_is_refused(target: str) -> None:
     [
         ("{folder}/nowhere.py:audited", "^{folder}/nowhere.py cannot be imported: .*there is no "),
         ("no_such_module:audited", "^no_such_module cannot be imported: ModuleNotFound"),
-        (
-            "{file}:adited",
-            r"has no function 'adited'; it has \['loss', 'audited', 'number'\]$",
-        ),
+        ("{file}:adited", r"has no function 'adited'; it has \['loss', 'audited', 'number'\]$"),
         ("{file}:value", "has no function 'value'"),
         ("{file}:number", r":number returned int, expected a pipegrad\.Audit"),
     ],

@@ -220,7 +220,10 @@ def test_other_distributions_can_be_switched_off(
 def test_the_handlers_of_pipegrad_are_entry_points_like_any_other() -> None:
     ours = [plugin.name for plugin in handlers if plugin.distribution == "pipegrad"]
     assert ours == list(declared("pipegrad.handlers"))
-    required = {"sequence-parallel": {"parameters": ["*norm*"]}, "diloco": {"every": 50}}
+    required: dict[str, dict[str, object]] = {
+        "sequence-parallel": {"parameters": ["*norm*"]},
+        "diloco": {"every": 50},
+    }
     for name in ours:
         resolved = handlers.resolve({"name": name, **required.get(name, {})})
         assert isinstance(resolved.plugin, GradientHandler)

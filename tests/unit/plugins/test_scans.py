@@ -133,10 +133,7 @@ PATCHES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], object], str]] = {
 
 @pytest.mark.parametrize(("change", "after"), PATCHES.values(), ids=PATCHES)
 def test_a_change_of_where_to_look_is_seen_and_so_is_its_end(
-    site: Path,
-    registry: Handlers,
-    change: Callable[[Path, pytest.MonkeyPatch], object],
-    after: str,
+    site: Path, registry: Handlers, change: Callable[[Path, pytest.MonkeyPatch], object], after: str
 ) -> None:
     age(site)
     assert listed(registry) == FIRST
