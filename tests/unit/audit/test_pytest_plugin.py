@@ -97,6 +97,7 @@ def test_an_audit_that_finds_something_or_cannot_be_run_fails_with_what_it_says(
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(lines)
     assert ("pytest_plugin.py:" in result.stdout.str()) == has_traceback
+    assert has_traceback or "Traceback" not in result.stdout.str()
 
 
 FIXTURE = """
