@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, seconds=300)
 def test_what_cannot_be_is_refused_on_all_ranks_and_a_step_after_it_is_right() -> None:
     twins = Twins(LLAMA.build)
     for name, (change, words) in REFUSED.items():
@@ -53,7 +53,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_and_a_step_after_it_is_right() -
     assert max(twins.close()) <= 1e-6
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, seconds=300)
 def test_evaluation_is_that_of_the_uncut_model_and_leaves_modes() -> None:
     twins = Twins(LLAMA.build)
     without = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
@@ -71,7 +71,7 @@ def test_evaluation_is_that_of_the_uncut_model_and_leaves_modes() -> None:
     assert max(twins.close()) <= 1e-6
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, seconds=300)
 def test_one_model_may_have_several_cuts_and_schedulers() -> None:
     model = LLAMA.build()
     for boundary, schedule, number in ((3, "1f1b", 4), (5, "eager-1f1b", 4), (3, "1f1b", 2)):
@@ -83,7 +83,7 @@ def test_one_model_may_have_several_cuts_and_schedulers() -> None:
     assert difference(model(**BATCH).loss, LLAMA.build()(**BATCH).loss) <= 1e-6
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, seconds=300)
 def test_dropout_follows_seeds_and_modes() -> None:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     model: Any = type(GPT2)(GPT2.config, GPT2.head, dict(GPT2.options) | dropout).build()
@@ -111,7 +111,7 @@ def test_dropout_follows_seeds_and_modes() -> None:
     assert [quiet, still] == pytest.approx([true, true], abs=1e-6, rel=0)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, seconds=300)
 def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
     """A loader that divides data over all ranks gives each rank of a pipeline its own batch.
 
@@ -125,7 +125,7 @@ def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
     twins.close()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, seconds=300)
 def test_ranks_measure_together_and_cut_alike() -> None:
     first, second = gathered(cut(LLAMA.build(), 3, by="measured").boundaries)
     assert first == second

@@ -23,7 +23,6 @@ from tests.support.gradients.cases import rank
 from tests.support.partition.hand_cut import FAMILIES, assert_same, tensors
 from tests.support.ranked import gathered
 
-NAMES = ["llama", "t5", "mixtral"]
 PIPELINE, DATA = 2, 2
 
 
@@ -43,42 +42,49 @@ def sharded(stages: dict[int, nn.Module], mesh: DeviceMesh) -> None:
             fully_shard(module, mesh=mesh["dp"])
 
 
-@pytest.mark.ranks(PIPELINE * DATA)
-def test_four_ranks_load_and_save_what_transformers_reads(tmp_path: Path) -> None:
+@pytest.mark.ranks(PIPELINE * DATA, seconds=300)
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+@pytest.mark.parametrize("way", ["plain", "fsdp"])
+def test_four_ranks_load_and_save_what_transformers_reads(
+    name: str, way: str, tmp_path: Path
+) -> None:
     mesh = init_device_mesh("cpu", (PIPELINE, DATA), mesh_dim_names=("pp", "dp"))
-    for name in NAMES:
-        true = FAMILIES[name].model()
-        if rank() == 0:
-            true.save_pretrained(tmp_path / name)
-        dist.barrier()
-        for way in ("plain", "fsdp"):
-            model, saved = meta_model(tmp_path / name), tmp_path / f"{name}-{way}"
-            ties = find_tied(model)
-            stages = own_stages(name, model, mesh)
-            load_stages(tmp_path / name, model, stages.values())
-            if way == "fsdp":
-                sharded(stages, mesh)
-            save_stages(saved, model, stages, tied=ties)
-            assert_same(tensors(type(true).from_pretrained(saved)), tensors(true))
-            files = json.loads((saved / INDEX).read_text())["weight_map"]
-            assert len(set(files.values())) == 2 * PIPELINE
+    true = FAMILIES[name].model()
+    if rank() == 0:
+        true.save_pretrained(tmp_path)
+    dist.barrier()
+    model, saved = meta_model(tmp_path), tmp_path / "saved"
+    ties = find_tied(model)
+    stages = own_stages(name, model, mesh)
+    load_stages(tmp_path, model, stages.values())
+    if way == "fsdp":
+        sharded(stages, mesh)
+    save_stages(saved, model, stages, tied=ties)
+    if rank() == 0:
+        assert_same(tensors(type(true).from_pretrained(saved)), tensors(true))
+        files = json.loads((saved / INDEX).read_text())["weight_map"]
+        assert len(set(files.values())) == 2 * PIPELINE
 
-    model, saved = meta_model(tmp_path / "llama"), tmp_path / "started"
+
+@pytest.mark.ranks(PIPELINE * DATA, seconds=300)
+def test_four_ranks_start_what_one_process_does(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (PIPELINE, DATA), mesh_dim_names=("pp", "dp"))
+    config, kind = FAMILIES["llama"].model().config, type(FAMILIES["llama"].model())
+    model, whole = (meta_model(config, kind=kind) for _ in range(2))
     stages = own_stages("llama", model, mesh)
     torch.manual_seed(rank())
     start_stages(model, stages.values(), seed=3)
-    save_stages(saved, model, stages, tied=find_tied(model))
-    loaded = type(model).from_pretrained(saved)
-    started = meta_model(tmp_path / "llama")  # whole on each rank
-    start_stages(started, [started], seed=3)
-    assert_same(tensors(loaded), tensors(started))
+    save_stages(tmp_path, model, stages, tied=find_tied(model))
+    start_stages(whole, [whole], seed=3)
+    assert_same(tensors(kind.from_pretrained(tmp_path)), tensors(whole))
 
 
-@pytest.mark.ranks(PIPELINE * DATA)
+@pytest.mark.ranks(PIPELINE * DATA, seconds=300)
 def test_a_mistake_of_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (PIPELINE, DATA), mesh_dim_names=("pp", "dp"))
+    names = "llama", "t5"
     if rank() == 0:
-        for name in NAMES[:2]:
+        for name in names:
             FAMILIES[name].model().save_pretrained(tmp_path / name)
     dist.barrier()
 
@@ -100,7 +106,7 @@ def test_a_mistake_of_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
     one_failed = "1 of 4 ranks failed"
     fails(lambda: meta_model(lost), one_failed, "rank 3: WeightsError: there is no", "elsewhere")
     fails(
-        lambda: meta_model(tmp_path / NAMES[rank() % 2]),
+        lambda: meta_model(tmp_path / names[rank() % 2]),
         *("disagree on the configuration of the model", "[0, 2]: LlamaFor", "[1, 3]: T5For"),
     )
     fails(
