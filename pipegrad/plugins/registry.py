@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -278,12 +278,12 @@ class _Scan:
 
     Attributes:
         surroundings: What the scan depended on.
-        points: Entry points of any group.
+        select: Returns the entry points of a group.
         plugins: Filled when a group is asked for: its distributions' names and versions are read.
     """
 
     surroundings: tuple[object, ...]
-    points: metadata.EntryPoints
+    select: Callable[..., metadata.EntryPoints]
     plugins: dict[str, tuple[Plugin, ...]]
 
 
@@ -296,29 +296,33 @@ def _installed_plugins(group: str) -> tuple[Plugin, ...]:
     A scan is kept as long as `sys.path` and the times of its folders stay. An installer makes or
     removes a folder there. It is not kept if a folder is so new that its time might not change.
     """
-    times = tuple(map(_changed_ns, sys.path))
-    surroundings = (*sys.path, *times, *sys.meta_path, Path.cwd() if "" in sys.path else "")
+    folders = tuple(map(_state, sys.path))
+    # A test may replace the function; what it made must not outlive it.
+    surroundings = (*sys.path, *folders, *sys.meta_path, metadata.entry_points)
     scan = next((scan for scan in _scans if scan.surroundings == surroundings), None)
     if scan is None:
-        scan = _Scan(surroundings, metadata.entry_points(), {})
-        is_settled = max(times, default=0) + _TICK_NS < time.time_ns()
+        scan = _Scan(surroundings, metadata.entry_points().select, {})
+        newest_ns = max((changed_ns for changed_ns, _, _ in folders), default=0)
+        is_settled = newest_ns + _TICK_NS < time.time_ns()
         _scans[:] = [scan] if is_settled else []
     if group not in scan.plugins:
-        scan.plugins[group] = _plugins_of(scan.points, group)
+        scan.plugins[group] = _plugins_of(scan.select(group=group))
     return scan.plugins[group]
 
 
-def _changed_ns(folder: str) -> int:
+def _state(folder: str) -> tuple[int, int, int]:
+    """Returns when a folder changed, and which one it is: the same words name another elsewhere."""
     try:
-        return os.stat(folder or ".").st_mtime_ns  # noqa: PTH116 - a Path costs as much again
+        status = os.stat(folder or ".")  # noqa: PTH116 - a Path costs as much again
     except (OSError, ValueError):
-        return 0
+        return 0, 0, 0
+    return status.st_mtime_ns, status.st_dev, status.st_ino
 
 
-def _plugins_of(points: metadata.EntryPoints, group: str) -> tuple[Plugin, ...]:
+def _plugins_of(points: Iterable[metadata.EntryPoint]) -> tuple[Plugin, ...]:
     # A distribution may be on `sys.path` twice, for example installed and as a source tree.
     unique: dict[tuple[str, str, str], Plugin] = {}
-    for entry in points.select(group=group):
+    for entry in points:
         distribution = (entry.dist and entry.dist.name) or ""
         version = (entry.dist and entry.dist.version) or ""
         plugin = Plugin(entry.name, entry.value, distribution, version)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from pipegrad.audit import Report
 from pipegrad.audit.script import Run
-from pipegrad.testing import run_ranks
 
 FILE = Path(__file__).parents[3] / "examples" / "audit_defects.py"
 DEFECTS = {
@@ -26,19 +23,11 @@ DEFECTS = {
 }
 
 
-def audited() -> dict[str, Report]:
-    sys.path.insert(0, str(FILE.parent))
-    return {name: Run(f"{FILE}:{name}").here() for name in DEFECTS}
-
-
-@pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
-    return run_ranks(audited, 4)[0]
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", DEFECTS)
-def test_each_defect_has_its_cause_and_no_other(reports: dict[str, Report], name: str) -> None:
-    causes = [finding.cause for finding in reports[name].findings]
+def test_each_defect_has_its_cause_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FILE.parent)
+    causes = [finding.cause for finding in Run(f"{FILE}:{name}").here().findings]
     assert len(causes) == len(DEFECTS[name]), causes
     for cause, words in zip(causes, DEFECTS[name], strict=True):
         assert cause.startswith(words)

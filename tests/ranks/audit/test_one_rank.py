@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.nn import functional
 from pipegrad.audit import Audit, Report, before_clipping
 from pipegrad.audit.compare.truth import Batch
 from pipegrad.errors import PlanError
-from pipegrad.testing import run_ranks
 
 MICROBATCHES, IGNORED = 2, -100
 
@@ -88,52 +88,45 @@ def gradients(module: nn.Module) -> Iterable[Tensor]:
     return (p.grad for p in module.parameters() if p.grad is not None)
 
 
-def clipped_then_changed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+def stepping(before: Callable[[nn.Module], object]) -> After:
+    """Does something to the gradients of a module, and then steps."""
+
+    def after(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before(module)
+        optimizer.step()
+
+    return after
+
+
+def clip(module: nn.Module, *norms: float, **options: Any) -> None:
+    for norm in norms:
+        nn.utils.clip_grad_norm_(module.parameters(), norm, **options)
+
+
+def clip_and_change(module: nn.Module) -> None:
+    clip(module, 0.01)
     next(iter(gradients(module))).zero_()
-    optimizer.step()
 
 
-def clipped_apart(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clip_apart(module: nn.Module) -> None:
     before_clipping()
     for gradient in gradients(module):
         gradient.mul_(0.01 / gradient.norm())
-    optimizer.step()
 
 
-def measured_then_clipped(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), float("inf"))
-    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-    optimizer.step()
-
-
-def clipped_with_options(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clip_with_options(module: nn.Module) -> None:
     norm = nn.utils.get_total_norm(gradients(module))
     nn.utils.clip_grads_with_norm_(module.parameters(), 0.1, norm, foreach=False)
-    optimizer.step()
 
 
-def clipped_by_sum(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    nn.utils.clip_grad_norm_(module.parameters(), 0.1, norm_type=1)
-    optimizer.step()
-
-
-def clipped_by_value(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def clip_by_value(module: nn.Module) -> None:
     for part in (part for part in module.children() if isinstance(part, nn.Linear)):
         nn.utils.clip_grad_value_(part.parameters(), 0.01)
-    optimizer.step()
 
 
-def clipped_twice(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(2):
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-    optimizer.step()
-
-
-def zeroed(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def zero(module: nn.Module) -> None:
     for gradient in gradients(module):
         gradient.zero_()
-    optimizer.step()
 
 
 def scaled_weights(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -163,23 +156,21 @@ def with_scaler() -> Report:
     return loop(finish, loss=scaled, optimizer=fused)
 
 
+CHANGED = "the gradient changes between clipping and the optimizer's step"
 CASES: dict[str, tuple[Callable[[], Report], list[str]]] = {
     "right": (loop, []),
-    "changed after clipping": (
-        lambda: loop(clipped_then_changed),
-        ["the gradient changes between clipping and the optimizer's step"],
+    "changed after clipping": (lambda: loop(stepping(clip_and_change)), [CHANGED]),
+    "clipped one by one": (lambda: loop(stepping(clip_apart)), [CHANGED]),
+    "measured, then clipped": (lambda: loop(stepping(lambda m: clip(m, math.inf, 0.1))), []),
+    "clipped with options": (lambda: loop(stepping(clip_with_options)), []),
+    "clipped by the sum": (lambda: loop(stepping(lambda m: clip(m, 0.1, norm_type=1))), []),
+    "clipped by value, part by part": (lambda: loop(stepping(clip_by_value)), []),
+    "clipped twice": (
+        lambda: loop(stepping(lambda m: clip(m, 0.1, 0.1))),
+        ["gradients are clipped 2 times in one step"],
     ),
-    "clipped one by one": (
-        lambda: loop(clipped_apart),
-        ["the gradient changes between clipping and the optimizer's step"],
-    ),
-    "measured, then clipped": (lambda: loop(measured_then_clipped), []),
-    "clipped with options": (lambda: loop(clipped_with_options), []),
-    "clipped by the sum": (lambda: loop(clipped_by_sum), []),
-    "clipped by value, part by part": (lambda: loop(clipped_by_value), []),
-    "clipped twice": (lambda: loop(clipped_twice), ["gradients are clipped 2 times in one step"]),
     "zeros in float16": (
-        lambda: loop(zeroed, dtype=torch.float16),
+        lambda: loop(stepping(zero), dtype=torch.float16),
         ["the gradient is missing"],
     ),
     "float16": (lambda: loop(dtype=torch.float16), []),
@@ -208,24 +199,16 @@ CASES: dict[str, tuple[Callable[[], Report], list[str]]] = {
 }
 
 
-def audited() -> dict[str, Report]:
-    return {name: run() for name, (run, _) in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def reports() -> dict[str, Report]:
-    return run_ranks(audited, 1)[0]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_loop_has_these_causes_alone(reports: dict[str, Report], name: str) -> None:
-    _, words = CASES[name]
-    causes = [finding.cause for finding in reports[name].findings]
-    assert len(causes) == len(words), str(reports[name])
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("run", "words"), CASES.values(), ids=CASES)
+def test_a_loop_has_these_causes_alone(run: Callable[[], Report], words: list[str]) -> None:
+    report = run()
+    causes = [finding.cause for finding in report.findings]
+    assert len(causes) == len(words), str(report)
     assert all(cause.startswith(word) for cause, word in zip(causes, words, strict=True)), causes
 
 
-def sharded(*, freezes: bool, mode: bool, leaves_out: bool) -> Report | str:
+def sharded(*, freezes: bool = False, mode: bool = False, leaves_out: bool = False) -> Report:
     """Two ranks with different data."""
     model = uncut()
     if freezes:
@@ -248,37 +231,24 @@ def sharded(*, freezes: bool, mode: bool, leaves_out: bool) -> Report | str:
         optimizer.step()
 
     held = module[:1] if leaves_out and dist.get_rank() == 1 else module
-    audit = Audit(
+    return Audit(
         step=step, modules=held, model=model, loss_fn=functional.cross_entropy,
         batches=batches(), microbatches=1, replica=dist.get_rank(), num_replicas=2,
-    )  # fmt: skip
-    try:
-        return audit.run()
-    except PlanError as refused:
-        return str(refused)
+    ).run()  # fmt: skip
 
 
-def on_two() -> dict[str, Report | str]:
-    none = {"freezes": False, "mode": False, "leaves_out": False}
-    return {name: sharded(**{**none, name: True}) for name in none}
-
-
-@pytest.fixture(scope="module")
-def two() -> dict[str, Report | str]:
-    return run_ranks(on_two, 2)[0]
-
-
-def test_frozen_parameters_of_fsdp2_have_no_finding(two: dict[str, Report | str]) -> None:
-    report = two["freezes"]
-    assert isinstance(report, Report)
+@pytest.mark.ranks(2)
+def test_frozen_parameters_of_fsdp2_have_no_finding() -> None:
+    report = sharded(freezes=True)
     assert report.is_right, str(report)
 
 
-def test_a_mode_of_one_ranks_uncut_model_keeps_no_rank_waiting(
-    two: dict[str, Report | str],
-) -> None:
-    assert isinstance(two["mode"], Report)
+@pytest.mark.ranks(2)
+def test_a_mode_of_one_ranks_uncut_model_keeps_no_rank_waiting() -> None:
+    sharded(mode=True)
 
 
-def test_a_replica_that_leaves_out_a_module_is_refused(two: dict[str, Report | str]) -> None:
-    assert str(two["leaves_out"]).startswith("no rank holds ['2.weight', '2.bias']")
+@pytest.mark.ranks(2)
+def test_a_replica_that_leaves_out_a_module_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^no rank holds \['2.weight', '2.bias'\]"):
+        sharded(leaves_out=True)

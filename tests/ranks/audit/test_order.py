@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrad.audit import Audit, Report
-from pipegrad.testing import run_ranks
+from pipegrad.audit import Audit
 
 
 def audit(wrapped: Callable[[nn.Module], nn.Module], finish: Callable[[nn.Module], None]) -> Audit:
@@ -63,44 +61,33 @@ def nothing(module: nn.Module) -> None:
     """Reduces nothing: a wrapper does."""
 
 
-KINDS: dict[str, Callable[[], Audit]] = {
-    "waits": lambda: audit(lambda m: m, lambda m: sums(m, waits=True)),
-    "divides before it waits": lambda: audit(lambda m: m, lambda m: sums(m, waits=False)),
-    "DDP": lambda: audit(DistributedDataParallel, nothing),
-    "FSDP2": lambda: audit(sharded, nothing),
-}
+def waits() -> Audit:
+    return audit(lambda m: m, lambda m: sums(m, waits=True))
 
 
-def ordered() -> dict[str, tuple[Report, Report]]:
-    return {
-        name: (make().order(), dataclasses.replace(make(), num_replicas=2).run())
-        for name, make in KINDS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def reports() -> dict[str, tuple[Report, Report]]:
-    return run_ranks(ordered, 2)[0]
-
-
-@pytest.mark.parametrize("name", ["waits", "DDP", "FSDP2"])
-def test_a_step_that_waits_is_right(reports: dict[str, tuple[Report, Report]], name: str) -> None:
-    order, numbers = reports[name]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "make",
+    [waits, lambda: audit(DistributedDataParallel, nothing), lambda: audit(sharded, nothing)],
+    ids=["waits", "DDP", "FSDP2"],
+)
+def test_a_step_that_waits_is_right(make: Callable[[], Audit]) -> None:
+    order, numbers = make().order(), make().run()
     assert order.is_right, str(order)
     assert numbers.is_right, str(numbers)
 
 
-def test_a_gradient_that_is_written_before_its_sum_has_ended_is_found(
-    reports: dict[str, tuple[Report, Report]],
-) -> None:
-    order, _ = reports["divides before it waits"]
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_written_before_its_sum_has_ended_is_found() -> None:
+    order = audit(lambda m: m, lambda m: sums(m, waits=False)).order()
     causes = [finding.cause for finding in order.findings]
     assert causes
     assert all("not ordered after" in cause for cause in causes)
     assert all("allreduce_" in cause and "test_order.py" in cause for cause in causes)
 
 
-def test_the_report_says_what_it_cannot_see(reports: dict[str, tuple[Report, Report]]) -> None:
-    notes = "\n".join(reports["waits"][0].notes)
+@pytest.mark.ranks(2)
+def test_the_report_says_what_it_cannot_see() -> None:
+    notes = "\n".join(waits().order().notes)
     assert "not seen: " in notes
     assert "rank 0 ran " in notes

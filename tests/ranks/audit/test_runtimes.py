@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import pipegrad
-from pipegrad.audit import Audit, Report, of_deepspeed, of_megatron, of_torch
-from pipegrad.testing import run_ranks
+from pipegrad.audit import Audit, of_deepspeed, of_megatron, of_torch
 
 MICROBATCHES, WIDTH = 4, 6
 
@@ -189,39 +188,14 @@ def megatron_functions(reduces: bool) -> Audit:
     )
 
 
-RUNTIMES = {
-    "torch": torch_schedule,
-    "deepspeed": deepspeed_engine,
-    "megatron": megatron_functions,
-}
-
-
-def audited() -> dict[tuple[str, bool], Report]:
-    return {
-        (name, reduces): make(reduces).run()
-        for name, make in RUNTIMES.items()
-        for reduces in (True, False)
-    }
-
-
-@pytest.fixture(scope="module")
-def reports() -> dict[tuple[str, bool], Report]:
-    return run_ranks(audited, 2)[0]
-
-
-@pytest.mark.parametrize("name", RUNTIMES)
-def test_a_right_step_of_a_runtime_has_no_finding(
-    reports: dict[tuple[str, bool], Report], name: str
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("audit_of", [torch_schedule, deepspeed_engine, megatron_functions])
+def test_a_tie_that_a_runtime_leaves_is_named_and_a_right_step_has_no_finding(
+    audit_of: Callable[[bool], Audit],
 ) -> None:
-    report = reports[name, True]
-    assert report.is_right, str(report)
-    assert {gradient.name for gradient in report.gradients} == {"0.weight", "1.weight", "2.weight"}
-
-
-@pytest.mark.parametrize("name", RUNTIMES)
-def test_a_tie_that_a_runtime_leaves_is_named(
-    reports: dict[tuple[str, bool], Report], name: str
-) -> None:
-    [finding] = reports[name, False].findings
+    right = audit_of(True).run()
+    assert right.is_right, str(right)
+    assert {gradient.name for gradient in right.gradients} == {"0.weight", "1.weight", "2.weight"}
+    [finding] = audit_of(False).run().findings
     assert finding.cause.startswith("the tie is not reduced")
     assert (finding.names, finding.ranks) == (("0.weight",), (0, 1))

@@ -33,6 +33,7 @@ from pipegrad_handlers.sharded import Sharded
 HASH_SEEDS = "test_no_plan_depends_on_hash_seeds"  # starts Python twice
 Parameters = Sequence[ParameterRecord]
 Reductions = Iterable[Reduction]
+Group = dist.ProcessGroup
 
 
 class Owned(DataParallel):
@@ -96,24 +97,18 @@ class LooksAtItsRank(LooksAtTheProcess):
 
 
 class SendsNothing(DataParallel):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         return Done()
 
 
 class DoesNotWait(DataParallel):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         super().launch(bucket, reduction, group)
         return Done()
 
 
 class ReadsTooEarly(DataParallel):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         sent = bucket.buffer.clone()
         work: Work = dist.all_reduce(sent, group=group, async_op=True)
         bucket.buffer.copy_(sent)
@@ -121,18 +116,14 @@ class ReadsTooEarly(DataParallel):
 
 
 class CutsTheWire(DataParallel):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         if dist.get_rank() == 2:
             raise RuntimeError("the wire is cut")
         return super().launch(bucket, reduction, group)
 
 
 class StaysAway(DataParallel):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         return Done() if dist.get_rank() == 2 else super().launch(bucket, reduction, group)
 
 
@@ -141,9 +132,7 @@ class CarriesOver(DataParallel):
         super().__init__()
         self._carried: dict[int, torch.Tensor] = {}
 
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         before = self._carried.get(id(bucket))
         self._carried[id(bucket)] = bucket.buffer.clone()
         if before is not None:
@@ -152,41 +141,31 @@ class CarriesOver(DataParallel):
 
 
 class AddsSomething(DataParallel):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         bucket.buffer.add_(1e-9)
         return super().launch(bucket, reduction, group)
 
 
 class RoundsByRank(DataParallel):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         dist.all_reduce(bucket.buffer, group=group)
         bucket.buffer.mul_(1 + 2e-7 * dist.get_rank())
         return Done()
 
 
 class KeepsToItself(Sharded):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         return Done()
 
 
 class SumsWhole(Sharded):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         work: Work = dist.all_reduce(bucket.buffer, group=group, async_op=True)
         return work
 
 
 class GivesHalf(Owned):
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Group) -> Work:
         bucket.buffer.mul_(0.5 if dist.get_rank(group) else 1)
         return super().launch(bucket, reduction, group)
 

@@ -14,31 +14,26 @@ from pipegrad_handlers.data_parallel import DataParallel
 
 SEEDS = "1", "4242"
 QUESTIONS = list[str]()
+Parameters = Sequence[ParameterRecord]
 
 
 class Remembers(DataParallel):
     """Raises what it knows: whose child it is, its hash of a word, and all that was asked."""
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Parameters, topology: Topology) -> Iterable[Reduction]:
         QUESTIONS.append("asked")
         said = f"{os.getppid()} {hash('word')} {QUESTIONS} {os.environ['SAID']}"
         raise RuntimeError(f"it says {said}.")
 
 
 class Prints(DataParallel):
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Parameters, topology: Topology) -> Iterable[Reduction]:
         print("not a plan")  # noqa: T201 - what is tested
         return super().reductions(parameters, topology)
 
 
 class Dies(DataParallel):
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Parameters, topology: Topology) -> Iterable[Reduction]:
         os._exit(3)
 
 

@@ -19,11 +19,8 @@ from torch.distributed.pipelining.schedules import (
 
 import pipegrad
 from pipegrad import GradientSync, Scheduler, Stage, Topology
-from pipegrad.errors import PipegradError, root_of
-from tests.support.gradients.cases import Case, Replies, on, outcome, rank, replies
-
-TWO: list[Case] = []
-two = replies(2, TWO)
+from pipegrad.errors import PipegradError, PlanError, root_of
+from tests.support.gradients.cases import rank
 
 CPU = torch.device("cpu")
 MICROBATCHES, WIDTH = 4, 3
@@ -150,113 +147,79 @@ def same(found: list[Tensor], right: list[Tensor]) -> bool:
     return len(found) == len(right) and all(map(torch.equal, found, right))
 
 
-@on(TWO)
-def failures() -> Any:
-    """Fails in the first step and in later ones, and goes on without zero_grad."""
-    found = {}
-    for name, places in PLACES.items():
-        right = Attached(name)
-        gradients = right.gradients()
-        right.sync.close()
-        for when in ("first", "later"):
-            run = Attached(name)
-            if when == "later":
-                run.gradients()
-            last = len(places) - 1
-            for kind, stage, left in (
-                ("forward", 0, 0 if when == "first" else 2),
-                ("forward", last, 0),
-                ("backward", 1, 0 if when == "first" else 1),
-                ("loss", last, 0),
-                ("interrupt", 1, 0),
-                ("exit", 0, 1),
-            ):
-                said = fail(run, kind, stage, left)
-                found[name, when, kind, stage] = said, same(run.gradients(), gradients)
-                if when == "first":
-                    run.sync.close()
-                    run = Attached(name)
-            run.sync.close()
-    return found
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("when", ["first", "later"])
-def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str, two: Replies) -> None:
+def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str) -> None:
     """Issue 16, point 3: the others waited in torch's receive until their time-out.
 
-    They raise what the first rank says, and the next step has the bits of one that never failed.
+    They raise what the first rank says, and the next step has the bits of one that never failed,
+    also without zero_grad.
     """
-    words = {"interrupt": "KeyboardInterrupt", "exit": "SystemExit: 0"}
-    for here, reply in enumerate(two):
-        for (schedule, then, kind, stage), (said, is_right) in reply["failures"].items():
-            if (schedule, then) != (name, when):
-                continue
-            why = words.get(kind, "no space left")
-            assert why in said, (kind, stage, said)
-            place = PLACES[name][stage]
-            if here != place:
-                assert said.startswith(f"{ELSEWHERE}rank {place}: "), (kind, stage, said)
-            else:
-                assert ELSEWHERE not in said, (kind, stage, said)
-            assert is_right, (kind, stage)
+    right = Attached(name)
+    gradients = right.gradients()
+    right.sync.close()
+    run, is_first, last = Attached(name), when == "first", len(PLACES[name]) - 1
+    if not is_first:
+        run.gradients()
+    for kind, stage, left, words in (
+        ("forward", 0, 0 if is_first else 2, "no space left"),
+        ("forward", last, 0, "no space left"),
+        ("backward", 1, 0 if is_first else 1, "no space left"),
+        ("loss", last, 0, "no space left"),
+        ("interrupt", 1, 0, "KeyboardInterrupt"),
+        ("exit", 0, 1, "SystemExit: 0"),
+    ):
+        said = fail(run, kind, stage, left)
+        assert words in said, (kind, stage)
+        place = PLACES[name][stage]
+        if rank() != place:
+            assert said.startswith(f"{ELSEWHERE}rank {place}: "), (kind, stage)
+        else:
+            assert ELSEWHERE not in said, (kind, stage)
+        assert same(run.gradients(), gradients), (kind, stage)
+        if is_first:
+            run.sync.close()
+            run = Attached(name)
+    run.sync.close()
 
 
-@on(TWO)
-def others() -> Any:
-    """What fails outside of any stage, and in evaluations."""
+@pytest.mark.ranks(2)
+def test_what_fails_elsewhere_in_a_step_is_told_too() -> None:
+    """Issue 16, point 3: another batch, a loss that does not fit, an evaluation."""
     run = Attached("1F1B")
     gradients = run.gradients()
-    found: dict[str, Any] = {}
-    bad = run.x[:, :2] if rank() == 0 else None
-    found["another shape"] = raised(lambda: run.run(x=bad)), same(run.gradients(), gradients)
-    few = run.x[:3] if rank() == 0 else None
-    found["few rows"] = raised(lambda: run.run(x=few)), same(run.gradients(), gradients)
-    half = run.x[:4] if rank() == 0 else None
-    found["half"] = raised(lambda: run.run(x=half)), same(run.gradients(), gradients)
-    run.y, y = run.y[:, :1].expand(-1, 7), run.y
-    found["target"] = raised(run.run), True
-    run.y = y
-    found["target"] = found["target"][0], same(run.gradients(), gradients)
-    if rank() == 0:
-        run.modules[0].trick, run.modules[0].left = fails_in_forward, 2
-    found["evaluation"] = raised(lambda: run.run(evaluate=True)), True
-    run.modules[rank()].trick = None
-    fine = raised(lambda: run.run(evaluate=True))
-    found["evaluation"] = found["evaluation"][0], fine == "fine: None"
-    found["evaluation"] = found["evaluation"][0], same(run.gradients(), gradients)
-    with run.sync.accumulate():
-        if rank() == 1:
-            run.modules[1].trick, run.modules[1].left = fails_in_forward, 3
-        found["accumulated"] = raised(run.run), True
-    run.modules[rank()].trick = None
-    found["accumulated"] = found["accumulated"][0], same(run.gradients(), gradients)
-    run.sync.close()
-    return found
 
-
-@pytest.mark.parametrize(
-    ("case", "place", "why"),
-    [
-        ("another shape", 0, "must be multiplied|cannot be multiplied|shape"),
-        ("few rows", 0, "Expecting 4 arg_mbs but got 3"),
-        ("half", 0, r"an output is torch.float32 \[1, 3\], and was torch.float32 \[2, 3\] "),
-        ("target", 1, "size"),
-        ("evaluation", 0, "no space left"),
-        ("accumulated", 1, "no space left"),
-    ],
-)
-def test_what_fails_elsewhere_in_a_step_is_told_too(
-    case: str, place: int, why: str, two: Replies
-) -> None:
-    """Issue 16, point 3: another batch, a loss that does not fit, an evaluation."""
-    for here, reply in enumerate(two):
-        said, is_right = reply["others"][case]
-        assert said.startswith(ELSEWHERE) == (here != place), said
-        assert f"rank {place}: " in said or here == place
+    def fails(place: int, words: str, **options: Any) -> None:
+        said = raised(lambda: run.run(**options))
+        assert said.startswith(ELSEWHERE) == (rank() != place), said
+        assert f"rank {place}: " in said or rank() == place
         assert not said.startswith("fine")
-        assert re.search(why, said)
-        assert is_right
+        assert re.search(words, said), said
+
+    for x, words in (
+        (run.x[:, :2], "must be multiplied|cannot be multiplied|shape"),
+        (run.x[:3], "Expecting 4 arg_mbs but got 3"),
+        (run.x[:4], r"an output is torch.float32 \[1, 3\], and was torch.float32 \[2, 3\] "),
+    ):
+        fails(0, words, x=x)
+        assert same(run.gradients(), gradients), words
+    run.y, y = run.y[:, :1].expand(-1, 7), run.y
+    fails(1, "size")
+    run.y = y
+    assert same(run.gradients(), gradients)
+    here = run.modules[rank()]
+    here.trick, here.left = (fails_in_forward, 2) if rank() == 0 else (None, 0)
+    fails(0, "no space left", evaluate=True)
+    here.trick = None
+    run.run(evaluate=True)
+    assert same(run.gradients(), gradients)
+    here.trick, here.left = (fails_in_forward, 3) if rank() == 1 else (None, 0)
+    with run.sync.accumulate():
+        fails(1, "no space left")
+    here.trick = None
+    assert same(run.gradients(), gradients)
+    run.sync.close()
 
 
 class NoReduceGrad(ScheduleInterleaved1F1B):
@@ -271,25 +234,18 @@ class NoReduceGrad(ScheduleInterleaved1F1B):
         }
 
 
-@on(TWO)
-def by_hand() -> Any:
+@pytest.mark.ranks(2)
+def test_a_schedule_without_reduce_grad_ends_its_stages_with_the_step() -> None:
+    """Issue 16, point 12: it ended after the whole step, in "finish() before stage_final()"."""
     right = Attached("Interleaved1F1B")
     gradients = [right.gradients() for _ in range(2)]
     right.sync.close()
     run = Attached("Interleaved1F1B", kind=NoReduceGrad)
-    found = [run.gradients() for _ in range(2)]
-    said = fail(run, "backward", 2, 1), same(run.gradients(), gradients[0])
+    for expected in gradients:
+        assert same(run.gradients(), expected)
+    assert "no space left" in fail(run, "backward", 2, 1)
+    assert same(run.gradients(), gradients[0])
     run.sync.close()
-    return all(map(same, found, gradients)), said
-
-
-def test_a_schedule_without_reduce_grad_ends_its_stages_with_the_step(two: Replies) -> None:
-    """Issue 16, point 12: it ended after the whole step, in "finish() before stage_final()"."""
-    for reply in two:
-        is_right, (said, is_right_afterwards) = reply["by_hand"]
-        assert is_right
-        assert "no space left" in said
-        assert is_right_afterwards
 
 
 class Weighted(nn.Module):
@@ -305,25 +261,18 @@ class Weighted(nn.Module):
         return loss
 
 
-@on(TWO)
-def losses_with_parameters() -> Any:
-    """The loss of two replicas of one stage; and one whose parameter is the stage's own."""
-    at = Topology.create(pipeline=1)
-    found = {}
-    losses: dict[str, Callable[..., Tensor]] = {"module": Weighted(), "method": Weighted().of}
-    for name, loss in losses.items():
-        stage = PipelineStage(Piece(0), 0, 1, CPU, group=at.group_along("pp"))
-        schedule = ScheduleGPipe(stage, 2, loss_fn=loss)
-        found[name] = outcome(partial(pipegrad.attach, schedule, topology=at))
-    make = partial(Scheduler, [Stage(Piece(0), 0)], at, schedule="gpipe", num_microbatches=2)
-    found["module of a Scheduler"] = outcome(partial(make, loss_fn=losses["module"]))
-    return found
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", ["module", "method", "module of a Scheduler"])
-def test_a_loss_with_parameters_is_refused_over_replicas(who: str, two: Replies) -> None:
+def test_a_loss_with_parameters_is_refused_over_replicas(who: str) -> None:
     """Issue 16, point 10 (1.17): its gradients differed between replicas, without a word."""
-    for reply in two:
-        said = reply["losses_with_parameters"][who]
-        assert said.startswith("PlanError: the loss has parameters ['temperature'] that no stage")
-        assert "a part of the last stage's" in said
+    at, loss = Topology.create(pipeline=1), Weighted().of if who == "method" else Weighted()
+    made: Callable[[], object]
+    if who == "module of a Scheduler":
+        options: Any = {"schedule": "gpipe", "num_microbatches": 2, "loss_fn": loss}
+        made = partial(Scheduler, [Stage(Piece(0), 0)], at, **options)
+    else:
+        stage = PipelineStage(Piece(0), 0, 1, CPU, group=at.group_along("pp"))
+        made = partial(pipegrad.attach, ScheduleGPipe(stage, 2, loss_fn=loss), topology=at)
+    words = r"^the loss has parameters \['temperature'\] that no stage.*a part of the last stage's"
+    with pytest.raises(PlanError, match=words):
+        made()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from torch.torch_version import TorchVersion
 import pipegrad
 from pipegrad import Topology
 from pipegrad.errors import PipegradError
-from pipegrad.testing import run_ranks
 from tests.support.pipeline.pipelines import CPU, Case, Cut, loss_of
+from tests.support.ranked import gathered
 
 BOTH = ("pipeline-shared", "data-parallel")
 
@@ -43,31 +43,14 @@ def twice(topology: Topology) -> None:
 
 def on_the_wrong_group(topology: Topology) -> None:
     cut = one_stage_each(topology)
-    rank, everybody = dist.get_rank(), dist.get_world_size()
-    stage = PipelineStage(cut.stages[0].submod, rank, everybody, CPU)
+    stage = PipelineStage(cut.stages[0].submod, dist.get_rank(), dist.get_world_size(), CPU)
     attach(cut, ScheduleGPipe(stage, 4, loss_fn=loss_of))
 
 
-def placed_elsewhere(topology: Topology) -> None:
-    cut = one_stage_each(topology)
-    attach(cut, topology=topology.with_stages([1, 0]))
-
-
-def wrapped_by_ddp(topology: Topology) -> None:
-    attach(one_stage_each(topology, wrapper="ddp"))
-
-
-def wrapped_by_fsdp(topology: Topology) -> None:
+def wrapped_by_fsdp(topology: Topology, *, also_first: bool) -> None:
     cut = one_stage_each(topology)
     assert topology.mesh is not None
-    fully_shard(cut.stages[0].submod, mesh=topology.mesh["dp"])
-    attach(cut)
-
-
-def wrapped_by_fsdp_on_one_stage(topology: Topology) -> None:
-    cut = one_stage_each(topology)
-    assert topology.mesh is not None
-    if topology.coordinate("pp") == 1:
+    if also_first or topology.coordinate("pp") == 1:
         fully_shard(cut.stages[0].submod, mesh=topology.mesh["dp"])
     attach(cut)
 
@@ -87,22 +70,6 @@ def split_backward_of_old(topology: Topology) -> None:
         attach(Cut(Case("ZBVZeroBubble"), topology))
     finally:
         torch.__version__ = version
-
-
-def undeclared_tie(topology: Topology) -> None:
-    attach(one_stage_each(topology), tied=())
-
-
-def uncovered_tie(topology: Topology) -> None:
-    attach(one_stage_each(topology), handlers=("data-parallel",))
-
-
-def misnamed_tie(topology: Topology) -> None:
-    attach(one_stage_each(topology), tied=[["0.weight", "8.weight"]])
-
-
-def another_handler_on_one_rank(topology: Topology) -> None:
-    attach(one_stage_each(topology), handlers=BOTH[: 1 if dist.get_rank() == 3 else 2])
 
 
 def frozen_on_one_rank(topology: Topology) -> None:
@@ -139,57 +106,77 @@ def forgotten_zero_grad_of_clipped(topology: Topology) -> None:
         schedule.step(*inputs["args"], target=inputs["target"], losses=[])
 
 
-REFUSALS: dict[Callable[[Topology], None], tuple[str, str]] = {
-    twice: ("PlanError", "attached already"),
-    on_the_wrong_group: ("AgreementError", "topology.group_along('pp')"),
-    placed_elsewhere: ("TopologyError", "leave stage_to_rank out"),
-    wrapped_by_ddp: ("PlanError", "reduced twice"),
-    wrapped_by_fsdp: ("PlanError", "it would be reduced twice; drop the handler"),
-    wrapped_by_fsdp_on_one_stage: ("PlanError", "(32, 16) by Shard(dim=0) over dp of 2"),
-    stages_of_another_torch: ("PlanError", "does not know the pipeline stages of torch"),
-    split_backward_of_old: ("PlanError", "torch 2.12.1 computes wrong gradients"),
-    undeclared_tie: ("PlanError", "nobody declared them tied"),
-    uncovered_tie: ("PlanError", "add 'pipeline-shared'"),
-    misnamed_tie: ("PlanError", "no such parameter: ['8.weight']"),
-    another_handler_on_one_rank: ("AgreementError", "ranks disagree on handlers"),
-    frozen_on_one_rank: ("AgreementError", "ranks disagree on the parameters of stage 1"),
-    forgotten_zero_grad: ("StepError", "call optimizer.zero_grad()"),
-    forgotten_zero_grad_of_clipped: ("StepError", "call optimizer.zero_grad()"),
+REFUSALS: dict[str, tuple[Callable[[Topology], object], str, str]] = {
+    "twice": (twice, "PlanError", "attached already"),
+    "on the wrong group": (on_the_wrong_group, "AgreementError", "topology.group_along('pp')"),
+    "placed elsewhere": (
+        lambda at: attach(one_stage_each(at), topology=at.with_stages([1, 0])),
+        "TopologyError",
+        "leave stage_to_rank out",
+    ),
+    "DDP": (lambda at: attach(one_stage_each(at, wrapper="ddp")), "PlanError", "reduced twice"),
+    "FSDP": (
+        lambda at: wrapped_by_fsdp(at, also_first=True),
+        "PlanError",
+        "it would be reduced twice; drop the handler",
+    ),
+    "FSDP on one stage": (
+        lambda at: wrapped_by_fsdp(at, also_first=False),
+        "PlanError",
+        "(32, 16) by Shard(dim=0) over dp of 2",
+    ),
+    "stages of another torch": (
+        stages_of_another_torch,
+        "PlanError",
+        "does not know the pipeline stages of torch",
+    ),
+    "split backward of old": (
+        split_backward_of_old,
+        "PlanError",
+        "torch 2.12.1 computes wrong gradients",
+    ),
+    "an undeclared tie": (
+        lambda at: attach(one_stage_each(at), tied=()),
+        "PlanError",
+        "nobody declared them tied",
+    ),
+    "an uncovered tie": (
+        lambda at: attach(one_stage_each(at), handlers=("data-parallel",)),
+        "PlanError",
+        "add 'pipeline-shared'",
+    ),
+    "a misnamed tie": (
+        lambda at: attach(one_stage_each(at), tied=[["0.weight", "8.weight"]]),
+        "PlanError",
+        "no such parameter: ['8.weight']",
+    ),
+    "another handler on one rank": (
+        lambda at: attach(one_stage_each(at), handlers=BOTH[: 1 if dist.get_rank() == 3 else 2]),
+        "AgreementError",
+        "ranks disagree on handlers",
+    ),
+    "frozen on one rank": (
+        frozen_on_one_rank,
+        "AgreementError",
+        "ranks disagree on the parameters of stage 1",
+    ),
+    "no zero_grad": (forgotten_zero_grad, "StepError", "call optimizer.zero_grad()"),
+    "no zero_grad of clipped": (
+        forgotten_zero_grad_of_clipped,
+        "StepError",
+        "call optimizer.zero_grad()",
+    ),
 }
 
 
-def refusals() -> dict[str, str]:
-    topology = Topology.create(pipeline=2)
-    said = {}
-    for refused in REFUSALS:
-        try:
-            refused(topology)
-        except PipegradError as error:
-            said[refused.__name__] = f"{type(error).__name__}: {error}"
-    return said
-
-
-@pytest.fixture(scope="module")
-def said() -> Sequence[dict[str, str]]:
-    return run_ranks(refusals, 4)
-
-
-@pytest.mark.parametrize("refused", REFUSALS, ids=lambda f: f.__name__)
-def test_is_refused_on_all_ranks(
-    refused: Callable[..., None], said: Sequence[dict[str, str]]
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("refused", "kind", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_is_refused_on_all_ranks_in_the_same_words(
+    refused: Callable[[Topology], object], kind: str, words: str
 ) -> None:
-    kind, words = REFUSALS[refused]
-
-    for rank in said:
-        assert rank[refused.__name__].startswith(f"{kind}: ")
-        assert words in rank[refused.__name__]
-
-
-AGREED = [refused for refused, (kind, _) in REFUSALS.items() if kind != "StepError"]
-
-
-@pytest.mark.parametrize("refused", AGREED, ids=lambda f: f.__name__)
-def test_is_refused_in_the_same_words(
-    refused: Callable[..., None], said: Sequence[dict[str, str]]
-) -> None:
-    assert len({rank[refused.__name__] for rank in said}) == 1
+    with pytest.raises(PipegradError) as caught:
+        refused(Topology.create(pipeline=2))
+    assert type(caught.value).__name__ == kind
+    assert words in str(caught.value)
+    if kind != "StepError":  # which names what this rank holds
+        assert len(set(gathered(str(caught.value)))) == 1

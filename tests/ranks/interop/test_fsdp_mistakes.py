@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.distributed.tensor import Shard
 import pipegrad
 from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, find_tied
 from pipegrad.errors import PipegradError
-from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import in_float32
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import MOST, error
@@ -58,38 +56,13 @@ def synced(mesh: DeviceMesh, modules: dict[int, Any] | None = None, **options: A
     GradientSync(modules or stages(mesh), Topology.from_mesh(mesh), **given).close()
 
 
-def both_handlers(mesh: DeviceMesh) -> None:
-    synced(mesh, handlers=["pipeline-shared", "data-parallel"])
-
-
-def sharded_handler(mesh: DeviceMesh) -> None:
-    synced(mesh, handlers=["pipeline-shared", "sharded"])
-
-
-def owner(mesh: DeviceMesh) -> None:
-    synced(mesh, handlers=[{"name": "pipeline-shared", "placement": "owner"}])
-
-
-def stored_in_fp32(mesh: DeviceMesh) -> None:
+def low_precision(mesh: DeviceMesh, *, accumulates: bool) -> None:
     modules = stages(mesh)
     for module in modules.values():
         module.bfloat16()
-    synced(mesh, modules, master_dtype=torch.float32)
-
-
-def float32_grad(mesh: DeviceMesh) -> None:
-    modules = stages(mesh)
-    for module in modules.values():
-        in_float32(module.bfloat16())
-    synced(mesh, modules)
-
-
-def main_grad(mesh: DeviceMesh) -> None:
-    synced(mesh, accessor=MainGrad())
-
-
-def another_accessor_on_one_rank(mesh: DeviceMesh) -> None:
-    synced(mesh, accessor=MainGrad() if mesh.get_rank() == 3 else None)
+        if accumulates:
+            in_float32(module)
+    synced(mesh, modules, **({} if accumulates else {"master_dtype": torch.float32}))
 
 
 def cut_along_columns_on_one_stage(mesh: DeviceMesh) -> None:
@@ -106,14 +79,6 @@ def numbered_the_other_way_on_one_stage(mesh: DeviceMesh) -> None:
     turned = DeviceMesh("cpu", rows, mesh_dim_names=("pp", "dp"))
     used = turned if mesh.get_local_rank("pp") == 1 else mesh
     synced(mesh, stages(mesh, over=used["dp"]))
-
-
-def undeclared(mesh: DeviceMesh) -> None:
-    synced(mesh, tied=())
-
-
-def uncovered(mesh: DeviceMesh) -> None:
-    synced(mesh, handlers=[])
 
 
 def left_out(mesh: DeviceMesh) -> None:
@@ -136,14 +101,6 @@ def scheduled(mesh: DeviceMesh, schedule: str, places: Sequence[int]) -> None:
     ).close()
 
 
-def zb_h1(mesh: DeviceMesh) -> None:
-    scheduled(mesh, "zb-h1", PLACES[0])
-
-
-def zbv(mesh: DeviceMesh) -> None:
-    scheduled(mesh, "zbv", PLACES[1])
-
-
 def attached(mesh: DeviceMesh, schedule: str, places: Sequence[int], **options: Any) -> None:
     topology = Topology.from_mesh(mesh)
     group = topology.group_along("pp")
@@ -156,70 +113,89 @@ def attached(mesh: DeviceMesh, schedule: str, places: Sequence[int], **options: 
     pipegrad.attach(wanted, topology=topology, tied=shared, handlers=["pipeline-shared"])
 
 
-def torchs_split(mesh: DeviceMesh) -> None:
-    attached(mesh, "InterleavedZeroBubble", PLACES[2])
-
-
-def torchs_vee(mesh: DeviceMesh) -> None:
-    attached(mesh, "ZBVZeroBubble", PLACES[1], reshard_after_forward=False)
-
-
 LAYOUT = "(33, 6) by Shard(dim=0) over dp of 2"
-REFUSALS: dict[Callable[[DeviceMesh], None], tuple[str, ...]] = {
-    both_handlers: ("'data-parallel' reduces '0.0.weight'", LAYOUT, "reduced twice"),
-    sharded_handler: ("'sharded' reduces '0.0.weight'", LAYOUT, "take REPLICATE"),
-    owner: ("'pipeline-shared' reduces '0.0.weight' by owner-sum", LAYOUT, "take REPLICATE"),
-    stored_in_fp32: (
-        "master_dtype=torch.float32",
-        "by Shard(dim=0) over dp of 2",
-        "FSDP2 has MixedPrecisionPolicy",
+ANY_LAYOUT, POLICY = "by Shard(dim=0) over dp of 2", "FSDP2 has MixedPrecisionPolicy"
+OWNER = {"name": "pipeline-shared", "placement": "owner"}
+REFUSALS: dict[str, tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = {
+    "both handlers": (
+        lambda mesh: synced(mesh, handlers=["pipeline-shared", "data-parallel"]),
+        ("'data-parallel' reduces '0.0.weight'", LAYOUT, "reduced twice"),
     ),
-    float32_grad: (
-        "torch.float32 by GradAttribute",
-        "by Shard(dim=0) over dp of 2",
-        "FSDP2 has MixedPrecisionPolicy",
+    "sharded": (
+        lambda mesh: synced(mesh, handlers=["pipeline-shared", "sharded"]),
+        ("'sharded' reduces '0.0.weight'", LAYOUT, "take REPLICATE"),
     ),
-    main_grad: ("by MainGrad", "by Shard(dim=0) over dp of 2", "FSDP2 has MixedPrecisionPolicy"),
-    another_accessor_on_one_rank: ("ranks disagree on accessor", "ranks [3]: MainGrad"),
-    cut_along_columns_on_one_stage: (LAYOUT, "(33, 6) by Shard(dim=1) over dp of 2"),
-    numbered_the_other_way_on_one_stage: ("different parts of it", "number the ranks"),
-    undeclared: ("nobody declared them tied", "{0: '0.weight', 1: '3.weight'}"),
-    uncovered: ("add 'pipeline-shared'",),
-    left_out: ("'1.late' is a whole parameter in stage 1", "call fully_shard on the stage"),
-    zb_h1: ("'zb-h1' splits backward", "take a schedule that does not split"),
-    zbv: ("'zbv' splits backward", "take a schedule that does not split"),
-    torchs_split: ("InterleavedZeroBubble splits backward", "reshard_after_forward=False"),
-    torchs_vee: ("'3.weight' on stage 3 are on one rank", "place these stages on two ranks"),
+    "owner": (
+        lambda mesh: synced(mesh, handlers=[OWNER]),
+        ("'pipeline-shared' reduces '0.0.weight' by owner-sum", LAYOUT, "take REPLICATE"),
+    ),
+    "stored in fp32": (
+        lambda mesh: low_precision(mesh, accumulates=False),
+        ("master_dtype=torch.float32", ANY_LAYOUT, POLICY),
+    ),
+    "gradients of fp32": (
+        lambda mesh: low_precision(mesh, accumulates=True),
+        ("torch.float32 by GradAttribute", ANY_LAYOUT, POLICY),
+    ),
+    "main_grad": (
+        lambda mesh: synced(mesh, accessor=MainGrad()),
+        ("by MainGrad", ANY_LAYOUT, POLICY),
+    ),
+    "another accessor on one rank": (
+        lambda mesh: synced(mesh, accessor=MainGrad() if mesh.get_rank() == 3 else None),
+        ("ranks disagree on accessor", "ranks [3]: MainGrad"),
+    ),
+    "cut along columns on one stage": (
+        cut_along_columns_on_one_stage,
+        (LAYOUT, "(33, 6) by Shard(dim=1) over dp of 2"),
+    ),
+    "numbered the other way on one stage": (
+        numbered_the_other_way_on_one_stage,
+        ("different parts of it", "number the ranks"),
+    ),
+    "undeclared": (
+        lambda mesh: synced(mesh, tied=()),
+        ("nobody declared them tied", "{0: '0.weight', 1: '3.weight'}"),
+    ),
+    "uncovered": (lambda mesh: synced(mesh, handlers=[]), ("add 'pipeline-shared'",)),
+    "left out": (
+        left_out,
+        ("'1.late' is a whole parameter in stage 1", "call fully_shard on the stage"),
+    ),
+    "zb-h1": (
+        lambda mesh: scheduled(mesh, "zb-h1", PLACES[0]),
+        ("'zb-h1' splits backward", "take a schedule that does not split"),
+    ),
+    "zbv": (
+        lambda mesh: scheduled(mesh, "zbv", PLACES[1]),
+        ("'zbv' splits backward", "take a schedule that does not split"),
+    ),
+    "torch's split": (
+        lambda mesh: attached(mesh, "InterleavedZeroBubble", PLACES[2]),
+        ("InterleavedZeroBubble splits backward", "reshard_after_forward=False"),
+    ),
+    "torch's V": (
+        lambda mesh: attached(mesh, "ZBVZeroBubble", PLACES[1], reshard_after_forward=False),
+        ("'3.weight' on stage 3 are on one rank", "place these stages on two ranks"),
+    ),
 }
 
 
-def refusals() -> dict[str, str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    said = {}
-    for refused in REFUSALS:
-        try:
-            refused(mesh)
-        except PipegradError as found:
-            said[refused.__name__] = str(found)
-    return said
-
-
-@functools.cache
-def told() -> list[dict[str, str]]:
-    return run_ranks(refusals, 4)
-
-
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    "refused",
+    ("refused", "words"),
     [
-        pytest.param(f, id=f.__name__, marks=needs_2_13 if f in (torchs_split, torchs_vee) else ())
-        for f in REFUSALS
+        pytest.param(*row, id=name, marks=needs_2_13 if name.startswith("torch's") else ())
+        for name, row in REFUSALS.items()
     ],
 )
-def test_is_refused_on_all_ranks_by_name(refused: Callable[[DeviceMesh], None]) -> None:
-    for said in told():
-        for words in REFUSALS[refused]:
-            assert words in said[refused.__name__]
+def test_is_refused_on_all_ranks_by_name(
+    refused: Callable[[DeviceMesh], None], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(PipegradError) as caught:
+        refused(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+    for word in words:
+        assert word in str(caught.value)
 
 
 # Rare steps.
@@ -237,10 +213,14 @@ class Ignoring(nn.Module):
         return made
 
 
-def ignored(steps: int) -> dict[str, float]:
+def squared(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).pow(2).mean()
+
+
+@pytest.mark.ranks(2)
+def test_a_last_microbatch_without_a_backward_reduces_all_the_same() -> None:
     """A stage gets no gradient back in the last microbatch; what has added up is reduced."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    torch.manual_seed(2)
     modules: list[Any] = [nn.Linear(4, 4), Ignoring()]
     true = copy.deepcopy(modules)
     for module in modules:
@@ -249,33 +229,25 @@ def ignored(steps: int) -> dict[str, float]:
     scheduler = Scheduler(
         [Stage(modules[0], 0), Stage(modules[1], 1, inputs=("x", "flag"))],
         topology,
-        schedule={"name": "interleaved-1f1b"},
+        schedule="interleaved-1f1b",
         num_microbatches=2,
-        loss_fn=lambda y, target: (y - target).pow(2).mean(),
+        loss_fn=squared,
         handlers=[],
     )
-    errors = {}
-    for step in range(steps):
-        x, target = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
+    for _ in range(3):
+        x, target = torch.randn(2, 8, 4)
         flag = torch.tensor([0.0, 0.0, 1.0, 1.0] * 2)
         mine = [t.chunk(2)[topology.coordinate("dp")] for t in (x, flag, target)]
         scheduler.step(mine[0], flag=mine[1], target=mine[2])
         for a, b, c in zip(x.chunk(4), flag.chunk(4), target.chunk(4), strict=True):
-            ((true[1](true[0](a), b) - c).pow(2).mean() / 4).backward()
-        for index in (0, 1):
-            pairs = zip(modules[index].parameters(), true[index].parameters(), strict=True)
-            for number, (ours, theirs) in enumerate(pairs):
-                found = None if ours.grad is None else ours.grad.full_tensor()
-                errors[f"{step} {index} {number}"] = error(found, theirs.grad)
-                ours.grad = theirs.grad = None
+            (squared(true[1](true[0](a), b), c) / 4).backward()
+        for module, theirs in zip(modules, true, strict=True):
+            pairs = zip(module.parameters(), theirs.parameters(), strict=True)
+            for ours, expected in pairs:
+                assert ours.grad is not None
+                assert error(ours.grad.full_tensor(), expected.grad) <= MOST
+                ours.grad = expected.grad = None
     scheduler.close()
-    return errors
-
-
-def test_a_last_microbatch_without_a_backward_reduces_all_the_same() -> None:
-    for errors in run_ranks(ignored, 2, 3):
-        assert len(errors) == 12
-        assert {name: e for name, e in errors.items() if not e <= MOST} == {}
 
 
 class Failing(nn.Module):
@@ -292,71 +264,49 @@ class Failing(nn.Module):
         return made
 
 
-def failed(countdown: int) -> tuple[str, dict[str, float]]:
+@pytest.mark.ranks(4)
+def test_what_had_added_up_in_a_step_that_failed_is_not_in_the_next_one() -> None:
     """A step fails behind some backwards, on all replicas of a stage; the next one is right."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    torch.manual_seed(2)
     both: list[Any] = [Failing(), Failing()]
     true = copy.deepcopy(both)
     topology = Topology.from_mesh(mesh)
     (stage,) = topology.local_stages
     module = fully_shard(both[stage], mesh=mesh["dp"])
-    x, target = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1))
+    x, target = torch.randn(2, 16, 4)
     mine = [t.chunk(2)[topology.coordinate("dp")] for t in (x, target)]
     options: Any = {"schedule": "1f1b", "num_microbatches": 4, "loss_fn": squared}
     scheduler = Scheduler([Stage(module, stage)], topology, handlers=[], **options)
     optimizer = torch.optim.SGD(scheduler.sync.optimizer_parameters(), lr=0.0)
     scheduler.step(mine[0], target=mine[1])
     optimizer.zero_grad()
-    module.countdown = countdown if stage else -1
-    with pytest.raises((RuntimeError, PipegradError)) as raised:
+    module.countdown = 3 if stage else -1
+    with pytest.raises((RuntimeError, PipegradError), match="a stage fails"):
         scheduler.step(mine[0], target=mine[1])
     optimizer.zero_grad()
     scheduler.step(mine[0], target=mine[1])
     squared(true[1](true[0](x)), target).backward()
-    pairs = zip(module.parameters(), true[stage].parameters(), strict=True)
-    errors = {n: error(p.grad.full_tensor(), q.grad) for n, (p, q) in enumerate(pairs)}
+    for ours, expected in zip(module.parameters(), true[stage].parameters(), strict=True):
+        assert error(ours.grad.full_tensor(), expected.grad) <= MOST
     scheduler.close()
-    return str(raised.value), {str(n): e for n, e in errors.items()}
 
 
-def squared(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).pow(2).mean()
-
-
-def test_what_had_added_up_in_a_step_that_failed_is_not_in_the_next_one() -> None:
-    for said, errors in run_ranks(failed, 4, 3):
-        assert "a stage fails" in said
-        assert {name: e for name, e in errors.items() if not e <= MOST} == {}
-
-
-def stale() -> float:
-    """Evaluates, steps, and evaluates: the root, left gathered, must be gathered anew."""
+@pytest.mark.ranks(2)
+def test_an_evaluation_sees_what_was_stepped_since_the_last_one() -> None:
+    """The root, left gathered by an evaluation, is gathered anew."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    torch.manual_seed(2)
     module: Any = nn.Linear(4, 4)
     true = copy.deepcopy(module)
     fully_shard(module, mesh=mesh["dp"])
-    scheduler = Scheduler(
-        [Stage(module, 0)],
-        Topology.from_mesh(mesh),
-        schedule="1f1b",
-        num_microbatches=1,
-        loss_fn=lambda y, target: (y - target).pow(2).mean(),
-        handlers=[],
-    )
+    options: Any = {"schedule": "1f1b", "num_microbatches": 1, "loss_fn": squared}
+    scheduler = Scheduler([Stage(module, 0)], Topology.from_mesh(mesh), handlers=[], **options)
     x, target = batch(1, 4)[0][:, :4].float(), torch.ones(4, 4)
     optimizer = torch.optim.SGD(scheduler.sync.optimizer_parameters(), lr=0.01)
     scheduler.step(x, target=target)
     scheduler.evaluate(x, target=target)
     optimizer.step()
     loss = scheduler.evaluate(x, target=target).loss
-    (true(x) - target).pow(2).mean().backward()
+    squared(true(x), target).backward()
     torch.optim.SGD(true.parameters(), lr=0.01).step()
-    found = error(loss, (true(x) - target).pow(2).mean().detach())
+    assert error(loss, squared(true(x), target).detach()) <= MOST
     scheduler.close()
-    return found
-
-
-def test_an_evaluation_sees_what_was_stepped_since_the_last_one() -> None:
-    assert max(run_ranks(stale, 2)) <= MOST

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pipegrad import Scheduler, cut
-from pipegrad.testing import run_ranks
+from pipegrad.errors import AgreementError
+from tests.support.gradients.cases import outcome, rank
 from tests.support.partition.families import FAMILIES, ROWS, TOKENS, VOCAB
 from tests.support.partition.twins import Twins, difference
 from tests.support.pipeline.schedulers import topology
+from tests.support.ranked import gathered
 
 pytest.importorskip("transformers")
 
@@ -42,77 +41,50 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@functools.cache
-def refusals() -> list[dict[str, str]]:
-    return run_ranks(refused, 2)
-
-
-def refused() -> dict[str, str]:
-    twins, found = Twins(LLAMA.build), dict[str, str]()
-    for name, (change, _) in REFUSED.items():
+@pytest.mark.ranks(2, seconds=300)
+def test_what_cannot_be_is_refused_on_all_ranks_and_a_step_after_it_is_right() -> None:
+    twins = Twins(LLAMA.build)
+    for name, (change, words) in REFUSED.items():
         given = {n: x for n, x in (BATCH | change).items() if x is not None}
-        try:
-            twins.scheduler.step(**given)
-        except Exception as error:  # noqa: BLE001 - whatever it is, is asserted
-            found[name] = str(error)
+        assert words in outcome(lambda given=given: twins.scheduler.step(**given)), name  # type: ignore[misc]
         for parameter in twins.held.values():
             parameter.grad = None
     twins.step(BATCH)
-    found["then"] = f"{max(twins.close())}"
-    return found
+    assert max(twins.close()) <= 1e-6
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_on_all_ranks(name: str) -> None:
-    replies = [found[name] for found in refusals()]
-    assert all(REFUSED[name][1] in reply for reply in replies), replies
-
-
-def test_a_step_after_errors_is_right() -> None:
-    assert all(float(found["then"]) <= 1e-6 for found in refusals())
-
-
-def evaluated() -> list[float]:
-    """Returns differences from the uncut model, in evaluation and after it."""
+@pytest.mark.ranks(2, seconds=300)
+def test_evaluation_is_that_of_the_uncut_model_and_leaves_modes() -> None:
     twins = Twins(LLAMA.build)
     without = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
-    found, outputs = list[float](), twins.scheduler.evaluate(**without)
+    outputs = twins.scheduler.evaluate(**without)
     assert outputs.loss.isnan()
     with torch.no_grad():
         if outputs.outputs:
-            found.append(difference(outputs.outputs[0], twins.true(**without).logits))
+            assert difference(outputs.outputs[0], twins.true(**without).logits) <= 1e-6
         for rows in (ROWS, 5):
             part = {name: value[:rows] for name, value in BATCH.items()}
             loss = twins.scheduler.evaluate(outputs=False, **part).loss
-            found.append(difference(loss, twins.true(**part).loss))
+            assert difference(loss, twins.true(**part).loss) <= 1e-6
     assert all(module.training for stage in twins.own for module in stage.modules())
     twins.step(BATCH)
-    return [*found, *twins.close()]
+    assert max(twins.close()) <= 1e-6
 
 
-def shared() -> list[float]:
-    """Returns errors of three Schedulers on two cuts of one model."""
-    model, errors = LLAMA.build(), list[float]()
-    for boundaries, schedule, number in (
-        ([3], "1f1b", 4),
-        ([5], "eager-1f1b", 4),
-        ([3], "1f1b", 2),
-    ):
-        twins = Twins(
-            lambda: model,
-            cut={"boundaries": boundaries},
-            schedule=schedule,
-            num_microbatches=number,
-        )
+@pytest.mark.ranks(2, seconds=300)
+def test_one_model_may_have_several_cuts_and_schedulers() -> None:
+    model = LLAMA.build()
+    for boundary, schedule, number in ((3, "1f1b", 4), (5, "eager-1f1b", 4), (3, "1f1b", 2)):
+        options: Any = {"schedule": schedule, "num_microbatches": number}
+        twins = Twins(lambda: model, cut={"boundaries": [boundary]}, **options)
         twins.true = LLAMA.build()
         twins.step(BATCH)
-        errors += twins.close()
-    loss = model(**BATCH).loss
-    return [*errors, difference(loss, LLAMA.build()(**BATCH).loss)]
+        assert max(twins.close()) <= 1e-6
+    assert difference(model(**BATCH).loss, LLAMA.build()(**BATCH).loss) <= 1e-6
 
 
-def dropped() -> list[float]:
-    """Returns zero where dropout follows seeds and modes."""
+@pytest.mark.ranks(2, seconds=300)
+def test_dropout_follows_seeds_and_modes() -> None:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     model: Any = type(GPT2)(GPT2.config, GPT2.head, dict(GPT2.options) | dropout).build()
     parts = cut(model, 2)
@@ -126,7 +98,9 @@ def dropped() -> list[float]:
             module.zero_grad()
         return result
 
-    first, again, other = loss(3), loss(3), loss(4)
+    first = loss(3)
+    assert abs(loss(3) - first) <= 1e-6
+    assert loss(4) != first
     quiet = scheduler.evaluate(outputs=False, **batch).loss.item()
     for module in parts.modules.values():
         module.eval()
@@ -134,43 +108,24 @@ def dropped() -> list[float]:
     scheduler.close()
     with torch.no_grad():
         true = model.eval()(**batch).loss.item()
-    return [abs(first - again), float(first == other), abs(quiet - true), abs(still - true)]
+    assert [quiet, still] == pytest.approx([true, true], abs=1e-6, rel=0)
 
 
-def run_all() -> dict[str, list[float]]:
-    kinds: list[Callable[[], list[float]]] = [evaluated, shared, dropped]
-    found = {kind.__name__: kind() for kind in kinds}
-    dist.barrier()
-    return found
-
-
-def test_evaluation_other_cuts_and_dropout_are_right() -> None:
-    for found in run_ranks(run_all, 2):
-        for name, errors in found.items():
-            assert [error for error in errors if not error <= 1e-6] == [], name
-
-
-def own_batches() -> str:
-    """A loader that divides data over all ranks gives each rank of a pipeline its own batch."""
-    twins = Twins(LLAMA.build)
-    try:
-        twins.scheduler.step(LLAMA.batch(dist.get_rank()))
-    except Exception as error:  # noqa: BLE001 - whatever it is, is asserted
-        return f"{type(error).__name__}: {error}"
-    return "was taken"
-
-
+@pytest.mark.ranks(2, seconds=300)
 def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
-    """This was accepted, and trained on pairs of inputs and labels that do not belong together."""
-    words = set(run_ranks(own_batches, 2))
-    assert len(words) == 1
-    assert "AgreementError: ranks 0 and 1 were given different tensors as 'input_ids'" in str(words)
+    """A loader that divides data over all ranks gives each rank of a pipeline its own batch.
+
+    It was accepted: the pipeline trained on inputs and labels that do not belong together.
+    """
+    twins, batch = Twins(LLAMA.build), dict[str, Any](LLAMA.batch(rank()))
+    words = "^ranks 0 and 1 were given different tensors as 'input_ids'"
+    with pytest.raises(AgreementError, match=words) as caught:
+        twins.scheduler.step(**batch)
+    assert len(set(gathered(str(caught.value)))) == 1
+    twins.close()
 
 
-def measured() -> tuple[int, ...]:
-    return cut(LLAMA.build(), 3, by="measured").boundaries
-
-
+@pytest.mark.ranks(2, seconds=300)
 def test_ranks_measure_together_and_cut_alike() -> None:
-    first, second = run_ranks(measured, 2)
+    first, second = gathered(cut(LLAMA.build(), 3, by="measured").boundaries)
     assert first == second

@@ -7,10 +7,10 @@ reductions, clipping and the optimizer, is the same for all hosts. A Scheduler r
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,31 +60,19 @@ def batches(number: int) -> list[tuple[Tensor, Tensor]]:
     return every
 
 
-@dataclass
-class Groups:
-    """Process groups: stage s of replica r is rank 2 s + r, as in pipegrad's Topology."""
-
-    pipelines: list[dist.ProcessGroup] = field(default_factory=list)
-    stages: list[dist.ProcessGroup] = field(default_factory=list)
-
-    @classmethod
-    def made(cls) -> Groups:
-        pipelines = [_group([s * REPLICAS + r for s in range(STAGES)]) for r in range(REPLICAS)]
-        stages = [_group([s * REPLICAS + r for r in range(REPLICAS)]) for s in range(STAGES)]
-        return cls(pipelines, stages)
-
-
-def _group(ranks: list[int]) -> dist.ProcessGroup:
-    return cast("dist.ProcessGroup", dist.new_group(ranks))
+@functools.cache
+def topology() -> pipegrad.Topology:
+    """Returns the topology of this process; its groups stay."""
+    return pipegrad.Topology.create(pipeline=STAGES)
 
 
 class Host:
     """One rank's pipeline with defects."""
 
-    def __init__(self, groups: Groups, defects: Defects) -> None:
+    def __init__(self, defects: Defects) -> None:
         self.stage, self.replica = divmod(dist.get_rank(), REPLICAS)
         self.defects = defects
-        self.pipeline, self.data = groups.pipelines[self.replica], groups.stages[self.stage]
+        self.pipeline, self.data = map(topology().group_along, ("pp", "dp"))
         self.model = uncut()
         cut = (0, 3, 5)
         self.module = copy.deepcopy(self.model)[cut[self.stage] : cut[self.stage + 1]]
@@ -188,8 +176,8 @@ class Host:
 class TorchSchedule(Host):
     """torch's 1F1B."""
 
-    def __init__(self, groups: Groups, defects: Defects) -> None:
-        super().__init__(groups, defects)
+    def __init__(self, defects: Defects) -> None:
+        super().__init__(defects)
         device = torch.device("cpu")
         stage = PipelineStage(self.module, self.stage, STAGES, device, group=self.pipeline)
         self._schedule = Schedule1F1B(stage, MICROBATCHES, self.loss)
@@ -237,9 +225,8 @@ class Loop(Host):
 class Scheduled(Host):
     """pipegrad's Scheduler. It reduces the tie and the replicas itself."""
 
-    def __init__(self, groups: Groups, defects: Defects) -> None:
-        super().__init__(groups, defects)
-        topology = pipegrad.Topology.create(pipeline=STAGES)
+    def __init__(self, defects: Defects) -> None:
+        super().__init__(defects)
         # `noop` reduces nothing, so then the tie is reduced by hand.
         self._reduces = "replicas apart" not in defects
         apart = "tie apart" in defects
@@ -248,7 +235,7 @@ class Scheduled(Host):
         stages = [pipegrad.Stage(self.module, self.stage)]
         tied = [] if apart else pipegrad.find_tied(self.model)
         self._scheduler = pipegrad.Scheduler(
-            stages, topology, schedule="1f1b", num_microbatches=MICROBATCHES, loss_fn=self.loss,
+            stages, topology(), schedule="1f1b", num_microbatches=MICROBATCHES, loss_fn=self.loss,
             handlers=handlers, tied=tied, allow_unsynced=["0.weight", "4.weight"] if apart else (),
         )  # fmt: skip
 
@@ -285,7 +272,7 @@ class Scheduled(Host):
         self._scheduler.close()
 
 
-HOSTS: dict[str, Callable[[Groups, Defects], Host]] = {
+HOSTS: dict[str, Callable[[Defects], Host]] = {
     "torch's 1F1B": TorchSchedule,
     "a loop by hand": Loop,
     "the Scheduler": Scheduled,

@@ -39,137 +39,121 @@ def words(made: Tensor, **own: Any) -> list[str]:
     return [cause.words for cause in found(made, **own)]
 
 
-def test_right_weights_have_no_cause() -> None:
-    assert words(ratios()) == []
+UNEVEN = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.1, 0.2]], dtype=torch.float64)
+WITHOUT_TARGETS = torch.tensor([[0.0, 0.2, 0.3], [0.1, 0.1, 0.2]], dtype=torch.float64)
 
 
-def test_weights_within_twice_the_tolerance_are_right() -> None:
-    assert words(ratios(1.05), tolerance=0.03) == []
-    assert words(ratios(1.05), tolerance=0.01) == ["the gradient is multiplied by 1.05"]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"made": ratios(1.05), "tolerance": 0.03},  # twice the tolerance is right
+        {"weights": UNEVEN},
+        {"weights": WITHOUT_TARGETS},
+        {"rest": 0.05, "tolerance": 0.02},  # what the tolerance allows is in no part
+    ],
+)
+def test_right_weights_have_no_cause(options: dict[str, Any]) -> None:
+    assert found(**{"made": ratios(), **options}) == []
 
 
-def test_a_stale_gradient() -> None:
-    [cause] = found(ratios(), before=1.0)
-    assert cause.words == "the gradient is stale: that of the step before is in it"
-    assert "zero_grad" in cause.advice
+def starting(made: Tensor, start: str, more: str = "", advice: str = "", **own: Any) -> Any:
+    return pytest.param(made, own, start, more, advice, id=start)
 
 
-def test_a_mean_of_means_names_the_right_weights() -> None:
-    uneven = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.1, 0.2]], dtype=torch.float64)
-    [cause] = found((1 / 6 / uneven)[..., None], weights=uneven)
-    assert cause.words.startswith("the gradient is a mean of means")
-    assert "[0.1, 0.2, 0.3, 0.1, 0.1, 0.2]" in cause.words
-    assert cause.advice.startswith("sum the losses of targets")
+MEASURED = [[1 / 6 / w for w in row] for row in UNEVEN.tolist()]
+ONE_CAUSE = [
+    starting(ratios(), "the gradient is stale: that of the step before", "", "zero_grad", before=1),
+    starting(
+        torch.tensor(MEASURED, dtype=torch.float64)[..., None],
+        "the gradient is a mean of means",
+        "[0.1, 0.2, 0.3, 0.1, 0.1, 0.2]",
+        "sum the losses of targets",
+        weights=UNEVEN,
+    ),
+    starting(ratios(0.0), "the gradient is missing: it is zero or None"),
+    # Its part of the mean, and its own mean.
+    starting(ratios(microbatches=(0, 0, 1)), "only the last microbatch is in the gradient"),
+    starting(ratios(3.0, microbatches=(0, 0, 1)), "only the last microbatch is in the gradient"),
+    starting(ratios(microbatches=(0, 1, 0)), "only microbatches [1] (from 0) "),
+    starting(ratios(microbatches=(1, 0, 1)), "only microbatches [0, 2] (from 0) "),
+    starting(ratios(microbatches=(0, 1, 1)), "only the last 2 microbatches are in the gradient"),
+    starting(
+        ratios(microbatches=(3, 2, 1)),
+        "microbatches count differently in the gradient: [3.0, 2.0, 1.0]",
+    ),
+    *(
+        starting(
+            ratios(scale, replicas=(0, 1)),
+            "the gradient is not reduced over the 2 replicas",
+            "",
+            "all-reduce",
+        )
+        for scale in (1.0, 2.0)
+    ),
+    starting(ratios(replicas=(1, 0)), "only replicas [0] (from 0) "),
+    starting(ratios(replicas=(1, 2)), "replicas count differently in the gradient: [1.0, 2.0]"),
+    starting(
+        ratios(uses=(1, 0)),
+        "the tie is not reduced: of 2 uses of the parameter",
+        "its own use alone",
+        "find_tied",
+        holders=2,
+    ),
+    starting(ratios(uses=(0, 1)), "the tie is not reduced", "uses [1] (from 0) alone", holders=2),
+    starting(
+        ratios(uses=(2, 1)),
+        "uses of the tied parameter count differently in its gradient",
+        "[2.0, 1.0]",
+        holders=2,
+    ),
+    # The scale is in the weights.
+    starting(ratios(3.0, uses=(2, 1)), "uses of the tied parameter", "[6.0, 3.0]", holders=2),
+    # Where nothing is known of other parameters, and where they are right.
+    starting(
+        ratios(2.0, uses=(1, 1)),
+        "the tie is reduced twice: the gradient is 2 times too large",
+        "",
+        "reduce it over these ranks once",
+        holders=2,
+    ),
+    starting(ratios(2.0, uses=(1, 1)), "the tie is reduced twice", holders=2, usual=1.0),
+    # As large as other parameters; of one rank alone.
+    starting(ratios(2.0, uses=(1, 1)), "", "the number of replicas, 2,", holders=2, usual=2.0),
+    starting(ratios(2.0), "", f"2 times too large: {TIMES} replicas, 2, once too often"),
+    starting(ratios(1.05), "the gradient is multiplied by 1.05", tolerance=0.01),
+    starting(ratios(1 / 500), "", "500 times too small", counts={"targets": 500}),
+    # A count of one explains nothing.
+    starting(ratios(2.5), "the gradient is multiplied by 2.5", counts={"replicas": 1}),
+    starting(ratios(1.7), "the gradient is multiplied by 1.7", "", "clip_norm"),
+    starting(ratios(-1.0), "the gradient is multiplied by -1", "", "clip_norm"),
+    starting(
+        ratios(3.0), "the gradient is multiplied by 3, and those of other parameters", usual=1.0
+    ),
+    starting(ratios(3.02), "the gradient is multiplied by 3.02"),  # only near a count
+    starting(ratios(), "other values were computed than in one process", "", "dropout", rest=0.05),
+    # Weights say nothing then.
+    starting(ratios(3.0), "other values were computed than in one process", rest=0.1),
+]
 
 
-@pytest.mark.parametrize("smallest", [0.1, 0.0], ids=["uneven", "without targets"])
-def test_right_weights_that_are_uneven_have_no_cause(smallest: float) -> None:
-    uneven = torch.tensor([[smallest, 0.2, 0.3], [0.1, 0.1, 0.2]], dtype=torch.float64)
-    assert words(ratios(), weights=uneven) == []
+@pytest.mark.parametrize(("made", "own", "start", "more", "advice"), ONE_CAUSE)
+def test_wrong_weights_have_one_cause(
+    made: Tensor, own: dict[str, Any], start: str, more: str, advice: str
+) -> None:
+    [cause] = found(made, **own)
+    assert cause.words.startswith(start)
+    assert more in cause.words
+    assert advice in cause.advice
 
 
-def test_a_missing_gradient() -> None:
-    [cause] = found(ratios(0.0))
-    assert cause.words == "the gradient is missing: it is zero or None"
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0], ids=["its part of the mean", "its own mean"])
-def test_the_last_microbatch_alone(scale: float) -> None:
-    [said] = words(ratios(scale, microbatches=(0, 0, 1)))
-    assert said.startswith("only the last microbatch is in the gradient")
-
-
-def test_another_microbatch_alone_has_its_number() -> None:
-    [said] = words(ratios(microbatches=(0, 1, 0)))
-    assert said.startswith("only microbatches [1] (from 0) ")
-
-
-def test_a_microbatch_that_is_left_out() -> None:
-    [said] = words(ratios(microbatches=(1, 0, 1)))
-    assert said.startswith("only microbatches [0, 2] (from 0) ")
-
-
-def test_the_first_microbatch_that_is_left_out() -> None:
-    [said] = words(ratios(microbatches=(0, 1, 1)))
-    assert said.startswith("only the last 2 microbatches are in the gradient")
-
-
-def test_microbatches_that_count_differently() -> None:
-    [said] = words(ratios(microbatches=(3, 2, 1)))
-    assert said == "microbatches count differently in the gradient: [3.0, 2.0, 1.0]"
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0], ids=["its part of the mean", "its own mean"])
-def test_replicas_apart(scale: float) -> None:
-    [cause] = found(ratios(scale, replicas=(0, 1)))
-    assert cause.words.startswith("the gradient is not reduced over the 2 replicas")
-    assert "all-reduce" in cause.advice
-
-
-def test_only_the_other_replica() -> None:
-    [said] = words(ratios(replicas=(1, 0)))
-    assert said.startswith("only replicas [0] (from 0) ")
-
-
-def test_replicas_that_count_differently() -> None:
-    [said] = words(ratios(replicas=(1, 2)))
-    assert said == "replicas count differently in the gradient: [1.0, 2.0]"
-
-
-def test_a_tie_that_is_not_reduced_has_its_own_use_alone() -> None:
-    [cause] = found(ratios(uses=(1, 0)), holders=2)
-    assert cause.words.startswith("the tie is not reduced: of 2 uses of the parameter")
-    assert "its own use alone" in cause.words
-    assert "find_tied" in cause.advice
-
-
-def test_a_tie_that_has_the_other_use_alone() -> None:
-    [said] = words(ratios(uses=(0, 1)), holders=2)
-    assert "uses [1] (from 0) alone" in said
-
-
-def test_a_use_that_is_counted_twice() -> None:
-    [said] = words(ratios(uses=(2, 1)), holders=2)
-    assert said.startswith("uses of the tied parameter count differently in its gradient")
-    assert "[2.0, 1.0]" in said
-
-
-def test_a_use_that_is_counted_twice_has_the_scale_in_its_weight() -> None:
-    [said] = words(ratios(3.0, uses=(2, 1)), holders=2)
-    assert "[6.0, 3.0]" in said
-
-
-def test_a_tie_twice_where_nothing_is_known_of_other_parameters() -> None:
-    [cause] = found(ratios(2.0, uses=(1, 1)), holders=2)
-    assert cause.words.startswith("the tie is reduced twice: the gradient is 2 times too large")
-    assert cause.advice == "reduce it over these ranks once"
-
-
-def test_a_tie_twice_where_other_parameters_are_right() -> None:
-    [said] = words(ratios(2.0, uses=(1, 1)), holders=2, usual=1.0)
-    assert said.startswith("the tie is reduced twice")
-
-
-def test_a_tie_that_is_as_large_as_other_parameters_is_reduced_once() -> None:
-    [said] = words(ratios(2.0, uses=(1, 1)), holders=2, usual=2.0)
-    assert "the number of replicas, 2," in said
-
-
-def test_a_tie_twice_where_other_parameters_are_too_large() -> None:
+def test_a_tie_twice_has_two_causes_where_more_is_wrong() -> None:
     tie, other = words(ratios(6.0, uses=(1, 1)), holders=2, usual=3.0)
     assert tie.startswith("the tie is reduced twice")
     assert "the number of microbatches, 3," in other
-
-
-def test_a_tie_twice_of_the_last_microbatch_alone() -> None:
     first, tie = words(ratios(6.0, microbatches=(0, 0, 1), uses=(1, 1)), holders=2)
     assert first.startswith("only the last microbatch")
     assert tie.startswith("the tie is reduced twice")
-
-
-def test_a_parameter_of_one_rank_is_no_tie_that_is_reduced_twice() -> None:
-    [said] = words(ratios(2.0))
-    assert f"2 times too large: {TIMES} replicas, 2, once too often" in said
 
 
 PRODUCTS = {
@@ -207,53 +191,12 @@ def test_powers_of_one_count(scale: float, says: str) -> None:
     assert cause.advice.startswith("scale in one place")
 
 
-def test_a_small_gradient_that_a_count_explains_is_not_missing() -> None:
-    [said] = words(ratios(1 / 500), counts={"targets": 500})
-    assert "500 times too small" in said
-
-
-def test_a_count_of_one_explains_nothing() -> None:
-    assert words(ratios(2.5), counts={"replicas": 1}) == ["the gradient is multiplied by 2.5"]
-
-
-@pytest.mark.parametrize("scale", [1.7, -1.0])
-def test_an_unknown_factor(scale: float) -> None:
-    [cause] = found(ratios(scale))
-    assert cause.words == f"the gradient is multiplied by {scale:.4g}"
-    assert "clip_norm" in cause.advice
-
-
-def test_a_factor_of_one_parameter_alone_is_no_count() -> None:
-    [cause] = found(ratios(3.0), usual=1.0)
-    assert cause.words.startswith("the gradient is multiplied by 3, and those of other parameters")
-
-
-def test_a_factor_that_is_only_near_a_count_is_not_taken_for_it() -> None:
-    [cause] = found(ratios(3.02))
-    assert cause.words == "the gradient is multiplied by 3.02"
-
-
 def test_weights_that_are_no_product_are_listed() -> None:
     wrong = ratios()
     wrong[0, 0], wrong[1, 2] = 4, 5
     [said] = words(wrong)
     assert said.startswith("parts of the batch have wrong weights in the gradient")
     assert "[4.0, 1.0, 1.0, 1.0, 1.0, 5.0]" in said
-
-
-def test_what_is_in_no_part_is_said() -> None:
-    [cause] = found(ratios(), rest=0.05)
-    assert cause.words.startswith("other values were computed than in one process")
-    assert "dropout" in cause.advice
-
-
-def test_if_much_is_in_no_part_weights_say_nothing() -> None:
-    [cause] = found(ratios(3.0), rest=0.1)
-    assert cause.words.startswith("other values were computed than in one process")
-
-
-def test_what_the_tolerance_allows_is_in_no_part_and_is_not_said() -> None:
-    assert found(ratios(), rest=0.05, tolerance=0.02) == []
 
 
 def test_causes_that_are_there_together_are_all_said() -> None:
@@ -270,16 +213,11 @@ def test_causes_that_are_there_together_are_all_said() -> None:
     assert "the number of microbatches, 3," in every[3]
 
 
-def test_factors_have_the_smallest_that_is_not_zero_as_measure() -> None:
+def test_factors_are_those_of_a_product() -> None:
+    """The smallest that is not zero is the measure; ratios of zeros have the scale zero."""
     made = ratios(0.5, replicas=(0, 1), microbatches=(2, 1, 1), uses=(1, 3))
     assert factors_of(made) == Factors(0.5, [0, 1], [2, 1, 1], [1, 3])
-
-
-def test_ratios_of_zeros_have_the_scale_zero() -> None:
     assert factors_of(ratios(0.0)) == Factors(0.0, [1, 1], [1, 1, 1], [1])
-
-
-def test_ratios_that_are_no_product_have_no_factors() -> None:
     wrong = ratios()
     wrong[0, 0] = 2
     assert factors_of(wrong) is None

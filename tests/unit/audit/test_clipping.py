@@ -95,36 +95,22 @@ def said(words: str) -> dict[int, str]:
     return dict.fromkeys(range(4), f"the gradient norm {words}")
 
 
-def test_the_right_norm_counts_each_parameter_once() -> None:
+def test_the_right_norm_counts_each_parameter_of_the_own_replica_once() -> None:
     assert [right_norm(rank, entries()) for rank in range(4)] == pytest.approx([RIGHT] * 4)
-
-
-def test_the_right_norm_is_that_of_the_own_replica() -> None:
     twice = [
-        replace(entry, gradient=entry.gradient * 2)
-        for entry in entries()
-        if entry.gradient is not None and entry.replicas == (1,)
+        replace(e, gradient=e.gradient * 2 if e.replicas == (1,) else e.gradient)
+        for e in entries()
+        if e.gradient is not None
     ]
-    every = [entry for entry in entries() if entry.replicas == (0,)] + twice
-    norms = [right_norm(rank, every) for rank in range(4)]
+    norms = [right_norm(rank, twice) for rank in range(4)]
     assert norms == pytest.approx([RIGHT, 2 * RIGHT, RIGHT, 2 * RIGHT])
-
-
-def test_a_parameter_without_a_gradient_has_no_share_of_the_norm() -> None:
+    # A parameter without a gradient has no share, and a sharded gradient counts once.
     without = [replace(e, gradient=None) if e.name == "last" else e for e in entries()]
     assert right_norm(0, without) == pytest.approx(math.hypot(6, 8, 2, 7))
-
-
-def test_a_sharded_gradient_counts_once_for_all_its_ranks() -> None:
     shared = [Entry("first", (0, 1), (0, 1), ("first",), GRADIENTS["first"])]
     last = [entry for entry in entries() if entry.name == "last"]
     norms = [right_norm(rank, [*shared, *last]) for rank in (0, 1)]
     assert norms == pytest.approx([math.hypot(8, 24)] * 2)
-
-
-@pytest.mark.parametrize("norm", [RIGHT, RIGHT * (1 + 1e-5)])
-def test_a_right_norm_has_no_cause(norm: float) -> None:
-    assert judged(norm, 0, entries()) is None
 
 
 @pytest.mark.parametrize(
@@ -138,80 +124,62 @@ def test_a_right_norm_has_no_cause(norm: float) -> None:
         (LAST_STAGE, 0, "is that of rank 2's parameters alone"),
         (FIRST_STAGE, 3, "is that of rank 1's parameters alone"),
         (WITHOUT_FIRST, 3, "leaves out first"),
+        (50.0, 0, "is not that of all parameters"),
     ],
 )
-def test_a_wrong_norm_that_is_known(norm: float, rank: int, says: str) -> None:
+def test_a_wrong_norm_says_what_it_counts(norm: float, rank: int, says: str) -> None:
     cause = judged(norm, rank, entries())
     assert cause is not None
     assert cause.words == f"the gradient norm {says}"
-    assert "each parameter counted once" in cause.advice
+    assert norm == 50.0 or "each parameter counted once" in cause.advice
 
 
-def test_a_norm_of_half_precision_may_be_rounded() -> None:
+def test_a_norm_may_be_rounded() -> None:
+    assert judged(RIGHT, 0, entries()) is None
+    assert judged(RIGHT * (1 + 1e-5), 0, entries()) is None
     low = [replace(e, gradient=e.gradient.bfloat16()) for e in entries() if e.gradient is not None]
     assert judged(RIGHT * 1.002, 0, low) is None
     assert judged(RIGHT * 1.002, 0, entries()) is not None
     assert judged(RIGHT * 1.02, 0, low) is not None
 
 
-def test_a_wrong_norm_may_be_unknown() -> None:
-    cause = judged(50.0, 0, entries())
-    assert cause is not None
-    assert cause.words == "the gradient norm is not that of all parameters"
+NOT_CLIPPED = dict.fromkeys(range(4), "gradients are not clipped")
+LOCALLY, COPIED = "is that of this rank's parameters alone", "counts each copy of a tied parameter"
+UNMARKED = watched_by(same(RIGHT), clip_norm=100.0)
+UNMARKED[3] = replace(UNMARKED[3], unclipped={})
+# What ranks saw, with which clip norm, and what is wrong.
+SEEN: dict[str, tuple[Sequence[Seen], float | None, dict[int, str]]] = {
+    "no clipping": (EVERY, None, {}),
+    "no clipping, a norm": ([replace(s, norm=COPIES) for s in EVERY], None, said(COPIED)),
+    "before": (
+        [replace(s, norm=RIGHT, clip_norm=CLIP_NORM) for s in watched_by(same(RIGHT))],
+        None,
+        {},
+    ),
+    "before, a norm of torch": (
+        [replace(s, norm=LOCAL[s.rank], clip_norm=CLIP_NORM) for s in watched_by(LOCAL)],
+        None,
+        said(LOCALLY),
+    ),
+    # A norm that nobody returns follows from gradients before and after.
+    "before, no norm": (watched_by(same(RIGHT)), CLIP_NORM, {}),
+    "before, no norm, copies": (watched_by(same(COPIES)), CLIP_NORM, said(COPIED)),
+    "before, below": (watched_by(same(RIGHT), clip_norm=100.0), 100.0, {}),
+    "before, above": ([replace(s, unclipped=s.gradients) for s in EVERY], CLIP_NORM, NOT_CLIPPED),
+    "one rank did not mark its clipping": (UNMARKED, None, {}),
+    "after, a stage below": (clipped_by(LOCAL, clip_norm=15.0), 15.0, said(LOCALLY)),
+    "after, not clipped": (EVERY, CLIP_NORM, NOT_CLIPPED),
+    "after, below": (EVERY, 100.0, {}),
+}
 
 
-def test_gradients_of_a_step_that_does_not_clip_are_taken_as_they_are() -> None:
-    before, findings = unclipped(EVERY, NAMES, GRADIENTS, None)
+@pytest.mark.parametrize(("seen", "clip_norm", "expected"), SEEN.values(), ids=SEEN)
+def test_gradients_before_clipping_are_known_and_a_wrong_norm_is_found(
+    seen: Sequence[Seen], clip_norm: float | None, expected: dict[int, str]
+) -> None:
+    before, findings = unclipped(seen, NAMES, GRADIENTS, clip_norm)
     assert is_unclipped(before)
-    assert findings == []
-
-
-def test_a_norm_that_a_step_returns_is_compared_without_clipping_too() -> None:
-    seen = [replace(one, norm=COPIES) for one in EVERY]
-    _, findings = unclipped(seen, NAMES, GRADIENTS, None)
-    assert causes_of(findings) == said("counts each copy of a tied parameter")
-
-
-def test_gradients_that_were_seen_before_clipping_are_compared() -> None:
-    seen = [replace(s, norm=RIGHT, clip_norm=CLIP_NORM) for s in watched_by(same(RIGHT))]
-    before, findings = unclipped(seen, NAMES, GRADIENTS, None)
-    assert is_unclipped(before)
-    assert findings == []
-
-
-def test_a_norm_of_torchs_functions_is_compared() -> None:
-    seen = [replace(s, norm=LOCAL[s.rank], clip_norm=CLIP_NORM) for s in watched_by(LOCAL)]
-    _, findings = unclipped(seen, NAMES, GRADIENTS, None)
-    assert causes_of(findings) == said("is that of this rank's parameters alone")
-
-
-def test_a_norm_that_nobody_returns_follows_from_gradients_before_and_after() -> None:
-    _, findings = unclipped(watched_by(same(RIGHT)), NAMES, GRADIENTS, CLIP_NORM)
-    assert findings == []
-    _, findings = unclipped(watched_by(same(COPIES)), NAMES, GRADIENTS, CLIP_NORM)
-    assert causes_of(findings) == said("counts each copy of a tied parameter")
-
-
-def test_gradients_below_the_clip_norm_are_right_as_they_are() -> None:
-    seen = watched_by(same(RIGHT), clip_norm=100.0)
-    before, findings = unclipped(seen, NAMES, GRADIENTS, 100.0)
-    assert is_unclipped(before)
-    assert findings == []
-
-
-def test_gradients_that_stay_above_the_clip_norm_are_not_clipped() -> None:
-    seen = [replace(one, unclipped=one.gradients) for one in EVERY]
-    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
-    assert is_unclipped(before)
-    assert causes_of(findings) == dict.fromkeys(range(4), "gradients are not clipped")
-
-
-def test_a_rank_that_did_not_mark_its_clipping_is_compared_with_its_gradients() -> None:
-    seen = watched_by(same(RIGHT), clip_norm=100.0)
-    seen[3] = replace(seen[3], unclipped={})
-    before, findings = unclipped(seen, NAMES, GRADIENTS, None)
-    assert is_unclipped(before)
-    assert findings == []
+    assert causes_of(findings) == expected
 
 
 AFTER = {
@@ -224,18 +192,13 @@ AFTER = {
 }
 
 
-@pytest.mark.parametrize("name", AFTER)
-def test_a_norm_follows_from_gradients_that_were_seen_only_after_clipping(name: str) -> None:
-    norms, words = AFTER[name]
-    before, findings = unclipped(clipped_by(norms), NAMES, GRADIENTS, CLIP_NORM)
-    assert is_unclipped(before)
-    assert causes_of(findings) == (said(words) if words else {})
-
-
-@pytest.mark.parametrize("name", AFTER)
-def test_a_norm_that_is_returned_undoes_clipping_that_was_not_seen(name: str) -> None:
-    norms, words = AFTER[name]
-    seen = [replace(one, norm=norms[one.rank]) for one in clipped_by(norms)]
+@pytest.mark.parametrize(("norms", "words"), AFTER.values(), ids=AFTER)
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_a_norm_follows_from_gradients_that_were_seen_only_after_clipping(
+    norms: Mapping[int, float], words: str, is_returned: bool
+) -> None:
+    norm = norms if is_returned else dict.fromkeys(range(4))
+    seen = [replace(one, norm=norm[one.rank]) for one in clipped_by(norms)]
     before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
     assert is_unclipped(before)
     assert causes_of(findings) == (said(words) if words else {})
@@ -252,24 +215,6 @@ def test_all_ranks_that_use_the_norm_of_one_rank_have_one_cause(is_returned: boo
         said("is that of rank 3's parameters alone"),
     )
     assert causes_of(findings) == {**second, 1: third[1], 3: third[3]}
-
-
-def test_a_stage_whose_own_norm_is_below_the_clip_norm_is_not_clipped() -> None:
-    before, findings = unclipped(clipped_by(LOCAL, clip_norm=15.0), NAMES, GRADIENTS, 15.0)
-    assert is_unclipped(before)
-    assert causes_of(findings) == said("is that of this rank's parameters alone")
-
-
-def test_gradients_that_are_not_clipped_at_all() -> None:
-    before, findings = unclipped(EVERY, NAMES, GRADIENTS, CLIP_NORM)
-    assert is_unclipped(before)
-    assert causes_of(findings) == dict.fromkeys(range(4), "gradients are not clipped")
-
-
-def test_gradients_need_no_clipping_if_the_clip_norm_is_above_their_norm() -> None:
-    before, findings = unclipped(EVERY, NAMES, GRADIENTS, 100.0)
-    assert is_unclipped(before)
-    assert findings == []
 
 
 def test_a_wrong_gradient_that_is_clipped_rightly_is_no_wrong_norm() -> None:

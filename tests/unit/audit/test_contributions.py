@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.audit.compare.causes import Place, causes
 from pipegrad.audit.compare.contributions import Fit, explains, fit
 
 REPLICAS, MICROBATCHES, USES = 2, 3, 2
@@ -37,18 +36,13 @@ def is_close(a: Tensor, b: Tensor, error: float = 1e-9) -> bool:
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, UNEVEN], ids=["even", "uneven"])
-def test_any_weights_are_found_again(weights: Tensor) -> None:
-    parts, ratios = random(*SIZES, 5, 7), random(*SIZES, seed=1)
+@pytest.mark.parametrize("ratios", [random(*SIZES, seed=1), ONES], ids=["any", "right"])
+def test_weights_are_found_again(weights: Tensor, ratios: Tensor) -> None:
+    parts = random(*SIZES, 5, 7)
     fitted = fit(made(parts, ratios, weights), parts, weights)
     assert is_close(fitted.ratios, ratios)
     assert fitted.before == 0.0
     assert fitted.rest < 1e-12
-
-
-def test_a_right_gradient_has_the_ratios_one() -> None:
-    parts = random(*SIZES, 5, 7)
-    fitted = fit(made(parts, ONES), parts, WEIGHTS)
-    assert is_close(fitted.ratios, ONES)
 
 
 def test_parts_of_another_dtype_are_fitted_in_float64() -> None:
@@ -66,15 +60,8 @@ def test_equal_microbatches_take_the_smallest_correction() -> None:
     expected = ratios.clone()
     expected[0, :2] = 0.5
     assert is_close(fit(made(parts, ratios), parts, WEIGHTS).ratios, expected)
-
-
-def test_exchanged_weights_of_equal_microbatches_are_right() -> None:
-    parts = random(REPLICAS, MICROBATCHES, 1, 5, 7)
-    parts[:, 1] = parts[:, 0]
-    ratios = torch.ones(REPLICAS, MICROBATCHES, 1, dtype=torch.float64)
-    ratios[:, 0], ratios[:, 1] = 0, 2
-    fitted = fit(made(parts, ratios), parts, WEIGHTS)
-    assert is_close(fitted.ratios, torch.ones_like(ratios))
+    ratios[:, 0], ratios[:, 1] = 0, 2  # exchanged weights are right
+    assert is_close(fit(made(parts, ratios), parts, WEIGHTS).ratios, torch.ones_like(ratios))
 
 
 def test_a_part_without_a_share_of_the_gradient_is_not_corrected() -> None:
@@ -95,18 +82,13 @@ def test_noise_hides_parts_that_are_smaller() -> None:
     assert is_close(fit(gradient, parts, WEIGHTS, noise=0.1).ratios, ONES, 0.05)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 def test_the_weight_of_the_step_before_is_found(share: float) -> None:
     parts, before = random(*SIZES, 5, 7), random(5, 7, seed=2)
     fitted = fit(made(parts, ONES) + share * before, parts, WEIGHTS, before)
-    assert fitted.before == pytest.approx(share)
+    assert fitted.before == pytest.approx(share, abs=1e-12)
     assert is_close(fitted.ratios, ONES)
     assert fitted.rest < 1e-12
-
-
-def test_a_right_gradient_has_nothing_of_the_step_before() -> None:
-    parts, before = random(*SIZES, 5, 7), random(5, 7, seed=2)
-    assert abs(fit(made(parts, ONES), parts, WEIGHTS, before).before) < 1e-12
 
 
 def test_what_no_part_explains_is_relative_to_the_right_gradient() -> None:
@@ -134,11 +116,6 @@ def test_weights_of_a_matrix_explain_a_bias_with_fewer_elements_than_parts() -> 
     gradient = made(bias, ratios)
     assert not is_close(fit(gradient, bias, WEIGHTS).ratios, ratios, 0.1)  # alone it is not known
     assert explains(known, gradient, bias, WEIGHTS, None)
-
-
-def test_weights_of_a_matrix_do_not_explain_a_bias_with_other_weights() -> None:
-    matrix, bias = random(*SIZES, 5, 7), random(*SIZES, 3, seed=4)
-    known = fit(made(matrix, only(1, 2)), matrix, WEIGHTS)
     assert not explains(known, made(bias, ONES), bias, WEIGHTS, None)
 
 
@@ -157,47 +134,8 @@ def test_a_stale_matrix_explains_a_stale_bias() -> None:
     assert not explains(fresh, gradient, bias, WEIGHTS, before)
 
 
-def test_weights_of_one_use_explain_several() -> None:
+def test_weights_of_one_use_explain_several_and_not_the_other_way() -> None:
     bias, ratios = random(*SIZES, 3), only(1, 0)
     assert explains(Fit(ratios[..., :1], 0.0, 0.0), made(bias, ratios), bias, WEIGHTS, None)
-
-
-def test_weights_of_several_uses_do_not_explain_one() -> None:
-    bias = random(REPLICAS, MICROBATCHES, 1, 3)
-    gradient = made(bias, ONES[..., :1])
-    assert not explains(Fit(ONES, 0.0, 0.0), gradient, bias, WEIGHTS, None)
-
-
-DEFECTS: dict[str, tuple[Tensor, int, str]] = {
-    "times M": (ONES * 3, 1, "multiplied by the number of microbatches, 3,"),
-    "divided by M": (ONES / 3, 1, "divided by the number of microbatches, 3,"),
-    "times targets": (ONES * 84, 1, "multiplied by the number of targets, 84,"),
-    "sum over replicas": (ONES * 2, 1, "multiplied by the number of replicas, 2,"),
-    "last microbatch": (only(1, 2), 1, "only the last microbatch is in the gradient"),
-    "replicas apart": (only(0, 1), 1, "not reduced over the 2 replicas"),
-    "tie apart": (only(2, 0), 2, "the tie is not reduced"),
-    "tie twice": (ONES * 2, 2, "the tie is reduced twice"),
-    "missing": (ONES * 0, 1, "the gradient is missing"),
-}
-
-
-def found_in(ratios: Tensor, holders: int) -> list[str]:
-    parts = random(*SIZES, 5, 7)
-    gradient = made(parts, ratios)
-    rounded = (gradient + 1e-6 * random(5, 7, seed=6)).float()
-    counts = {"microbatches": 3, "replicas": 2, "targets": 84}
-    place = Place(replicas=[1], uses=[0], holders=holders, counts=counts, weights=WEIGHTS)
-    fitted = fit(rounded, parts, WEIGHTS)
-    return [cause.words for cause in causes(fitted, place, tolerance=1e-4)]
-
-
-def test_a_rounded_gradient_has_no_cause() -> None:
-    assert found_in(ONES, 1) == []
-    assert found_in(ONES, 2) == []
-
-
-@pytest.mark.parametrize("name", DEFECTS)
-def test_each_defect_has_its_cause_and_no_other(name: str) -> None:
-    ratios, holders, says = DEFECTS[name]
-    [words] = found_in(ratios, holders)
-    assert says in words
+    gradient = made(bias[:, :, :1], ONES[..., :1])
+    assert not explains(Fit(ONES, 0.0, 0.0), gradient, bias[:, :, :1], WEIGHTS, None)

@@ -57,30 +57,21 @@ PASSIVE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def right(name: str) -> Tensor:
-    """Returns what a call returns if nothing is dropped."""
-    return RIGHT[name](X) if name in RIGHT else X
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_dropped(name: str) -> None:
-    dropout = Without()
+def test_nothing_is_dropped_until_it_has_ended(name: str) -> None:
+    dropout, expected = Without(), RIGHT[name](X) if name in RIGHT else X
     with dropout.running():
-        found = CALLS[name](X)
-    assert torch.equal(found, right(name))
+        assert torch.equal(CALLS[name](X), expected)
     assert dropout.was_active
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_something_is_dropped_again_afterwards(name: str) -> None:
-    with Without().running():
-        pass
-    assert not torch.equal(CALLS[name](X), right(name))
+    assert not torch.equal(CALLS[name](X), expected)
+    with dropout.running():
+        functional.dropout(X, 0.5, training=False)
+    assert dropout.was_active  # later runs remember it
 
 
 @pytest.mark.parametrize("name", PASSIVE)
@@ -111,15 +102,6 @@ def test_functions_are_restored_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         fails()
     assert before == (functional.dropout, torch.dropout, functional.scaled_dot_product_attention)
-
-
-def test_what_was_active_is_remembered_by_later_runs() -> None:
-    dropout = Without()
-    with dropout.running():
-        functional.dropout(X, 0.5)
-    with dropout.running():
-        functional.dropout(X, 0.5, training=False)
-    assert dropout.was_active
 
 
 def test_modes_are_those_of_dropout_and_batch_norm() -> None:

@@ -37,20 +37,17 @@ def wrapped(module: nn.Module, name: str) -> nn.Module:
     return outer
 
 
-def test_equal_names_are_taken() -> None:
-    model = uncut()
-    stage = copy.deepcopy(model)[2:]
-    found = match([stage], model)
-    assert list(found.parameters) == ["2.weight", "2.bias", "3.weight", "3.bias"]
-    assert found.parameters["3.bias"] is stage.get_parameter("3.bias")
-    assert found.of_modules == {name: name for name in found.parameters}
+LAST_TWO = ["2.weight", "2.bias", "3.weight", "3.bias"]
 
 
-def test_equal_names_are_taken_with_other_values() -> None:
+def test_equal_names_are_taken_with_any_values() -> None:
     model = uncut()
     stage = copy.deepcopy(model)[2:]
     nn.init.zeros_(stage.get_parameter("2.weight"))
-    assert match([stage], model).parameters["2.weight"] is stage.get_parameter("2.weight")
+    found = match([stage], model)
+    assert list(found.parameters) == LAST_TWO
+    assert all(found.parameters[name] is stage.get_parameter(name) for name in LAST_TWO)
+    assert found.of_modules == {name: name for name in LAST_TWO}
 
 
 @pytest.mark.parametrize("name", ["module", "_orig_mod", "_checkpoint_wrapped_module"])
@@ -59,14 +56,11 @@ def test_names_of_wrappers_are_left_out(name: str) -> None:
     stage = wrapped(copy.deepcopy(model)[2:], name)
     nn.init.zeros_(stage.get_parameter(f"{name}.2.weight"))  # so values do not say the names
     found = match([stage], model)
-    assert list(found.parameters) == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    assert list(found.parameters) == LAST_TWO
     assert found.of_modules[f"{name}.3.bias"] == "3.bias"
-
-
-def test_wrappers_inside_of_wrappers_are_left_out() -> None:
-    model = uncut()
+    # Also wrappers inside of wrappers.
     inner = nn.Sequential()
-    inner.add_module("2", wrapped(copy.deepcopy(model[2]), "_checkpoint_wrapped_module"))
+    inner.add_module("2", wrapped(copy.deepcopy(model[2]), name))
     assert list(match([wrapped(inner, "module")], model).parameters) == ["2.weight", "2.bias"]
 
 
@@ -74,11 +68,12 @@ def test_a_slice_with_other_numbers_is_found_by_its_values() -> None:
     model = wrapped(nn.ModuleList(copy.deepcopy(uncut())), "layers")
     stage = nn.Sequential(*list(copy.deepcopy(uncut()))[2:])
     found = match([stage], model)
-    assert list(found.parameters) == [
-        "layers.2.weight", "layers.2.bias", "layers.3.weight", "layers.3.bias"
-    ]  # fmt: skip
+    assert list(found.parameters) == [f"layers.{name}" for name in LAST_TWO]
     assert found.of_modules["0.weight"] == "layers.2.weight"
     assert found.parameters["layers.2.weight"] is stage.get_parameter("0.weight")
+    assert found.modules["layers.2"] is stage[0]
+    assert found.modules["layers.3"] is stage[1]
+    assert match([stage.bfloat16()], model).of_modules["1.bias"] == "layers.3.bias"
 
 
 def test_a_slice_that_begins_again_at_0_is_found_by_its_values() -> None:
@@ -86,12 +81,6 @@ def test_a_slice_that_begins_again_at_0_is_found_by_its_values() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     stage = nn.Sequential(*list(copy.deepcopy(model))[2:])
     assert list(match([stage], model).parameters) == ["2.weight", "2.bias", "3.weight", "3.bias"]
-
-
-def test_a_slice_is_found_by_values_of_another_dtype() -> None:
-    model = wrapped(uncut(), "layers")
-    stage = nn.Sequential(*list(copy.deepcopy(uncut()))[2:]).bfloat16()
-    assert match([stage], model).of_modules["1.bias"] == "layers.3.bias"
 
 
 def test_several_modules_of_a_rank_are_matched_each() -> None:
@@ -106,15 +95,24 @@ def test_a_module_without_parameters_has_no_names() -> None:
     assert (found.parameters, found.buffers, found.uses) == ({}, {}, {})
 
 
-def test_values_that_no_run_has_are_refused() -> None:
-    stage = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(PlanError, match=r"^module 0: no runs .*'0\.weight', '0\.bias'.*`names`"):
-        match([stage], uncut())
-
-
-def test_shapes_that_no_run_has_are_refused() -> None:
-    with pytest.raises(PlanError, match="no runs"):
-        match([nn.Sequential(nn.Linear(4, 3))], uncut())
+@pytest.mark.parametrize(
+    ("stage", "names", "words"),
+    [
+        (nn.Sequential(nn.Linear(4, 4)), None, r"no runs .*'0\.weight', '0\.bias'.*`names`"),
+        (nn.Sequential(nn.Linear(4, 3)), None, "no runs"),
+        (nn.Linear(4, 4), {"weight": "3.weight"}, r"`names` is wrong: it lacks \['bias'\]"),
+        (
+            nn.Linear(4, 4),
+            {"weight": "3.weight", "bias": "9.bias"},
+            r".*has no \['9\.bias'\], but \['0\.weight'",
+        ),
+    ],
+)
+def test_what_is_not_in_the_uncut_model_is_refused(
+    stage: nn.Module, names: dict[str, str] | None, words: str
+) -> None:
+    with pytest.raises(PlanError, match=f"^module 0: {words}"):
+        match([stage], uncut(), names)
 
 
 def test_a_buffer_is_no_parameter_of_its_shape() -> None:
@@ -141,29 +139,15 @@ def test_the_module_that_does_not_match_is_named_by_its_index() -> None:
 
 
 def test_names_that_are_given_are_taken() -> None:
-    layer = nn.Linear(4, 4)
-    found = match([layer], uncut(), {"weight": "3.weight", "bias": "3.bias"})
-    assert found.parameters["3.weight"] is layer.weight
-    assert found.of_modules == {"weight": "3.weight", "bias": "3.bias"}
-
-
-def test_names_that_are_given_may_be_those_of_all_modules() -> None:
     stages = [wrapped(nn.Linear(4, 4), "a"), wrapped(nn.Linear(4, 4), "b")]
     known = {"a.weight": "1.weight", "a.bias": "1.bias", "b.weight": "2.weight", "b.bias": "2.bias"}
-    assert list(match(stages, uncut(), known).parameters) == list(known.values())
+    found = match(stages, uncut(), known)
+    assert list(found.parameters) == list(known.values())
+    assert found.parameters["2.weight"] is stages[1].get_parameter("b.weight")
+    assert found.of_modules == known
 
 
-def test_names_that_are_incomplete_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"^module 0: `names` is wrong: it lacks \['bias'\]"):
-        match([nn.Linear(4, 4)], uncut(), {"weight": "3.weight"})
-
-
-def test_names_that_the_uncut_model_does_not_have_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"has no \['9\.bias'\], but \['0\.weight'"):
-        match([nn.Linear(4, 4)], uncut(), {"weight": "3.weight", "bias": "9.bias"})
-
-
-def test_a_tie_inside_of_a_module_has_all_its_names() -> None:
+def test_a_tie_has_all_its_names_on_a_rank() -> None:
     model = Tied()
     stage = copy.deepcopy(model)
     found = match([stage], model)
@@ -172,25 +156,11 @@ def test_a_tie_inside_of_a_module_has_all_its_names() -> None:
         name: (name,) for name in ("norm.weight", "norm.bias")
     }
     assert found.parameters["embedding.weight"] is found.parameters["head.weight"]
-
-
-def test_a_tie_between_modules_of_a_rank_has_all_its_names() -> None:
-    model = Tied()
-    stage = copy.deepcopy(model)
+    # Between modules of a rank, on one of two ranks, and found by values.
     parts = [nn.ModuleDict({name: stage.get_submodule(name)}) for name in ("embedding", "head")]
-    assert match(parts, model).uses["head.weight"] == ("embedding.weight", "head.weight")
-
-
-def test_a_tie_of_two_ranks_has_one_name_on_each() -> None:
-    model = Tied()
-    stage = nn.ModuleDict({"head": copy.deepcopy(model.head)})
-    assert match([stage], model).uses == {"head.weight": ("head.weight",)}
-
-
-def test_a_tie_is_found_by_values_too() -> None:
-    model = wrapped(Tied(), "inner")
-    stage = copy.deepcopy(model.get_submodule("inner"))
-    found = match([stage], model)
+    assert match(parts, model).uses["head.weight"] == both
+    assert match(parts[1:], model).uses == {"head.weight": ("head.weight",)}
+    found = match([stage], wrapped(model, "inner"))
     assert found.of_modules["head.weight"] == "inner.head.weight"
     assert found.uses["inner.head.weight"] == ("inner.embedding.weight", "inner.head.weight")
 
@@ -202,13 +172,9 @@ def test_buffers_have_names_too() -> None:
     names = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     assert list(found.buffers) == names
     assert found.buffers["norm.running_mean"] is stage.get_buffer("norm.running_mean")
-
-
-def test_buffers_may_have_other_values_if_parameters_are_found_by_values() -> None:
-    model = wrapped(Tied(), "inner")
-    stage = copy.deepcopy(model.get_submodule("inner"))
+    # They may have other values where parameters are found by values.
     stage.get_buffer("norm.running_mean").add_(1)
-    assert "inner.norm.running_mean" in match([stage], model).buffers
+    assert "inner.norm.running_mean" in match([stage], wrapped(model, "inner")).buffers
 
 
 def test_a_buffer_that_the_uncut_model_does_not_have_is_left_out() -> None:
@@ -218,14 +184,6 @@ def test_a_buffer_that_the_uncut_model_does_not_have_is_left_out() -> None:
     found = match([stage], model)
     assert found.buffers == {}
     assert len(found.parameters) == 4
-
-
-def test_modules_have_the_names_of_the_uncut_model() -> None:
-    model = wrapped(uncut(), "layers")
-    stage = nn.Sequential(*list(copy.deepcopy(uncut()))[2:])
-    modules = match([stage], model).modules
-    assert modules["layers.2"] is stage[0]
-    assert modules["layers.3"] is stage[1]
 
 
 def test_modules_without_parameters_have_names_if_they_are_equal() -> None:

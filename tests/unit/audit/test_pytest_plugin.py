@@ -56,22 +56,16 @@ def test_each_audit_of_the_command_line_is_a_test(pytester: pytest.Pytester, ran
     assert ranks.started == [(Run("a.py:one"), 4), (Run("b:two"), 4)]
 
 
-def test_the_number_of_ranks_is_that_of_the_option(pytester: pytest.Pytester, ranks: Ranks) -> None:
-    run(pytester, "--pipegrad-audit=a.py:one", "--pipegrad-audit-ranks=3").assert_outcomes(passed=1)
-    assert ranks.started == [(Run("a.py:one"), 3)]
-
-
-def test_audits_run_behind_the_tests_of_files(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_first(): pass")
-    result = run(pytester, "--pipegrad-audit=a.py:one")
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["PASSED *test_first", "PASSED *audit a.py:one"])
-
-
-def test_without_the_option_there_are_no_audits(pytester: pytest.Pytester, ranks: Ranks) -> None:
+def test_audits_run_behind_the_tests_of_files_if_the_option_asks_for_them(
+    pytester: pytest.Pytester, ranks: Ranks
+) -> None:
     pytester.makepyfile("def test_first(): pass")
     run(pytester).assert_outcomes(passed=1)
     assert ranks.started == []
+    result = run(pytester, "--pipegrad-audit=a.py:one", "--pipegrad-audit-ranks=3")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["PASSED *test_first", "PASSED *audit a.py:one"])
+    assert ranks.started == [(Run("a.py:one"), 3)]
 
 
 def test_audits_are_chosen_by_their_names(pytester: pytest.Pytester, ranks: Ranks) -> None:
@@ -80,35 +74,30 @@ def test_audits_are_chosen_by_their_names(pytester: pytest.Pytester, ranks: Rank
     assert ranks.started == [(Run("b:two"), 4)]
 
 
-def test_an_audit_that_finds_something_fails_with_its_report(
-    pytester: pytest.Pytester, ranks: Ranks
+CAUSE = ["wrong, 1 cause*", "1. step 1: the gradient is stale"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "lines", "has_traceback"),
+    [
+        (WRONG, CAUSE, False),
+        (ConfigError("a.py has no function 'one'"), ["a.py has no function 'one'"], False),
+        (ZeroDivisionError("strange"), ["*ZeroDivisionError: strange*"], True),
+    ],
+)
+def test_an_audit_that_finds_something_or_cannot_be_run_fails_with_what_it_says(
+    pytester: pytest.Pytester,
+    ranks: Ranks,
+    outcome: Report | Exception,
+    lines: list[str],
+    has_traceback: bool,
 ) -> None:
-    ranks.result = WRONG
+    ranks.result = outcome
     result = run(pytester, "--pipegrad-audit=a.py:one")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["wrong, 1 cause*", "1. step 1: the gradient is stale"])
-    assert "Traceback" not in result.stdout.str()
-    assert "pytest_plugin.py" not in result.stdout.str()
-
-
-def test_an_audit_that_cannot_be_run_fails_in_one_line(
-    pytester: pytest.Pytester, ranks: Ranks
-) -> None:
-    ranks.result = ConfigError("a.py has no function 'one'")
-    result = run(pytester, "--pipegrad-audit=a.py:one")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["a.py has no function 'one'"])
-    assert "pytest_plugin.py:" not in result.stdout.str()
-
-
-def test_another_error_of_an_audit_has_its_traceback(
-    pytester: pytest.Pytester, ranks: Ranks
-) -> None:
-    ranks.result = ZeroDivisionError("strange")
-    result = run(pytester, "--pipegrad-audit=a.py:one")
-    result.assert_outcomes(failed=1)
-    assert "ZeroDivisionError: strange" in result.stdout.str()
-    assert "pytest_plugin.py:" in result.stdout.str()
+    result.stdout.fnmatch_lines(lines)
+    assert ("pytest_plugin.py:" in result.stdout.str()) == has_traceback
+    assert has_traceback or "Traceback" not in result.stdout.str()
 
 
 FIXTURE = """
@@ -118,17 +107,19 @@ def test_it(audit_pipeline):
 """
 
 
-def test_the_fixture_returns_the_report(pytester: pytest.Pytester, ranks: Ranks) -> None:
-    arguments = "'a.py:one', ranks=2, steps=3, tolerance=0.5"
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [
+        ("'a.py:one', ranks=2, steps=3, tolerance=0.5", (Run("a.py:one", 3, 0.5), 2)),
+        ("'a.py:one'", (Run("a.py:one"), 4)),
+    ],
+)
+def test_the_fixture_returns_the_report(
+    pytester: pytest.Pytester, ranks: Ranks, arguments: str, started: tuple[Run, int]
+) -> None:
     pytester.makepyfile(FIXTURE.format(arguments=arguments))
     run(pytester).assert_outcomes(passed=1)
-    assert ranks.started == [(Run("a.py:one", 3, 0.5), 2)]
-
-
-def test_the_fixture_has_4_ranks_by_default(pytester: pytest.Pytester, ranks: Ranks) -> None:
-    pytester.makepyfile(FIXTURE.format(arguments="'a.py:one'"))
-    run(pytester).assert_outcomes(passed=1)
-    assert ranks.started == [(Run("a.py:one"), 4)]
+    assert ranks.started == [started]
 
 
 def test_the_fixture_fails_a_test_with_the_report(pytester: pytest.Pytester, ranks: Ranks) -> None:
@@ -136,7 +127,7 @@ def test_the_fixture_fails_a_test_with_the_report(pytester: pytest.Pytester, ran
     pytester.makepyfile(FIXTURE.format(arguments="'a.py:one'"))
     result = run(pytester)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["wrong, 1 cause*", "1. step 1: the gradient is stale"])
+    result.stdout.fnmatch_lines(CAUSE)
 
 
 SCRIPT = """

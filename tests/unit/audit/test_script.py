@@ -92,12 +92,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return fake
 
 
-def test_a_function_of_a_file_makes_the_audit(file: Path) -> None:
+def test_a_function_of_a_file_or_module_makes_the_audit(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert made(f"{file}:audited").microbatches == 5
-
-
-def test_a_file_is_imported_once(file: Path) -> None:
-    assert function(f"{file}:audited") is function(f"{file}:audited")
+    assert function(f"{file}:audited") is function(f"{file}:audited")  # it is imported once
+    assert isinstance(made(recorded), Recorded)
+    monkeypatch.syspath_prepend(file.parent)
+    assert made("somebodys_script:audited").microbatches == 5
 
 
 def test_a_file_of_the_current_folder_needs_no_path(
@@ -107,50 +109,26 @@ def test_a_file_of_the_current_folder_needs_no_path(
     assert made(f"{file.name}:audited").microbatches == 5
 
 
-def test_a_function_of_a_module_makes_the_audit(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(file.parent)
-    assert made("somebodys_script:audited").microbatches == 5
-
-
-def test_a_function_itself_makes_the_audit() -> None:
-    assert isinstance(made(recorded), Recorded)
-
-
 @pytest.mark.parametrize("target", ["script.py", "module", ":f", "script.py:", ""])
 def test_a_target_without_a_file_or_a_function_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=r"expected FILE\.py:function, or module:function"):
         function(target)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "nowhere.py"
-    with pytest.raises(ConfigError, match=rf"{path} cannot be imported: .*there is no file {path}"):
-        function(f"{path}:audited")
-
-
-def test_a_module_that_is_missing_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^no_such_module cannot be imported: ModuleNotFound"):
-        function("no_such_module:audited")
-
-
-def test_a_function_that_is_missing_comes_with_those_that_are_there(file: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        function(f"{file}:adited")
-    assert str(caught.value).endswith(
-        "has no function 'adited'; it has ['loss', 'audited', 'number']"
-    )
-
-
-def test_a_value_that_is_no_function_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match="has no function 'value'"):
-        function(f"{file}:value")
-
-
-def test_what_is_no_audit_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r":number returned int, expected a pipegrad\.Audit"):
-        made(f"{file}:number")
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("{folder}/nowhere.py:audited", "^{folder}/nowhere.py cannot be imported: .*there is no "),
+        ("no_such_module:audited", "^no_such_module cannot be imported: ModuleNotFound"),
+        ("{file}:adited", r"has no function 'adited'; it has \['loss', 'audited', 'number'\]$"),
+        ("{file}:value", "has no function 'value'"),
+        ("{file}:number", r":number returned int, expected a pipegrad\.Audit"),
+    ],
+)
+def test_what_is_missing_or_no_audit_is_named(file: Path, target: str, words: str) -> None:
+    known = {"folder": file.parent, "file": file}
+    with pytest.raises(ConfigError, match=words.format(**known)):
+        made(target.format(**known))
 
 
 @pytest.mark.parametrize(
@@ -162,42 +140,30 @@ def test_what_is_no_audit_is_refused(file: Path) -> None:
         ("import no_such_module", "no_such_module"),
     ],
 )
-def test_an_error_of_the_file_is_said_with_its_cause(file: Path, line: str, says: str) -> None:
+def test_an_error_of_the_file_is_said_with_its_cause_and_may_be_repaired(
+    file: Path, line: str, says: str
+) -> None:
     file.write_text(line)
     with pytest.raises(ConfigError, match=f"{file} cannot be imported: .*{says}") as caught:
         function(f"{file}:audited")
     assert caught.value.__cause__ is not None
-
-
-def test_a_file_that_failed_is_imported_again(file: Path) -> None:
-    file.write_text("1 / 0")
-    with pytest.raises(ConfigError):
-        function(f"{file}:audited")
     file.write_text(SCRIPT)
     assert made(f"{file}:audited").microbatches == 5
 
 
-def test_ranks_get_the_whole_path_of_a_file(
+def test_ranks_get_the_whole_path_of_a_file_and_a_module_as_it_is(
     file: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(file.parent)
     assert Run(f"{file.name}:audited", steps=2).in_ranks(3, 7.0) is REPORT
-    assert ranks.started == [(Run(f"{file.resolve()}:audited", steps=2), 3, 7.0)]
-
-
-def test_ranks_get_a_module_as_it_is(
-    file: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert ranks.started.pop() == (Run(f"{file.resolve()}:audited", steps=2), 3, 7.0)
     monkeypatch.syspath_prepend(file.parent)
-    Run("somebodys_script:audited").in_ranks(2)
-    [(run, _, _)] = ranks.started
-    assert run.target == "somebodys_script:audited"
-
-
-def test_ranks_get_a_function_by_its_file(ranks: Ranks) -> None:
-    Run(recorded).in_ranks(2)
-    [(run, _, _)] = ranks.started
-    assert run.target == f"{__file__}:recorded"
+    for target, sent in (
+        ("somebodys_script:audited", "somebodys_script:audited"),
+        (recorded, f"{__file__}:recorded"),
+    ):
+        Run(target).in_ranks(2)
+        assert ranks.started.pop()[0].target == sent
 
 
 @pytest.mark.parametrize(

@@ -118,19 +118,15 @@ def numbers() -> Batch:
     return random(ROWS, WIDTH), random(ROWS, WIDTH, seed=3)
 
 
-def test_the_gradient_is_that_of_the_whole_batch() -> None:
+def test_gradient_and_losses_are_those_of_the_whole_batch_and_its_parts() -> None:
     model, batch = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), numbers()
     truth = truth_of(model, batch)
     assert_equal(truth.gradients, by_autograd(model, [batch]))
     torch.testing.assert_close(truth.weights, EVEN)
     assert truth.loss == pytest.approx(square(model(batch[0]), batch[1]).item())
-    assert not truth.is_coupled
-
-
-def test_losses_are_those_of_replicas_and_microbatches() -> None:
-    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
     expected = [[square(model(x), y).item() for x, y in row] for row in cut(batch)]
-    torch.testing.assert_close(truth_of(model, batch).losses, torch.tensor(expected).double())
+    torch.testing.assert_close(truth.losses, torch.tensor(expected).double())
+    assert not truth.is_coupled
 
 
 def test_the_model_is_not_changed() -> None:
@@ -189,16 +185,11 @@ def test_batch_norm_in_evaluation_couples_nothing() -> None:
     assert_equal(truth.gradients, by_autograd(model, [batch]))
 
 
-def test_a_tie_has_the_sum_over_its_uses() -> None:
+def test_parts_of_a_tie_are_those_of_its_uses() -> None:
     model, batch = seeded(Tied()), tokens()
     truth = truth_of(model, batch, cross_entropy)
     assert_equal(truth.gradients, by_autograd(model, [batch], cross_entropy))
     assert truth.uses["embedding.weight"] == ("embedding.weight", "head.weight")
-
-
-def test_parts_of_a_tie_are_those_of_its_uses() -> None:
-    model, batch = seeded(Tied()), tokens()
-    truth = truth_of(model, batch, cross_entropy)
     parts = truth.parts(["embedding.weight"])["embedding.weight"]
     assert parts.shape == (REPLICAS, MICROBATCHES, 2, 5 * WIDTH)
     whole = (parts * EVEN[..., None, None]).sum((0, 1, 2))
@@ -238,11 +229,13 @@ def test_frozen_parameters_are_absent() -> None:
     assert truth.uses.keys() == truth.gradients.keys()
 
 
-def test_parameters_that_are_not_used_have_zeros() -> None:
+def test_parameters_that_are_not_used_have_zeros_and_more_than_a_loss_is_left_out() -> None:
     model, batch = seeded(Sum()), numbers()
     model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
-    truth = truth_of(model, ((batch[0], batch[1]), batch[1]))
+    inputs = batch[0], batch[1]
+    truth = truth_of(model, (inputs, batch[1]), lambda out, target: (square(out, target), "more"))
     assert torch.equal(truth.gradients["unused"], torch.zeros(3, dtype=torch.float64))
+    assert_equal(truth.gradients, truth_of(model, (inputs, batch[1])).gradients)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +259,6 @@ def test_inputs_of_many_kinds(inputs: Any) -> None:
     assert not truth.is_coupled
 
 
-def test_the_first_value_of_a_loss_function_is_the_loss() -> None:
-    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
-    truth = truth_of(model, batch, lambda output, target: (square(output, target), "more"))
-    assert_equal(truth.gradients, by_autograd(model, [batch]))
-
-
 def test_buffers_are_those_after_the_microbatches_of_each_replica() -> None:
     model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
     model.register_buffer("constant", torch.ones(2, dtype=torch.float64))
@@ -292,20 +279,14 @@ def noise(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, 
     return compute(model, Data(square, cut(batch), batch), dtypes, autocast).noise
 
 
-def test_float64_has_no_noise() -> None:
+def test_the_noise_is_that_of_a_dtype() -> None:
     assert max(noise(torch.float64).values()) < 1e-14
-
-
-def test_the_noise_of_bfloat16_is_larger_than_that_of_float32() -> None:
     small, large = noise(torch.float32), noise(torch.bfloat16)
     assert small.keys() == large.keys() == {"0.weight", "0.bias"}
     for name, value in small.items():
         assert 0 < value < 1e-5
         assert 1e-4 < large[name] < 0.1
-
-
-def test_the_noise_of_autocast_is_that_of_its_dtype() -> None:
-    assert min(noise(torch.float32, torch.bfloat16).values()) > 1e-4
+    assert min(noise(torch.float32, torch.bfloat16).values()) > 1e-4  # of autocast
 
 
 def test_dtypes_in_which_one_process_cannot_compute_have_no_noise() -> None:
@@ -316,28 +297,16 @@ def test_dtypes_in_which_one_process_cannot_compute_have_no_noise() -> None:
 
 
 def test_trees_are_cut_along_the_first_dimension() -> None:
-    value = {"x": torch.arange(6).reshape(6, 1), "more": (torch.arange(6),)}
-    first, second, third = leaves_cut(value, 3)
-    assert torch.equal(first["x"], torch.tensor([[0], [1]]))
-    assert torch.equal(second["more"][0], torch.tensor([2, 3]))
-    assert torch.equal(third["x"], torch.tensor([[4], [5]]))
-
-
-def test_a_tensor_of_one_row_goes_whole_into_each() -> None:
-    row, scalar = torch.ones(1, 4), torch.tensor(2.0)
-    for part in leaves_cut((torch.arange(6), row, scalar), 3):
-        assert len(part[0]) == 2
-        assert part[1] is row
-        assert part[2] is scalar
-
-
-def test_what_is_no_tensor_goes_whole_into_each() -> None:
-    for part in leaves_cut({"x": torch.arange(6), "scale": 2.0, "mode": "sum", "mask": None}, 3):
-        assert len(part.pop("x")) == 2
-        assert part == {"scale": 2.0, "mode": "sum", "mask": None}
-
-
-def test_a_value_without_tensors_is_the_same_for_each() -> None:
+    row, scalar, six = torch.ones(1, 4), torch.tensor(2.0), torch.arange(6)
+    value = {"x": six[:, None], "more": (six, row, scalar), "mode": "sum", "mask": None}
+    for number, part in enumerate(leaves_cut(value, 3)):
+        rows = six[2 * number : 2 * number + 2]
+        assert torch.equal(part["x"], rows[:, None])
+        assert torch.equal(part["more"][0], rows)
+        # A tensor of one row goes whole into each, and so does what is no tensor.
+        assert part["more"][1] is row
+        assert part["more"][2] is scalar
+        assert (part["mode"], part["mask"]) == ("sum", None)
     assert leaves_cut(None, 3) == [None, None, None]
 
 
@@ -358,11 +327,7 @@ def test_names_of_a_tie_are_behind_the_first_one() -> None:
 
 def test_a_difference_is_relative_to_what_is_right() -> None:
     assert relative(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 10.0])) == pytest.approx(0.5)
-
-
-def test_a_difference_of_zeros_is_zero() -> None:
-    zeros = torch.zeros(2, dtype=torch.float64)
-    assert relative(zeros, zeros) == 0.0
+    assert relative(torch.zeros(2).double(), torch.zeros(2).double()) == 0.0
 
 
 def test_large_gradients_are_looked_at_in_part() -> None:

@@ -78,6 +78,10 @@ def through(model: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def plain(model: Any, x: Tensor) -> Tensor:
+    return model.last(through(model, model.first(x)))  # type: ignore[no-any-return]
+
+
 def branch(model: Any, x: Tensor) -> Tensor:
     hidden = model.first(x)
     is_positive = bool((hidden > 0).any())
@@ -98,6 +102,33 @@ def test_code_behind_a_decision_has_the_values_that_it_was_made_by(
 ) -> None:
     """A stage without the first layer decided by nan: it took the other branch."""
     check(Glue(between), num_stages)
+
+
+def written(model: Any, x: Tensor) -> Tensor:
+    hidden = model.first(x)
+    hidden *= 3.0
+    return model.last(through(model, hidden) + hidden)  # type: ignore[no-any-return]
+
+
+def written_by_another(model: Any, x: Tensor) -> Tensor:
+    hidden = model.first(x)
+    hidden[:, :2] = model.side(x)  # into a view
+    return model.last(through(model, hidden) + hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("between", [written, written_by_another])
+@pytest.mark.parametrize("boundaries", [["blocks.0", "blocks.2"], ["blocks.1", "last"]])
+def test_code_between_layers_may_write_in_place(between: Any, boundaries: list[str]) -> None:
+    """Each stage runs it on memory of its own.
+
+    CTRL scales the embeddings in place. In a stage without them that was an error of torch: what
+    stands for an output had the memory of one number. In a stage that sends them it was silently
+    wrong: other stages scaled them a second time.
+    """
+    model = Glue(between)
+    if between is written_by_another:
+        model.side = nn.Linear(WIDTH, 2)
+    check(model, 3, boundaries)
 
 
 class Sized(nn.Module):
@@ -144,12 +175,12 @@ class Cache(nn.Module):
 
 def test_a_cache_does_not_keep_what_the_cut_made() -> None:
     """The model kept a fake tensor, and failed, cut or uncut."""
-    model = Glue(lambda model, x: model.last(through(model, model.first(x))), Cache)
+    model = Glue(plain, Cache)
     check(model, 2)
     pipegrad.cut(model, 2, example={"x": torch.randn(2, WIDTH, dtype=torch.float64)})
     kept: Any = model.blocks[0]
     assert kept.kept is not None  # by check, which ran the model
-    other: Any = Glue(lambda model, x: model.last(through(model, model.first(x))), Cache)
+    other: Any = Glue(plain, Cache)
     pipegrad.cut(other, 2, example={"x": torch.randn(2, WIDTH)})
     assert all(block.kept is None and not block.by_width for block in other.blocks)
 
@@ -303,7 +334,7 @@ def test_what_stages_would_have_differently_is_refused(case: str) -> None:
 
 
 def test_hooks_of_layers_run_once_in_a_step_and_not_behind_the_cut() -> None:
-    model: Any = Glue(lambda model, x: model.last(through(model, model.first(x))))
+    model: Any = Glue(plain)
     ran = list[int]()
     for number, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, number=number: ran.append(number))
@@ -311,11 +342,8 @@ def test_hooks_of_layers_run_once_in_a_step_and_not_behind_the_cut() -> None:
     ran.clear()
     chained(cut, torch.randn(3, WIDTH))
     assert ran == [0, 1, 2, 3]
-
-
-def test_hooks_of_the_model_see_what_it_returns() -> None:
-    """A forward hook of the model changed what every stage sends."""
-    true: Any = Glue(lambda model, x: model.last(through(model, model.first(x))))
+    # A forward hook of the model itself changed what every stage sends.
+    true: Any = Glue(plain)
     true.register_forward_hook(lambda _, inputs, output: output * 2)
     check(true, 3)
 

@@ -12,7 +12,7 @@ import torch
 
 from pipegrad import find_tied
 from pipegrad.errors import WeightsError
-from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.weights.files import INDEX, Weights, write_shard
 from pipegrad.partition.weights.pretrained import load_stages, meta_model, start_stages
 from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, logits, tensors
@@ -264,11 +264,3 @@ def test_several_adapters_are_refused(tmp_path: Path) -> None:
     model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(WeightsError, match=r"adapters \['default', 'other'\]; expected one"):
         save_stages(tmp_path, model, {0: model})
-
-
-def test_a_single_file_of_before_is_not_read_by_mistake(tmp_path: Path) -> None:
-    """`model.safetensors` of an older model would count more than the new index."""
-    model = FAMILIES["gpt2"].model()
-    model.save_pretrained(tmp_path)
-    save_stages(tmp_path, model, {0: model}, tied=find_tied(model))
-    assert not (tmp_path / SINGLE).exists()

@@ -90,18 +90,12 @@ def test_a_subclass_with_a_constructor_of_its_own_is_cut_too() -> None:
     assert cut.modules[1][0] is model[1]  # type: ignore[index]
 
 
-def test_a_layer_that_is_there_twice_is_in_both_stages() -> None:
+def test_a_layer_that_is_there_twice_is_in_both_stages_and_modes_are_kept() -> None:
     twice = nn.Linear(3, 3)
-    model = nn.Sequential(twice, nn.GELU(), twice)
-    cut = cut_of(model, 3)
+    cut = cut_of(nn.Sequential(twice, nn.GELU(), twice), 3)
     assert cut.modules[0][0] is cut.modules[2][0] is twice  # type: ignore[index]
     assert cut.tied == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
-
-
-def test_modes_are_kept() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Dropout())
-    model[0].eval()
-    cut = cut_of(model, 2)
+    cut = cut_of(nn.Sequential(nn.Dropout().eval(), nn.Dropout()), 2)
     assert [module[0].training for module in cut.modules.values()] == [False, True]  # type: ignore[index]
 
 
@@ -119,29 +113,21 @@ def test_the_largest_stage_is_as_small_as_can_be(seed: int) -> None:
     assert cut_of(model, num_stages).boundaries == cut.boundaries
 
 
-def test_a_parameter_counts_once_in_a_stage_and_once_in_each() -> None:
+def test_a_parameter_counts_once_in_a_stage_and_equal_layers_are_spread_evenly() -> None:
     model = layers(10, 4, 4, 4)
     for at in (1, 2):
         model[at].weight = model[0].weight
     assert cut_of(model, 2).boundaries == (3,)  # 10 once, against 4; not 10 + 10 + 10
     assert cut_of(layers(10, 4, 4, 4), 2).boundaries == (1,)
-
-
-def test_equal_layers_are_spread_evenly() -> None:
     assert cut_of(layers(*[3] * 8), 4).boundaries == (2, 4, 6)
     assert sorted(map(held, cut_of(layers(*[3] * 6), 4).modules.values())) == [3, 3, 6, 6]
+    assert len(cut_of(layers(*[3] * 300), 16).modules) == 16  # which takes no time
 
 
-def test_many_layers_take_no_time() -> None:
-    assert len(cut_of(layers(*[3] * 300), 16).modules) == 16
-
-
-@pytest.mark.parametrize(
-    ("boundaries", "expected"), [([1, 2], (1, 2)), ((2, 3), (2, 3)), ([1, 3], (1, 3))]
-)
-def test_boundaries_are_taken_as_told(boundaries: list[int], expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("boundaries", [[1, 2], (2, 3), [1, 3]])
+def test_boundaries_are_taken_as_told(boundaries: list[int]) -> None:
     cut = cut_of(layers(1, 2, 3, 4), 3, boundaries=boundaries)
-    assert cut.boundaries == expected
+    assert cut.boundaries == tuple(boundaries)
     assert sum(len(list(m.children())) for m in cut.modules.values()) == 4
 
 

@@ -39,31 +39,32 @@ class Chain(nn.Module):
         self.head = nn.Linear(WIDTH, 7, bias=False, dtype=torch.float64)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens) * scale
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
         for layer in self.layers:
             x = F.gelu(layer(x))
-        return self.head(x)  # type: ignore[no-any-return]
+        return x * scale
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Any:
+        return self.head(self.between(self.embed(tokens), tokens, scale))
 
 
 class Skipping(Chain):
     """The first layer's output is read again by each later layer."""
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        first = x = self.layers[0](self.embed(tokens))
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        first = x = self.layers[0](x)
         for layer in list(self.layers)[1:]:
             x = layer(x) + scale * first
-        return self.head(x)  # type: ignore[no-any-return]
+        return x
 
 
 class Twice(Chain):
     """Each layer is called twice."""
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens)
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
         for layer in [*self.layers, *self.layers]:
             x = F.gelu(layer(x)) * scale
-        return self.head(x)  # type: ignore[no-any-return]
+        return x
 
 
 class Gated(Chain):
@@ -73,11 +74,8 @@ class Gated(Chain):
         super().__init__()
         self.gate = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens) * self.gate
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x * self.gate * scale)  # type: ignore[no-any-return]
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        return super().between(x * self.gate, tokens, scale) * self.gate
 
 
 class Pair(nn.Module):
@@ -106,62 +104,56 @@ class Tables(Chain):
         super().__init__()
         self.layers = nn.ModuleList(Pair(makes=i == 0) for i in range(3))
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x, table = self.embed(tokens) * scale, None
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        x, table = x * scale, None
         for layer in self.layers:
             x, table = layer(x, table)
             table = table + torch.ones(2 * tokens.shape[1:], dtype=x.dtype).tril()
-        return self.head(x)  # type: ignore[no-any-return]
+        return x
 
 
 class Asking(Chain):
     """Code between layers asks layers for what they are."""
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens).to(self.layers[2].weight.dtype)
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        x = x.to(self.layers[2].weight.dtype)  # type: ignore[arg-type]
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
             x = layer(x) / layer.in_features
-        return self.head(x) * scale  # type: ignore[no-any-return]
+        return x * scale
 
 
 class Noisy(Chain):
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
         noise = torch.rand(WIDTH, dtype=torch.float64)
-        x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x) + noise
-        return self.head(x)  # type: ignore[no-any-return]
+        return x
 
 
 class Choosing(Chain):
     """Values decide which code runs."""
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x if tokens.sum() > 0 else -x)  # type: ignore[no-any-return]
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        x = super().between(x, tokens, scale)
+        return x if tokens.sum() > 0 else -x
 
 
 class Leaving(Chain):
     """Leaves layers out if it is told so."""
 
-    def forward(self, tokens: Tensor, scale: float = 1.0, *, short: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, scale: float = 1.0, *, short: bool = False) -> Any:
         x = self.embed(tokens)
         for layer in list(self.layers)[short:]:
             x = layer(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 class Reaching(Chain):
     """Code between layers uses a parameter of a layer."""
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x + self.layers[0].bias)  # type: ignore[no-any-return]
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        return super().between(x, tokens, scale) + self.layers[0].bias  # type: ignore[operator]
 
 
 class Deep(Chain):
@@ -171,11 +163,8 @@ class Deep(Chain):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(linear()) for _ in range(3))
 
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x + self.layers[0][0].bias)  # type: ignore[index,no-any-return]
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        return super().between(x, tokens, scale) + self.layers[0][0].bias  # type: ignore[index,no-any-return]
 
 
 class Normed(Chain):
@@ -190,7 +179,7 @@ class Sums(NamedTuple):
 
 
 class Summing(Chain):
-    def forward(self, tokens: Tensor, scale: float = 1.0) -> Sums:  # type: ignore[override]
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Sums:
         out = super().forward(tokens, scale)
         return Sums(out, (out.sum(), out.mean()))
 

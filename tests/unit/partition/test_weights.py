@@ -58,72 +58,50 @@ def test_a_tensor_stays_when_its_file_is_written_again(tmp_path: Path) -> None:
     tensor += 1  # in memory of its own
 
 
-def cut_short(folder: Path) -> None:
-    path = folder / "1.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+def shard(folder: Path) -> Path:
+    return folder / "1.safetensors"
 
 
-def exchange(folder: Path) -> None:
-    write_shard(folder / "1.safetensors", {"other": torch.ones(1)})
+def index(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / INDEX).write_text(text)
 
 
-def lose(folder: Path) -> None:
-    (folder / "1.safetensors").unlink()
+def only(file: str) -> Callable[[Path], object]:
+    """Has another file instead of an index."""
+    return lambda folder: (folder / INDEX).rename(folder / file)
 
 
-def empty(folder: Path) -> None:
-    (folder / "1.safetensors").write_bytes(b"")
+NOT_WHOLE = ["1.safetensors is not a whole safetensors file"]
+HARMS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "cut short": (lambda f: shard(f).write_bytes(shard(f).read_bytes()[:-1]), NOT_WHOLE),
+    "empty": (lambda f: shard(f).write_bytes(b""), NOT_WHOLE),
+    "header": (
+        lambda f: shard(f).write_bytes(shard(f).read_bytes().replace(b"a.wei", b"a.w\xffi")),
+        NOT_WHOLE,
+    ),
+    "exchanged": (
+        lambda f: write_shard(shard(f), {"other": torch.ones(1)}),
+        ["1.safetensors has no tensor a.weight"],
+    ),
+    "lost": (
+        lambda f: shard(f).unlink(),
+        ["there is no file", "1.safetensors", "its index lists it"],
+    ),
+    "index": (index("{"), [INDEX, "is no index"]),
+    "another index": (index('{"weight_map": ["a.weight"]}'), [INDEX, "is no index"]),
+    "leaves": (
+        index('{"weight_map": {"a.weight": "../secret.safetensors"}}'),
+        [INDEX, "outside of its directory: ../secret.safetensors"],
+    ),
+    "pickled": (only("pytorch_model.bin"), ["pytorch_model.bin", "save_pretrained"]),
+    "adapter": (only("adapter_config.json"), ["adapter of peft"]),
+    "half": (only("else"), ["neither", SINGLE, INDEX, "the writer did not end"]),
+}
 
 
-def damage_header(folder: Path) -> None:
-    path = folder / "1.safetensors"
-    path.write_bytes(path.read_bytes().replace(b"a.weight", b"a.w\xffight"))
-
-
-def damage_index(folder: Path) -> None:
-    (folder / INDEX).write_text("{")
-
-
-def other_index(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": ["a.weight"]}')
-
-
-def leave(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"a.weight": "../secret.safetensors"}}')
-
-
-def pickled(folder: Path) -> None:
-    (folder / INDEX).unlink()
-    (folder / "pytorch_model.bin").touch()
-
-
-def adapter(folder: Path) -> None:
-    (folder / INDEX).unlink()
-    (folder / "adapter_config.json").touch()
-
-
-def half(folder: Path) -> None:
-    (folder / INDEX).unlink()
-
-
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (cut_short, ["1.safetensors is not a whole safetensors file"]),
-        (empty, ["1.safetensors is not a whole safetensors file"]),
-        (damage_header, ["1.safetensors is not a whole safetensors file"]),
-        (exchange, ["1.safetensors has no tensor a.weight"]),
-        (lose, ["there is no file", "1.safetensors", "its index lists it"]),
-        (damage_index, [INDEX, "is no index"]),
-        (other_index, [INDEX, "is no index"]),
-        (leave, [INDEX, "outside of its directory: ../secret.safetensors"]),
-        (pickled, ["pytorch_model.bin", "save_pretrained"]),
-        (adapter, ["adapter of peft"]),
-        (half, ["neither", SINGLE, INDEX, "the writer did not end"]),
-    ],
-)
+@pytest.mark.parametrize(("harm", "words"), HARMS.values(), ids=HARMS)
 def test_a_damaged_directory_is_refused(
-    folder: Path, harm: Callable[[Path], None], words: list[str]
+    folder: Path, harm: Callable[[Path], object], words: list[str]
 ) -> None:
     harm(folder)
     for read in (Weights.spec, Weights.read):

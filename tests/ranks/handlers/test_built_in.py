@@ -1,0 +1,370 @@
+"""The handlers of pipegrad keep the contract; and what each asks for, by rank and parameter."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from pipegrad import (
+    GradientHandler,
+    OuterStep,
+    ParameterRecord,
+    Placement,
+    Reduction,
+    Topology,
+    handlers,
+    make_plan,
+)
+from pipegrad.errors import PlanError, PluginOptionError, TopologyError
+from pipegrad.model.manifest import Manifest
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.testing import HandlerContract
+from pipegrad_handlers.data_parallel import DataParallel
+from pipegrad_handlers.diloco import DiLoCo
+from pipegrad_handlers.expert_parallel import ExpertParallel
+from pipegrad_handlers.pipeline_shared import PipelineShared
+from pipegrad_handlers.sequence_parallel import SequenceParallel
+from pipegrad_handlers.sharded import Sharded
+from tests.support.plan.manifests import manifest
+
+# --- the contract: a class for each way to reduce, place and send
+
+SHARED = ("pipeline-shared",)
+OWNER: dict[str, Any] = {"name": "pipeline-shared", "placement": "owner"}
+
+
+class TestDataParallel(HandlerContract):
+    handler = "data-parallel"
+    beside = SHARED
+
+
+class TestDataParallelInBf16(HandlerContract):
+    handler: ClassVar[Any] = {"name": "data-parallel", "hook": "bf16_compress_hook"}
+    beside = SHARED
+    relative_error = 2**-7  # bfloat16 rounds by 2**-8 at most: both halves, and then their sum
+
+
+class TestDataParallelBeforePowerSGDBegins(HandlerContract):
+    handler: ClassVar[Any] = {"name": "data-parallel", "hook": {"name": "powerSGD_hook"}}
+    beside = SHARED
+
+
+@pytest.mark.smoke
+class TestPipelineShared(HandlerContract):
+    handler = "pipeline-shared"
+    beside = ("data-parallel",)
+
+
+class TestPipelineSharedByOwners(HandlerContract):
+    handler = OWNER
+    beside = ("data-parallel",)
+
+
+class TestPairwise(HandlerContract):
+    handler: ClassVar[Any] = {"name": "pipeline-shared", "exchange": "pairwise"}
+    beside = ("data-parallel",)
+
+
+class TestAsymmetric(HandlerContract):
+    handler: ClassVar[Any] = {"name": "pipeline-shared", "exchange": "asymmetric"}
+    beside = ("data-parallel",)
+
+
+class TestSharded(HandlerContract):
+    handler = "sharded"
+    beside = SHARED
+
+
+class TestShardedBehindOwners(HandlerContract):
+    """Ties are given to an owner first, and its sums are cut into rows."""
+
+    handler = "sharded"
+    beside = (OWNER,)
+
+
+class TestDiLoCo(HandlerContract):
+    handler: ClassVar[Any] = {"name": "diloco", "every": 1, "lr": 1.0, "momentum": 0.0}
+    beside = SHARED
+
+
+class TestDiLoCoBehindOwners(HandlerContract):
+    """The owner of a tie meets the owners of other replicas, and then sends the result on."""
+
+    handler: ClassVar[Any] = TestDiLoCo.handler
+    beside = (OWNER,)
+
+
+class TestSequenceParallel(HandlerContract):
+    handler: ClassVar[Any] = {"name": "sequence-parallel", "axis": "dp", "parameters": ["*"]}
+    beside = SHARED
+
+    def expected(self, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return 2 * whole  # of which `whole` is the mean
+
+
+class TestOnlyExperts(HandlerContract):
+    """All parameters live on their data rank alone, and the loss is the mean over two of them."""
+
+    handler: ClassVar[Any] = {"name": "expert-parallel", "experts": ["*"], "axis": "dp"}
+
+    def expected(self, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return own / 2
+
+
+class TestNoExperts(HandlerContract):
+    handler: ClassVar[Any] = {"name": "expert-parallel", "experts": [], "axis": "dp"}
+    beside = SHARED
+
+
+class TestNoop(HandlerContract):
+    handler = "noop"
+
+    def expected(self, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+
+# --- what each asks for
+
+
+def record(name: str, stage: int = 0, *holders: int, key: str = "") -> ParameterRecord:
+    holders = holders or (stage,)
+    key = key or f"{holders[0]}.{name}"
+    return ParameterRecord(key, name, stage, (2,), torch.float32, name != "frozen", holders, 0)
+
+
+PLACED: list[tuple[GradientHandler, Placement]] = [
+    (DataParallel(), Placement.REPLICATE),
+    (Sharded(), Placement.SHARD),
+    (DiLoCo(every=3), Placement.MEET),
+]
+
+
+@pytest.mark.parametrize(("handler", "placement"), PLACED, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(("rank", "copies"), [(0, (0, 1)), (5, (4, 5))])
+def test_every_parameter_is_averaged_over_its_copies(
+    handler: GradientHandler, placement: Placement, rank: int, copies: tuple[int, ...]
+) -> None:
+    topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=rank)
+    stage = topology.local_stages[0]
+    records = [record("w", stage), record("emb", stage, 0, 3), record("frozen", stage)]
+    assert list(handler.reductions(records, topology)) == [
+        Reduction(r, copies, "mean", placement) for r in records
+    ]
+
+
+def test_the_dimension_may_be_another_one() -> None:
+    w = record("w")
+    named = Topology.build(axes=(("replica", 2), ("stage", 1)), pipeline="stage", data="replica")
+    assert DataParallel().reductions([w], named) == [Reduction(w, (0, 1), "mean")]
+    outer = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2)), data=("dp", "out"), rank=1)
+    chosen: GradientHandler
+    for chosen, placement, wrong in (
+        (DiLoCo(every=3, axis="out"), Placement.MEET, DiLoCo(every=3, axis="in")),
+        (Sharded(axis="out"), Placement.SHARD, Sharded(axis="in")),
+    ):
+        assert chosen.reductions([w], outer) == [Reduction(w, (0, 1), "mean", placement)]
+        with pytest.raises(TopologyError, match=r"no dimension 'in', only \['pp', 'dp', 'out'\]"):
+            wrong.reductions([w], outer)
+
+
+def test_the_options_of_diloco_are_those_of_the_outer_step() -> None:
+    resolved = handlers.resolve({"name": "diloco", "every": 50})
+    assert resolved.plugin.outer == OuterStep(every=50, lr=0.7, momentum=0.9)
+
+
+def test_a_shared_parameter_is_summed_over_its_holders() -> None:
+    topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
+    emb, own = record("emb", 0, 0, 3), record("w")
+    assert PipelineShared().reductions([own, emb], topology) == [Reduction(emb, (1, 7), "sum")]
+    by_owner = Reduction(emb, (1, 7), "sum", Placement.OWNER)
+    assert PipelineShared(placement="owner").reductions([own, emb], topology) == [by_owner]
+    three = record("emb", 2, 0, 2, 3)
+    assert PipelineShared().reductions([three], topology.at(4)) == [Reduction(three, (0, 4, 6))]
+    # Where one rank holds all, it is a reduction over one.
+    v = Topology.build(axes=(("pp", 2), ("dp", 2)), stage_to_rank=(0, 1, 1, 0), rank=3)
+    tie = record("w", 1, 1, 2)
+    assert PipelineShared().reductions([tie], v) == [Reduction(tie, (3,))]
+
+
+@pytest.mark.parametrize("exchange", ["pairwise", "asymmetric"])
+def test_two_ranks_may_exchange_and_more_all_reduce(exchange: Any) -> None:
+    topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
+    two, three = record("emb", 0, 0, 3), record("w", 0, 0, 2, 3)
+    assert PipelineShared(exchange=exchange).reductions([two, three], topology) == [
+        Reduction(two, (1, 7), exchange=exchange),
+        Reduction(three, (1, 5, 7)),
+    ]
+
+
+AXES = (("pp", 1), ("dp", 2), ("ep", 2), ("tp", 2))
+
+
+@pytest.mark.parametrize(
+    ("placement", "placed"), [("replicate", Placement.REPLICATE), ("shard", Placement.SHARD)]
+)
+def test_experts_stay_apart_and_the_rest_is_averaged_at_once(
+    placement: Any, placed: Placement
+) -> None:
+    expert, other = record("experts.up"), record("router")
+    topology = Topology.build(axes=AXES, rank=3, data=("dp", "ep"))
+    handler = ExpertParallel(placement=placement)
+    assert list(handler.reductions([expert, other], topology)) == [
+        Reduction(expert, (3, 7), "mean", placed, 2),
+        Reduction(other, (1, 3, 5, 7), "mean", placed),
+    ]
+    # Experts of which there is one copy keep their divisor.
+    alone = Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", 4)), rank=2, data=("dp", "ep"))
+    [reduction] = ExpertParallel().reductions([expert], alone)
+    assert reduction == Reduction(expert, (2,), "mean", divisor=4)
+    with pytest.raises(ValueError, match=r"axis is 'ep', but .* along \['dp'\] only.* add 'ep'"):
+        list(handler.reductions([expert], Topology.build(axes=AXES)))
+
+
+CUBE = Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 2)), rank=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "op"),
+    [({}, (2, 3), "sum"), ({"axis": "dp", "op": "mean"}, (1, 3), "mean")],
+)
+def test_what_matches_is_reduced_along_the_axis(
+    options: dict[str, Any], ranks: tuple[int, ...], op: Any
+) -> None:
+    records = [record("norm.weight"), record("up.weight")]
+    handler = SequenceParallel(parameters=["*norm*"], **options)
+    assert handler.reductions(records, CUBE) == [Reduction(records[0], ranks, op)]
+    everything = SequenceParallel(parameters=["*"], **options)
+    assert everything.reductions(records, CUBE) == [Reduction(r, ranks, op) for r in records]
+
+
+def test_patterns_match_the_name_here_and_where_the_key_is_from() -> None:
+    head = record("head.weight", 1, 0, 1, key="0.embed.weight")
+    for pattern in ("head.*", "embed.weight", "*.weigh?"):
+        assert SequenceParallel(parameters=[pattern]).reductions([head], CUBE), pattern
+    for pattern in ("embed", "Head.*", "1.head.weight", "0.head.*"):
+        assert not SequenceParallel(parameters=[pattern]).reductions([head], CUBE), pattern
+    # The key of layer 1 on stage 0 is "0.1.weight", which "0.*" means layer 0 by.
+    layers = [record("0.weight"), record("1.weight")]
+    asked = SequenceParallel(parameters=["0.*"]).reductions(layers, CUBE)
+    assert [reduction.record.name for reduction in asked] == ["0.weight"]
+
+
+def test_a_dimension_that_is_missing_is_named() -> None:
+    flat = Topology.build(axes=(("pp", 2), ("dp", 2)))
+    with pytest.raises(TopologyError, match=r"no dimension 'tp', only \['pp', 'dp'\]"):
+        SequenceParallel(parameters=["*"]).reductions([record("w")], flat)
+
+
+def planned(model: Manifest, mesh: Topology, handler: GradientHandler) -> object:
+    return make_plans(model, mesh, [("mine", handler)], GradientOptions(bucket_bytes=64))
+
+
+def test_patterns_that_match_nothing_of_the_whole_model_are_refused() -> None:
+    model, absent = manifest(["up"], ["norm"]), SequenceParallel(parameters=["*nrom*"])
+    with pytest.raises(PlanError) as caught:
+        planned(model, CUBE, absent)
+    assert "handler 'mine': check() failed: ValueError" in str(caught.value)
+    assert "parameters is ['*nrom*'], which matches none of the model's 2" in str(caught.value)
+    assert planned(model, Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 1))), absent)
+    for patterns in [], ["norm"]:  # on one stage alone
+        assert planned(model, CUBE, SequenceParallel(parameters=patterns))
+
+
+def test_a_model_without_what_is_named_as_experts_is_refused() -> None:
+    """They would be averaged over all data, and be one expert from the first step on."""
+    moe = manifest(["router", "moe.up"])
+    one, two = (
+        Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", size)), data=("dp", "ep"))
+        for size in (1, 2)
+    )
+    assert planned(moe, one, ExpertParallel(experts=["moe.*"]))
+    assert planned(moe, two, ExpertParallel(experts=["moe.*"]))
+    assert planned(moe, one, ExpertParallel())
+    with pytest.raises(PlanError, match=r"handler 'mine': check.*experts is .* matches none"):
+        planned(moe, two, ExpertParallel())
+
+
+def test_noop_plans_what_the_real_handlers_reduce() -> None:
+    model = manifest(["emb", "w"], ["head"])
+    topology = Topology.build(axes=(("pp", 2), ("dp", 2)))
+
+    def plan(rank: int, *names: str) -> Plan:
+        chosen = [(name, handlers.resolve(name).plugin) for name in names]
+        return make_plan(model, topology.at(rank), chosen, GradientOptions(bucket_bytes=2**20))
+
+    for rank in range(4):
+        real, free = plan(rank, "pipeline-shared", "data-parallel"), plan(rank, "noop")
+        assert free.launches == real.launches
+        assert free.reduced_bytes == real.reduced_bytes
+        assert [[h.ranks for h in b.route] for b in free.buckets] == [
+            [h.ranks for h in b.route] for b in real.buckets
+        ]
+        assert {h.op for b in free.buckets for h in b.route} == {"sum"}
+
+
+# --- options
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("diloco", {}, "needs the option 'every'"),
+    ("diloco", {"every": 0}, "every is 0, expected a whole number of steps, 1 or more"),
+    ("diloco", {"every": 2.0}, "every is 2.0, expected a whole number"),
+    ("diloco", {"every": True}, "every is True, expected a whole number"),
+    ("diloco", {"every": None}, "every is None, expected a whole number"),
+    ("diloco", {"every": 5, "momentum": 1}, "momentum is 1, expected at least 0 and below 1"),
+    ("diloco", {"every": 5, "momentum": -0.1}, "momentum is -0.1, expected at least 0 and below 1"),
+    ("diloco", {"every": 5, "momentum": "0.9"}, "momentum is '0.9', expected a number"),
+    ("diloco", {"every": 5, "lr": 0}, "lr is 0, expected a number above 0"),
+    ("diloco", {"every": 5, "lr": float("nan")}, "lr is nan, expected a number"),
+    ("diloco", {"evry": 5}, "has no option 'evry', needs the option 'every'"),
+    (
+        "expert-parallel",
+        {"experts": "*experts*"},
+        "experts is '*experts*', expected a list of patterns",
+    ),
+    (
+        "expert-parallel",
+        {"placement": "owner"},
+        "placement is 'owner', expected one of ['replicate', 'shard']",
+    ),
+    *(
+        (
+            "pipeline-shared",
+            {"placement": placement},
+            f"placement is {placement!r}, expected one of ['replicate', 'owner']",
+        )
+        for placement in ("shard", "OWNER", 0)
+    ),
+    (
+        "pipeline-shared",
+        {"exchange": "sparse"},
+        "exchange is 'sparse', expected one of ['all-reduce', 'pairwise'",
+    ),
+    ("pipeline-shared", {"exchange": 2}, "exchange is 2, expected one of"),
+    (
+        "pipeline-shared",
+        {"placement": "owner", "exchange": "pairwise"},
+        "placement 'owner' has no exchange 'pairwise': drop one",
+    ),
+    (
+        "sequence-parallel",
+        {"parameters": "*norm*"},
+        "parameters is '*norm*', expected a list of patterns",
+    ),
+    ("sequence-parallel", {"parameters": [1]}, "parameters is [1], expected"),
+    ("sequence-parallel", {}, "needs the option 'parameters'"),
+    (
+        "sequence-parallel",
+        {"parameters": ["*"], "op": "max"},
+        "op is 'max', expected 'sum' or 'mean'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), REFUSED)
+def test_a_wrong_option_is_refused_in_words(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PluginOptionError) as caught:
+        handlers.resolve({"name": name, **options})
+    assert words in str(caught.value)
