@@ -31,7 +31,6 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 from pipegrad.testing import Ranks
 
-T = TypeVar("T")
 SECONDS = 120.0  # of a test, on a machine that does much else; it takes far less
 
 T = TypeVar("T")
@@ -79,13 +78,6 @@ def end() -> None:
     for world in _worlds.values():
         world.close()
     _worlds.clear()
-
-
-def gathered(value: T) -> list[T]:
-    """Returns what each rank gave, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def run_test(
