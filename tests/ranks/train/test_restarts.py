@@ -3,92 +3,77 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
-import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.folders import checkpoints
 from tests.support.train import restarts
 
+pytestmark = pytest.mark.timeout(900)
 STEPS = 24
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody kills."""
-    folder = restarts.job(tmp_path_factory.mktemp("restarts") / "whole", STEPS)
-    assert restarts.torchrun(folder).wait(200) == 0, (folder / "log.txt").read_text()
-    return folder
-
-
-def test_a_killed_run_ends_with_the_same_bits(whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_and_one_that_torchrun_was_asked_to_end_have_the_same_bits(
+    tmp_path: Path,
+) -> None:
     """The ranks that torchrun started again found addresses of killed ranks in its store."""
-    folder = restarts.job(tmp_path / "killed", STEPS)
-    code, kills = restarts.killed_run(
-        folder, steps=STEPS, kills=3, while_writing=1, seed=0, timeout=250
-    )
-    assert code == 0, (folder / "log.txt").read_text()
-    assert len(kills) == 3
-    assert any(kill.while_writing for kill in kills)
+    folder = restarts.job(tmp_path / "killed")
+    launched = restarts.start(folder, "--max-restarts=1", steps=10**6)
+    try:
+        launched.until(lambda: restarts.num_rows(folder) > 8)
+        restarts.kill_one(launched, folder, random.Random(0), writing=True)
+        rows = restarts.num_rows(folder)
+        launched.until(lambda: restarts.num_rows(folder) > rows + 4)
+        os.kill(launched.pid, signal.SIGTERM)
+        assert launched.wait() != 0
+    finally:
+        launched.kill()
+    log = launched.printed + launched.errors
+    saved = checkpoints(folder / "run")[0]
+    number = int(saved.name.partition("-")[2])
+    assert f"stopped by SIGTERM after step {number}; saved run/" in log
+    assert log.count("Traceback") == log.count("SignalException: Process")  # torchrun's own alone
+    # The next launch goes on in the same folder.
+    run_ranks(restarts.in_ranks, 2, str(folder), f"train.steps={number + 2}", "train.resume=auto")
+    whole = restarts.whole(tmp_path / "whole", number + 2)
     assert restarts.losses(folder) == restarts.losses(whole)
-    assert restarts.differences(folder, whole) == []
+    assert [step for step, _ in restarts.losses(folder)] == list(range(1, number + 3))
+    last, last_of_whole = (checkpoints(f / "run")[0] for f in (folder, whole))
+    assert restarts.differences(last, last_of_whole) == []
     assert sorted(path.name for path in folder.glob("run*")) == ["run"]
 
 
-def test_a_restart_that_rank_0_does_not_see_goes_on(whole: Path, tmp_path: Path) -> None:
+def test_a_restart_that_rank_0_does_not_see_goes_on(tmp_path: Path) -> None:
     """The torchrun of rank 0 had counted no restart, so the run began again in a new folder.
 
     Both jobs have one --rdzv-id, and the second one is no restart of the first.
     """
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
-    launcher = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=localhost:{port}"]
-    folder = restarts.job(tmp_path / "two", STEPS)
-    launched = [
-        restarts.torchrun(folder, restarts=1, launcher=[*launcher, "--rdzv-id=job"])
-        for _ in range(2)
-    ]
+    one = ["--nproc-per-node=1", "--rdzv-id=job"]
+    two = [*one, "--nnodes=2", "--max-restarts=1", f"--rdzv-endpoint=localhost:{port}"]
+    folder = restarts.job(tmp_path / "two")
+    both = [restarts.start(folder, *two, steps=STEPS) for _ in range(2)]
     try:
-        deadline = time.monotonic() + 100
-        assert restarts.waits(lambda: restarts.num_rows(folder) > 8, launched[0], deadline)
-        ranks = {
-            restarts.variable(rank, "RANK"): rank
-            for process in launched
-            for rank in restarts.children(process.pid)
-        }
-        os.kill(ranks["RANK=1"], signal.SIGKILL)
-        codes = [process.wait(100) for process in launched]
+        both[0].until(lambda: restarts.num_rows(folder) > 8)
+        of_rank_1 = [
+            process
+            for launched in both
+            for process in launched.ranks()
+            if b"\0RANK=1\0" in Path(f"/proc/{process}/environ").read_bytes()
+        ]
+        os.kill(*of_rank_1, signal.SIGKILL)
+        assert [launched.wait() for launched in both] == [0, 0], both[0].errors + both[1].errors
     finally:
-        for process in launched:
-            process.terminate()
-    assert codes == [0, 0], (folder / "log.txt").read_text()
-    assert restarts.losses(folder) == restarts.losses(whole)
+        for launched in both:
+            launched.kill()
+    assert restarts.losses(folder) == restarts.losses(restarts.whole(tmp_path / "whole", STEPS))
     assert sorted(path.name for path in folder.glob("run*")) == ["run"]
-    assert restarts.torchrun(folder, launcher=["--rdzv-id=job"]).wait(100) == 0
+    assert restarts.start(folder, *one, steps=STEPS).wait() == 0
     assert len(list((folder / "run-2").glob("checkpoint-*"))) == 2
-
-
-def test_torchrun_passes_a_signal_on(whole: Path, tmp_path: Path) -> None:
-    """The ranks save, and the next launch goes on in the same folder."""
-    folder = restarts.job(tmp_path / "ended", 10**6)
-    process = restarts.torchrun(folder)
-    deadline = time.monotonic() + 100
-    assert restarts.waits(lambda: restarts.num_rows(folder) > 5, process, deadline)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(100) != 0
-    log = (folder / "log.txt").read_text()
-    saved = checkpoints(folder / "run")[0]
-    assert f"stopped by SIGTERM after step {saved.name.partition('-')[2]}; saved run/" in log
-    assert log.count("Traceback") == log.count("SignalException: Process")  # torchrun's own alone
-    steps = [number for number, _ in restarts.losses(folder)]
-    again = restarts.torchrun(
-        folder, "--set", "train.resume=auto", "--set", f"train.steps={steps[-1] + 2}"
-    )
-    assert again.wait(200) == 0, (folder / "log.txt").read_text()
-    losses = restarts.losses(folder)
-    assert [number for number, _ in losses] == list(range(1, steps[-1] + 3))
-    assert losses[:STEPS] == restarts.losses(whole)[: len(losses)]
