@@ -66,8 +66,7 @@ FILES: dict[str, tuple[bytes | str, str]] = {
 OUT_OF_RANGE = """
 train=3 parallel.microbatches=true train.steps=1.5 train.steps=0 gradients.clip_norm=-1
 gradients.clip_norm=nan train.precision=fp8 gradients.non_finite=ignore gradients.check_every=-1
-gradients.repair=majority gradients.reduce_dtype=int8 gradient_handlers=noop optimizer.lr=inf
-optimizer={name='SGD',momentum=inf} train.steps.x=3 optimizer.lr=nan optimizer.lr=true
+gradients.repair=majority gradients.reduce_dtype=int8 gradient_handlers=noop train.steps.x=3
 train.seed=2147483648 train.seed=-1 train.steps=1e3 train.steps=1__0 train.log_every=0
 train.save_every=0 train.trace=1 data.batch_size=0 data.sequence_length=0
 gradients.bucket_bytes=-1 gradients.bucket_bytes=1.5e6 gradients.comm_streams=0
@@ -132,6 +131,10 @@ SETTINGS: dict[str | Sequence[str], str] = {
         "small.toml holds no costs: Expecting value"
     ),
     "train.reporters=[{name='jsonl', x=1}]": "has no option 'x'",
+    "optimizer.lr=inf": "optimizer.lr = inf: should be a finite number",
+    "optimizer.lr=nan": "optimizer.lr = nan: should be a finite number",
+    "optimizer.lr=true": "optimizer.lr = True: should be a finite number",
+    "optimizer={name='SGD', momentum=inf}": "optimizer.momentum = inf: should be a finite",
     "optimizer.name=": "optimizer.name = '': torch.optim has none; known",
     "optimizer.name=adamw": "torch.optim has none; known, closest first: AdamW",
     "optimizer.name=Optimizer": "torch.optim has none; known",
@@ -239,7 +242,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("setting", OUT_OF_RANGE.split())
 def test_a_value_out_of_range_is_refused(folder: Path, setting: str) -> None:
-    with pytest.raises(ConfigError, match=r"= .*: should (be|have at least) ") as caught:
+    with pytest.raises(ConfigError, match=r"= .*: .*should (be|have at least) ") as caught:
         load(folder / "small.toml", [setting])
     assert str(caught.value).startswith(f"--set {setting}: ")
 

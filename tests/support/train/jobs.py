@@ -76,10 +76,10 @@ def trained(job: Path, *settings: str, until: int, save: str = "") -> Trained:
     return Trained(steps, values, trainer.notes)
 
 
-def refusal(job: Path, *settings: str, until: int = 1) -> str:
-    """Returns in which words a job is refused, the same and in one line on every rank."""
+def refusal(job: Path, *settings: str, until: int = 1, save: str = "") -> str:
+    """Returns in which words a job is refused, the same on every rank."""
     with pytest.raises(PipegradError) as caught:
-        trained(job, *settings, until=until)
+        trained(job, *settings, until=until, save=save)
     said = gathered(str(caught.value))
     assert len(set(said)) == 1, said
     return said[0]
