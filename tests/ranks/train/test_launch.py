@@ -17,7 +17,7 @@ from torch.distributed.launcher import api
 
 from pipegrad.cli import main
 from tests.support.train.jobs import with_job
-from tests.support.train.launched import Launched, is_running, pipegrad_launch
+from tests.support.train.launched import Launched, is_running, pipegrad
 
 Start = Callable[..., Launched]
 
@@ -43,7 +43,7 @@ def start(folder: Path) -> Iterator[Start]:
 
     def begin(settings: str, *words: str) -> Launched:
         changed = [word for setting in settings.split() for word in ("--set", setting)]
-        started.append(Launched(folder, pipegrad_launch, *words, "small.toml", *changed))
+        started.append(Launched(folder, pipegrad, "launch", *words, "small.toml", *changed))
         return started[-1]
 
     yield begin

@@ -1,4 +1,4 @@
-"""Launchers, as processes that the fork server starts: it has imported torch, so they need not."""
+"""Commands, as processes that the fork server starts: it has imported torch, so they need not."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def torchrun(words: list[str]) -> None:
     main(words)
 
 
-def pipegrad_launch(words: list[str]) -> None:
+def pipegrad(words: list[str]) -> None:
     from pipegrad.cli import main
 
-    main(["launch", *words], prog_name="pipegrad")
+    main(words, prog_name="pipegrad")
 
 
 def is_running(process: int) -> bool:

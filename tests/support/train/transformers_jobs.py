@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,7 @@ import torch
 from torch import Tensor
 
 from pipegrad.partition.weights.pretrained import meta_model, start_stages
-
-# The fork server imports this module before it starts ranks: then none of them takes seconds.
-with contextlib.suppress(ImportError):
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from tests.support import with_transformers  # noqa: F401
 
 SEED = 3
 HERE = "tests.support.train.transformers_jobs"
