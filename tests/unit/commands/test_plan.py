@@ -69,8 +69,6 @@ def test_auto_chooses_with_what_is_measured_here(tmp_path: Path) -> None:
     [
         (["--ranks", "4", "--rank", "4"], "--rank 4: the job has ranks 0 to 3"),
         (["--ranks", str(10**9)], "1<=x<=1048576"),
-        (["--set", "parallel.microbatches=100000000", "--set", "data.batch_size=100000000"],
-         "expected at most 1,000,000"),
         (["--costs", "nowhere.json"], "nowhere.json holds no costs"),
         (["--costs", TIED_GPT], "tied_gpt.toml holds no costs"),
         (["--set", "optimizer.name=SparseAdam"], "optimizer"),

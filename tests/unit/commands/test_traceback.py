@@ -25,13 +25,12 @@ def plan(*words: str) -> list[str]:
     return result.output.splitlines()
 
 
-def test_an_error_of_the_users_code_is_one_line_that_says_how_to_see_more(job: str) -> None:
+def test_an_error_of_the_users_code_is_one_line_and_the_whole_traceback_if_asked_for(
+    job: str,
+) -> None:
     [line] = plan(job, *FAILING)
     assert line.startswith("Error: --set model.factory=factories:fails: model = ")
     assert line.endswith(HINT)
-
-
-def test_the_whole_traceback_is_there_and_the_line_is_the_last(job: str) -> None:
     lines = plan(job, *FAILING, "--traceback")
     assert lines[0] == "Traceback (most recent call last):"
     assert any('factories.py", line ' in line for line in lines)
