@@ -276,10 +276,7 @@ def with_set(settings: str | tuple[str, ...], key: str = "") -> list[str]:
 
 def of(table: Mapping[str, str], setting: str) -> dict[str, tuple[list[str], str]]:
     return {
-        f"{setting.partition('=')[0]} {name}": (
-            ["small.toml", "--set", setting.format(name)],
-            says,
-        )
+        f"{setting.partition('=')[0]} {name}": (["small.toml", "--set", setting.format(name)], says)
         for name, says in table.items()
     }
 

@@ -25,10 +25,7 @@ OWNED = "{name='pipeline-shared', placement='owner'}"
 SHARDED = [*STEADY, "gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
 OWNER = [*STEADY, f"gradient_handlers=[{OWNED}, 'sharded']"]
 MUON_RATE, STEPS_OF_MUON = 0.01, 3
-OF_MUON = [
-    *STEADY,
-    f"optimizer={{name='Muon', lr={MUON_RATE}, others={{name='AdamW', lr=1e-3}}}}",
-]
+OF_MUON = [*STEADY, f"optimizer={{name='Muon', lr={MUON_RATE}, others={{name='AdamW', lr=1e-3}}}}"]
 MUON = [*OF_MUON, "gradient_handlers=['pipeline-shared', 'owned']", "parallel.data=2"]
 RUNS = {
     "plain": [],

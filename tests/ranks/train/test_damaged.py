@@ -170,10 +170,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{IS_DAMAGED}checksums.json ",
     ),
     "values of the run": (another_seed, f"{IS_DAMAGED}checksums.json is damaged"),
-    "a file in the folder's place": (
-        no_folder,
-        "expected the folder of a checkpoint: ",
-    ),
+    "a file in the folder's place": (no_folder, "expected the folder of a checkpoint: "),
     "no .metadata": (
         lambda folder: (folder / ".metadata").unlink(),
         "is not a whole checkpoint: it has no .metadata",

@@ -91,10 +91,7 @@ CASES = {
         "train.loss_reduction=token_mean",
     ],
     "interleaved": [dataset("listed"), "parallel.schedule=interleaved-1f1b"],
-    "a loss": [
-        dataset("listed"),
-        "train.loss={name = 'data_functions:smoothed', smoothing = 0.2}",
-    ],
+    "a loss": [dataset("listed"), "train.loss={name = 'data_functions:smoothed', smoothing = 0.2}"],
     "deterministic": [
         dataset("listed"),
         "train.loss='data_functions:checks_algorithms'",

@@ -144,10 +144,7 @@ def test_what_lives_apart_has_its_place_in_a_checkpoint(folder: Path) -> None:
     ],
 )
 def test_a_run_goes_on_with_other_sizes(
-    folder: Path,
-    true: dict[str, list[tuple[float, float]]],
-    name: str,
-    settings: list[str],
+    folder: Path, true: dict[str, list[tuple[float, float]]], name: str, settings: list[str]
 ) -> None:
     found = numbers(from_half(folder, name, *settings))
     for step, alone in zip(found, true[RUNS[name][0]][2:], strict=True):

@@ -197,10 +197,7 @@ COMMANDS: dict[Sequence[str], str] = {
 CASES: dict[str, tuple[Sequence[str], str]] = {
     **{name: (("train", f"{name}.toml"), says) for name, (_, says) in FILES.items()},
     **{
-        str(settings)[:80]: (
-            ("train", "small.toml", *with_set(settings)),
-            says,
-        )
+        str(settings)[:80]: (("train", "small.toml", *with_set(settings)), says)
         for settings, says in SETTINGS.items()
     },
     **{" ".join(words)[:80]: (words, says) for words, says in COMMANDS.items()},

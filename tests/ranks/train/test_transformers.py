@@ -49,10 +49,7 @@ CUTS: dict[str, tuple[int, list[str]]] = {
     "eager-1f1b": (4, ["parallel.schedule=eager-1f1b", "train.loss_reduction=token_mean"]),
     "zbv, 2 x 2": (4, ["parallel.pipeline=2", "parallel.schedule=zbv"]),
     "owner, sharded": (4, ["parallel.pipeline=2", OWNER]),
-    "measured beside": (
-        4,
-        ["eval.every=3", "eval.files='held_out.txt'", "eval.sample_every=6"],
-    ),
+    "measured beside": (4, ["eval.every=3", "eval.files='held_out.txt'", "eval.sample_every=6"]),
     "masked, replicas of unlike many tokens": (4, [*MASKED, "parallel.pipeline=2"]),
 }
 Truth = list[tuple[float, float]]
