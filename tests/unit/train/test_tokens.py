@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,15 @@ def test_a_token_file_is_used_again_until_a_text_changes(tmp_path: Path) -> None
     assert bytes_of(config(tmp_path, "a", separator="|")) == b"xyz|"
 
 
-@pytest.mark.parametrize("damage", ["no record", "half a record", "half the tokens", "no tokens"])
-def test_a_token_file_that_is_not_whole_is_made_again(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("end", ["json", "tokens"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"ab")])
+def test_a_token_file_that_is_not_whole_is_made_again(
+    tmp_path: Path, end: str, damage: Callable[[Path], object]
+) -> None:
     (tmp_path / "a").write_bytes(b"abcd")
     assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    [record], [made] = (list((tmp_path / "cache").glob(f"*.{end}")) for end in ("json", "tokens"))
-    if damage == "no record":
-        record.unlink()
-    elif damage == "half a record":
-        record.write_text(record.read_text()[:9])
-    elif damage == "half the tokens":
-        made.write_bytes(b"ab")
-    else:
-        made.unlink()
+    [file] = (tmp_path / "cache").glob(f"*.{end}")
+    damage(file)
     assert bytes_of(config(tmp_path, "a")) == b"abcd"
 
 
