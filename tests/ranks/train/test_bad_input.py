@@ -63,8 +63,6 @@ FILES = {  # data.files
     "no*.txt": r"no file matches no\*.txt, seen from the working dir",
     "**x": r"\*\*x(: Invalid pattern|, seen)",
     "one.txt": "the text has 1 byte, expected a l",
-    "bad.jsonl": "bad.jsonl, line 2, is not JSON: Expecting",
-    "other.jsonl": r"found \['content'\]",
     "blank.jsonl": "the text has 0 byte, expected",
     "text.gz": "not UTF-8 text: byte 0x8b at 1; convert",
 }
@@ -311,8 +309,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "latin.txt": b"caf\xe9" * 9,
         "short.txt": b"x" * 16,
         "one.txt": b"x",
-        "bad.jsonl": b'{"text": "one"}\n{"text": one}\n',
-        "other.jsonl": b'{"content": "one"}\n',
         "blank.jsonl": b"\n \n",
         "text.gz": b"\x1f\x8b\x08\x00",
     }

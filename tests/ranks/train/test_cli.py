@@ -175,18 +175,6 @@ def test_a_plan_takes_no_memory_where_the_factory_allows(folder: Path) -> None:
     assert real["stages"] == plan(path)["stages"]
 
 
-def test_a_plan_that_cannot_be_made_says_why(folder: Path) -> None:
-    path = str(folder / "small.toml")
-    for arguments, message in (
-        (["nowhere.toml"], "nowhere.toml: there is no such file"),
-        ([path, "--ranks", "3", "--set", "parallel.data=2"], "3 ranks cannot be cut"),
-        ([path, "--ranks", "2", "--handler", "data-parallel"], "but no handler reduces"),
-        ([path, "--set", "model.factory=factories:fails"], "RuntimeError('no such checkpoint')"),
-    ):
-        result = CliRunner().invoke(main, ["plan", *arguments])
-        assert (result.exit_code, message in result.output) == (1, True), result.output
-
-
 def test_what_is_installed_is_listed_and_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
