@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.train.checkpoint.checksums import sealed
@@ -55,33 +55,57 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-500])
 
 
-def cut_unverified(folder: Path) -> None:
-    truncate(folder / ".metadata")
-    (folder / "checksums.json").unlink()
-
-
-def without_pieces(folder: Path) -> None:
-    checksums = json.loads((folder / "checksums.json").read_text())
-    put_checksums(folder, checksums | {"pieces": []})
-
-
-def put_checksums(folder: Path, content: dict[str, Any]) -> None:
-    (folder / "checksums.json").write_text(json.dumps(sealed(content)))
-
-
-def another_seed(folder: Path) -> None:
+def put_checksums(folder: Path, **changes: Any) -> None:
+    """Changes the checksums, which are right then."""
     path = folder / "checksums.json"
-    path.write_text(path.read_text().replace('"train.seed": "0"', '"train.seed": "1"'))
+    path.write_text(json.dumps(sealed(json.loads(path.read_text()) | changes)))
 
 
-def emptied(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
+def put_metadata(folder: Path, content: object) -> None:
+    """Replaces .metadata, with a checksum that is right."""
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    put_checksums(folder, metadata=zlib.crc32((folder / ".metadata").read_bytes()))
 
 
-def no_folder(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
+def outside(folder: Path) -> None:
+    metadata = FileSystemReader(folder).read_metadata()
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index].relative_path = "../whole/__0_0.distcp"
+    put_metadata(folder, metadata)
+
+
+def with_object(folder: Path) -> None:
+    """torch would read this entry with a pickle that may execute anything."""
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.state_dict_metadata["step"] = BytesStorageMetadata()
+    put_metadata(folder, metadata)
+
+
+def unverified(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Returns a damage of .metadata that no checksum tells."""
+
+    def damage(folder: Path) -> None:
+        change(folder / ".metadata")
+        (folder / "checksums.json").unlink()
+
+    return damage
+
+
+def instead(write: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Returns a damage that puts something else in the place of the folder."""
+
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder)
+        write(folder)
+
+    return damage
+
+
+def save_foreign(folder: Path) -> None:
+    """A checkpoint as other programs write it with torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it writes in one process
+        save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
 
 
 class Malicious:
@@ -91,53 +115,12 @@ class Malicious:
         return os.mkdir, (EXECUTED,)
 
 
-def put_metadata(folder: Path, content: object) -> None:
-    """Replaces .metadata, with a checksum that is right."""
-    (folder / ".metadata").write_bytes(pickle.dumps(content))
-    checksums = json.loads((folder / "checksums.json").read_text())
-    checksums["metadata"] = zlib.crc32((folder / ".metadata").read_bytes())
-    put_checksums(folder, checksums)
+def altered_seed(folder: Path) -> None:
+    path = folder / "checksums.json"
+    path.write_text(path.read_text().replace('"train.seed": "0"', '"train.seed": "1"'))
 
 
-def changed_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
-    metadata = FileSystemReader(folder).read_metadata()
-    change(metadata)
-    put_metadata(folder, metadata)
-
-
-def outside(metadata: Metadata) -> None:
-    index = next(iter(metadata.storage_data))
-    metadata.storage_data[index].relative_path = "../whole/__0_0.distcp"
-
-
-def with_object(metadata: Metadata) -> None:
-    """torch would read this entry with a pickle that may execute anything."""
-    metadata.state_dict_metadata["step"] = BytesStorageMetadata()
-
-
-def of_another_run(folder: Path) -> None:
-    shutil.copy(folder.with_name("other") / "checksums.json", folder)
-
-
-def foreign(folder: Path) -> None:
-    """A checkpoint as other programs write it with torch."""
-    shutil.rmtree(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it writes in one process
-        save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
-
-
-def no_checkpoint(folder: Path) -> None:
-    shutil.rmtree(folder)
-    torch.save({"model": torch.ones(3)}, folder)
-
-
-def unpickled_by(path: Path) -> None:
-    (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
-    (path / "checksums.json").unlink()
-
-
-EXECUTED = "executed"
+EXECUTED, SHARD, METADATA = "executed", "__1_0.distcp", ".metadata"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "40 bytes of a weight": (
         lambda folder: flip_piece(folder, "model.0.weight"),
@@ -149,61 +132,73 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the step": (lambda folder: flip_piece(folder, "step"), "in 'step' than were written"),
     "a shard that was cut off": (
-        lambda folder: truncate(folder / "__1_0.distcp"),
-        f"{IS_DAMAGED}__1_0.distcp has ",
+        lambda folder: truncate(folder / SHARD),
+        f"{IS_DAMAGED}{SHARD} has ",
     ),
     "a shard that is not there": (
-        lambda folder: (folder / "__1_0.distcp").unlink(),
-        f"{IS_DAMAGED}there is no __1_0.distcp",
+        lambda folder: (folder / SHARD).unlink(),
+        f"{IS_DAMAGED}there is no {SHARD}",
     ),
     "two shards in each other's place": (swap, f"{IS_DAMAGED}__0_0.distcp has "),
     "bytes of .metadata": (
-        lambda folder: flip(folder / ".metadata", 200),
+        lambda folder: flip(folder / METADATA, 200),
         f"{IS_DAMAGED}the bytes of .metadata are not those that were written",
     ),
     "a .metadata that was cut off, unverified": (
-        cut_unverified,
+        unverified(truncate),
         f"{IS_DAMAGED}.metadata cannot be read: ",
     ),
     "bytes of the checksums": (
         lambda folder: flip(folder / "checksums.json", 10),
         f"{IS_DAMAGED}checksums.json ",
     ),
-    "values of the run": (another_seed, f"{IS_DAMAGED}checksums.json is damaged"),
-    "a file in the folder's place": (no_folder, "expected the folder of a checkpoint: "),
+    "values of the run": (altered_seed, f"{IS_DAMAGED}checksums.json is damaged"),
+    "a file in the folder's place": (instead(Path.touch), "expected the folder of a checkpoint: "),
     "no .metadata": (
-        lambda folder: (folder / ".metadata").unlink(),
+        lambda folder: (folder / METADATA).unlink(),
         "is not a whole checkpoint: it has no .metadata",
     ),
     "an unfinished one.partial": (
-        lambda _: None,
+        str,
         "is not a whole checkpoint: the run that wrote it did not finish it",
     ),
     "a .metadata that executes": (
         lambda folder: put_metadata(folder, Malicious()),
         f"{IS_DAMAGED}.metadata names posix.mkdir, which no checkpoint needs, and to read it would",
     ),
-    "a .metadata that executes, unverified": (unpickled_by, ".metadata names posix.mkdir, which"),
+    "a .metadata that executes, unverified": (
+        unverified(lambda path: path.write_bytes(pickle.dumps(Malicious()))),
+        ".metadata names posix.mkdir, which",
+    ),
     "a .metadata of something else": (
         lambda folder: put_metadata(folder, ["no metadata"]),
         ".metadata is not the metadata of a checkpoint",
     ),
     "files outside of the folder": (
-        lambda folder: changed_metadata(folder, outside),
+        outside,
         ".metadata names the file '../whole/__0_0.distcp', outside of it",
     ),
     "an object that would be unpickled": (
-        lambda folder: changed_metadata(folder, with_object),
+        with_object,
         f"{IS_DAMAGED}its 'step' is no tensor: another program wrote it",
     ),
-    "checksums of another run": (of_another_run, "the bytes of .metadata are not those that were"),
+    "checksums of another run": (
+        lambda folder: shutil.copy(folder.with_name("other") / "checksums.json", folder),
+        "the bytes of .metadata are not those that were",
+    ),
     "checksums of nothing": (
-        without_pieces,
+        lambda folder: put_checksums(folder, pieces=[]),
         f"{IS_DAMAGED}checksums.json is of another checkpoint",
     ),
-    "of another program": (foreign, "it is of another model: the checkpoint holds 'w', which"),
-    "a file of torch.save": (no_checkpoint, "expected the folder of a checkpoint: "),
-    "an empty folder": (emptied, "is not a whole checkpoint: it has no .metadata"),
+    "of another program": (
+        instead(save_foreign),
+        "it is of another model: the checkpoint holds 'w', which",
+    ),
+    "a file of torch.save": (
+        instead(lambda path: torch.save({"model": torch.ones(3)}, path)),
+        "expected the folder of a checkpoint: ",
+    ),
+    "an empty folder": (instead(Path.mkdir), "is not a whole checkpoint: it has no .metadata"),
 }
 
 

@@ -35,15 +35,8 @@ NO_COSTS = "small.toml holds no costs: Expecting value"
 FILES: dict[str, tuple[bytes | str, str]] = {
     "UTF-16": (SMALL.encode("utf-16"), f"{NOT_TOML}'utf-8' codec can't decode byte 0xff"),
     "a zip": (b"PK\x03\x04\x00\x00", NOT_TOML),
-    "a picture": (b"\x89PNG\r\n\x1a\n\0\0", f"{NOT_TOML}'utf-8' codec"),
     "a null character": (b"a = 1\0", NOT_TOML),
     "a key twice": (SMALL + "steps = 3\n", f"{NOT_TOML}Cannot overwrite a value .at line 10"),
-    "a table twice": (SMALL + "[train]\n", rf"{NOT_TOML}Cannot declare \('train',\) twice"),
-    "a name twice": (SMALL + 'reporters = [{name="x", name="x"}]', f"{NOT_TOML}Duplicate inline"),
-    "JSON": ('{"model": {"factory": "factories:tied"}}', f"{NOT_TOML}Invalid statement"),
-    "YAML": ("model:\n  factory: factories:tied\n", f"{NOT_TOML}Expected '='"),
-    "an open string": (SMALL + 'output = "x\n', f"{NOT_TOML}Illegal character"),
-    "half a surrogate": (SMALL + 'output = "\\ud800"', f"{NOT_TOML}Escaped character is not"),
     "lines of an old Mac": (SMALL.replace("\n", "\r"), f"{NOT_TOML}Invalid statement"),
     "lists in lists": ("a = " + "[" * 5000 + "]" * 5000, f"{NOT_TOML}maximum recursion depth"),
     "a number of 5000 digits": (SMALL + "seed = " + "9" * 5000, f"{NOT_TOML}Exceeds the limit"),
@@ -52,9 +45,6 @@ FILES: dict[str, tuple[bytes | str, str]] = {
         "train.stps = 3: unknown key; known, closest first: steps, ",
     ),
     "a number as a model": ("model = 3", "model = 3: should be a table"),
-    "a list as a model": ("model = []", r"model = \[\]: should be a table"),
-    "no model": ("[train]\nsteps = 3", "model is missing"),
-    "a model of nothing": ("[model]", "should have one of the keys factory, pretrained and con"),
     "two models": (
         '[model]\nfactory = "factories:tied"\nconfig = "x.json"',
         "should have one of the keys factory, pretrained and config",
@@ -80,7 +70,6 @@ data.files=[3] data.separator= train.output=3 train.resume=3
 # What --set is given -> what is said of it.
 SETTINGS: dict[str | Sequence[str], str] = {
     ("train.steps=3", "train.steps=x"): "train.steps = 'x': should be a valid integer",
-    "train steps=3": "'train steps' is not a dotted key",
     "train..steps=3": "'train..steps' is not a dotted key",
     "train.steps=3\ntrain.seed=4": "another key follows: repeat --set for several",
     "train.reporters[0]=x": r"'train.reporters\[0\]' is not a dotted key",
@@ -103,30 +92,20 @@ SETTINGS: dict[str | Sequence[str], str] = {
     "parallel.boundaries=['nope']": r"\['nope'\] are no layers .*; these are \['0', '1', '2'",
     "model.factory=": "should look like 'module:function'",
     "model.factory=':tied'": "should look like 'module:function'",
-    "model.factory='a:b:c'": "should look like 'module:function'",
     "model.factory='factories:tied()'": "should look like 'module:function'",
     "model.factory=factories:nn.nothing": "'torch.nn' has no attribute 'nothing'",
     "model.factory=os:_exit": "the factory needs the option 'status'",
-    "model.factory=factories:Broken": "the factory needs the option 'in_features'",
     "model.width=x": r"the factory fails: TypeError.* \(factories.py:\d+\)",
-    "model.width=true": "the factory fails: TypeError",
     "model.width=1000000000000": "the factory fails: RuntimeError.*can't allocate memory",
-    "model.layers=1.5": "'float' object cannot be interpreted as an integer",
-    "model.dropout=2.0": "dropout probability has to be between 0 and 1, but got 2.0",
-    "model={pretrained='nowhere'}": "there is no nowhere: expected a directory that save_pret",
     "model={pretrained='small.toml'}": "small.toml is no configuration of transformers",
     "model={pretrained='.'}": "there is no config.json: expected a directory",
-    "model={config='nowhere.json'}": "model.config = 'nowhere.json': there is no nowhere.json",
     "gradient_handlers=['nowhere:X']": "ModuleNotFoundError.*; repair or uninstall it",
-    "gradient_handlers=['factories:X']": "AttributeError.*; repair or uninstall it",
     "gradient_handlers=['factories:tied']": "is <function tied>: expected a concrete subclass",
-    "gradient_handlers=['factories.tied']": "is called 'factories.tied'; known, closest first",
     "gradient_handlers=['']": "is called ''; known, closest first",
     "parallel.schedule=": "is called ''; known, closest first: 1f1b",
     "parallel.schedule={stages_per_rank=2}": "parallel.schedule.name is missing",
     "parallel.schedule={name='interleaved-1f1b', stages_per_rank=-2}": "is -2, expected at l",
     "parallel.schedule={name='interleaved-1f1b', stages_per_rank='two'}": "TypeError",
-    "parallel.schedule={name='auto', costs='nowhere.json'}": "nowhere.json holds no costs",
     "parallel.schedule={name='auto', costs='small.toml'}": (
         "small.toml holds no costs: Expecting value"
     ),
@@ -136,34 +115,24 @@ SETTINGS: dict[str | Sequence[str], str] = {
     "optimizer.lr=true": "optimizer.lr = True: should be a finite number",
     "optimizer={name='SGD', momentum=inf}": "optimizer.momentum = inf: should be a finite",
     "optimizer.name=": "optimizer.name = '': torch.optim has none; known",
-    "optimizer.name=adamw": "torch.optim has none; known, closest first: AdamW",
     "optimizer.name=Optimizer": "torch.optim has none; known",
     "optimizer.name=lr_scheduler": "torch.optim has none; known",
     "optimizer.betas=[1.5, 0.9]": "will not take that: Invalid beta parameter at index 0: 1.5",
     "optimizer.betas=[0.9, 0.9, 0.9]": "its first step fails: ValueError",
-    "optimizer.eps=-1e-8": "Invalid epsilon value: -1e-08",
-    "optimizer.lr=[1e-3]": "AdamW will not take that",
-    "optimizer.lr='1e-3'": "AdamW will not take that",
     "optimizer.params=[]": "AdamW has no option 'params'; allowed, closest first",
-    "optimizer={name='SGD', lr=0.1, momentum=-1}": "Invalid momentum value: -1",
     "optimizer.schedule=[{name='LinearLR', steps=0}]": r"schedule\[0\].steps = 0: should be gr",
     "optimizer.schedule={name='StepLR', step_size=0}": (
         r"optimizer.schedule = \[{'name': 'StepLR', 'step_size': 0}\]: fails within 12 steps"
     ),
     "train.loss=x": "should look like 'module:function'",
-    "data.files=['']": "cannot be read: Is a directory",
     "data.files=['/']": "/ cannot be read: Is a directory",
     "data.files=['/proc/self/mem']": "/proc/self/mem is empty",
-    "data.tokenizer='.'": "cannot be read: .*Is a directory",
-    "data.tokenizer='small.toml'": "small.toml is no file of the library tokenizers",
     ("data.cache=/proc/x", "data.files=['factories.py']"): "/proc/x cannot be written: No such",
     "data.dataset=3": "data.dataset = 3: should be a name, or a table",
-    "train.device=": "train.device = '': this machine has",
     "train.device=meta": "train.device = 'meta': this machine has",
     "train.device='cpu:5'": "train.device = 'cpu:5': .*: write 'cpu'",
     "train.output=/proc/x": "train.output = '/proc/x': ",
     f"train.output={LONG}": ("train.output = 'aaa.*File name too long"),
-    "train.resume=nowhere": "train.resume = 'nowhere': ",
     "train.resume=small.toml": "train.resume = 'small.toml': ",
     "train.resume=/dev/null": "train.resume = '/dev/null': ",
     "train.resume=": "train.resume = '': ",
@@ -232,11 +201,6 @@ def test_a_value_out_of_range_is_refused(folder: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=r"= .*: .*should (be|have at least) ") as caught:
         load(folder / "small.toml", [setting])
     assert str(caught.value).startswith(f"--set {setting}: ")
-
-
-def test_there_are_a_hundred() -> None:
-    assert len(CASES) == len(FILES) + len(SETTINGS) + len(COMMANDS)
-    assert len(CASES) >= 100
 
 
 @pytest.mark.parametrize("name", CASES)
