@@ -24,6 +24,7 @@ from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, is_running, pipegrad
 
 Start = Callable[..., Launched]
+SAVED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @pytest.fixture
@@ -103,7 +104,10 @@ def test_no_rank_outlives_its_launcher(start: Start, folder: Path, number: int, 
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(KeyboardInterrupt(), 130), *((SignalException("", s), 128 + s) for s in (2, 15, 10))],
+    [
+        (KeyboardInterrupt(), 130),
+        *((SignalException("", number), 128 + number) for number in SAVED_BY),
+    ],
 )
 @pytest.mark.usefixtures("here")
 def test_a_launcher_that_was_asked_to_end_has_the_code_of_a_shell(
@@ -224,13 +228,13 @@ def test_a_restart_that_rank_0_does_not_see_goes_on(tmp_path: Path) -> None:
     both = [restarts.start(folder, *two, steps=STEPS) for _ in range(2)]
     try:
         both[0].until(lambda: restarts.num_rows(folder) > 8)
-        of_rank_1 = [
+        [rank_1] = [
             process
             for launched in both
             for process in launched.ranks()
             if b"\0RANK=1\0" in Path(f"/proc/{process}/environ").read_bytes()
         ]
-        os.kill(*of_rank_1, signal.SIGKILL)
+        os.kill(rank_1, signal.SIGKILL)
         assert [launched.wait() for launched in both] == [0, 0], both[0].errors + both[1].errors
     finally:
         for launched in both:

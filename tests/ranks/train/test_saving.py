@@ -63,7 +63,8 @@ class Ran:
 
 def ran(folder: Path, *settings: str, after: Hook = lambda *_: None) -> Ran:
     """Runs a job; a hook is called after each step, with its number."""
-    shown, code, said, notes = io.StringIO(), None, "", ()
+    shown, code, said = io.StringIO(), None, ""
+    notes: tuple[str, ...] = ()
     try:
         with contextlib.chdir(folder):
             trainer = trainer_of(folder / "job.toml", *settings)

@@ -46,7 +46,7 @@ class Spoiled(NamedTuple):
     """What a job has come to: metrics, values of parameters and the loss scale after each step."""
 
     steps: list[StepMetrics]
-    values: list[list[float]]
+    values: list[list[Any]]
     scales: list[float]
     error: str
 

@@ -22,7 +22,7 @@ from pipegrad import Topology
 class Does(nn.Module):
     """A layer that computes a function of its input, and counts its calls from 0."""
 
-    def __init__(self, function: Callable[[Any], Any] | Callable[[Any, int], Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function, self.calls = function, -1
 
