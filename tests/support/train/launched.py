@@ -23,6 +23,8 @@ class Launched:
 
     def __init__(self, folder: Path, launch: Callable[[list[str]], Any], *words: str) -> None:
         self._files = [folder / f"launcher-{next(_numbers)}.{end}" for end in ("out", "err")]
+        for file in self._files:
+            file.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = ranks._fork_server().Process(
             target=_launch, args=(launch, words, folder, self._files, environment)
@@ -33,17 +35,19 @@ class Launched:
     def wait(self) -> int:
         """Returns the exit code."""
         self._process.join(SECONDS)
-        assert self._process.exitcode is not None, f"it goes on: {self.printed}{self.errors}"
+        assert self._process.exitcode is not None, f"it goes on: {self}"
         return self._process.exitcode
 
     def until(self, is_so: Callable[[], object], *, has_ended: bool = False) -> None:
         """Waits until something is so; fails if the launcher ends before, unless it has ended."""
         deadline = time.monotonic() + SECONDS
         while not is_so():
-            said = f"{self.printed}{self.errors}"
-            assert has_ended or self._process.exitcode is None, f"it ended: {said}"
-            assert time.monotonic() < deadline, f"it never was so: {said}"
+            assert has_ended or self._process.exitcode is None, f"it ended: {self}"
+            assert time.monotonic() < deadline, f"it never was so: {self}"
             time.sleep(_POLL_SECONDS)
+
+    def __str__(self) -> str:
+        return f"{self.printed}{self.errors}"
 
     @property
     def printed(self) -> str:
@@ -82,7 +86,7 @@ def _launch(
     os.environ.clear()
     os.environ.update(environment)
     for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(file, os.O_WRONLY), number)
     launch([*words])
 
 
