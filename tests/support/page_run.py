@@ -27,38 +27,36 @@ _LONG_JOBS = ("examples/", "JOB.toml")
 _STEPS = ["--set", "train.steps=2"]
 
 
-def run_page(blocks: Sequence[Block], folder: str) -> int:
-    """Runs the blocks in order; returns how many ran."""
-    os.chdir(folder)
-    sys.path.insert(0, folder)
+def run_page(blocks: Sequence[Block], folder: Path) -> list[str]:
+    """Runs the blocks in order; returns what each of those that run prints on all ranks."""
     space: dict[str, Any] = {"__name__": "__main__"}
-    printed, ran = "", 0
-    # A script makes and destroys its process group. Here it runs in one that other blocks share.
-    with (
-        mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group"),
-    ):
-        for block in blocks:
-            if not block.runs:
-                continue
+    printed = [""]
+    with _inside(folder):
+        for block in (block for block in blocks if block.runs):
             try:
-                space["printed"] = printed = _run(block, space, printed)
+                printed.append(_run(block, space, printed[-1]))
             except BaseException as error:
                 error.add_note(f"In {block.page}, the block of line {block.line}.")
                 raise
-            ran += 1
-    return ran
+            space["printed"] = printed[-1]
+    return printed[1:]
 
 
-def run_script(script: str) -> str:
-    """Runs a script in a world that is there already; returns what it prints."""
-    out = io.StringIO()
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """Lets the code of a page see its folder, and nothing of this page last in the process."""
     with (
+        contextlib.chdir(folder),
+        mock.patch.object(sys, "path", [str(folder), *sys.path]),
+        mock.patch.dict(os.environ),
+        # A script makes and destroys its process group. Here other blocks, and pages, share it.
         mock.patch.object(dist, "init_process_group"),
-        contextlib.redirect_stdout(out),
+        mock.patch.object(dist, "destroy_process_group"),
     ):
-        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
-    return out.getvalue()
+        yield
+    for name, module in list(sys.modules.items()):
+        if str(folder) in (getattr(module, "__file__", None) or ""):
+            del sys.modules[name]
 
 
 def _run(block: Block, space: dict[str, Any], printed: str) -> str:

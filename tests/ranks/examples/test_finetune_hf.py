@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import re
 import runpy
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from pipegrad.testing import run_ranks
-from pipegrad.train.config import load
-from pipegrad.train.metrics import StepMetrics
-from pipegrad.train.trainer import Trainer
 from tests.ranks.examples.test_examples import run_example
+from tests.support import with_transformers  # noqa: F401
 from tests.support.rounding import rounding
+from tests.support.train.jobs import EXAMPLES, trainer_of
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[3]
-EXAMPLE = ROOT / "examples" / "finetune_hf.py"
+EXAMPLE = EXAMPLES / "finetune_hf.py"
 STEPS, TOKENS = 10, 16 * 64
 
 
@@ -55,15 +49,11 @@ def losses_of_one_process(base: Path) -> tuple[float, float]:
     return loss.item(), held.exp().item()
 
 
-def tuned(base: Path) -> str:
-    """Runs the example, which compares the logits of transformers itself."""
-    sys.path.insert(0, str(EXAMPLE.parent))
-    return run_example([str(base), str(base.with_name("tuned")), str(STEPS)], EXAMPLE)
-
-
+@pytest.mark.ranks(4)
 def test_the_script_trains_as_transformers_does(base: Path) -> None:
-    *others, printed = run_ranks(tuned, 4, base)
-    assert others == [""] * 3
+    """It compares the logits of transformers itself."""
+    words = [str(base), str(base.with_name("tuned")), str(STEPS)]
+    printed = run_example(*words, example=EXAMPLE, speaker=-1)
     found = re.search(r"step 10  loss (\S+)\nperplexity (\S+)  '(.*)'", printed)
     assert found is not None, printed
     loss, perplexity = losses_of_one_process(base)
@@ -78,19 +68,14 @@ def test_the_script_has_forty_lines() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40
 
 
-def trained(base: Path) -> tuple[list[StepMetrics], float]:
-    """Trains the job, and returns the held-out loss of what it has saved, by transformers."""
-    settings = [
-        f"model.pretrained='{base}'",
-        f"eval.files='{ROOT}/docs/*.md'",
-        "eval.every=4",
-        "eval.batches=1",
-        "eval.sample_every=4",
-        "train.steps=4",
-        "train.device=cpu",
-    ]
-    trainer = Trainer(partial(load, EXAMPLE.with_suffix(".toml"), settings))
-    steps = [trainer.step(number) for number in range(1, 5)]
+@pytest.mark.ranks(4)
+def test_the_job_writes_what_it_has_measured(base: Path) -> None:
+    settings = [f"model.pretrained='{base}'", f"eval.files='{EXAMPLES.parent}/docs/*.md'"]
+    settings += ["eval.every=4", "eval.batches=1", "eval.sample_every=4"]
+    trainer = trainer_of(
+        EXAMPLE.with_suffix(".toml"), *settings, "train.steps=4", "train.device=cpu"
+    )
+    first, *_, last = [trainer.step(number) for number in range(1, 5)]
     result = base.with_name("result")
     trainer.save_model(result)
     held_out = trainer._texts.held_out
@@ -98,19 +83,11 @@ def trained(base: Path) -> tuple[list[StepMetrics], float]:
     batch = held_out.sequences(1, size=16)
     assert batch is not None
     trainer.close()
-    if dist.get_rank():
-        return steps, 0.0
     model = transformers.AutoModelForCausalLM.from_pretrained(result)
     with torch.no_grad():
         logits = model(batch[0]).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
     assert transformers.AutoTokenizer.from_pretrained(result)("text")["input_ids"]
-    return steps, loss.item()
-
-
-def test_the_job_writes_what_it_has_measured(base: Path) -> None:
-    (steps, loss), *_ = run_ranks(trained, 4, base)
-    *_, last = steps
-    assert last.held_out_loss == pytest.approx(loss, rel=rounding(TOKENS))
-    assert (last.held_out_loss or 0) < 0.97 * steps[0].loss
+    assert last.held_out_loss == pytest.approx(loss.item(), rel=rounding(TOKENS))
+    assert (last.held_out_loss or 0) < 0.97 * first.loss
     assert (last.sample or "").startswith("The value of")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from pipegrad.errors import ConfigError
-from pipegrad.testing import run_ranks
-from pipegrad.train.config import load
-from pipegrad.train.trainer import Trainer
+from tests.support.ranked import gathered
 from tests.support.rounding import rounding
-from tests.support.train.jobs import with_job
+from tests.support.train.jobs import Trained, refusal, trained, with_job
 
+pytestmark = pytest.mark.ranks(2)
 SETTINGS = [
     "model.dropout=0.25",
     "optimizer.lr=1e-2",
@@ -24,171 +20,148 @@ SETTINGS = [
     "gradients.clip_norm=1",
     "train.steps=6",
 ]
-AVERAGING = [
-    "model={factory='factories:averaging'}",
-    "parallel.boundaries=[2]",
-    "optimizer={name='SGD', lr=0.1}",
-]
-WIDER = ["model.width=9"]
 STEADY = ["model.dropout=0"]
 OWNED = "{name='pipeline-shared', placement='owner'}"
 SHARDED = [*STEADY, "gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
 OWNER = [*STEADY, f"gradient_handlers=[{OWNED}, 'sharded']"]
-STORED = [*SHARDED, "gradients.master_dtype='bfloat16'"]  # coarser than what parameters are in
 MUON_RATE, STEPS_OF_MUON = 0.01, 3
-OF_MUON = [
-    *STEADY,
-    f"optimizer={{name='Muon', lr={MUON_RATE}, others={{name='AdamW', lr=1e-3}}}}",
-]
+OF_MUON = [*STEADY, f"optimizer={{name='Muon', lr={MUON_RATE}, others={{name='AdamW', lr=1e-3}}}}"]
 MUON = [*OF_MUON, "gradient_handlers=['pipeline-shared', 'owned']", "parallel.data=2"]
-VEE = ["parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"]
-
-
-def trained(settings: list[str], until: int, saved: str = "") -> tuple[list[float], dict[str, Any]]:
-    """Trains a job until a step, saves it there; returns losses and this rank's parameters."""
-    trainer = Trainer(partial(load, Path("small.toml"), [*SETTINGS, *settings]))
-    steps = range(trainer.first_step, until + 1)
-    losses = [trainer.step(number).loss for number in steps]
-    if saved:
-        trainer.save(Path(saved), until)
-    trainer.sync.wait_parameters()
-    held = {
-        name.partition(".")[2]: tensor.clone() for name, tensor in trainer._state.tensors().items()
-    }
-    trainer.close()
-    return losses, held
-
-
-def histories(folder: str) -> dict[str, Any]:
-    os.chdir(folder)
-    halfway, steady = "resume=halfway", "train.resume=steady"
-    found: dict[str, Any] = {
-        "through": trained([], 6),
-        "first half": trained([], 3, "halfway"),
-        "second half": trained([f"train.{halfway}"], 6),
-        "steady": trained(STEADY, 6),
-        "steady half": trained(STEADY, 3, "steady"),
-        "averaging": trained(AVERAGING, 3, "averaging"),
-        "averaging again": trained([*AVERAGING, "train.resume=averaging"], 3),  # reads, no step
-    }
-    every = {"sharded": SHARDED, "owner": OWNER, "stored": STORED, "muon": MUON}
-    for name, placed in every.items():
-        found[f"{name} through"] = trained(placed, 6)
-        found[f"{name} first half"] = trained(placed, 3, f"{name} half")
-        found[f"{name} second half"] = trained([*placed, f"train.resume='{name} half'"], 6)
-    for name, cut in {
-        "replicas": ["parallel.data=2"],
-        "four stages": VEE,
-        "gpipe": ["parallel.schedule=gpipe", "parallel.boundaries=[1]"],
-    }.items():
-        found[name] = trained([*STEADY, steady, *cut], 6)
-    for name, cut in {
-        "sharded to pipeline": [*STEADY, "train.resume='sharded half'"],
-        "sharded to owner": [*OWNER, "train.resume='sharded half'"],
-        "pipeline to sharded": [*SHARDED, steady],
-        "owner to sharded": [*SHARDED, "train.resume='owner half'"],
-        "stored to replicas": [*STEADY, "train.resume='stored half'", "parallel.data=2"],
-        "muon to pipeline": [*OF_MUON, "train.resume='muon half'"],
-        "muon to replicas": [*OF_MUON, "train.resume='muon half'", "parallel.data=2"],
-    }.items():
-        found[name] = trained(cut, 6)
-    for name, settings in {
-        "wider": [steady, *WIDER],
-        "nowhere": ["train.resume=nowhere"],
-        "over": [steady, "train.steps=3"],
-        "another optimizer": [steady, "optimizer={name='SGD', momentum=0.9}"],
-        "others alone": [*MUON, "train.resume='muon half'", "optimizer={name='AdamW'}"],
-        "other others": [*MUON, "train.resume='muon half'", "optimizer.others={name='SGD'}"],
-        "others for matrices": [*MUON, "train.resume='muon half'", "optimizer.name='SGD'"],
-    }.items():
-        try:
-            trained(settings, 6)
-        except Exception as error:  # noqa: BLE001 - is asserted
-            found[name] = str(error), isinstance(error, ConfigError)
-    return found
+RUNS = {
+    "plain": [],
+    "steady": STEADY,
+    "sharded": SHARDED,
+    "owner": OWNER,
+    # Coarser than what parameters are in.
+    "stored": [*SHARDED, "gradients.master_dtype='bfloat16'"],
+    "muon": MUON,
+}
 
 
 @pytest.fixture(scope="module")
-def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = with_job(tmp_path_factory.mktemp("checkpoint"))
-    return run_ranks(histories, 2, str(folder))
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_job(tmp_path_factory.mktemp("checkpoint")) / "small.toml"
 
 
-@pytest.mark.parametrize("placed", ["", "sharded ", "owner ", "stored ", "muon "])
-def test_going_on_is_never_having_stopped(replies: list[dict[str, Any]], placed: str) -> None:
-    for found in replies:
-        (whole, held), (first, _), (second, held_then) = (
-            found[placed + name] for name in ("through", "first half", "second half")
-        )
-        assert first + second == whole
-        assert held.keys() == held_then.keys()
-        assert all(torch.equal(held[name], held_then[name]) for name in held)
+@cache
+def run(job: Path, name: str, until: int = 6) -> Trained:
+    """Trains one of the runs until a step; its half is saved."""
+    return trained(
+        job, *SETTINGS, *RUNS[name], until=until, save=f"{name} half" if until == 3 else ""
+    )
 
 
-def test_what_a_forward_keeps_is_kept(replies: list[dict[str, Any]]) -> None:
-    (losses, kept), (none, again) = (replies[0][n] for n in ("averaging", "averaging again"))
-    assert (len(losses), none) == (3, [])
-    assert float(kept["1.average"]) == float(again["1.average"]) != 0
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
+def from_half(job: Path, name: str, *settings: str) -> Trained:
+    """Goes on from the half of a run."""
+    run(job, name, 3)
+    return trained(job, *SETTINGS, *settings, f"train.resume='{name} half'", until=6)
+
+
+def bare(run: Trained) -> dict[str, torch.Tensor]:
+    """Returns the tensors by their names in the model."""
+    return {name.partition(".")[2]: tensor for name, tensor in run.values.items()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_going_on_is_never_having_stopped(job: Path, name: str) -> None:
+    run(job, name).goes_on(run(job, name, 3), from_half(job, name, *RUNS[name]))
+
+
+def test_what_a_forward_keeps_is_kept(job: Path) -> None:
+    averaging = ["model={factory='factories:averaging'}", "parallel.boundaries=[2]"]
+    averaging.append("optimizer={name='SGD', lr=0.1}")
+    first = trained(job, *averaging, until=3, save="averaging")
+    again = trained(job, *averaging, "train.resume=averaging", until=3)  # reads, no step
+    assert (len(first.losses), again.losses) == (3, [])
+    assert all(torch.equal(first.values[name], again.values[name]) for name in first.values)
+    average = gathered(bare(again))[0]["1.average"]
+    assert float(average) != 0
 
 
 @pytest.mark.parametrize(
-    "cut",
-    [
-        "replicas",
-        "four stages",
-        "gpipe",
-        "sharded to pipeline",
-        "sharded to owner",
-        "pipeline to sharded",
-        "owner to sharded",
-    ],
+    ("name", "settings"),
+    {
+        "replicas": ("steady", [*STEADY, "parallel.data=2"]),
+        "four stages": (
+            "steady",
+            [*STEADY, "parallel.schedule={name='interleaved-1f1b', stages_per_rank=2}"],
+        ),
+        "gpipe": ("steady", [*STEADY, "parallel.schedule=gpipe", "parallel.boundaries=[1]"]),
+        "sharded to pipeline": ("sharded", STEADY),
+        "sharded to owner": ("sharded", OWNER),
+        "pipeline to sharded": ("steady", SHARDED),
+        "owner to sharded": ("owner", SHARDED),
+    }.values(),
 )
-def test_any_cut_goes_on_from_any_other(replies: list[dict[str, Any]], cut: str) -> None:
-    whole, _ = replies[0]["steady"]
-    assert replies[0][cut][0] == pytest.approx(whole[3:], rel=rounding(12 * 8 * 16))
-    every = {name: tensor for found in replies for name, tensor in found["steady"][1].items()}
-    for found in replies:
-        for name, tensor in found[cut][1].items():
-            torch.testing.assert_close(tensor, every[name], rtol=1e-3, atol=1e-5)
+def test_any_cut_goes_on_from_any_other(job: Path, name: str, settings: list[str]) -> None:
+    whole, found = run(job, "steady"), from_half(job, name, *settings)
+    assert found.losses == pytest.approx(whole.losses[3:], rel=rounding(12 * 8 * 16))
+    every = {name: tensor for rank in gathered(bare(whole)) for name, tensor in rank.items()}
+    for key, tensor in bare(found).items():
+        torch.testing.assert_close(tensor, every[key], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("cut", ["muon to pipeline", "muon to replicas"])
+@pytest.mark.parametrize("cut", [[], ["parallel.data=2"]])
 def test_whole_matrices_are_found_by_name_wherever_they_are_stepped(
-    replies: list[dict[str, Any]], cut: str
+    job: Path, cut: list[str]
 ) -> None:
     """Muon's matrix products are in bf16: where gradients differ by a rounding, so may its steps.
 
     A step moves an element by at most its rate, here times the root of two, at 8 bits.
     """
-    _, whole = replies[0]["muon through"]
+    whole = bare(run(job, "muon"))
     limit = STEPS_OF_MUON * MUON_RATE * 2**0.5 * 2.0**-8
-    for found in replies:
-        for name, tensor in found[cut][1].items():
-            torch.testing.assert_close(tensor, whole[name], rtol=0, atol=limit)
+    for name, tensor in bare(from_half(job, "muon", *OF_MUON, *cut)).items():
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=limit)
 
 
-def test_what_was_stored_coarser_goes_on_finer(replies: list[dict[str, Any]]) -> None:
-    stored, finer = replies[0]["stored through"][0], replies[0]["stored to replicas"][0]
-    assert finer == pytest.approx(stored[3:], rel=1e-2)
-    assert finer != stored[3:]
+def test_what_was_stored_coarser_goes_on_finer(job: Path) -> None:
+    stored = run(job, "stored").losses[3:]
+    finer = from_half(job, "stored", *STEADY, "parallel.data=2").losses
+    assert finer == pytest.approx(stored, rel=1e-2)
+    assert finer != stored
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "settings", "says"),
     [
-        ("wider", "it is of another model: '0.weight' is (256, 9) here and (256, 8) there"),
-        ("another optimizer", "but the optimizer of the checkpoint kept ['exp_avg', 'exp_avg_sq'"),
-        ("others alone", "but the optimizer of the checkpoint kept ['momentum_buffer']: choose"),
-        ("other others", "optimizer.others = 'SGD': it keeps [] of '0.weight', but the"),
-        ("others for matrices", "optimizer = {'name': 'SGD', 'lr': 0.01}: it keeps [] of '"),
-        ("nowhere", "train.resume = 'nowhere': there is no such folder, seen from the"),
-        ("over", "train.steps = 3: the checkpoint is of step 3: nothing is left to do"),
+        (
+            "steady",
+            ["model.width=9"],
+            "it is of another model: '0.weight' is (256, 9) here and (256, 8) there",
+        ),
+        (
+            "steady",
+            ["optimizer={name='SGD', momentum=0.9}"],
+            "but the optimizer of the checkpoint kept ['exp_avg', 'exp_avg_sq'",
+        ),
+        (
+            "muon",
+            [*MUON, "optimizer={name='AdamW'}"],
+            "but the optimizer of the checkpoint kept ['momentum_buffer']: choose",
+        ),
+        (
+            "muon",
+            [*MUON, "optimizer.others={name='SGD'}"],
+            "optimizer.others = 'SGD': it keeps [] of '0.weight', but the",
+        ),
+        (
+            "muon",
+            [*MUON, "optimizer.name='SGD'"],
+            "optimizer = {'name': 'SGD', 'lr': 0.01}: it keeps [] of '",
+        ),
+        (
+            "steady",
+            ["train.steps=3"],
+            "train.steps = 3: the checkpoint is of step 3: nothing is left to do",
+        ),
     ],
 )
-def test_what_cannot_be_gone_on_from(
-    replies: list[dict[str, Any]], name: str, message: str
-) -> None:
-    said = [found[name] for found in replies]
-    assert said[0][0] == said[1][0]
-    assert message in said[0][0]
+def test_what_cannot_be_gone_on_from(job: Path, name: str, settings: list[str], says: str) -> None:
+    run(job, name, 3)
+    assert says in refusal(job, *SETTINGS, *settings, f"train.resume='{name} half'")
+
+
+def test_nowhere_cannot_be_gone_on_from(job: Path) -> None:
+    said = refusal(job, "train.resume=nowhere")
+    assert "train.resume = 'nowhere': there is no such folder, seen from the" in said

@@ -11,25 +11,22 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pipegrad.errors import PipegradError
-from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.checksums import sealed
-from pipegrad.train.config import load
-from pipegrad.train.trainer import Trainer
-from tests.support.train.jobs import with_job
+from tests.support.ranked import gathered
+from tests.support.train.jobs import refusal, trained, trainer_of, with_job
 
+pytestmark = pytest.mark.ranks(2)
 SHARDED = ["gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
 IS_DAMAGED = "is damaged: "
 
@@ -58,89 +55,72 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-500])
 
 
-def cut_unverified(folder: Path) -> None:
-    truncate(folder / ".metadata")
-    (folder / "checksums.json").unlink()
-
-
-def without_pieces(folder: Path) -> None:
-    checksums = json.loads((folder / "checksums.json").read_text())
-    put_checksums(folder, checksums | {"pieces": []})
-
-
-def put_checksums(folder: Path, content: dict[str, Any]) -> None:
-    (folder / "checksums.json").write_text(json.dumps(sealed(content)))
-
-
-def another_seed(folder: Path) -> None:
+def put_checksums(folder: Path, **changes: Any) -> None:
+    """Changes the checksums, which are right then."""
     path = folder / "checksums.json"
-    path.write_text(path.read_text().replace('"train.seed": "0"', '"train.seed": "1"'))
-
-
-def emptied(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def no_folder(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
-
-
-class Malicious:
-    """Makes a file when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (EXECUTED,)
+    path.write_text(json.dumps(sealed(json.loads(path.read_text()) | changes)))
 
 
 def put_metadata(folder: Path, content: object) -> None:
     """Replaces .metadata, with a checksum that is right."""
     (folder / ".metadata").write_bytes(pickle.dumps(content))
-    checksums = json.loads((folder / "checksums.json").read_text())
-    checksums["metadata"] = zlib.crc32((folder / ".metadata").read_bytes())
-    put_checksums(folder, checksums)
+    put_checksums(folder, metadata=zlib.crc32((folder / ".metadata").read_bytes()))
 
 
-def changed_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
+def outside(folder: Path) -> None:
     metadata = FileSystemReader(folder).read_metadata()
-    change(metadata)
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index].relative_path = "../whole/__0_0.distcp"
     put_metadata(folder, metadata)
 
 
-def outside(metadata: Metadata) -> None:
-    index = next(iter(metadata.storage_data))
-    metadata.storage_data[index].relative_path = "../whole/__0_0.distcp"
-
-
-def with_object(metadata: Metadata) -> None:
+def with_object(folder: Path) -> None:
     """torch would read this entry with a pickle that may execute anything."""
+    metadata = FileSystemReader(folder).read_metadata()
     metadata.state_dict_metadata["step"] = BytesStorageMetadata()
+    put_metadata(folder, metadata)
 
 
-def of_another_run(folder: Path) -> None:
-    shutil.copy("other/checksums.json", folder)
+def unverified(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Returns a damage of .metadata that no checksum tells."""
+
+    def damage(folder: Path) -> None:
+        change(folder / ".metadata")
+        (folder / "checksums.json").unlink()
+
+    return damage
 
 
-def foreign(folder: Path) -> None:
+def instead(write: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Returns a damage that puts something else in the place of the folder."""
+
+    def damage(folder: Path) -> None:
+        shutil.rmtree(folder)
+        write(folder)
+
+    return damage
+
+
+def save_foreign(folder: Path) -> None:
     """A checkpoint as other programs write it with torch."""
-    shutil.rmtree(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it writes in one process
         save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
 
 
-def no_checkpoint(folder: Path) -> None:
-    shutil.rmtree(folder)
-    torch.save({"model": torch.ones(3)}, folder)
+class Malicious:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (EXECUTED,)
 
 
-def unpickled_by(path: Path) -> None:
-    (path / ".metadata").write_bytes(pickle.dumps(Malicious()))
-    (path / "checksums.json").unlink()
+def altered_seed(folder: Path) -> None:
+    path = folder / "checksums.json"
+    path.write_text(path.read_text().replace('"train.seed": "0"', '"train.seed": "1"'))
 
 
-EXECUTED = "executed"
+EXECUTED, SHARD, METADATA = "executed", "__1_0.distcp", ".metadata"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "40 bytes of a weight": (
         lambda folder: flip_piece(folder, "model.0.weight"),
@@ -152,164 +132,226 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the step": (lambda folder: flip_piece(folder, "step"), "in 'step' than were written"),
     "a shard that was cut off": (
-        lambda folder: truncate(folder / "__1_0.distcp"),
-        f"{IS_DAMAGED}__1_0.distcp has ",
+        lambda folder: truncate(folder / SHARD),
+        f"{IS_DAMAGED}{SHARD} has ",
     ),
     "a shard that is not there": (
-        lambda folder: (folder / "__1_0.distcp").unlink(),
-        f"{IS_DAMAGED}there is no __1_0.distcp",
+        lambda folder: (folder / SHARD).unlink(),
+        f"{IS_DAMAGED}there is no {SHARD}",
     ),
     "two shards in each other's place": (swap, f"{IS_DAMAGED}__0_0.distcp has "),
     "bytes of .metadata": (
-        lambda folder: flip(folder / ".metadata", 200),
+        lambda folder: flip(folder / METADATA, 200),
         f"{IS_DAMAGED}the bytes of .metadata are not those that were written",
     ),
     "a .metadata that was cut off, unverified": (
-        cut_unverified,
+        unverified(truncate),
         f"{IS_DAMAGED}.metadata cannot be read: ",
     ),
     "bytes of the checksums": (
         lambda folder: flip(folder / "checksums.json", 10),
         f"{IS_DAMAGED}checksums.json ",
     ),
-    "values of the run": (another_seed, f"{IS_DAMAGED}checksums.json is damaged"),
-    "a file in the folder's place": (
-        no_folder,
-        "expected the folder of a checkpoint: ",
-    ),
+    "values of the run": (altered_seed, f"{IS_DAMAGED}checksums.json is damaged"),
+    "a file in the folder's place": (instead(Path.touch), "expected the folder of a checkpoint: "),
     "no .metadata": (
-        lambda folder: (folder / ".metadata").unlink(),
+        lambda folder: (folder / METADATA).unlink(),
         "is not a whole checkpoint: it has no .metadata",
     ),
     "an unfinished one.partial": (
-        lambda _: None,
+        str,
         "is not a whole checkpoint: the run that wrote it did not finish it",
     ),
     "a .metadata that executes": (
         lambda folder: put_metadata(folder, Malicious()),
         f"{IS_DAMAGED}.metadata names posix.mkdir, which no checkpoint needs, and to read it would",
     ),
-    "a .metadata that executes, unverified": (unpickled_by, ".metadata names posix.mkdir, which"),
+    "a .metadata that executes, unverified": (
+        unverified(lambda path: path.write_bytes(pickle.dumps(Malicious()))),
+        ".metadata names posix.mkdir, which",
+    ),
     "a .metadata of something else": (
         lambda folder: put_metadata(folder, ["no metadata"]),
         ".metadata is not the metadata of a checkpoint",
     ),
     "files outside of the folder": (
-        lambda folder: changed_metadata(folder, outside),
+        outside,
         ".metadata names the file '../whole/__0_0.distcp', outside of it",
     ),
     "an object that would be unpickled": (
-        lambda folder: changed_metadata(folder, with_object),
+        with_object,
         f"{IS_DAMAGED}its 'step' is no tensor: another program wrote it",
     ),
-    "checksums of another run": (of_another_run, "the bytes of .metadata are not those that were"),
+    "checksums of another run": (
+        lambda folder: shutil.copy(folder.with_name("other") / "checksums.json", folder),
+        "the bytes of .metadata are not those that were",
+    ),
     "checksums of nothing": (
-        without_pieces,
+        lambda folder: put_checksums(folder, pieces=[]),
         f"{IS_DAMAGED}checksums.json is of another checkpoint",
     ),
-    "of another program": (foreign, "it is of another model: the checkpoint holds 'w', which"),
-    "a file of torch.save": (no_checkpoint, "expected the folder of a checkpoint: "),
-    "an empty folder": (emptied, "is not a whole checkpoint: it has no .metadata"),
-}
-OF_ANOTHER_MODEL = {
-    "fewer layers here": (
-        ["model.layers=1"],
-        "which the model does not have; the model has '2.bias', '2.weight', which the checkpoint",
+    "of another program": (
+        instead(save_foreign),
+        "it is of another model: the checkpoint holds 'w', which",
     ),
-    "more layers here": (
-        ["model.layers=4"],
-        "; the model has '3.0.bias', '3.0.weight', '4.0.bias', '4.0.weight' and 2 more, which the",
+    "a file of torch.save": (
+        instead(lambda path: torch.save({"model": torch.ones(3)}, path)),
+        "expected the folder of a checkpoint: ",
     ),
-    "wider here": (["model.width=9"], "it is of another model: '0.weight' is (256, 9) here and"),
-}
-OTHERWISE = {
-    "another text": (["data.files=['other.txt']"], "data.files was text "),
-    "another seed": (["train.seed=1"], "train.seed was 0, and is 1"),
-    "another batch": (["data.batch_size=16"], "data.batch_size was 8, and is 16"),
-    "another optimizer": (["optimizer.name=Adam"], "optimizer.name was 'AdamW', and is 'Adam'"),
-    "no checksums": ([], "has no checksums.json, so its bytes were not verified"),
+    "an empty folder": (instead(Path.mkdir), "is not a whole checkpoint: it has no .metadata"),
 }
 
 
-def trained(settings: list[str], until: int, saved: str = "") -> Trainer:
-    trainer = Trainer(partial(load, Path("small.toml"), settings))
-    for number in range(trainer.first_step, until + 1):
-        trainer.step(number)
-    if saved:
-        trainer.save(Path(saved), until)
-    trainer.close()
-    return trainer
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = with_job(tmp_path_factory.mktemp("damaged"))
+    (folder / "other.txt").write_text("other words " * 99)
+    return folder / "small.toml"
 
 
-def refused(settings: list[str]) -> str:
-    try:
-        trained(settings, 1)
-    except PipegradError as error:
-        return str(error)
-    return "went on"
+@cache
+def save_whole(job: Path) -> None:
+    """Saves two checkpoints, of which none is damaged."""
+    trained(job, *SHARDED, until=1, save="whole")
+    trained(job, "train.seed=7", until=1, save="other")
 
 
-def histories(folder: str) -> dict[str, Any]:
-    os.chdir(folder)
-    trained(SHARDED, 1, "whole")
-    trained(["train.seed=7"], 1, "other")
-    first = dist.get_rank() == 0
-    found: dict[str, Any] = {}
-    for name, (damage, _) in DAMAGES.items():
-        if first:
-            shutil.copytree("whole", name)
-            damage(Path(name))
-        dist.barrier()
-        found[name] = refused([f"train.resume={name!r}"])  # in another cut
-    found["executed"] = Path(EXECUTED).exists()
-    found |= with_fallback(first=first)
-    for name, (settings, _) in OF_ANOTHER_MODEL.items():
-        found[name] = refused([*settings, "train.resume=whole"])
-    if first:
-        shutil.copytree("whole", "no checksums")
-        Path("no checksums/checksums.json").unlink()
-        Path("other.txt").write_text("other words " * 99)
+def copied(job: Path, name: str, change: Callable[[Path], object]) -> Path:
+    """Makes a copy of the whole checkpoint, with a change; returns its folder."""
+    save_whole(job)
+    folder = job.with_name(name)
+    if dist.get_rank() == 0:
+        shutil.copytree(job.with_name("whole"), folder)
+        change(folder)
     dist.barrier()
-    for name, (settings, _) in OTHERWISE.items():
-        resumed = "no checksums" if name == "no checksums" else "whole"
-        trainer = trained([*settings, f"train.resume={resumed!r}"], 2)
-        found[name] = trainer.first_step, trainer.notes
-    found["the same run"] = trained([*SHARDED, "train.resume=whole"], 2).notes
+    return folder
+
+
+@pytest.mark.parametrize(("name", "damage", "says"), [(n, *row) for n, row in DAMAGES.items()])
+def test_damage_is_refused(
+    job: Path, name: str, damage: Callable[[Path], object], says: str
+) -> None:
+    """40 flipped bytes trained on with a loss of 29,760, and others were 200 lines of traceback."""
+    folder = copied(job, name, damage)
+    said = refusal(job, f"train.resume={folder.name!r}")  # in another cut
+    assert says in said
+    assert "\n" not in said
+    assert not job.with_name(EXECUTED).exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        (
+            "model.layers=1",
+            "which the model does not have; the model has '2.bias', '2.weight', which the check",
+        ),
+        (
+            "model.layers=4",
+            "; the model has '3.0.bias', '3.0.weight', '4.0.bias', '4.0.weight' and 2 more, which",
+        ),
+        ("model.width=9", "it is of another model: '0.weight' is (256, 9) here and"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(job: Path, setting: str, says: str) -> None:
+    """A checkpoint of two layers was read into a model of one: the loss was 8.83, not 7.05."""
+    save_whole(job)
+    assert says in refusal(job, setting, "train.resume=whole")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("data.files=['other.txt']", "data.files was text "),
+        ("train.seed=1", "train.seed was 0, and is 1"),
+        ("data.batch_size=16", "data.batch_size was 8, and is 16"),
+        ("optimizer.name=Adam", "optimizer.name was 'AdamW', and is 'Adam'"),
+    ],
+)
+def test_what_is_otherwise_is_noted(job: Path, setting: str, says: str) -> None:
+    save_whole(job)
+    run = trained(job, setting, "train.resume=whole", until=2)
+    assert [step.step for step in run.steps] == [2]
+    [note] = run.notes
+    assert says in note
+
+
+def test_the_same_run_has_no_notes_unless_its_bytes_were_not_verified(job: Path) -> None:
+    folder = copied(job, "unverified", lambda folder: (folder / "checksums.json").unlink())
+    assert trained(job, *SHARDED, "train.resume=whole", until=2).notes == ()
+    [note] = trained(job, f"train.resume={folder.name}", until=2).notes
+    assert "has no checksums.json, so its bytes were not verified" in note
+
+
+def test_a_full_disk_is_said_in_one_line(job: Path) -> None:
+    """A save on a full disk ended in 196 lines that named neither the path nor the step."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not first:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        trained(SHARDED, 1, "full")
-    except PipegradError as error:
-        found["full"] = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return found
+        if dist.get_rank():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        said = refusal(job, *SHARDED, save="full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "the checkpoint of step 1 cannot be written into full: rank 1: " in said
+    assert "bytes are free there" in said
+    assert "\n" not in said
 
 
-def with_fallback(*, first: bool) -> dict[str, Any]:
-    """A run of three checkpoints; the newest two are damaged, and one was never finished."""
-    if first:
-        for step in (1, 2, 3):
-            shutil.copytree("whole", f"run/checkpoint-{step}")
-        flip_piece(Path("run/checkpoint-3"), "model.0.weight")
-        (Path("run/checkpoint-2") / ".metadata").unlink()
-        shutil.copytree("whole", "run/checkpoint-4.partial")
-        shutil.copytree("run", "run without")
-        shutil.copytree("whole", "renamed/checkpoint-100")
-        (Path("renamed") / "manifest.json").write_text("{}")
-        shutil.rmtree("run without/checkpoint-1")
+@cache
+def save_runs(job: Path) -> None:
+    """Makes a run of three checkpoints; two are damaged, and a fourth was never finished."""
+    save_whole(job)
+    if dist.get_rank() == 0:
+        folder = job.parent
+        for path in (
+            *(f"run/checkpoint-{n}" for n in (1, 2, 3, "4.partial")),
+            "renamed/checkpoint-100",
+        ):
+            shutil.copytree(folder / "whole", folder / path)
+        flip_piece(folder / "run/checkpoint-3", "model.0.weight")
+        (folder / "run/checkpoint-2/.metadata").unlink()
+        (folder / "renamed/manifest.json").write_text("{}")
+        shutil.copytree(folder / "run", folder / "run without")
+        shutil.rmtree(folder / "run without/checkpoint-1")
     dist.barrier()
-    found: dict[str, Any] = {}
-    for name, settings in FALLBACKS.items():
-        try:
-            trainer = trained(settings, 1)
-            found[name] = str(trainer.checkpoint), trainer.notes
-        except PipegradError as error:
-            found[name] = str(error)
-    with mock.patch.object(os, "pread", partial(unreadable, os.pread)):
-        for name in ("a run", "a checkpoint"):
-            found[f"{name} that cannot be read"] = refused(FALLBACKS[name])
-    return {"fallback": found}
+
+
+FALLBACK = "train.fallback=true"
+FALLBACKS = {
+    "a run": ["train.resume=run", FALLBACK, *SHARDED],
+    "a checkpoint": ["train.resume=run/checkpoint-3", FALLBACK, *SHARDED],
+    "auto": ["train.resume=auto", "train.output=run", FALLBACK, *SHARDED],
+}
+
+
+@pytest.mark.parametrize("settings", FALLBACKS.values(), ids=FALLBACKS)
+def test_a_damaged_checkpoint_falls_back(
+    job: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    save_runs(job)
+    monkeypatch.chdir(job.parent)
+    trainer = trainer_of(job, *settings)
+    trainer.close()
+    assert str(trainer.checkpoint) == "run/checkpoint-1"
+    assert gathered(trainer.notes) == [trainer.notes] * 2
+    newest, older = trainer.notes
+    assert newest.startswith("train.resume: run/checkpoint-3 is damaged: ")
+    assert newest.endswith("; this run goes on from run/checkpoint-2")
+    assert older.startswith("train.resume: run/checkpoint-2 is not a whole checkpoint: ")
+    assert older.endswith("; this run goes on from run/checkpoint-1")
+
+
+@pytest.mark.parametrize("name", ["a run", "a checkpoint"])
+def test_what_cannot_be_read_is_not_damaged(
+    job: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It was renamed to checkpoint-3.damaged when a disk could not be read for a moment."""
+    save_runs(job)
+    monkeypatch.setattr(os, "pread", partial(unreadable, os.pread))
+    said = refusal(job, *FALLBACKS[name])
+    assert "run/checkpoint-3/__" in said
+    assert " cannot be read: Input/output error: this says nothing of its bytes, so no " in said
+    assert "\n" not in said
 
 
 def unreadable(pread: Callable[..., bytes], *arguments: Any) -> bytes:
@@ -319,106 +361,14 @@ def unreadable(pread: Callable[..., bytes], *arguments: Any) -> bytes:
     return pread(*arguments)
 
 
-FALLBACKS = {
-    "no": ["train.resume=run"],
-    "a run": ["train.resume=run", "train.fallback=true", *SHARDED],
-    "a checkpoint": ["train.resume=run/checkpoint-3", "train.fallback=true", *SHARDED],
-    "renamed": ["train.resume='renamed'", "train.fallback=true", *SHARDED],
-    "none left": ["train.resume='run without'", "train.fallback=true"],
-    "auto": ["train.resume=auto", "train.output=run", "train.fallback=true", *SHARDED],
-}
-
-
-@pytest.fixture(scope="module")
-def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = with_job(tmp_path_factory.mktemp("damaged"))
-    return run_ranks(histories, 2, str(folder))
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_refused(replies: list[dict[str, Any]], name: str) -> None:
-    """Issue 16, point 8.
-
-    Forty flipped bytes in a shard trained on with a loss of 29,760. A truncated, swapped or deleted
-    shard ended in 200 lines of traceback, and a damaged .metadata was called absent.
-    """
-    first, second = (reply[name] for reply in replies)
-    assert first == second
-    assert DAMAGES[name][1] in first
-    assert "\n" not in first
-
-
-@pytest.mark.parametrize("name", OF_ANOTHER_MODEL)
-def test_a_checkpoint_of_another_model_is_refused(replies: list[dict[str, Any]], name: str) -> None:
-    """Issue 16, point 8.
-
-    A checkpoint of two layers was read into a model of one: the loss was 8.83 instead of 7.05.
-    """
-    first, second = (reply[name] for reply in replies)
-    assert first == second
-    assert OF_ANOTHER_MODEL[name][1] in first
-
-
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_what_is_otherwise_is_noted(replies: list[dict[str, Any]], name: str) -> None:
-    """Issue 16, point 8.
-
-    Another text, seed, batch size or optimizer than the checkpoint's run had was taken silently.
-    """
-    for reply in replies:
-        first_step, notes = reply[name]
-        assert first_step == 2
-        assert len(notes) == 1
-        assert OTHERWISE[name][1] in notes[0]
-        assert reply["the same run"] == ()
-
-
-def test_a_full_disk_is_said_in_one_line(replies: list[dict[str, Any]]) -> None:
-    """Issue 16, point 18.
-
-    A save on a full disk ended in 196 lines that named neither the path nor the step.
-    """
-    first, second = (reply["full"] for reply in replies)
-    assert first == second
-    assert "the checkpoint of step 1 cannot be written into full: rank 1: " in first
-    assert "bytes are free there" in first
-    assert "\n" not in first
-
-
-def test_reading_executes_nothing(replies: list[dict[str, Any]]) -> None:
-    assert [reply["executed"] for reply in replies] == [False, False]
-
-
-@pytest.mark.parametrize("name", ["a run", "a checkpoint", "auto"])
-def test_a_damaged_checkpoint_falls_back(replies: list[dict[str, Any]], name: str) -> None:
-    first, second = (reply["fallback"][name] for reply in replies)
-    assert first == second
-    checkpoint, (newest, older) = first
-    assert checkpoint == "run/checkpoint-1"
-    assert newest.startswith("train.resume: run/checkpoint-3 is damaged: ")
-    assert newest.endswith("; this run goes on from run/checkpoint-2")
-    assert older.startswith("train.resume: run/checkpoint-2 is not a whole checkpoint: ")
-    assert older.endswith("; this run goes on from run/checkpoint-1")
-
-
-@pytest.mark.parametrize("name", ["a run", "a checkpoint"])
-def test_what_cannot_be_read_is_not_damaged(replies: list[dict[str, Any]], name: str) -> None:
-    """It was renamed to checkpoint-3.damaged when a disk could not be read for a moment."""
-    first, second = (reply["fallback"][f"{name} that cannot be read"] for reply in replies)
-    assert first == second
-    assert "run/checkpoint-3/__" in first
-    assert " cannot be read: Input/output error: this says nothing of its bytes, so no " in first
-    assert "\n" not in first
-
-
-def test_nothing_falls_back_unasked(replies: list[dict[str, Any]]) -> None:
-    first, second = (reply["fallback"]["no"] for reply in replies)
-    assert first == second
-    assert "train.resume = 'run': run/checkpoint-3: is damaged: " in first
-    assert first.endswith("; or set train.fallback = true")
-    assert "\n" not in first
-    renamed = replies[0]["fallback"]["renamed"]
+def test_nothing_falls_back_unasked_or_on_what_has_another_name(job: Path) -> None:
+    save_runs(job)
+    said = refusal(job, "train.resume=run")
+    assert "train.resume = 'run': run/checkpoint-3: is damaged: " in said
+    assert said.endswith("; or set train.fallback = true")
+    assert "\n" not in said
+    renamed = refusal(job, "train.resume=renamed", FALLBACK, *SHARDED)
     assert "renamed/checkpoint-100: is the checkpoint of step 1 by what it has" in renamed
     assert renamed.endswith(": give the folder the name checkpoint-1 again")
-    none_left = replies[0]["fallback"]["none left"]
+    none_left = refusal(job, "train.resume='run without'", FALLBACK)
     assert "'run without': run without/checkpoint-2: is not a whole checkpoint: " in none_left

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from pipegrad.errors import PipegradError
-from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
-from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.reporters.report import Report
-from pipegrad.train.trainer import Trainer
 from tests.support.pages import file_of
+from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train import data_functions
 from tests.support.train.factories import tied
-from tests.support.train.jobs import with_job
+from tests.support.train.jobs import Trained, refusal, trained, trainer_of, with_job
 
+pytestmark = pytest.mark.ranks(2)
 JOB = """
 [model]
 factory = "factories:tied"
@@ -46,7 +44,8 @@ def dataset(name: str, **options: object) -> str:
     return f"data.dataset={{name = 'data_functions:{name}'{words}}}"
 
 
-def one_process(loss: Any = None, *, is_ragged: bool = False) -> list[float]:
+@cache
+def one_process(smoothing: float = 0.0, *, is_ragged: bool = False) -> list[float]:
     """Returns losses of the uncut model on five batches, epoch after epoch, by hand."""
     torch.manual_seed(0)
     model = tied()
@@ -61,7 +60,7 @@ def one_process(loss: Any = None, *, is_ragged: bool = False) -> list[float]:
         else:
             whole = data_functions.rows_of(step % 5)
             logits, target = model(whole[:, :-1]), whole[:, 1:]
-        found = (loss or data_functions.smoothed)(logits, target)
+        found = data_functions.smoothed(logits, target, smoothing)
         found.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -92,10 +91,7 @@ CASES = {
         "train.loss_reduction=token_mean",
     ],
     "interleaved": [dataset("listed"), "parallel.schedule=interleaved-1f1b"],
-    "a loss": [
-        dataset("listed"),
-        "train.loss={name = 'data_functions:smoothed', smoothing = 0.2}",
-    ],
+    "a loss": [dataset("listed"), "train.loss={name = 'data_functions:smoothed', smoothing = 0.2}"],
     "deterministic": [
         dataset("listed"),
         "train.loss='data_functions:checks_algorithms'",
@@ -104,129 +100,83 @@ CASES = {
 }
 
 
-def trained(folder: str, cases: dict[str, list[str]]) -> dict[str, list[StepMetrics]]:
-    os.chdir(folder)
-    found = {}
-    for name, settings in cases.items():
-        trainer = Trainer(partial(load, Path("job.toml"), settings))
-        found[name] = [trainer.step(number) for number in range(1, 13)]
-        trainer.close()
-        assert not torch.are_deterministic_algorithms_enabled()
-    return found
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = with_job(tmp_path_factory.mktemp("data"), "job.toml", JOB)
-    (made / "data_functions.py").write_text(Path(data_functions.__file__).read_text())
-    return made
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = with_job(tmp_path_factory.mktemp("data"), "job.toml", JOB)
+    for name in ("my_data.py", "my_loss.py", "my_reporter.py"):
+        (folder / name).write_text(file_of("docs/trainer.md", name))
+    (folder / "a text.txt").write_text("abcdefgh" * 99)
+    (folder / "held out.txt").write_bytes(TEXT)
+    return folder / "job.toml"
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, list[StepMetrics]]:
-    first, second = run_ranks(trained, 2, str(folder), CASES)
-    for name, steps in first.items():
-        assert [step.loss for step in steps] == [step.loss for step in second[name]]
-    return first
+def checked(job: Path, *settings: str) -> Trained:
+    """Trains a job through; all ranks must know the same losses."""
+    run = trained(job, *settings, until=12)
+    assert all(losses == run.losses for losses in gathered(run.losses))
+    return run
 
 
-def check_losses(steps: list[StepMetrics], expected: list[float]) -> None:
-    for step, loss in zip(steps, expected, strict=True):
+def check_losses(run: Trained, expected: list[float]) -> None:
+    for step, loss in zip(run.steps, expected, strict=True):
         assert step.loss == pytest.approx(loss, rel=rounding(step.step * TOKENS))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_process(found: dict[str, list[StepMetrics]], name: str) -> None:
-    steps = found[name]
+def test_losses_are_those_of_one_process(job: Path, name: str) -> None:
+    run = checked(job, *CASES[name])
+    assert not torch.are_deterministic_algorithms_enabled()
     if "ragged" in name:
-        check_losses(steps, one_process(is_ragged=True))
+        check_losses(run, one_process(is_ragged=True))
         return
-    assert [step.tokens_seen for step in steps] == [n * TOKENS for n in range(1, 13)]
-    assert all(math.isfinite(step.loss) for step in steps)
-    if name == "a loss":
-        check_losses(steps, one_process(partial(data_functions.smoothed, smoothing=0.2)))
-    elif "told" in name:
-        assert len({step.loss for step in steps}) == 12
+    assert [step.tokens_seen for step in run.steps] == [n * TOKENS for n in range(1, 13)]
+    assert all(map(math.isfinite, run.losses))
+    if "told" in name:
+        assert len(set(run.losses)) == 12
     elif "drawn" not in name and "loader" not in name and "uneven" not in name:
-        check_losses(steps, one_process())
+        check_losses(run, one_process(0.2 if name == "a loss" else 0.0))
 
 
-def test_four_ranks_have_the_losses_of_one_process(folder: Path) -> None:
-    cases = {"2 x 2": [dataset("listed"), "parallel.pipeline=2"], "4": [dataset("generated")]}
-    cases["4"].append("model.layers=3")
-    first = run_ranks(trained, 4, str(folder), {"2 x 2": cases["2 x 2"]})[0]
-    check_losses(first["2 x 2"], one_process())
+@pytest.mark.ranks(4)
+def test_four_ranks_have_the_losses_of_one_process(job: Path) -> None:
+    check_losses(checked(job, dataset("listed"), "parallel.pipeline=2"), one_process())
 
 
-def test_what_the_page_shows_trains(folder: Path) -> None:
-    for name in ("my_data.py", "my_loss.py", "my_reporter.py"):
-        (folder / name).write_text(file_of("docs/trainer.md", name))
-    settings = [
-        "data.dataset={name='my_data:batches', folder='corpus', rows=8}",
-        "train.loss={name='my_loss:smoothed', smoothing=0.2}",
-    ]
-    cases = {"alone": settings, "replicas": [*settings, "parallel.data=2"]}
-    first = run_ranks(trained, 2, str(folder), cases)[0]
-    assert [step.tokens_seen for step in first["alone"][:2]] == [8 * 64, 2 * 8 * 64]
-    assert first["replicas"][0].tokens_seen == 2 * 8 * 64
-    steps = first["alone"]
-    reporters = "train.reporters=['jsonl', 'my_reporter:Table']"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        job = Job(load(Path("job.toml"), [reporters]))
-        assert [*job.reporters] == ["jsonl", "my_reporter:Table"]
-        report = Report(Console(file=io.StringIO()), job)
-        report.begin(folder, {})
+def test_what_the_page_shows_trains(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["data.dataset={name='my_data:batches', folder='corpus', rows=8}"]
+    settings.append("train.loss={name='my_loss:smoothed', smoothing=0.2}")
+    alone = trained(job, *settings, until=2)
+    assert [step.tokens_seen for step in alone.steps] == [8 * 64, 2 * 8 * 64]
+    replicas = trained(job, *settings, "parallel.data=2", until=1)
+    assert replicas.steps[0].tokens_seen == 2 * 8 * 64
+    if dist.get_rank() == 0:
+        monkeypatch.chdir(tmp_path)
+        reporting = Job(load(job, ["train.reporters=['jsonl', 'my_reporter:Table']"]), 1)
+        assert [*reporting.reporters] == ["jsonl", "my_reporter:Table"]
+        report = Report(Console(file=io.StringIO()), reporting)
+        report.begin(tmp_path, {})
         with report.running():
-            report.step(steps[0])
-    assert (folder / "losses.csv").read_text() == f"1,{steps[0].loss}\n"
-
-
-# --- going on
-
-
-def gone_on(folder: str, case: str) -> tuple[list[float], list[float], tuple[str, ...], list[int]]:
-    """Trains through; and until step 7, in the second epoch, and from there."""
-    os.chdir(folder)
-    load_with = partial(load, Path("job.toml"))
-    settings, saved = CASES[case], f"saved {case}"
-    through = Trainer(partial(load_with, settings))
-    losses = [through.step(number).loss for number in range(1, 13)]
-    through.close()
-    until = Trainer(partial(load_with, settings))
-    for number in range(1, 8):
-        until.step(number)
-    until.save(Path(saved), 7)
-    until.close()
-    behind = Trainer(partial(load_with, [*settings, f"train.resume='{saved}'"]))
-    steps = [behind.step(number) for number in range(behind.first_step, 13)]
-    behind.close()
-    return losses[7:], [s.loss for s in steps], behind.notes, [s.tokens_seen for s in steps]
+            report.step(alone.steps[0])
+        assert Path("losses.csv").read_text() == f"1,{alone.losses[0]}\n"
 
 
 @pytest.mark.parametrize("case", ["a generator", "replicas, a loader", "replicas, drawn"])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(folder: Path, case: str) -> None:
-    for whole, behind, notes, seen in run_ranks(gone_on, 2, str(folder), case):
-        assert behind == whole  # to the bit
-        assert notes == ()
-        assert seen == [n * TOKENS for n in range(8, 13)]
+def test_a_run_goes_on_in_the_middle_of_an_epoch(job: Path, case: str) -> None:
+    """It is saved after step 7, in the second epoch."""
+    through = trained(job, *CASES[case], until=12)
+    first = trained(job, *CASES[case], until=7, save=f"saved {case}")
+    behind = trained(job, *CASES[case], f"train.resume='saved {case}'", until=12)
+    through.goes_on(first, behind)
+    assert behind.notes == ()
+    assert [step.tokens_seen for step in behind.steps] == [n * TOKENS for n in range(8, 13)]
 
 
-def noted(folder: str) -> list[tuple[str, ...]]:
-    os.chdir(folder)
-    found = []
-    for name in ("alike", "drawn"):
-        settings = [dataset(name), "parallel.data=2"]
-        trainer = Trainer(partial(load, Path("job.toml"), settings))
-        found.append(trainer.notes)
-        trainer.close()
-    return found
-
-
-def test_data_ranks_with_the_same_batch_are_noted(folder: Path) -> None:
-    for [note], nothing in run_ranks(noted, 2, str(folder)):
-        assert note.startswith("data.dataset: all data ranks have the same first batch: if that")
-        assert nothing == ()
+def test_data_ranks_with_the_same_batch_are_noted(job: Path) -> None:
+    [note] = trained(job, dataset("alike"), "parallel.data=2", until=0).notes
+    assert note.startswith("data.dataset: all data ranks have the same first batch: if that")
+    assert trained(job, dataset("drawn"), "parallel.data=2", until=0).notes == ()
 
 
 # --- what goes wrong behind the first batch
@@ -240,35 +190,28 @@ LATE = {
 }
 
 
-def ended(folder: str) -> dict[str, tuple[int, str, bool]]:
-    os.chdir(folder)
-    return {name: ended_one(name) for name in LATE}
-
-
-def ended_one(name: str) -> tuple[int, str, bool]:
-    trainer = Trainer(partial(load, Path("job.toml"), [dataset(name)]))
+@pytest.mark.parametrize(("name", "step", "says"), [(name, *row) for name, row in LATE.items()])
+def test_what_goes_wrong_later_ends_the_run_on_all_ranks_before_its_step(
+    job: Path, monkeypatch: pytest.MonkeyPatch, name: str, step: int, says: str
+) -> None:
+    monkeypatch.chdir(job.parent)
+    trainer = trainer_of(job, dataset(name))
+    for number in range(1, step):
+        trainer.step(number)
     parameters = [p for m in trainer._modules.values() for p in m.parameters()]
-    for number in range(1, 13):
-        before = [p.detach().clone() for p in parameters]
-        try:
-            trainer.step(number)
-        except PipegradError as error:
-            trainer.close()
-            return number, str(error), all(map(torch.equal, before, parameters))
-    raise AssertionError(name)
-
-
-def test_what_goes_wrong_later_ends_the_run_on_all_ranks_before_its_step(folder: Path) -> None:
-    first, second = run_ranks(ended, 2, str(folder))
-    assert first == second
-    for name, (step, says) in LATE.items():
-        number, said, unchanged = first[name]
-        assert (number, unchanged) == (step, True)
-        assert re.search(says, said), said
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(PipegradError) as caught:
+        trainer.step(step)
+    trainer.close()
+    assert all(map(torch.equal, before, parameters))
+    said = str(caught.value)
+    assert gathered(said) == [said] * 2
+    assert re.search(says, said), said
 
 
 # --- held-out data and samples
 
+TEXT = bytes(ord("a") + (n * n) % 26 for n in range(8 * 16 * 3 + 50))
 HELD_OUT = [
     "eval.every=5",
     "eval.sample_every=12",
@@ -281,16 +224,9 @@ HELD_OUT = [
 ]
 
 
-def evaluated(folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
-    os.chdir(folder)
-    found: dict[str, Any] = {}
-    for name, settings in cases.items():
-        trainer = Trainer(partial(load, Path("job.toml"), [*HELD_OUT, *settings]))
-        steps = [trainer.step(number) for number in range(1, 13)]
-        states = [m.state_dict() for m in trainer._modules.values()]
-        found[name] = steps, {key: value for state in states for key, value in state.items()}
-        trainer.close()
-    return found
+@cache
+def evaluated(job: Path, *settings: str) -> Trained:
+    return trained(job, *HELD_OUT, *settings, until=12)
 
 
 def continued(model: nn.Sequential, tokens: list[int], number: int) -> list[int]:
@@ -301,134 +237,90 @@ def continued(model: nn.Sequential, tokens: list[int], number: int) -> list[int]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_held_out_loss_and_sample_are_those_of_one_process(folder: Path, replicas: int) -> None:
-    text = bytes(ord("a") + (n * n) % 26 for n in range(8 * 16 * 3 + 50))
-    (folder / "held out.txt").write_bytes(text)
-    settings = [f"parallel.data={replicas}"]
-    cases = {
-        "with": ["eval.files='held out.txt'", *settings],
-        "with a limit": ["eval.files='held out.txt'", "eval.batches=2", *settings],
-        "hot": ["eval.files='held out.txt'", "eval.temperature=2.0", *settings],
-    }
-    both = run_ranks(evaluated, 2, str(folder), cases)
-    steps = both[0]["with"][0]
-    for name in cases:
-        assert [s.sample for s in both[0][name][0]] == [s.sample for s in both[1][name][0]]
-    assert [s.step for s in steps if s.held_out_loss is not None] == [5, 10, 12]
-    assert [s.step for s in steps if s.sample is not None] == [12]
+def test_held_out_loss_and_sample_are_those_of_one_process(job: Path, replicas: int) -> None:
+    settings = [f"parallel.data={replicas}", "eval.files='held out.txt'"]
+    run, limited, hot = (
+        evaluated(job, *settings, *others)
+        for others in ([], ["eval.batches=2"], ["eval.temperature=2.0"])
+    )
+    samples = [[step.sample for step in each.steps] for each in (run, limited, hot)]
+    assert gathered(samples) == [samples] * 2
+    assert [s.step for s in run.steps if s.held_out_loss is not None] == [5, 10, 12]
+    assert [s.step for s in run.steps if s.sample is not None] == [12]
 
     model = tied(dropout=0.5).eval()
-    model.load_state_dict({key: v for rank in both for key, v in rank["with"][1].items()})
+    of_all = [item for values in gathered(run.values) for item in values.items()]
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in of_all:
+        names[name.partition(".")[2]].data.copy_(value)
     with torch.no_grad():
-        for name, num_batches in {"with": 3, "with a limit": 2}.items():
-            rows = [torch.tensor([*text[i * 16 : i * 16 + 17]]) for i in range(num_batches * 8)]
+        for each, num_batches in ((run, 3), (limited, 2)):
+            rows = [torch.tensor([*TEXT[i * 16 : i * 16 + 17]]) for i in range(num_batches * 8)]
             tokens = torch.stack(rows)
             logits = model(tokens[:, :-1]).flatten(0, 1)
             loss = functional.cross_entropy(logits, tokens[:, 1:].flatten()).item()
-            found = both[0][name][0][-1]
+            found = each.steps[-1]
             assert found.held_out_loss == pytest.approx(loss, rel=rounding(len(tokens) * 16))
-            assert found.perplexity == pytest.approx(math.exp(found.held_out_loss))
-        prompt = [*b"fox"]
-        expected = continued(model, list(prompt), 20)
-    assert steps[-1].sample == bytes(expected).decode(errors="replace")
-    hot = both[0]["hot"][0][-1].sample
-    assert hot.startswith("fox")
-    assert hot != steps[-1].sample
+            assert found.perplexity == pytest.approx(math.exp(found.held_out_loss or 0))
+        expected = continued(model, [*b"fox"], 20)
+    assert run.steps[-1].sample == bytes(expected).decode(errors="replace")
+    assert str(hot.steps[-1].sample).startswith("fox")
+    assert hot.steps[-1].sample != run.steps[-1].sample
 
 
-def test_evaluation_does_not_change_the_training(folder: Path) -> None:
-    (folder / "held out.txt").write_bytes(bytes(97 + n % 26 for n in range(1000)))
-    cases = {
-        "with": ["eval.files='held out.txt'"],
-        "without": ["eval={}"],
-    }
-    first, second = run_ranks(evaluated, 2, str(folder), cases)
-    for rank in (first, second):
-        assert [s.loss for s in rank["with"][0]] == [s.loss for s in rank["without"][0]]
-        with_, without = rank["with"][1], rank["without"][1]
-        assert all(torch.equal(with_[key], without[key]) for key in with_)
+def test_evaluation_does_not_change_the_training(job: Path) -> None:
+    with_, without = (evaluated(job, s) for s in ("eval.files='held out.txt'", "eval={}"))
+    assert with_.losses == without.losses
+    assert all(torch.equal(with_.values[key], without.values[key]) for key in without.values)
 
 
-def test_held_out_batches_of_a_function(folder: Path) -> None:
+def test_held_out_batches_of_a_function(job: Path) -> None:
     settings = [dataset("listed"), "parallel.data=2", "eval.every=12"]
     settings.append("eval.dataset={name='data_functions:listed', num_batches=2}")
-    first, _ = run_ranks(trained, 2, str(folder), {"both": settings})
-    found = first["both"][-1].held_out_loss
-    torch.manual_seed(0)
-    assert found is not None
-    assert found < first["both"][0].loss
+    run = trained(job, *settings, until=12)
+    assert (run.steps[-1].held_out_loss or 99) < run.losses[0]
 
 
-def test_a_measurement_ends_before_a_batch_with_too_few_rows(folder: Path) -> None:
+def test_a_measurement_ends_before_a_batch_with_too_few_rows(job: Path) -> None:
     """It ended the run. The second batch of `last_smaller` has one row, for four microbatches."""
-    held_out = {"one": "listed', num_batches=1", "smaller": "last_smaller'"}
-    cases = {
-        name: [dataset("listed"), "eval.every=6", f"eval.dataset={{name='data_functions:{words}}}"]
-        for name, words in held_out.items()
-    }
-    for found in run_ranks(trained, 2, str(folder), cases):
-        losses = {name: [step.held_out_loss for step in steps] for name, steps in found.items()}
-        assert losses["smaller"] == losses["one"]
-        assert losses["smaller"][5] is not None
+    settings = [dataset("listed"), "eval.every=6"]
+    one, smaller = (
+        trained(job, *settings, f"eval.dataset={{name='data_functions:{words}}}", until=12)
+        for words in ("listed', num_batches=1", "last_smaller'")
+    )
+    losses = [step.held_out_loss for step in smaller.steps]
+    assert losses == [step.held_out_loss for step in one.steps]
+    assert losses[5] is not None
 
 
 # --- memory
 
 
-def held(folder: str, settings: list[str]) -> tuple[int, dict[str, Tensor]]:
-    """Returns bytes of the model in memory on this rank, and its parameters."""
-    os.chdir(folder)
-    trainer = Trainer(partial(load, Path("job.toml"), settings))
-    modules = trainer._modules.values()
-    values = {name: p.detach().clone() for m in modules for name, p in m.named_parameters()}
-    trainer.close()
-    return sum(value.nbytes for value in values.values()), values
-
-
 @pytest.mark.parametrize("factory", ["tied", "averaging", "reads_its_start"])
-def test_each_rank_has_the_initial_values_of_one_process(folder: Path, factory: str) -> None:
+def test_each_rank_has_the_initial_values_of_one_process(job: Path, factory: str) -> None:
     settings = [f"model.factory='factories:{factory}'", "data.sequence_length=16"]
-    whole = Job(load(folder / "job.toml", settings), 1).model()
-    expected = dict(whole.named_parameters(remove_duplicate=False))
-    replies = run_ranks(held, 2, str(folder), settings)
-    assert {name for _, values in replies for name in values} <= {*expected}
-    for _, values in replies:
-        assert all(torch.equal(value, expected[name]) for name, value in values.items())
+    whole = Job(load(job, settings), 1).model()
+    expected = whole.state_dict()
+    values = trained(job, *settings, until=0).values
+    assert values
+    for name, value in values.items():
+        assert torch.equal(value, expected[name.removeprefix("model.")])
 
 
-def rank_of_text(folder: str) -> tuple[str, int]:
-    """Reads one text on two ranks of a machine; only the first one may write."""
-    os.chdir(folder)
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    settings = ["data.files='a text.txt'", "data.cache='cache'", "data.sequence_length=16"]
-    trainer = Trainer(partial(load, Path("job.toml"), settings))
+def test_ranks_of_a_machine_map_one_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first of them may write."""
+    monkeypatch.chdir(job.parent)
+    file = "data.files='a text.txt'"
+    trainer = trainer_of(job, file, "data.cache='cache'", "data.sequence_length=16")
     trainer.step(1)
-    corpus = trainer._texts.training
+    corpus: Any = trainer._texts.training
     trainer.close()
-    assert corpus is not None
-    return corpus._tokens.filename, len(list(Path("cache").iterdir()))  # type: ignore[attr-defined]
+    name = corpus._tokens.filename
+    assert gathered(name) == [name] * 2
+    assert len(list(Path("cache").iterdir())) == 2  # tokens, and their record
+    assert len(read_corpus(load(job, [file]))) == 8 * 99
 
 
-def text_refused(folder: str) -> str:
-    os.chdir(folder)
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    with pytest.raises(PipegradError) as caught:
-        Trainer(partial(load, Path("job.toml"), ["data.files='nowhere.txt'"]))
-    return str(caught.value)
-
-
-def test_what_one_rank_reads_is_refused_by_all_in_one_line(folder: Path) -> None:
-    first, second = run_ranks(text_refused, 2, str(folder))
-    assert first == second
-    assert first.startswith(
-        "--set data.files='nowhere.txt': data.files = ['nowhere.txt']: there is"
-    )
-
-
-def test_ranks_of_a_machine_map_one_file(folder: Path) -> None:
-    (folder / "a text.txt").write_text("abcdefgh" * 99)
-    (first, number), second = run_ranks(rank_of_text, 2, str(folder))
-    assert second == (first, number)
-    assert number == 2  # tokens, and their record
-    config = load(folder / "job.toml", [f"data.files={str(folder / 'a text.txt')!r}"])
-    assert len(read_corpus(config)) == 8 * 99
+def test_what_one_rank_reads_is_refused_by_all_in_one_line(job: Path) -> None:
+    said = refusal(job, "data.files='nowhere.txt'")
+    assert said.startswith("--set data.files='nowhere.txt': data.files = ['nowhere.txt']: there is")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipegrad.errors import ConfigError, PipegradError, PlanError
+from pipegrad.errors import ConfigError, PlanError
 from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.uncut import load as load_whole
 from pipegrad.train.config import Config, load
@@ -23,12 +20,11 @@ from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
 from pipegrad.train.summary.summary import make_summary
 from pipegrad.train.summary.text import rendered
-from pipegrad.train.trainer import Trainer
+from tests.support.ranked import gathered
 from tests.support.rounding import rounding
+from tests.support.train.jobs import EXAMPLES, Trained, command, refusal, trained, trainer_of
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-TENSOR, EXPERTS = EXAMPLES / "tensor_parallel.toml", EXAMPLES / "mixture_of_experts.toml"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+TENSOR, EXPERTS = "tensor_parallel.toml", "mixture_of_experts.toml"
 ALONE = {TENSOR: "parallel.dimensions.tp=1", EXPERTS: "parallel.dimensions.ep=1"}
 OWNED = "{name='pipeline-shared', placement='owner'}"
 ROWS = f"gradient_handlers=[{OWNED}, {{name='expert-parallel', placement='shard'}}]"
@@ -36,7 +32,7 @@ SEQUENCE = "{name='sequence-parallel', parameters=['embedding.*', '*norm*', '*.b
 TOKENS = 4 * 16 * 64  # of all four batches
 STEPS = ["train.steps=4", "optimizer.lr=1e-2", "optimizer.schedule={name='StepLR', step_size=2}"]
 
-RUNS: dict[str, tuple[Path, list[str]]] = {
+RUNS: dict[str, tuple[str, list[str]]] = {
     "pp 2 x tp 2": (TENSOR, []),
     "dp 2 x tp 2, in rows": (
         TENSOR,
@@ -47,149 +43,71 @@ RUNS: dict[str, tuple[Path, list[str]]] = {
     "dp 2 x ep 2": (EXPERTS, ["parallel.pipeline=1"]),
     "pp 2 x tp 2, not declared": (TENSOR, ["parallel.shards={}"]),
     "pp 2 x ep 2, not declared": (EXPERTS, ["parallel.shards={}"]),
+    # Its state has a number for each row of a piece.
+    "pp 2 x tp 2, Adafactor": (TENSOR, ["optimizer.name=Adafactor"]),
 }
-# Its state has a number for each row of a piece.
-ADAFACTOR = "pp 2 x tp 2, Adafactor"
-GOING_ON = {**RUNS, ADAFACTOR: (TENSOR, ["optimizer.name=Adafactor"])}
-# Each run goes on from its own checkpoint with other sizes, too.
-ELSEWHERE: dict[str, list[list[str]]] = {
-    "pp 2 x tp 2": [["parallel.dimensions.tp=4"], ["parallel.dimensions.tp=1"]],
-    "dp 2 x tp 2, in rows": [
-        ["parallel.dimensions.tp=1", "parallel.data=4"],
-        ["parallel.dimensions.tp=4", "parallel.data=1", f"gradient_handlers=[{SEQUENCE}]"],
-        ["parallel.data=1", f"gradient_handlers=['pipeline-shared', {SEQUENCE}]"],
-    ],
-    "pp 2 x ep 2": [["parallel.dimensions.ep=4", "parallel.pipeline=1", ROWS]],
-    "pp 2 x ep 2, in rows": [["parallel.dimensions.ep=1"]],
-    "dp 2 x ep 2": [["parallel.dimensions.ep=4"]],
-}
-
-# What is refused, of which run's checkpoint, and in which words.
-REFUSED = {
-    "more tensor-parallel ranks": ("pp 2 x tp 2, not declared", ["parallel.dimensions.tp=4"]),
-    "one tensor-parallel rank": ("pp 2 x tp 2, not declared", ["parallel.dimensions.tp=1"]),
-    "more expert ranks": (
-        "pp 2 x ep 2, not declared",
-        ["parallel.dimensions.ep=4", "parallel.pipeline=1"],
-    ),
-    "declared behind": ("pp 2 x tp 2, not declared", ["parallel.shards={'*.up.weight'=0}"]),
-    "not declared behind": ("pp 2 x tp 2", ["parallel.shards={}"]),
-    "a pattern without a parameter": ("pp 2 x tp 2", ["parallel.shards={'*.upp.weight'=0}"]),
-    "a dimension that is not there": ("pp 2 x tp 2", ["parallel.shards={'*.up.weight'=2}"]),
-    "another dimension": ("pp 2 x tp 2", ["parallel.shards={'*.up.weight'=1}"]),
-    "two dimensions": ("pp 2 x tp 2", ["parallel.shards={'*.up.weight'=0, '*.up.*'=1}"]),
-    "state of pieces": (ADAFACTOR, ["parallel.dimensions.tp=1"]),
-    "state of pieces, not declared behind": (
-        ADAFACTOR,
-        ["parallel.dimensions.tp=1", "parallel.shards={}"],
-    ),
-}
-SAID = {
-    "more tensor-parallel ranks": "is there in the places [tp=0] [tp=1], and here in [tp=0] [tp=1] "
-    "[tp=2] [tp=3]: choose the parallel.dimensions",
-    "one tensor-parallel rank": "places [tp=0] [tp=1], and here in (everywhere the same)",
-    "more expert ranks": "places [ep=0] [ep=1], and here in [ep=0] [ep=1] [ep=2] [ep=3]",
-    "declared behind": "places [tp=0] [tp=1], and here in (everywhere the same)",
-    "not declared behind": "places (everywhere the same), and here in [tp=0] [tp=1]: choose the "
-    "parallel.dimensions, the parallel.data, the parallel.shards",
-    "a pattern without a parameter": "parallel.shards = {'*.upp.weight': 0}: '*.upp.weight' "
-    "matches no parameter",
-    "a dimension that is not there": "'block0.up.weight' has no dimension 2: its shape is (64, 32)",
-    "another dimension": "places (everywhere the same), and here in [tp=0] [tp=1]",
-    "two dimensions": "is matched with several dimensions, [0, 1]",
-    "state of pieces": "heads_in.weight.row_var' is not kept for each element of the whole tensor",
-    "state of pieces, not declared behind": "is not kept for each element of the whole tensor",
-}
-Told = list[tuple[float, float]]
-
-
-def trained(path: Path, settings: list[str], until: int, saved: str = "") -> tuple[Told, Any]:
-    """Returns losses and norms up to a step, and this rank's parameters after it."""
-    trainer = Trainer(partial(load, path, [*STEPS, *settings]))
-    told = [trainer.step(number) for number in range(trainer.first_step, until + 1)]
-    if saved:
-        trainer.save(Path(saved), until)
-    trainer.sync.check_replicas()
-    held = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
-    trainer.close()
-    return [(one.loss, one.grad_norm) for one in told], held
-
-
-def histories(folder: str) -> dict[str, Any]:
-    os.chdir(folder)
-    found: dict[str, Any] = {}
-    for name, (path, settings) in GOING_ON.items():
-        found[name] = {
-            "through": trained(path, settings, 4),
-            "first half": trained(path, settings, 2, name),
-            "second half": trained(path, [*settings, f"train.resume='{name}'"], 4),
-            "seed": torch.initial_seed(),
-        }
-    for name, others in ELSEWHERE.items():
-        path, own = RUNS[name]
-        again = f"train.resume='{name}'"
-        found[name]["elsewhere"] = [trained(path, [*own, *other, again], 4)[0] for other in others]
-    for name, (saved, settings) in REFUSED.items():
-        path, own = GOING_ON[saved]
-        try:
-            trained(path, [*own, *settings, f"train.resume='{saved}'"], 4)
-        except PipegradError as error:
-            found[name] = str(error)
-    return found
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples, beside the checkpoints of their runs."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_ranks(histories, 4, str(folder), timeout_seconds=500)
-
-
-def one_process(path: Path) -> Told:
-    return run_ranks(trained, 1, path, [ALONE[path]], 4)[0][0]
+    for name in ALONE:
+        for file in (EXAMPLES / name, (EXAMPLES / name).with_suffix(".py")):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
 
 
 @pytest.fixture(scope="module")
-def true() -> dict[Path, Told]:
-    return {path: one_process(path) for path in ALONE}
+def true(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Loss and norm of each step in one process."""
+    return {name: numbers(run_ranks(alone, 1, folder / name)[0]) for name in ALONE}
 
 
+def alone(path: Path) -> Trained:
+    return trained(path, *STEPS, ALONE[path.name], until=4)
+
+
+def numbers(run: Trained) -> list[tuple[float, float]]:
+    return [(step.loss, step.grad_norm) for step in run.steps]
+
+
+@cache
+def part(folder: Path, name: str, until: int) -> Trained:
+    """Trains a run until a step; the half of it is saved, the whole is not."""
+    file, settings = RUNS[name]
+    save = name if until == 2 else ""
+    return trained(folder / file, *STEPS, *settings, until=until, save=save)
+
+
+def from_half(folder: Path, name: str, *settings: str) -> Trained:
+    """Goes on from the half of a run, with other settings."""
+    part(folder, name, 2)
+    file, own = RUNS[name]
+    resumed = f"train.resume='{name}'"
+    return trained(folder / file, *STEPS, *own, *settings, resumed, until=4)
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_and_norms_are_those_of_one_process(
-    told: tuple[Path, list[dict[str, Any]]], true: dict[Path, Told], name: str
+def test_a_run_is_that_of_one_process_also_if_it_was_stopped(
+    folder: Path, true: dict[str, list[tuple[float, float]]], name: str
 ) -> None:
-    for rank in told[1]:
-        for ours, alone in zip(rank[name]["through"][0], true[RUNS[name][0]], strict=True):
+    through, file = part(folder, name, 4), RUNS[name][0]
+    # Along tp dropout must drop the same of what each rank has whole.
+    rank = dist.get_rank()
+    assert torch.initial_seed() == mixed(0, 4, rank // 2 if file == TENSOR else rank)
+    if "Adafactor" not in name:
+        for ours, alone in zip(numbers(through), true[file], strict=True):
             assert ours == pytest.approx(alone, rel=rounding(TOKENS))
+    through.goes_on(part(folder, name, 2), from_half(folder, name))
 
 
-@pytest.mark.parametrize("name", GOING_ON)
-def test_a_run_that_goes_on_is_the_one_that_was_not_stopped(
-    told: tuple[Path, list[dict[str, Any]]], name: str
-) -> None:
-    for rank in told[1]:
-        (losses, held), (first, _), (second, again) = (
-            rank[name][part] for part in ("through", "first half", "second half")
-        )
-        assert first + second == losses
-        assert held.keys() == again.keys()
-        assert all(torch.equal(held[key], again[key]) for key in held)
-
-
-def test_ranks_that_compute_the_same_data_together_draw_the_same(
-    told: tuple[Path, list[dict[str, Any]]],
-) -> None:
-    """Along tp dropout must drop the same of what each rank has whole."""
-    for name, (path, _) in RUNS.items():
-        places = [0, 0, 1, 1] if path == TENSOR else range(4)
-        expected = [mixed(0, 4, place) for place in places]
-        assert [rank[name]["seed"] for rank in told[1]] == expected, name
-
-
-def test_what_lives_apart_has_its_place_in_a_checkpoint(
-    told: tuple[Path, list[dict[str, Any]]],
-) -> None:
+@pytest.mark.ranks(4)
+def test_what_lives_apart_has_its_place_in_a_checkpoint(folder: Path) -> None:
     def keys(name: str) -> set[str]:
-        return set(FileSystemReader(told[0] / name).read_metadata().state_dict_metadata)
+        part(folder, name, 2)
+        return set(FileSystemReader(folder / name).read_metadata().state_dict_metadata)
 
     tensor, experts = keys("pp 2 x tp 2, not declared"), keys("pp 2 x ep 2, not declared")
     for place in (0, 1):
@@ -199,40 +117,53 @@ def test_what_lives_apart_has_its_place_in_a_checkpoint(
     assert {"model.embedding.weight", "model.norm.bias"} <= tensor & experts
     assert "model.block0.up.weight" not in tensor
     assert not any("[" in key and "experts" not in key for key in experts)
-    shards = [rank["pp 2 x tp 2, not declared"]["through"][1] for rank in told[1][:2]]
+    first, second, *_ = gathered(part(folder, "pp 2 x tp 2, not declared", 2).values)
     assert not torch.equal(
-        shards[0]["model.block0.up.weight[tp=0]"], shards[1]["model.block0.up.weight[tp=1]"]
+        first["model.block0.up.weight[tp=0]"], second["model.block0.up.weight[tp=1]"]
     )
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("pp 2 x tp 2", ["parallel.dimensions.tp=4"]),
+        ("pp 2 x tp 2", ["parallel.dimensions.tp=1"]),
+        ("dp 2 x tp 2, in rows", ["parallel.dimensions.tp=1", "parallel.data=4"]),
+        (
+            "dp 2 x tp 2, in rows",
+            ["parallel.dimensions.tp=4", "parallel.data=1", f"gradient_handlers=[{SEQUENCE}]"],
+        ),
+        (
+            "dp 2 x tp 2, in rows",
+            ["parallel.data=1", f"gradient_handlers=['pipeline-shared', {SEQUENCE}]"],
+        ),
+        ("pp 2 x ep 2", ["parallel.dimensions.ep=4", "parallel.pipeline=1", ROWS]),
+        ("pp 2 x ep 2, in rows", ["parallel.dimensions.ep=1"]),
+        ("dp 2 x ep 2", ["parallel.dimensions.ep=4"]),
+    ],
+)
 def test_a_run_goes_on_with_other_sizes(
-    told: tuple[Path, list[dict[str, Any]]], true: dict[Path, Told], name: str
+    folder: Path, true: dict[str, list[tuple[float, float]]], name: str, settings: list[str]
 ) -> None:
-    for rank in told[1]:
-        for ours in rank[name]["elsewhere"]:
-            for step, alone in zip(ours, true[RUNS[name][0]][2:], strict=True):
-                assert step == pytest.approx(alone, rel=rounding(TOKENS))
+    found = numbers(from_half(folder, name, *settings))
+    for step, alone in zip(found, true[RUNS[name][0]][2:], strict=True):
+        assert step == pytest.approx(alone, rel=rounding(TOKENS))
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if "not declared" not in name])
-def test_declared_pieces_make_the_whole_tensors(
-    told: tuple[Path, list[dict[str, Any]]], name: str
-) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", [*RUNS][:5])
+def test_declared_pieces_make_the_whole_tensors(folder: Path, name: str) -> None:
     """Each rank's own pieces are looked for in what `pipegrad.load` returns."""
-    whole = load_whole(told[0] / name)
+    half, (file, settings) = part(folder, name, 2), RUNS[name]
+    whole = load_whole(folder / name)
     assert not any("[" in key for key in whole)
-    path, settings = RUNS[name]
-    dims = load(path, settings).parallel.shards
-    for rank in told[1]:
-        for key, piece in rank[name]["first half"][1].items():
-            tensor = whole[key.removeprefix("model.")]
-            dim = next((dim for pattern, dim in dims.items() if fnmatchcase(key, pattern)), None)
-            if dim is None:
-                assert torch.equal(tensor, piece)
-            else:
-                pieces = tensor.chunk(2, dim)
-                assert sum(torch.equal(piece, part) for part in pieces) == 1
+    dims = load(folder / file, settings).parallel.shards
+    for key, piece in half.values.items():
+        tensor = whole[key.removeprefix("model.")]
+        dim = next((dim for pattern, dim in dims.items() if fnmatchcase(key, pattern)), None)
+        pieces = [tensor] if dim is None else tensor.chunk(2, dim)
+        assert sum(torch.equal(piece, part) for part in pieces) == 1
 
 
 LOW = """
@@ -245,76 +176,92 @@ def low(*, topology, **options):
 """
 
 
-def masters(folder: str) -> dict[str, dict[str, Any]]:
-    """Returns what the optimizer steps, saved and read with and without a declaration."""
-    os.chdir(folder)
-    found: dict[str, dict[str, Any]] = {}
-    declared = {"declared": [], "plain": ["parallel.shards={}"]}
-    low = ["model.factory='low:low'", "gradients.master_dtype=float32"]
-    alone = ["parallel.dimensions.tp=1", *low]
-    for writer, own in declared.items():
-        for reader, other in {"itself": None, **declared}.items():
-            resumed = own if other is None else [*other, f"train.resume='{writer}'"]
-            trainer = Trainer(partial(load, Path("job.toml"), [*STEPS, *alone, *resumed]))
-            if other is None:
-                for number in (1, 2):
-                    trainer.step(number)
-                trainer.save(Path(writer), 2)
-            state = trainer._optimizer.state_dict()["state"]
-            found[f"{reader} of {writer}"] = {
-                f"{name} {key}": torch.as_tensor(value).clone()
-                for name, values in state.items()
-                for key, value in values.items()
-            }
-            trainer.close()
-    return found
-
-
-def test_master_copies_and_state_are_read_with_and_without_a_declaration(tmp_path: Path) -> None:
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("writer", ["declared", "plain"])
+def test_master_copies_and_state_are_read_with_and_without_a_declaration(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
     """They were lost without a word: a master copy became its rounded parameter."""
-    (tmp_path / "low.py").write_text(LOW)
-    for file in (TENSOR, TENSOR.with_suffix(".py")):
-        (tmp_path / file.name.replace(TENSOR.name, "job.toml")).write_text(file.read_text())
-    (found,) = run_ranks(masters, 1, str(tmp_path))
-    for writer in ("declared", "plain"):
-        own = found[f"itself of {writer}"]
-        assert any(key.endswith("up.weight master") for key in own)
-        for reader in ("declared", "plain"):
-            read = found[f"{reader} of {writer}"]
-            assert read.keys() == own.keys()
-            assert [key for key in own if not torch.equal(own[key], read[key])] == []
+    monkeypatch.chdir(folder)
+    (folder / "low.py").write_text(LOW)
+    ways = {"declared": [], "plain": ["parallel.shards={}"]}
+    low = ["model.factory='low:low'", "gradients.master_dtype=float32", ALONE[TENSOR]]
+
+    def state(*settings: str, save: bool = False) -> dict[str, torch.Tensor]:
+        trainer = trainer_of(folder / TENSOR, *STEPS, *low, *settings)
+        if save:
+            for number in (1, 2):
+                trainer.step(number)
+            trainer.save(Path(writer), 2)
+        found = {
+            f"{name} {key}": torch.as_tensor(value).clone()
+            for name, values in trainer._optimizer.state_dict()["state"].items()
+            for key, value in values.items()
+        }
+        trainer.close()
+        return found
+
+    own = state(*ways[writer], save=True)
+    assert any(key.endswith("up.weight master") for key in own)
+    for settings in ways.values():
+        read = state(*settings, f"train.resume='{writer}'")
+        assert read.keys() == own.keys()
+        assert [key for key in own if not torch.equal(own[key], read[key])] == []
 
 
-@pytest.mark.parametrize("name", REFUSED)
+TP, TP_APART, EP_APART, ADAFACTOR = (
+    "pp 2 x tp 2",
+    "pp 2 x tp 2, not declared",
+    "pp 2 x ep 2, not declared",
+    "pp 2 x tp 2, Adafactor",
+)
+REFUSED = [
+    (TP_APART, "dimensions.tp=4", "[tp=0] [tp=1] [tp=2] [tp=3]: choose the parallel.dimensions"),
+    (TP_APART, "dimensions.tp=1", "places [tp=0] [tp=1], and here in (everywhere the same)"),
+    (EP_APART, "dimensions.ep=4 pipeline=1", "[ep=1], and here in [ep=0] [ep=1] [ep=2] [ep=3]"),
+    (TP_APART, "shards={'*.up.weight'=0}", "[tp=0] [tp=1], and here in (everywhere the same)"),
+    (TP, "shards={}", "choose the parallel.dimensions, the parallel.data, the parallel.shards"),
+    (TP, "shards={'*.upp.weight'=0}", "{'*.upp.weight': 0}: '*.upp.weight' matches no parameter"),
+    (TP, "shards={'*.up.weight'=2}", "up.weight' has no dimension 2: its shape is (64, 32)"),
+    (TP, "shards={'*.up.weight'=1}", "(everywhere the same), and here in [tp=0] [tp=1]"),
+    (TP, "shards={'*.up.weight'=0,'*.up.*'=1}", "is matched with several dimensions, [0, 1]"),
+    (ADAFACTOR, "dimensions.tp=1", "row_var' is not kept for each element of the whole tensor"),
+    (ADAFACTOR, "dimensions.tp=1 shards={}", "is not kept for each element of the whole tensor"),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("name", "settings", "says"), REFUSED)
 def test_a_checkpoint_of_other_sizes_is_refused_alike(
-    told: tuple[Path, list[dict[str, Any]]], name: str
+    folder: Path, name: str, settings: str, says: str
 ) -> None:
-    for rank in told[1]:
-        assert SAID[name] in rank[name]
-        assert re.search(r": (train.resume|parallel.shards) = ", rank[name])
-        assert rank[name] == told[1][0][name]
+    part(folder, name, 2)
+    file, own = RUNS[name]
+    other = [f"parallel.{setting}" for setting in settings.split()]
+    said = refusal(folder / file, *STEPS, *own, *other, f"train.resume='{name}'")
+    assert says in said
+    assert re.search(r": (train.resume|parallel.shards) = ", said)
 
 
-@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
-def test_torchrun_runs_the_example_as_its_first_lines_say(
-    path: Path, true: dict[Path, Told], tmp_path: Path
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ALONE)
+def test_an_example_runs_as_its_first_lines_say(
+    name: str,
+    true: dict[str, list[tuple[float, float]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert f"torchrun --nproc-per-node 4 -m pipegrad train examples/{path.name}" in path.read_text()
-    assert f"--set {ALONE[path]}" in path.read_text()
-    settings = [word for setting in STEPS for word in ("--set", setting)]
-    ran = subprocess.run(
-        [*TORCHRUN, "-m", "pipegrad", "train", str(path), *settings, "--set", "train.log_every=1"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    losses = [float(loss) for loss in re.findall(r"step +\d+ +loss (\S+)", ran.stdout)]
-    assert losses == pytest.approx([loss for loss, _ in true[path]], abs=1e-4)  # as printed
-    assert "bit-identical" in ran.stdout
+    path = EXAMPLES / name
+    assert f"torchrun --nproc-per-node 4 -m pipegrad train examples/{name}" in path.read_text()
+    assert f"--set {ALONE[name]}" in path.read_text()
+    monkeypatch.chdir(tmp_path)
+    settings = [word for one in [*STEPS, "train.log_every=1"] for word in ("--set", one)]
+    code, printed = command("train", str(path), *settings)
+    assert not code, printed
+    if dist.get_rank() == 0:
+        losses = [float(loss) for loss in re.findall(r"step +\d+ +loss (\S+)", printed)]
+        assert losses == pytest.approx([loss for loss, _ in true[name]], abs=1e-4)  # as printed
+        assert "bit-identical" in printed
 
 
 # --- without ranks
@@ -378,56 +325,35 @@ def test_pipeline_and_data_share_what_further_dimensions_leave(
 
 @pytest.mark.parametrize(
     ("settings", "num_ranks", "said"),
-    {
-        "too few ranks": (
-            ["parallel.dimensions.tp=3"],
-            4,
-            "parallel.dimensions.tp = 3: 4 ranks cannot be cut into groups of 3",
-        ),
-        "too few for both": (
-            [TWICE],
-            3,
-            "parallel.dimensions.ep = 2: 3 ranks cannot be cut into groups of 2",
-        ),
-        "too few for the product": (
+    [
+        (["parallel.dimensions.tp=3"], 4, "tp = 3: 4 ranks cannot be cut into groups of 3"),
+        ([TWICE], 3, "parallel.dimensions.ep = 2: 3 ranks cannot be cut into groups of 2"),
+        (
             ["parallel.dimensions={ep=2, tp=4}"],
             4,
             "parallel.dimensions = {'ep': 2, 'tp': 4}: 4 ranks cannot be cut into groups of 8",
         ),
-        "all sizes": (
+        (
             [TWICE, "parallel.pipeline=2", "parallel.data=1"],
             24,
             "pipeline 2 x data 1 x ep 2 x tp 3 are 12 ranks, but there are 24: start that many",
         ),
-        "a pipeline too long": (
+        (
             [TWICE, "parallel.pipeline=4"],
             12,
             "= 4: pipeline 4 x ep 2 x tp 3 are 24 ranks, but there are 12: start a multiple",
         ),
-        "a name that is taken": (["parallel.dimensions={dp=2}"], 2, "other than 'pp' and 'dp'"),
-        "a name that is no word": (
-            ["parallel.dimensions={'t p'=2}"],
-            2,
-            "parallel.dimensions = {'t p': 2}: should name dimensions by words",
-        ),
-        "a size of nothing": (
-            ["parallel.dimensions.tp=0"],
-            2,
-            "parallel.dimensions.tp = 0: should be greater than or equal to 1",
-        ),
-        "no data": (["parallel.data_dimensions=[]"], 2, "should have at least 1 item"),
-        "unknown data": (
+        (
             [TWICE, "parallel.data_dimensions=['dp', 'cp']"],
             6,
             "parallel.data_dimensions = ['dp', 'cp']: expected of ['dp', 'ep', 'tp'], once each",
         ),
-        "data twice": (["parallel.data_dimensions=['dp', 'dp']"], 2, "expected of ['dp'], once"),
-        "a batch too small": (
+        (
             [TWICE, "parallel.data_dimensions=['dp', 'ep']", "data.batch_size=6"],
             6,
             "= 6: 2 replicas x 4 microbatches do not divide it: choose a multiple of 8",
         ),
-    }.values(),
+    ],
 )
 def test_sizes_that_do_not_fit_are_refused(
     path: Path, settings: list[str], num_ranks: int, said: str

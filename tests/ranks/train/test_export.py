@@ -6,10 +6,8 @@ import json
 import os
 import pickle
 import shutil
-import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,18 +15,15 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from torch import Tensor, nn
+from torch import Tensor
 
 import pipegrad
 from pipegrad.cli import main
 from pipegrad.errors import WeightsError
 from pipegrad.testing import run_ranks
-from pipegrad.train.config import load
-from pipegrad.train.trainer import Trainer
-from tests.support.train.jobs import with_job
+from tests.support.train.factories import counting, tied
+from tests.support.train.jobs import EXAMPLES, trainer_of, with_job
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-TENSOR = EXAMPLES / "tensor_parallel.toml"
 STEPS = 3
 # Settings of a run on 4 ranks.
 RUNS = {
@@ -43,13 +38,16 @@ RUNS = {
 }
 
 
-def trained(folder: str) -> dict[str, Tensor]:
+def tokens() -> Tensor:
+    return torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(1))
+
+
+def run_all(folder: Path) -> dict[str, Tensor]:
     """Trains and saves each run; returns what the last stage makes of `tokens` after it."""
     os.chdir(folder)
-    sys.path.insert(0, folder)
     outputs = {}
     for name, settings in RUNS.items():
-        trainer = Trainer(partial(load, Path("small.toml"), settings))
+        trainer = trainer_of(folder / "small.toml", *settings)
         for number in range(1, STEPS + 1):
             trainer.step(number)
         trainer.save(Path(name) / f"checkpoint-{STEPS}", STEPS)
@@ -61,14 +59,10 @@ def trained(folder: str) -> dict[str, Tensor]:
         if result.outputs:
             outputs[name] = torch.cat(list(result.outputs))
         trainer.close()
-    trainer = Trainer(partial(load, TENSOR, ["train.steps=1", "parallel.shards={}"]))
+    trainer = trainer_of(EXAMPLES / "tensor_parallel.toml", "parallel.shards={}")
     trainer.save(Path("tensor"), 0)
     trainer.close()
     return outputs
-
-
-def tokens() -> Tensor:
-    return torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -76,45 +70,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_job(tmp_path_factory.mktemp("export"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def outputs(folder: Path) -> dict[str, Tensor]:
     """What the pipeline made of `tokens`, run by run; its checkpoints are in the folder."""
-    *_, last = run_ranks(trained, 4, str(folder))
+    *_, last = run_ranks(run_all, 4, folder)
     assert last.keys() == RUNS.keys()
     return last
 
 
-@pytest.fixture
-def factories(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    space: dict[str, Any] = {"__name__": "factories"}
-    monkeypatch.setitem(sys.modules, "factories", ModuleType("factories"))
-    exec((folder / "factories.py").read_text(), space)
-    return space
-
-
-def uncut(factories: Any, name: str) -> nn.Module:
-    model: nn.Module = factories["counting" if name == "a buffer" else "tied"]()
-    return model.eval()
-
-
-def invoked(*words: object) -> str:
+def invoked(*words: object, code: int = 0) -> str:
     result = CliRunner().invoke(main, ["export", *map(str, words)])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
 
 
 def refused(*words: object) -> str:
-    result = CliRunner().invoke(main, ["export", *map(str, words)])
-    assert result.exit_code == 1, result.output
-    [line] = result.output.splitlines()
+    [line] = invoked(*words, code=1).splitlines()
     return line
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_uncut_model_takes_it_and_computes_what_the_pipeline_did(
-    outputs: dict[str, Tensor], folder: Path, factories: Any, name: str
+    outputs: dict[str, Tensor], folder: Path, name: str
 ) -> None:
-    model = uncut(factories, name)
+    model = (counting if name == "a buffer" else tied)().eval()
     state = pipegrad.load(folder / name)
     assert state.keys() == model.state_dict().keys()
     model.load_state_dict(state, strict=True)
@@ -123,18 +102,12 @@ def test_the_uncut_model_takes_it_and_computes_what_the_pipeline_did(
     # Stages compute microbatches of one row, and the model all four. The order of sums may differ.
     eps = torch.finfo(torch.float32).eps
     torch.testing.assert_close(found, outputs[name], rtol=64 * eps, atol=64 * eps)
-
-
-@pytest.mark.usefixtures("outputs")
-def test_all_cuts_have_the_same_names_and_tied_names_share_a_tensor(folder: Path) -> None:
-    states = {name: pipegrad.load(folder / name) for name in RUNS if name != "a buffer"}
-    for state in states.values():
+    if name != "a buffer":  # all cuts have the same names, and tied names share a tensor
         assert state["4.weight"] is state["0.weight"]
-        assert sorted(state) == sorted(states["pp 4"])
+        assert sorted(state) == sorted(pipegrad.load(folder / "pp 4"))
 
 
-@pytest.mark.usefixtures("outputs")
-def test_safetensors_have_a_tied_weight_once(folder: Path, factories: Any, tmp_path: Path) -> None:
+def test_safetensors_have_a_tied_weight_once(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     assert "8 names, 2,208 elements" in invoked(folder / "pp 4", "--output", path)
     state = pipegrad.load(folder / "pp 4")
@@ -144,25 +117,21 @@ def test_safetensors_have_a_tied_weight_once(folder: Path, factories: Any, tmp_p
     assert all(torch.equal(tensor, state[name]) for name, tensor in stored.items())
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt", "4.weight": "0.weight"}
-    model = factories["tied"]()
+    model = tied()
     assert load_model(model, path) == (set(), [])
-    assert torch.equal(model[4].weight, state["4.weight"])
+    assert torch.equal(model.state_dict()["4.weight"], state["4.weight"])
 
 
-@pytest.mark.usefixtures("outputs")
-def test_a_file_of_torch_has_all_names(folder: Path, factories: Any, tmp_path: Path) -> None:
+def test_a_file_of_torch_has_all_names(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     invoked(folder / "pp 4" / "checkpoint-3", "--output", path)
     state = torch.load(path, weights_only=True)
-    factories["tied"]().load_state_dict(state, strict=True)
+    tied().load_state_dict(state, strict=True)
     assert state["4.weight"].data_ptr() == state["0.weight"].data_ptr()
 
 
-@pytest.mark.usefixtures("outputs")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_floats_are_converted_and_other_numbers_are_not(
-    folder: Path, tmp_path: Path, dtype: str
-) -> None:
+def test_floats_are_converted(folder: Path, tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "model.safetensors"
     invoked(folder / "pp 4", "--output", path, "--dtype", dtype)
     state, stored = pipegrad.load(folder / "pp 4"), load_file(path)
@@ -171,7 +140,6 @@ def test_floats_are_converted_and_other_numbers_are_not(
         assert torch.equal(tensor, state[name].to(tensor.dtype))
 
 
-@pytest.mark.usefixtures("outputs")
 def test_the_newest_whole_checkpoint_of_a_run_is_taken(folder: Path) -> None:
     printed = invoked(folder / "pp 2 x dp 2")
     path = folder / "pp 2 x dp 2" / "checkpoint-3.safetensors"
@@ -181,7 +149,6 @@ def test_the_newest_whole_checkpoint_of_a_run_is_taken(folder: Path) -> None:
     assert sorted(p.name for p in folder.rglob("*.partial")) == []
 
 
-@pytest.mark.usefixtures("outputs")
 def test_shards_are_refused_by_name(folder: Path) -> None:
     line = refused(folder / "tensor", "--output", folder / "tensor.pt")
     assert "has shards of " in line
@@ -190,45 +157,41 @@ def test_shards_are_refused_by_name(folder: Path) -> None:
     assert not (folder / "tensor.pt").exists()
 
 
-def altered(copy: Path, old: str, new: str) -> None:
-    content = (copy / "checksums.json").read_text()
-    assert old in content
-    (copy / "checksums.json").write_text(content.replace(old, new))
+def altered(old: str, new: str) -> Callable[[Path], object]:
+    def change(copy: Path) -> None:
+        content = (copy / "checksums.json").read_text()
+        assert old in content
+        (copy / "checksums.json").write_text(content.replace(old, new))
+
+    return change
 
 
-@pytest.mark.usefixtures("outputs")
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("checkpoint-3.partial", None, "is not a whole checkpoint: the run that wrote it did not"),
-        ("checkpoint-100", None, "is the checkpoint of step 3 by what it has: give the folder"),
+        ("checkpoint-3.partial", str, "is not a whole checkpoint: the run that wrote it did not"),
+        ("checkpoint-100", str, "is the checkpoint of step 3 by what it has: give the folder"),
         ("a", lambda copy: (copy / "checksums.json").unlink(), "has no checksums.json, so nobody"),
-        (
-            "b",
-            lambda copy: altered(copy, '\\"4.weight', '\\"5.weight'),
-            "checksums.json is damaged",
-        ),
-        ("c", lambda copy: altered(copy, '"model.', '"modal.'), "checksums.json is damaged"),
+        ("b", altered('\\"4.weight', '\\"5.weight'), "checksums.json is damaged"),
+        ("c", altered('"model.', '"modal.'), "checksums.json is damaged"),
     ],
 )
 def test_what_is_not_as_it_was_written_is_refused(
-    folder: Path, tmp_path: Path, name: str, change: Any, says: str
+    folder: Path, tmp_path: Path, name: str, change: Callable[[Path], object], says: str
 ) -> None:
     """They were exported, or ended in a traceback."""
     copy = tmp_path / name
     shutil.copytree(folder / "pp 4" / "checkpoint-3", copy)
-    if change is not None:
-        change(copy)
+    change(copy)
     line = refused(copy, "--output", tmp_path / "it.pt")
     assert line.startswith(f"Error: {copy} ")
     assert says in line
     assert not (tmp_path / "it.pt").exists()
 
 
-@pytest.mark.usefixtures("outputs")
 def test_damage_is_refused(folder: Path, tmp_path: Path) -> None:
-    whole, copy = folder / "pp 4" / "checkpoint-3", tmp_path / "copy"
-    shutil.copytree(whole, copy)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "pp 4" / "checkpoint-3", copy)
     pieces = json.loads((copy / "checksums.json").read_text())["pieces"]
     piece = next(piece for piece in pieces if piece["key"].startswith("model."))
     file = copy / piece["file"]
@@ -242,18 +205,12 @@ def test_damage_is_refused(folder: Path, tmp_path: Path) -> None:
         pipegrad.load(copy)
 
 
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (self.path,)
-
-
 def test_nothing_in_the_files_runs(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    class Trap:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "sprung"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap()))
     with pytest.raises(WeightsError, match=r"\.metadata"):
         pipegrad.load(tmp_path)
     assert not (tmp_path / "sprung").exists()
@@ -262,18 +219,18 @@ def test_nothing_in_the_files_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: None, "No such file or directory: give the folder of a checkpoint"),
-        (lambda path: path.write_text(""), "Not a directory: give the folder of a checkpoint"),
-        (lambda path: path.mkdir(), "is neither a whole checkpoint"),
+        (str, "No such file or directory: give the folder of a checkpoint"),
+        (Path.touch, "Not a directory: give the folder of a checkpoint"),
+        (Path.mkdir, "is neither a whole checkpoint"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Any, says: str) -> None:
-    path = tmp_path / "it"
-    make(path)
-    assert says in refused(path)
+def test_what_is_no_checkpoint_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], says: str
+) -> None:
+    make(tmp_path / "it")
+    assert says in refused(tmp_path / "it")
 
 
-@pytest.mark.usefixtures("outputs")
 def test_an_output_that_cannot_be_written(folder: Path) -> None:
     run = folder / "pp 4"
     nowhere = refused(run, "--output", folder / "no" / "where.pt")

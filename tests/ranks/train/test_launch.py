@@ -1,28 +1,30 @@
-"""`pipegrad launch`: ranks start, end and restart together, and the last line says why."""
+"""`pipegrad launch` and torchrun: ranks start, end, are killed and start again together."""
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.launcher import api
 
 from pipegrad.cli import main
+from pipegrad.testing import run_ranks
+from pipegrad.train.checkpoint.folders import checkpoints
+from tests.support.train import restarts
 from tests.support.train.jobs import with_job
+from tests.support.train.launched import Launched, is_running, pipegrad
 
-SECONDS = 120.0
-LONG = ["--set", "train.steps=100000", "--set", "train.trace=false"]
-DYING = ["--set", "model.factory=factories:dying", "--set", "train.trace=false"]
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Launched]
+SAVED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @pytest.fixture
@@ -31,112 +33,105 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
-    """Starts launchers in the folder; ends them."""
-    started: list[subprocess.Popen[str]] = []
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder, and what a launcher sets of the environment."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PIPEGRAD_LAUNCHER"):
+        monkeypatch.setenv(name, "1")
 
-    def begin(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipegrad", "launch", *words],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts launchers of a job with settings, in the folder; ends them."""
+    started: list[Launched] = []
+
+    def begin(settings: str, *words: str) -> Launched:
+        changed = [word for setting in settings.split() for word in ("--set", setting)]
+        started.append(Launched(folder, pipegrad, "launch", *words, "small.toml", *changed))
+        return started[-1]
 
     yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    for launched in started:
+        launched.kill()
 
 
-def until(is_so: Callable[[], object]) -> None:
-    """Waits until something is so."""
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, "it never was so"
-        time.sleep(0.05)
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Returns the processes that a launcher has started."""
-    tasks = Path(f"/proc/{launcher}/task").glob("*/children")
-    return [int(number) for task in tasks for number in task.read_text().split()]
-
-
-def is_running(process: int) -> bool:
-    """Returns whether a process computes; a zombie does not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+def num_rows(folder: Path) -> list[int]:
+    """Returns how many steps each run in a folder has made."""
+    return [path.read_bytes().count(b"\n") for path in folder.glob("runs/*/metrics.jsonl")]
 
 
 def test_a_job_is_trained_and_every_rank_has_its_log(start: Start, folder: Path) -> None:
-    process = start("-n", "2", "small.toml", "--set", "train.steps=2", "--log-dir", "logs")
-    printed, errors = process.communicate(timeout=SECONDS)
-    assert (process.returncode, errors) == (0, "")
-    assert re.search(r"^\[0\] step     2  loss ", printed, re.MULTILINE)
+    launched = start("train.steps=2", "-n", "2", "--log-dir", "logs")
+    assert (launched.wait(), launched.errors) == (0, "")
+    assert re.search(r"^\[0\] step     2  loss ", launched.printed, re.MULTILINE)
     logs = {path.parent.name: path.read_text() for path in folder.glob("logs/*/*/*/stdout.log")}
     assert logs.keys() == {"0", "1"}
     assert "step     2  loss " in logs["0"]
-    assert len((folder / "runs/run/metrics.jsonl").read_text().splitlines()) == 2
+    assert num_rows(folder) == [2]
 
 
-def test_a_rank_that_was_killed_is_the_cause(start: Start) -> None:
-    """Other ranks fail at once when it is gone, each with many lines."""
-    process = start("-n", "2", "small.toml", *DYING)
-    _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert errors.splitlines()[-1].startswith("Error: rank 1 failed first (killed by SIGKILL)")
-    assert "ChildFailedError" not in errors
-
-
-def test_ranks_that_are_started_again_find_each_other(start: Start, folder: Path) -> None:
+def test_ranks_that_are_started_again_find_each_other_and_one_that_is_killed_is_the_cause(
+    start: Start, folder: Path
+) -> None:
     """Each restart failed: torch keeps its store, and gloo found addresses of ranks that were gone.
 
-    Everything that the first ranks did is done again, as they saved nothing.
+    Rank 1 is killed after the fifth step of each start. Everything that the first ranks did is done
+    again, as they saved nothing. Other ranks fail at once when it is gone, each with many lines.
     """
-    process = start("-n", "2", "small.toml", *DYING, "--max-restarts", "1")
-    _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, errors
-    rows = [len(path.read_text().splitlines()) for path in folder.glob("runs/*/metrics.jsonl")]
-    assert 12 in rows
+    launched = start(
+        "model.factory=factories:dying train.trace=false", "-n", "2", "--max-restarts", "1"
+    )
+    assert launched.wait() == 128 + signal.SIGKILL
+    last = launched.errors.splitlines()[-1]
+    assert last.startswith("Error: rank 1 failed first (killed by SIGKILL)")
+    assert "ChildFailedError" not in launched.errors
+    assert min(num_rows(folder)) > 2
+    assert launched.printed.count("step     1  loss ") == 2
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGTERM, 143),
-        (signal.SIGINT, 130),
-        (signal.SIGUSR1, 138),
-        (signal.SIGHUP, 143),
-        (signal.SIGKILL, -9),
-    ],
+    ("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGHUP, 143), (signal.SIGKILL, -9)]
 )
 def test_no_rank_outlives_its_launcher(start: Start, folder: Path, number: int, code: int) -> None:
-    process = start("-n", "2", "small.toml", *LONG)
-    until(lambda: any(path.stat().st_size for path in folder.glob("runs/run/metrics.jsonl")))
-    ranks = ranks_of(process.pid)
-    assert len(ranks) == 2
-    process.send_signal(number)
-    process.communicate(timeout=SECONDS)
-    assert process.returncode == code
-    until(lambda: not any(map(is_running, ranks)))
+    launched = start("train.steps=100000 train.trace=false", "-n", "1")
+    launched.until(lambda: any(num_rows(folder)))
+    [rank] = launched.ranks()
+    os.kill(launched.pid, number)
+    assert launched.wait() == code
+    launched.until(lambda: not is_running(rank), has_ended=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        *((SignalException("", number), 128 + number) for number in SAVED_BY),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_launcher_that_was_asked_to_end_has_the_code_of_a_shell(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def launch(config: api.LaunchConfig, _program: str) -> Callable[..., object]:
+        assert config.signals_to_handle == "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
+        return run
+
+    def run(*_words: str) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "elastic_launch", launch)
+    result = CliRunner().invoke(main, ["launch", "small.toml"])
+    assert (result.exit_code, result.output) == (code, "")
 
 
 def test_launchers_of_two_machines_meet(start: Start, folder: Path) -> None:
     with closing(socket.create_server(("localhost", 0))) as server:
         port = server.getsockname()[1]
-    words = ["-n", "1", "--nodes", "2", "--rendezvous", f"localhost:{port}", "small.toml"]
-    both = [start(*words, "--set", "train.steps=2") for _ in range(2)]
-    ended = [process.communicate(timeout=SECONDS) for process in both]
-    assert [process.returncode for process in both] == [0, 0], ended
-    assert len((folder / "runs/run/metrics.jsonl").read_text().splitlines()) == 2
+    words = ["-n", "1", "--nodes", "2", "--rendezvous", f"localhost:{port}"]
+    both = [start("train.steps=2", *words) for _ in range(2)]
+    assert [launched.wait() for launched in both] == [0, 0], [each.errors for each in both]
+    assert num_rows(folder) == [2]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +148,10 @@ def test_launchers_of_two_machines_meet(start: Start, folder: Path) -> None:
         (["--log-dir", "small.toml/logs"], "--log-dir small.toml/logs: cannot be made"),
     ],
 )
+@pytest.mark.usefixtures("here")
 def test_a_wrong_start_is_refused_before_there_are_ranks(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+    monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
-    monkeypatch.chdir(folder)
     monkeypatch.setattr("pipegrad.commands.launch._run", None)
     result = CliRunner().invoke(main, ["launch", "small.toml", *words])
     assert result.exit_code in (1, 2)
@@ -169,11 +164,10 @@ def test_a_wrong_start_is_refused_before_there_are_ranks(
     ("settings", "expected"),
     [([], 1), (["parallel.pipeline=3"], 3), (["parallel={data=2, dimensions={tp=2}}"], 4)],
 )
+@pytest.mark.usefixtures("here")
 def test_auto_starts_as_many_ranks_as_the_file_names(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], expected: int
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], expected: int
 ) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     started = []
 
     def run(config: object, words: list[str], _log_dir: object) -> int:
@@ -185,3 +179,67 @@ def test_auto_starts_as_many_ranks_as_the_file_names(
     result = CliRunner().invoke(main, ["launch", "small.toml", *options, "--traceback"])
     assert result.exit_code == 0, result.output
     assert started == [(expected, ["train", "small.toml", *options, "--traceback"])]
+
+
+pytestmark = pytest.mark.timeout(900)
+STEPS = 24
+
+
+def test_a_killed_run_and_one_that_torchrun_was_asked_to_end_have_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """The ranks that torchrun started again found addresses of killed ranks in its store."""
+    folder = restarts.job(tmp_path / "killed")
+    launched = restarts.start(folder, "--max-restarts=1", steps=10**6)
+    try:
+        launched.until(lambda: restarts.num_rows(folder) > 8)
+        restarts.kill_one(launched, folder, random.Random(0), writing=True)
+        rows = restarts.num_rows(folder)
+        launched.until(lambda: restarts.num_rows(folder) > rows + 4)
+        os.kill(launched.pid, signal.SIGTERM)
+        assert launched.wait() != 0
+    finally:
+        launched.kill()
+    log = launched.printed + launched.errors
+    saved = checkpoints(folder / "run")[0]
+    number = int(saved.name.partition("-")[2])
+    assert f"stopped by SIGTERM after step {number}; saved run/" in log
+    assert log.count("Traceback") == log.count("SignalException: Process")  # torchrun's own alone
+    # The next launch goes on in the same folder.
+    run_ranks(restarts.in_ranks, 2, str(folder), f"train.steps={number + 2}", "train.resume=auto")
+    whole = restarts.whole(tmp_path / "whole", number + 2)
+    assert restarts.losses(folder) == restarts.losses(whole)
+    assert [step for step, _ in restarts.losses(folder)] == list(range(1, number + 3))
+    last, last_of_whole = (checkpoints(f / "run")[0] for f in (folder, whole))
+    assert restarts.differences(last, last_of_whole) == []
+    assert sorted(path.name for path in folder.glob("run*")) == ["run"]
+
+
+def test_a_restart_that_rank_0_does_not_see_goes_on(tmp_path: Path) -> None:
+    """The torchrun of rank 0 had counted no restart, so the run began again in a new folder.
+
+    Both jobs have one --rdzv-id, and the second one is no restart of the first.
+    """
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    one = ["--nproc-per-node=1", "--rdzv-id=job"]
+    two = [*one, "--nnodes=2", "--max-restarts=1", f"--rdzv-endpoint=localhost:{port}"]
+    folder = restarts.job(tmp_path / "two")
+    both = [restarts.start(folder, *two, steps=STEPS) for _ in range(2)]
+    try:
+        both[0].until(lambda: restarts.num_rows(folder) > 8)
+        [rank_1] = [
+            process
+            for launched in both
+            for process in launched.ranks()
+            if b"\0RANK=1\0" in Path(f"/proc/{process}/environ").read_bytes()
+        ]
+        os.kill(rank_1, signal.SIGKILL)
+        assert [launched.wait() for launched in both] == [0, 0], both[0].errors + both[1].errors
+    finally:
+        for launched in both:
+            launched.kill()
+    assert restarts.losses(folder) == restarts.losses(restarts.whole(tmp_path / "whole", STEPS))
+    assert sorted(path.name for path in folder.glob("run*")) == ["run"]
+    assert restarts.start(folder, *one, steps=STEPS).wait() == 0
+    assert len(list((folder / "run-2").glob("checkpoint-*"))) == 2

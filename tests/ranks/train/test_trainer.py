@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 import threading
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,20 +18,19 @@ from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
-from pipegrad.train.metrics import StepMetrics
-from pipegrad.train.trainer import Trainer
+from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train.factories import tied
-from tests.support.train.jobs import with_job
+from tests.support.train.jobs import EXAMPLES, Trained, trained, trainer_of, with_job
 
-ROOT = Path(__file__).parents[3]
-TIED_GPT = ROOT / "examples" / "tied_gpt.toml"
+TIED_GPT = EXAMPLES / "tied_gpt.toml"
 STEPS = 25
 
 
-def one_process(path: Path, *settings: str) -> list[tuple[float, float]]:
-    """Returns loss and gradient norm of each step of the uncut model, trained by hand."""
-    config = load(path, settings)
+@pytest.fixture(scope="module")
+def truth() -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of the uncut model, trained by hand."""
+    config = load(TIED_GPT)
     corpus, model = read_corpus(config), Job(config, 1).model()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     undecayed = [p for p in model.parameters() if p.ndim <= 1]
@@ -58,6 +54,61 @@ def one_process(path: Path, *settings: str) -> list[tuple[float, float]]:
     return told
 
 
+CUTS = {  # ranks, steps, settings
+    "alone": (1, STEPS, []),
+    "pipeline 2": (2, 8, []),
+    "data 2": (2, 8, ["parallel.data=2"]),
+    "pipeline 4": (4, 8, []),
+    "2 x 2": (4, STEPS, ["parallel.pipeline=2"]),
+    "data 4": (4, 8, ["parallel.pipeline=1"]),
+    "gpipe": (4, 8, ["parallel.schedule=gpipe"]),
+    "interleaved, 2 x 2": (4, 8, ["parallel.pipeline=2", "parallel.schedule=interleaved-1f1b"]),
+    "zb-h1, recomputed": (4, 8, ["parallel.schedule=zb-h1", "train.recompute=true"]),
+    "zbv, 2 x 2": (4, 8, ["parallel.pipeline=2", "parallel.schedule=zbv"]),
+    "boundaries": (
+        4,
+        8,
+        ["parallel.pipeline=2", "parallel.boundaries=[1]", "parallel.microbatches=2"],
+    ),
+    "other buckets": (4, 8, ["gradients.bucket_bytes=4096", "gradients.comm_streams=3"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "settings"),
+    [
+        pytest.param(name, *case, marks=pytest.mark.ranks(num_ranks), id=name)
+        for name, (num_ranks, *case) in CUTS.items()
+    ],
+)
+def test_every_cut_has_the_losses_of_one_process(
+    name: str, steps: int, settings: list[str], truth: list[tuple[float, float]]
+) -> None:
+    trainer = trainer_of(TIED_GPT, *settings, "train.device=cpu")
+    job = trainer.job
+    offline = job.plans(job.manifest(job.cut(job.model("meta"))))
+    assert offline[dist.get_rank()] == trainer.sync.plan
+    found = [trainer.step(number) for number in range(1, steps + 1)]
+    trainer.sync.check_replicas()
+    trainer.close()
+    everywhere = gathered(found)
+    assert everywhere == [found] * len(everywhere)  # every rank knows all numbers
+    assert [step.step for step in found] == list(range(1, steps + 1))
+    for step, (loss, norm) in zip(found, truth, strict=False):
+        most = rounding(step.step * 16 * 64)  # tokens of all batches so far
+        assert step.loss == pytest.approx(loss, rel=most)
+        # Later AdamW has moved by a whole step what is nothing but rounding.
+        assert step.grad_norm == pytest.approx(norm, rel=most if step.step == 1 else 1e-3)
+    if steps == STEPS:
+        assert found[-1].loss < 0.7 * found[0].loss
+    if name == "pipeline 4":
+        assert found[0].collectives == 2
+        assert found[0].bytes_reduced == 2 * 4 * (256 * 64 + 1)  # and one flag
+    if name == "data 4":
+        assert found[0].collectives == 4
+        assert found[0].bytes_reduced > 4 * 4 * 216_000
+
+
 V_SCHEDULE = """
 from pipegrad.schedules import Action, Schedule, ScheduleGenerator
 class V(ScheduleGenerator):
@@ -71,93 +122,12 @@ class V(ScheduleGenerator):
         places = (*range(num_ranks), *reversed(range(num_ranks)))
         return Schedule("v", num_microbatches, places, rows)
 """
-
-CUTS = {
-    1: {"alone": []},
-    2: {"pipeline 2": [], "data 2": ["parallel.data=2"]},
-    4: {
-        "pipeline 4": [],
-        "2 x 2": ["parallel.pipeline=2"],
-        "data 4": ["parallel.pipeline=1"],
-        "gpipe": ["parallel.schedule=gpipe"],
-        "interleaved, 2 x 2": ["parallel.pipeline=2", "parallel.schedule=interleaved-1f1b"],
-        "zb-h1, recomputed": ["parallel.schedule=zb-h1", "train.recompute=true"],
-        "zbv, 2 x 2": ["parallel.pipeline=2", "parallel.schedule=zbv"],
-        "boundaries": ["parallel.pipeline=2", "parallel.boundaries=[1]", "parallel.microbatches=2"],
-        "other buckets": ["gradients.bucket_bytes=4096", "gradients.comm_streams=3"],
-    },
-}
-
-
-def losses(cuts: dict[str, list[str]]) -> dict[str, list[StepMetrics]]:
-    """Trains the example in every cut, on a rank."""
-    found = {}
-    for name, settings in cuts.items():
-        trainer = Trainer(partial(load, TIED_GPT, [*settings, "train.device=cpu"]))
-        job, rank = trainer.job, dist.get_rank()
-        offline = job.plans(job.manifest(job.cut(job.model("meta"))))
-        assert offline[rank] == trainer.sync.plan
-        found[name] = [trainer.step(number) for number in range(1, STEPS + 1)]
-        trainer.sync.check_replicas()
-        trainer.close()
-    return found
-
-
-@pytest.fixture(scope="module")
-def truth() -> list[tuple[float, float]]:
-    return one_process(TIED_GPT)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_every_cut_has_the_losses_of_one_process(
-    num_ranks: int, truth: list[tuple[float, float]]
-) -> None:
-    first, *others = run_ranks(losses, num_ranks, CUTS[num_ranks])
-    assert others == [first] * (num_ranks - 1)  # every rank knows all numbers
-    for name, steps in first.items():
-        assert [step.step for step in steps] == list(range(1, STEPS + 1))
-        for step, (loss, norm) in zip(steps, truth, strict=True):
-            most = rounding(step.step * 16 * 64)  # tokens of all batches so far
-            assert step.loss == pytest.approx(loss, rel=most), name
-            # Later AdamW has moved by a whole step what is nothing but rounding.
-            most = most if step.step == 1 else 1e-3
-            assert step.grad_norm == pytest.approx(norm, rel=most), name
-        assert steps[-1].loss < 0.7 * steps[0].loss
-    if num_ranks == 4:
-        tied, replicated = first["pipeline 4"][0], first["data 4"][0]
-        assert (tied.collectives, tied.bytes_reduced) == (2, 2 * 4 * (256 * 64 + 1))  # and one flag
-        assert replicated.collectives == 4
-        assert replicated.bytes_reduced > 4 * 4 * 216_000
-
-
-def results(folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
-    os.chdir(folder)
-    return {name: result(settings) for name, settings in cases.items()}
-
-
-def result(settings: list[str]) -> Any:
-    trainer = Trainer(partial(load, Path("small.toml"), settings))
-    buffers = [float(b.sum()) for m in trainer._modules.values() for b in m.buffers()]
-    modes = [layer.training for m in trainer._modules.values() for layer in m.children()]
-    try:
-        steps = [dataclasses.astuple(trainer.step(number))[:3] for number in (1, 2, 3)]
-    except StepError as error:
-        finite = all(
-            bool(p.isfinite().all()) for m in trainer._modules.values() for p in m.parameters()
-        )
-        return str(error), finite
-    trainer.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("pipegrad comm stream")]
-    return steps, buffers, modes
-
-
 CASES = {
     "fp32": [],
     "bf16": ["train.precision=bf16"],
     "dropout": ["model.dropout=0.5"],
     "dropout, recomputed": ["model.dropout=0.5", "train.recompute=true"],
     "dropout, replicas": ["model.dropout=0.5", "parallel.data=2"],
-    "a model that counts": ["model.factory=factories:counting", "parallel.boundaries=[1]"],
     "frozen layers first": ["model.factory=factories:frozen_start", "parallel.boundaries=[1]"],
     "sequence first": ["model.factory=factories:sequence_first", "parallel.boundaries=[2]"],
     "sequence first, alone": ["model.factory=factories:sequence_first", "parallel.data=2"],
@@ -169,57 +139,75 @@ CASES = {
     "a stage without parameters": ["model.factory=factories:bare", "parallel.boundaries=[2]"],
     "sgd by name": ["optimizer={name='SGD', lr=0.1, momentum=0.9}"],
     "half the wire": ["gradients.reduce_dtype=bfloat16"],
-    "explodes": ["model.factory=factories:explodes"],
 }
 
 
 @pytest.fixture(scope="module")
-def replies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = with_job(tmp_path_factory.mktemp("small"))
     (folder / "v_schedule.py").write_text(V_SCHEDULE)
-    return run_ranks(results, 2, str(folder), CASES)
+    return folder / "small.toml"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "explodes"])
-def test_it_trains(replies: list[dict[str, Any]], name: str) -> None:
-    (first, _, _), (second, _, _) = (reply[name] for reply in replies)
-    assert first == second
-    assert all(math.isfinite(loss) for _, loss, _ in first)
-    assert len({loss for _, loss, _ in first}) == 3
+@cache
+def run(job: Path, name: str) -> Trained:
+    return trained(job, *CASES[name], until=3)
 
 
-def steps(replies: list[dict[str, Any]], name: str) -> list[tuple[int, float, float]]:
-    return replies[0][name][0]  # type: ignore[no-any-return]
+def steps(job: Path, name: str) -> list[tuple[int, float, float]]:
+    return [(step.step, step.loss, step.grad_norm) for step in run(job, name).steps]
 
 
-def test_options_change_what_they_say(replies: list[dict[str, Any]]) -> None:
-    plain = steps(replies, "fp32")
-    assert steps(replies, "dropout")[0] != plain[0]
-    assert steps(replies, "dropout, replicas")[0] != steps(replies, "dropout")[0]
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains(job: Path, name: str) -> None:
+    losses = run(job, name).losses
+    assert gathered(losses) == [losses] * 2
+    assert all(map(math.isfinite, losses))
+    assert len(set(losses)) == 3
+    assert not [t for t in threading.enumerate() if t.name.startswith("pipegrad comm stream")]
+
+
+@pytest.mark.ranks(2)
+def test_options_change_what_they_say(job: Path) -> None:
+    plain = steps(job, "fp32")
+    assert steps(job, "dropout")[0] != plain[0]
+    assert steps(job, "dropout, replicas")[0] != steps(job, "dropout")[0]
     for name in ("decay", "sgd by name"):  # the first step is the same, what it did is not
-        assert steps(replies, name)[0] == plain[0]
-        assert steps(replies, name)[2] != plain[2]
-    assert steps(replies, "less decay")[2] not in (plain[2], steps(replies, "decay")[2])
-    assert steps(replies, "half the wire")[0][1:] != plain[0][1:]
-    assert steps(replies, "half the wire")[0] == pytest.approx(plain[0], rel=1e-2)
-    assert steps(replies, "dropout, recomputed") == steps(replies, "dropout")
+        assert steps(job, name)[0] == plain[0]
+        assert steps(job, name)[2] != plain[2]
+    assert steps(job, "less decay")[2] not in (plain[2], steps(job, "decay")[2])
+    assert steps(job, "half the wire")[0][1:] != plain[0][1:]
+    assert steps(job, "half the wire")[0] == pytest.approx(plain[0], rel=1e-2)
+    assert steps(job, "dropout, recomputed") == steps(job, "dropout")
     for one, other in (("a V", "fp32"), ("sequence first", "sequence first, alone")):
-        for found, expected in zip(steps(replies, one), steps(replies, other), strict=True):
+        for found, expected in zip(steps(job, one), steps(job, other), strict=True):
             assert found == pytest.approx(expected, rel=rounding(8 * 16) if found[0] == 1 else 1e-4)
 
 
-def test_trying_a_model_out_leaves_no_trace(replies: list[dict[str, Any]]) -> None:
-    (_, first, _), (_, second, modes) = (reply["a model that counts"] for reply in replies)
-    assert (first, second) == ([], [0.0])
-    assert modes == [True, False, True]  # as the factory made them
+@pytest.mark.ranks(2)
+def test_trying_a_model_out_leaves_no_trace(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.parent)
+    trainer = trainer_of(job, "model.factory=factories:counting", "parallel.boundaries=[1]")
+    [module] = trainer._modules.values()
+    first = dist.get_rank() == 0
+    assert [float(b.sum()) for b in module.buffers()] == ([] if first else [0.0])
+    modes = [layer.training for layer in module.children()]
+    assert modes == ([True] if first else [True, False, True])  # as the factory made them
+    losses = [trainer.step(number).loss for number in (1, 2, 3)]
+    trainer.close()
+    assert all(map(math.isfinite, losses))
+    assert len(set(losses)) == 3
 
 
-def test_bf16_is_autocast_of_one_process(replies: list[dict[str, Any]]) -> None:
+@pytest.mark.ranks(2)
+def test_bf16_is_autocast_of_one_process(job: Path) -> None:
     config = load(TIED_GPT, ["data.sequence_length=16", "model.factory=factories:tied"])
+    found = steps(job, "bf16")
     torch.manual_seed(0)
     model, corpus = tied(), read_corpus(config)
     optimizer = torch.optim.AdamW(model.parameters())
-    for number, loss, norm in steps(replies, "bf16"):
+    for number, loss, norm in found:
         tokens, target = corpus.batch(number, seed=0, size=8)
         losses = []
         for part, goal in zip(tokens.chunk(4), target.chunk(4), strict=True):
@@ -233,32 +221,29 @@ def test_bf16_is_autocast_of_one_process(replies: list[dict[str, Any]]) -> None:
         most = rounding(number * 8 * 16)
         assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=most)
         assert norm == pytest.approx(true_norm.item(), rel=1e-3)  # of bf16, rounded by 2**-8
-    assert steps(replies, "bf16")[0][1] != steps(replies, "fp32")[0][1]
+    assert found[0][1] != steps(job, "fp32")[0][1]
 
 
-def fail_late(folder: str) -> str:
-    os.chdir(folder)
-    settings = ["model.factory=factories:late", "parallel.boundaries=[1]"]
-    trainer = Trainer(partial(load, Path("small.toml"), settings))
+def fail_late(job: Path) -> str:
     with pytest.raises((ValueError, StepError)) as caught:
-        _ = [trainer.step(number) for number in (1, 2, 3)]
+        trained(job, "model.factory=factories:late", "parallel.boundaries=[1]", until=3)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_stage_that_fails_in_a_step_is_told_to_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
-    first, second = run_ranks(fail_late, 2, str(with_job(tmp_path)))
-    assert first == (
-        "StepError: a step failed on another rank: rank 1: ValueError: no more In 1F1 on pipeline "
-        "rank 1."
-    )
+def test_a_stage_that_fails_in_a_step_is_told_to_the_ranks_that_wait_for_it(job: Path) -> None:
+    first, second = run_ranks(fail_late, 2, job)
     assert second == "ValueError: no more"
+    told = f"rank 1: {second} In 1F1 on pipeline rank 1."
+    assert first == f"StepError: a step failed on another rank: {told}"
 
 
+@pytest.mark.ranks(2)
 def test_gradients_that_are_not_finite_end_the_run_and_spare_the_parameters(
-    replies: list[dict[str, Any]],
+    job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (first, finite), (second, also_finite) = (reply["explodes"] for reply in replies)
-    assert first == second
-    assert first.startswith("step 1: the norm of the gradients is nan")
-    assert finite
-    assert also_finite
+    monkeypatch.chdir(job.parent)
+    trainer = trainer_of(job, "model.factory=factories:explodes")
+    with pytest.raises(StepError, match=r"^step 1: the norm of the gradients is nan") as caught:
+        trainer.step(1)
+    assert gathered(str(caught.value)) == [str(caught.value)] * 2
+    assert all(bool(tensor.isfinite().all()) for tensor in trainer._state.tensors().values())

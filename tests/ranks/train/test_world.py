@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -19,18 +17,11 @@ from pipegrad.train.config import load
 from pipegrad.train.job import Job
 from pipegrad.train.process import process
 from tests.support.train.jobs import with_job
+from tests.support.train.launched import Launched, pipegrad
 
 SET_BY_LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "SLURM_NTASKS",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "TORCHELASTIC_USE_AGENT_STORE",
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 WHOLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 START = "Start the ranks by `torchrun --nproc-per-node N -m pipegrad train CONFIG`"
@@ -74,10 +65,7 @@ def said(job: Path, environment: Mapping[str, str]) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_variables_that_torchrun_would_not_set(job: Path, name: str) -> None:
-    """Issue 16, point 18.
-
-    Four Slurm tasks trained alone, four times; other variables ended in 28 to 43 lines.
-    """
+    """Four Slurm tasks trained alone, four times; other variables ended in 28 to 43 lines."""
     environment, says = CASES[name]
     [line] = said(job, environment).splitlines()
     assert line.startswith(f"Error: {says}")
@@ -85,7 +73,7 @@ def test_variables_that_torchrun_would_not_set(job: Path, name: str) -> None:
 
 
 def test_a_port_in_use_is_one_line(job: Path, port: str) -> None:
-    """Issue 16, point 18. A port in use ended in 30 lines of traceback."""
+    """A port in use ended in 30 lines of traceback."""
     [line] = said(job, {**WHOLE, "MASTER_PORT": port}).splitlines()
     assert "EADDRINUSE" in line
 
@@ -93,7 +81,7 @@ def test_a_port_in_use_is_one_line(job: Path, port: str) -> None:
 def test_ranks_that_do_not_come_are_waited_for_in_words(
     job: Path, port: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 16, point 18. WORLD_SIZE = 2 with one process waited half an hour without a word."""
+    """WORLD_SIZE = 2 with one process waited half an hour without a word."""
     monkeypatch.setattr(process, "_JOIN_SECONDS", 2.0)
     monkeypatch.setattr(process, "_SILENT_SECONDS", 0.1)
     free = str(int(port) + 1)
@@ -106,24 +94,15 @@ def test_ranks_that_do_not_come_are_waited_for_in_words(
 
 
 def test_a_layer_that_exits_in_a_step_ends_the_run_badly(job: Path) -> None:
-    """Issue 16, point 9. ``sys.exit(0)`` in anybody's code ended with code 0 and no output."""
+    """``sys.exit(0)`` in anybody's code ended with code 0 and no output."""
     setting = "model.factory=factories:exits_later"
-    ran = subprocess.run(
-        [sys.executable, "-m", "pipegrad", "train", job.name, "--set", setting],
-        cwd=job.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ran.returncode == 1
-    assert "Error: the run was ended by SystemExit(0) (factories.py:" in ran.stderr
-    assert "SystemExit(0) (factories.py:" in ran.stderr
+    ran = Launched(job.parent, pipegrad, "train", job.name, "--set", setting)
+    assert ran.wait() == 1
+    assert "Error: the run was ended by SystemExit(0) (factories.py:" in ran.errors
 
 
 def test_one_process_is_told_the_command(job: Path) -> None:
-    """Issue 16, point 18. ``pipeline = 2`` without torchrun never named torchrun."""
+    """``pipeline = 2`` without torchrun never named torchrun."""
     with pytest.raises(
         ConfigError,
         match=r"pipeline = 2: this is one rank of 4: start them by `torchrun --nproc-per-node 4 -m "

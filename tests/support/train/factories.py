@@ -6,7 +6,9 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,29 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from pipegrad import Topology
 
 
+class Does(nn.Module):
+    """A layer that computes a function of its input, and counts its calls from 0."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.calls = function, -1
+
+    def forward(self, hidden: Any) -> Any:
+        self.calls += 1
+        takes_calls = self.function.__code__.co_argcount == 2
+        return self.function(hidden, self.calls) if takes_calls else self.function(hidden)
+
+
+def embedded(*layers: nn.Module | Callable[..., Any]) -> nn.Sequential:
+    """Returns an embedding of 256 numbers a token, and layers; functions become `Does`."""
+    made = [layer if isinstance(layer, nn.Module) else Does(layer) for layer in layers]
+    return nn.Sequential(nn.Embedding(256, 256), *made)
+
+
+def square() -> nn.Linear:
+    return nn.Linear(256, 256)
+
+
 def tied(*, width: int = 8, layers: int = 2, dropout: float = 0.0) -> nn.Sequential:
     embedding, head = nn.Embedding(256, width), nn.Linear(width, 256, bias=False)
     head.weight = embedding.weight
@@ -24,17 +49,15 @@ def tied(*, width: int = 8, layers: int = 2, dropout: float = 0.0) -> nn.Sequent
     return nn.Sequential(embedding, *blocks, nn.LayerNorm(width), head)
 
 
-class Draws(nn.Module):
+def drawing(*, width: int = 8) -> nn.Sequential:
     """Adds a number of each generator of random numbers to what it is given."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def draw(x: Tensor) -> Tensor:
         return x + 0.1 * (random.random() + np.random.rand() + float(torch.rand(())))
 
-
-def drawing(*, width: int = 8) -> nn.Sequential:
     embedding, head = nn.Embedding(256, width), nn.Linear(width, 256, bias=False)
     head.weight = embedding.weight
-    parts = [nn.Sequential(nn.Linear(width, width), Draws(), nn.Dropout(0.1)) for _ in range(2)]
+    parts = [nn.Sequential(nn.Linear(width, width), Does(draw), nn.Dropout(0.1)) for _ in range(2)]
     return nn.Sequential(embedding, *parts, nn.LayerNorm(width), head)
 
 
@@ -56,12 +79,12 @@ class Shifted(nn.Module):
 
 def cached() -> nn.Sequential:
     """Its last operator runs in the first call alone."""
-    return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), Shifted())
+    return nn.Sequential(nn.Embedding(256, 256), square(), Shifted())
 
 
 def bare() -> nn.Sequential:
     """Its last two layers have no parameters."""
-    return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), nn.GELU(), nn.Identity())
+    return embedded(square(), nn.GELU(), nn.Identity())
 
 
 def needs(*, width: int) -> nn.Sequential:
@@ -94,29 +117,16 @@ def not_finite() -> nn.Sequential:
 
 
 def no_tensor() -> nn.Sequential:
-    class Tuple(nn.Module):
-        def forward(self, hidden: Tensor) -> tuple[Tensor]:
-            return (hidden,)
-
-    return nn.Sequential(nn.Embedding(256, 8), Tuple())
+    return embedded(lambda hidden: (hidden,))
 
 
 def pooled() -> nn.Sequential:
-    class Mean(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden.mean(1)
-
-    return nn.Sequential(nn.Embedding(256, 256), Mean())
+    return embedded(lambda hidden: hidden.mean(1))
 
 
 def explodes() -> nn.Sequential:
     """Its gradients are not finite, though its logits are."""
-
-    class Root(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return (hidden - hidden).sqrt() + hidden
-
-    return nn.Sequential(nn.Embedding(256, 256), Root())
+    return embedded(lambda hidden: (hidden - hidden).sqrt() + hidden)
 
 
 def reads_its_start() -> nn.Sequential:
@@ -126,18 +136,11 @@ def reads_its_start() -> nn.Sequential:
     return model
 
 
-class Meet(nn.Module):
-    """All ranks meet in its forward."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        dist.all_reduce(torch.zeros(()))
-        return hidden
-
-
 def lonely() -> nn.Sequential:
+    """Fails on one rank; the others meet in its forward."""
     if dist.get_rank() == 1:
         raise RuntimeError("mine alone")
-    return nn.Sequential(nn.Embedding(256, 256), Meet())
+    return embedded(lambda hidden: dist.all_reduce(torch.zeros(())) or hidden)
 
 
 def exits() -> nn.Sequential:
@@ -151,26 +154,12 @@ def exits_on_one() -> nn.Sequential:
 
 
 def exits_forward() -> nn.Sequential:
-    class Exit(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            sys.exit("bye")
-
-    return nn.Sequential(nn.Embedding(256, 256), Exit())
+    return embedded(lambda _: sys.exit("bye"))
 
 
 def exits_later() -> nn.Sequential:
     """Is tried out once, and exits in the first step."""
-
-    class Exit(nn.Module):
-        calls = 0
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls > 1:
-                sys.exit(0)
-            return hidden
-
-    return nn.Sequential(nn.Embedding(256, 256), Exit())
+    return embedded(lambda hidden, calls: sys.exit(0) if calls else hidden)
 
 
 def differing() -> nn.Sequential:
@@ -195,32 +184,17 @@ def dtensors(*, topology: Topology) -> nn.Sequential:
 not_callable = 3
 
 
-class Pair(nn.Module):
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden, hidden
-
-
-class Join(nn.Module):
-    def forward(self, hidden: tuple[Tensor, Tensor]) -> Tensor:
-        return hidden[0] + hidden[1]
-
-
 def two_tensors() -> nn.Sequential:
     """Right in one piece, and cut anywhere but between its middle layers."""
-    return nn.Sequential(nn.Embedding(256, 256), Pair(), Join())
+    return embedded(lambda hidden: (hidden, hidden), lambda both: both[0] + both[1])
 
 
 def in_place() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(256, 256), nn.ReLU(inplace=True))
-
-
-class Ids(nn.Module):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + 0
+    return embedded(nn.ReLU(inplace=True))
 
 
 def integers() -> nn.Sequential:
-    return nn.Sequential(Ids(), nn.Embedding(256, 256))
+    return nn.Sequential(Does(lambda tokens: tokens + 0), nn.Embedding(256, 256))
 
 
 def frozen() -> nn.Sequential:
@@ -229,7 +203,7 @@ def frozen() -> nn.Sequential:
 
 def frozen_start() -> nn.Sequential:
     """Its first layers are not trained."""
-    model = nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), nn.Linear(256, 256))
+    model = embedded(square(), square())
     model[0].requires_grad_(requires_grad=False)
     return model
 
@@ -249,9 +223,7 @@ class Counting(nn.Module):
 
 
 def counting() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Embedding(256, 256), Counting(), nn.Dropout().eval(), nn.Linear(256, 256)
-    )
+    return embedded(Counting(), nn.Dropout().eval(), square())
 
 
 class Scaled(nn.Sequential):
@@ -264,53 +236,26 @@ class Scaled(nn.Sequential):
         return 2 * super().forward(tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Late(nn.Module):
+def late() -> nn.Sequential:
     """Fails in the third step of four microbatches; torch runs it once more, to learn shapes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = -1  # the trial is one of its own
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 9:
+    def fail(hidden: Tensor, calls: int) -> Tensor:
+        if calls > 9:
             raise ValueError("no more")
         return hidden
 
-
-def late() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), Late())
-
-
-class Swap(nn.Module):
-    """Swaps two dimensions; what it returns is not contiguous."""
-
-    def __init__(self, *dims: int) -> None:
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.transpose(*self.dims)
+    return embedded(square(), fail)
 
 
 def sequence_first() -> nn.Sequential:
     """The batch is the second dimension between its stages."""
-    inside = nn.Linear(256, 256)
-    return nn.Sequential(
-        nn.Embedding(256, 256), Swap(0, 1), inside, Swap(0, 1), nn.Linear(256, 256)
-    )
+    return embedded(lambda x: x.transpose(0, 1), square(), lambda x: x.transpose(0, 1), square())
 
 
 def channels_first() -> nn.Sequential:
     """What crosses its boundary is not contiguous, forth and back."""
-    layers = [
-        nn.Embedding(256, 256),
-        Swap(1, 2),
-        nn.BatchNorm1d(256),
-        Swap(1, 2),
-        nn.Linear(256, 256),
-    ]
-    return nn.Sequential(*layers)
+    norm = nn.BatchNorm1d(256)
+    return embedded(lambda x: x.transpose(1, 2), norm, lambda x: x.transpose(1, 2), square())
 
 
 class Average(nn.Module):
@@ -334,23 +279,15 @@ class Average(nn.Module):
 
 
 def averaging() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(256, 256), Average(), nn.Linear(256, 256))
-
-
-class Dying(nn.Module):
-    """Kills its process, rank 1, in a later step; not when the ranks were started again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.calls += 1
-        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if self.calls > 20 and is_first and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return hidden
+    return embedded(Average(), square())
 
 
 def dying() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(256, 256), nn.Linear(256, 256), Dying())
+    """Kills its process, rank 1, in the sixth step of four microbatches."""
+
+    def die(hidden: Tensor, calls: int) -> Tensor:
+        if calls > 19 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return hidden
+
+    return embedded(square(), die)

@@ -1,8 +1,23 @@
-"""What the tests of the trainer share: a small job, in a folder with the models it can name."""
+"""What the tests of the trainer share: a small job in a folder, and how a rank runs it."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipegrad.cli import main
+from pipegrad.errors import PipegradError
+from pipegrad.train.config import load
+from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.trainer import Trainer
+from tests.support.ranked import gathered
 
 SMALL = """
 [model]
@@ -14,10 +29,68 @@ sequence_length = 16
 device = "cpu"
 steps = 12
 """
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def with_job(folder: Path, name: str = "small.toml", text: str = SMALL) -> Path:
-    """Writes a job and the module of its factories into a folder; returns the folder."""
+    """Writes a job, and the modules that jobs can name, into a folder; returns the folder."""
     (folder / name).write_text(text)
-    (folder / "factories.py").write_text((Path(__file__).parent / "factories.py").read_text())
+    for module in ("factories.py", "data_functions.py"):
+        (folder / module).write_text(Path(__file__).with_name(module).read_text())
     return folder
+
+
+class Trained(NamedTuple):
+    """What a rank knows of a job that it trained: metrics, its tensors by name, notes."""
+
+    steps: list[StepMetrics]
+    values: dict[str, Tensor]
+    notes: tuple[str, ...]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    def goes_on(self, first: Trained, second: Trained) -> None:
+        """Raises unless this run is the other two, one after the other, to the bit."""
+        assert first.losses + second.losses == self.losses
+        assert self.values.keys() == second.values.keys()
+        assert [k for k in self.values if not torch.equal(self.values[k], second.values[k])] == []
+
+
+def trainer_of(job: Path, *settings: str) -> Trainer:
+    """Returns the trainer of a job; every rank must call it in the folder of the job."""
+    return Trainer(partial(load, job, settings))
+
+
+def trained(job: Path, *settings: str, until: int, save: str = "") -> Trained:
+    """Trains a job, in its folder, until a step, and saves it there; every rank must call it."""
+    with contextlib.chdir(job.parent):
+        trainer = trainer_of(job, *settings)
+        steps = [trainer.step(number) for number in range(trainer.first_step, until + 1)]
+        if save:
+            trainer.save(Path(save), until)
+        trainer.sync.wait_parameters()
+        values = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
+        trainer.close()
+    return Trained(steps, values, trainer.notes)
+
+
+def refusal(job: Path, *settings: str, until: int = 1, save: str = "") -> str:
+    """Returns in which words a job is refused, the same on every rank."""
+    with pytest.raises(PipegradError) as caught:
+        trained(job, *settings, until=until, save=save)
+    said = gathered(str(caught.value))
+    assert len(set(said)) == 1, said
+    return said[0]
+
+
+def command(*words: str) -> tuple[object, str]:
+    """Returns the exit code of the command line, and what it prints."""
+    printed, code = io.StringIO(), None
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            code = main([*words], standalone_mode=False)
+        except SystemExit as ended:
+            code = ended.code
+    return code, printed.getvalue()

@@ -6,17 +6,15 @@ Prints a line for each kill, and compares the end with a run that nobody killed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from pipegrad.cli import main as pipegrad
+from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.folders import checkpoints
 from pipegrad.train.checkpoint.metadata import CheckpointReader
 from pipegrad.train.checkpoint.packed import unpack
 from tests.support.train.jobs import with_job
+from tests.support.train.launched import Launched, torchrun
 
 JOB = """
 [model]
@@ -46,131 +47,39 @@ output = "run"
 trace = false
 """
 RANKS = 2
-POLL_SECONDS = 0.002
 
 
-@dataclass(frozen=True)
-class Kill:
-    """What was killed: after how many rows of metrics, and whether a checkpoint was unfinished."""
-
-    rows: int
-    while_writing: bool
-
-
-def torchrun(
-    folder: Path, *options: str, restarts: int = 0, launcher: Sequence[str] = ()
-) -> subprocess.Popen[str]:
-    """Starts a job of a folder, with options of the job and of torchrun."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command = ["-m", "pipegrad", "train", "job.toml"]
-    with (folder / "log.txt").open("w") as log:
-        return subprocess.Popen(
-            [*launch, *rendezvous, "--max-restarts", str(restarts), *launcher, *command, *options],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+def start(folder: Path, *options: str, steps: int) -> Launched:
+    """Starts a job of a folder by torchrun, with options of torchrun."""
+    words = ["--nproc-per-node", str(RANKS), "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", "localhost:0", *options, "-m", "pipegrad"]
+    return Launched(folder, torchrun, *words, "train", "job.toml", "--set", f"train.steps={steps}")
 
 
-def job(folder: Path, steps: int) -> Path:
+def job(folder: Path) -> Path:
     """Writes the job into a new folder."""
     folder.mkdir()
-    with_job(folder, "job.toml", JOB.replace("steps = 200", f"steps = {steps}"))
-    functions = Path(__file__).with_name("data_functions.py")
-    (folder / "data_functions.py").write_text(functions.read_text())
+    return with_job(folder, "job.toml", JOB)
+
+
+def in_ranks(folder: str, *settings: str) -> None:
+    words = [word for setting in settings for word in ("--set", setting)]
+    with contextlib.chdir(folder):
+        pipegrad(["train", "job.toml", *words], standalone_mode=False)
+
+
+def whole(folder: Path, steps: int) -> Path:
+    """Runs the job in a new folder, where nobody kills it."""
+    run_ranks(in_ranks, RANKS, str(job(folder)), f"train.steps={steps}")
     return folder
 
 
-def killed_run(
-    folder: Path, *, steps: int, kills: int, while_writing: int, seed: int, timeout: float
-) -> tuple[int, list[Kill]]:
-    """Runs a job, kills its ranks, and lets torchrun start them again.
-
-    Args:
-        folder: Of the job.
-        steps: Of the job.
-        kills: How often one rank is killed.
-        while_writing: How many of the kills come while a checkpoint is being written.
-        seed: Of the moments and ranks.
-        timeout: Seconds for the whole run.
-
-    Returns:
-        The exit code of torchrun, and the kills.
-    """
-    draw = random.Random(seed)
-    kinds = [True] * while_writing + [False] * (kills - while_writing)
-    draw.shuffle(kinds)
-    deadline, done = time.monotonic() + timeout, list[Kill]()
-    process = torchrun(folder, "--set", f"train.steps={steps}", restarts=kills)
-    try:
-        for number, wanted in enumerate(kinds):
-            # The kills spread over the run, at random.
-            target = draw.randrange(number * steps // kills, (number + 1) * steps // kills)
-            kill = wait_and_kill(process, folder, target, draw, deadline, writing=wanted)
-            if kill is None:
-                break
-            done.append(kill)
-        return process.wait(max(1.0, deadline - time.monotonic())), done
-    finally:
-        for rank in children(process.pid):
-            os.kill(rank, signal.SIGKILL)
-        process.kill()
-
-
-def wait_and_kill(
-    process: subprocess.Popen[str],
-    folder: Path,
-    target: int,
-    draw: random.Random,
-    deadline: float,
-    *,
-    writing: bool,
-) -> Kill | None:
-    """Kills a rank when the run has so many rows of metrics; None if the run ends before."""
-    rows = 0
-
-    def is_time() -> bool:
-        nonlocal rows
-        rows = num_rows(folder)
-        return rows >= target and (not writing or has_unfinished(folder))
-
-    if not waits(is_time, process, deadline):
-        return None
-    is_writing = has_unfinished(folder)
-    ranks = list(children(process.pid))
-    if not ranks:
-        return None
+def kill_one(launched: Launched, folder: Path, draw: random.Random, *, writing: bool) -> None:
+    """Kills a rank, if asked while a checkpoint is written; waits until torchrun ended the rest."""
+    launched.until(lambda: launched.ranks() and (not writing or has_unfinished(folder)))
+    ranks = launched.ranks()
     os.kill(draw.choice(ranks), signal.SIGKILL)
-    # Until torchrun has ended the others, nothing new can be killed.
-    waits(lambda: not set(ranks) & set(children(process.pid)), process, deadline)
-    return Kill(rows, is_writing)
-
-
-def waits(is_so: Callable[[], bool], process: subprocess.Popen[str], deadline: float) -> bool:
-    """Returns whether something was so before the process ended."""
-    while not is_so():
-        if process.poll() is not None or time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_SECONDS)
-    return True
-
-
-def children(pid: int) -> Iterator[int]:
-    """Yields the ranks of a torchrun."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            command = Path(f"/proc/{child}/cmdline")
-            if command.exists() and b"train" in command.read_bytes():
-                yield int(child)
-
-
-def variable(process: int, name: str) -> str:
-    """Returns a variable of another process."""
-    lines = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    return next(line for line in map(bytes.decode, lines) if line.startswith(f"{name}="))
+    launched.until(lambda: not set(ranks) & set(launched.ranks()))
 
 
 def num_rows(folder: Path) -> int:
@@ -204,9 +113,9 @@ def values(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def differences(folder: Path, other: Path) -> list[str]:
-    """Returns the keys whose bits differ between the last checkpoints of two runs."""
-    own, others = (values(checkpoints(f / "run")[0]) for f in (folder, other))
+def differences(one: Path, other: Path) -> list[str]:
+    """Returns the keys whose bits differ between two checkpoints."""
+    own, others = values(one), values(other)
     both = own.keys() | others.keys()
     return sorted(k for k in both if k not in own or k not in others or not same(own[k], others[k]))
 
@@ -233,31 +142,24 @@ def main() -> None:
     for name, value in {"kills": 20, "while-writing": 10, "steps": 200, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
+    draw, write = random.Random(options.seed), sys.stdout.write
+    kinds = [number < options.while_writing for number in range(options.kills)]
+    draw.shuffle(kinds)
     with tempfile.TemporaryDirectory() as name:
-        whole, killed = (job(Path(name) / f, options.steps) for f in ("whole", "killed"))
-        assert torchrun(whole).wait(600) == 0, (whole / "log.txt").read_text()
+        true, folder = whole(Path(name) / "whole", options.steps), job(Path(name) / "killed")
         began = time.monotonic()
-        code, kills = killed_run(
-            killed,
-            steps=options.steps,
-            kills=options.kills,
-            while_writing=options.while_writing,
-            seed=options.seed,
-            timeout=120 + 30 * options.kills,
-        )
-        lines = [
-            f"after step {kill.rows}{', while writing' if kill.while_writing else ''}"
-            for kill in kills
-        ]
-        sys.stdout.write(
-            f"kills: {'; '.join(lines)}\n"
-            f"torchrun ended with {code} after {time.monotonic() - began:.0f} s\n"
-            f"{len(kills)} kills, {sum(kill.while_writing for kill in kills)} while writing\n"
-            f"losses equal: {losses(whole) == losses(killed)}\n"
-            f"tensors that differ: {differences(whole, killed)}\n"
-        )
-        if code:
-            sys.stdout.write((killed / "log.txt").read_text()[-5000:])
+        launched = start(folder, f"--max-restarts={options.kills}", steps=options.steps)
+        for number, writing in enumerate(kinds):
+            # The kills spread over the run, at random.
+            spread = [(number + i) * options.steps // options.kills for i in (0, 1)]
+            target = draw.randrange(*spread)
+            launched.until(lambda target=target: num_rows(folder) >= target)  # type: ignore[misc]
+            kill_one(launched, folder, draw, writing=writing)
+            write(f"killed after step {target}{', while writing' if writing else ''}\n")
+        write(f"torchrun ended with {launched.wait()} after {time.monotonic() - began:.0f} s\n")
+        last, last_true = (checkpoints(f / "run")[0] for f in (folder, true))
+        write(f"losses equal: {losses(true) == losses(folder)}\n")
+        write(f"tensors that differ: {differences(last_true, last)}\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipegrad.partition.weights.pretrained import meta_model, start_stages
+from tests.support import with_transformers  # noqa: F401
 
 SEED = 3
 HERE = "tests.support.train.transformers_jobs"

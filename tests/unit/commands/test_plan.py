@@ -9,15 +9,21 @@ import pytest
 from click.testing import CliRunner
 
 from pipegrad.cli import main
-from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.costs import Costs, Network, StageCosts
+from tests.support.train.jobs import with_job
 
 TIED_GPT = str(Path(__file__).parents[3] / "examples" / "tied_gpt.toml")
 
 
+def plan(*words: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["plan", *map(str, words)])
+    assert result.exit_code == code, result.output
+    assert code == 0 or isinstance(result.exception, SystemExit), result.exception
+    return result.output
+
+
 def printed(*arguments: str) -> str:
-    found = CliRunner().invoke(main, ["plan", TIED_GPT, *arguments])
-    assert found.exit_code == 0, found.output
-    return found.output
+    return plan(TIED_GPT, *arguments)
 
 
 def test_many_ranks_and_microbatches_fit_two_screens() -> None:
@@ -69,8 +75,6 @@ def test_auto_chooses_with_what_is_measured_here(tmp_path: Path) -> None:
     [
         (["--ranks", "4", "--rank", "4"], "--rank 4: the job has ranks 0 to 3"),
         (["--ranks", str(10**9)], "1<=x<=1048576"),
-        (["--set", "parallel.microbatches=100000000", "--set", "data.batch_size=100000000"],
-         "expected at most 1,000,000"),
         (["--costs", "nowhere.json"], "nowhere.json holds no costs"),
         (["--costs", TIED_GPT], "tied_gpt.toml holds no costs"),
         (["--set", "optimizer.name=SparseAdam"], "optimizer"),
@@ -105,7 +109,78 @@ def test_codecs_that_do_not_fit_are_errors_of_their_key() -> None:
         "{activations = 'topk'}": "for gradients alone",
     }.items():
         setting = f"parallel.codecs={codecs}"
-        found = CliRunner().invoke(main, ["plan", TIED_GPT, "--ranks", "4", "--set", setting])
-        assert found.exit_code == 1
-        assert "parallel.codecs" in found.output
-        assert words in " ".join(found.output.split())
+        text = plan(TIED_GPT, "--ranks", "4", "--set", setting, code=1)
+        assert "parallel.codecs" in text
+        assert words in " ".join(text.split())
+
+
+STAGE = StageCosts(forward_seconds=0.01, backward_seconds=0.02, outputs={"x": 2**20})
+RANKS = ["--ranks", "2", "--set", "parallel.pipeline=2"]
+AUTO = ["--set", "parallel.schedule.name='auto'", "--set", "parallel.schedule.costs='costs.json'"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = with_job(tmp_path_factory.mktemp("auto"))
+    Costs((STAGE,) * 2, Network(nic_bytes_per_second=125e6)).save(folder / "costs.json")
+    return folder / "small.toml"
+
+
+def test_a_plan_shows_why_a_schedule_was_chosen(job: Path) -> None:
+    # The file of costs is looked for beside the configuration, not where the command runs.
+    text = plan(job, *RANKS, *AUTO)
+    assert "chosen" in text
+    assert "microbatches by auto" in text
+    told = json.loads(plan(job, *RANKS, *AUTO, "--json"))
+    assert told["choice"][0]["step_seconds"] > 0
+    assert told["choice"][0]["name"] not in ("gpipe", "zbv")
+    assert not told["is_measured"]
+
+
+def test_without_costs_a_plan_shows_what_it_begins_with(job: Path) -> None:
+    for name in ("auto", "hop-aware-1f1b", "hop-aware-zb-h1", "adaptive-1f1b"):
+        text = plan(job, *RANKS, "--schedule", name)
+        assert "the schedule to begin with; it may change when steps have been measured:" in text
+        assert "chosen" not in text
+    assert "begin with" not in plan(job, *RANKS, "--schedule", "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ("'nowhere.json'", "nowhere.json holds no costs"),
+        ("{stages=[{}, {}, {}]}", "there are costs of 3 stages, for 2 ranks"),
+        ("5", "parallel.schedule"),
+    ],
+)
+def test_costs_that_do_not_fit_are_errors_of_the_configuration(
+    job: Path, costs: str, message: str
+) -> None:
+    text = plan(job, *RANKS, *AUTO[:2], "--set", f"parallel.schedule.costs={costs}", code=1)
+    assert message in text
+    assert "parallel.schedule" in text
+
+
+FAILING = ["--set", "model.factory=factories:fails"]
+HINT = " (--traceback prints where)"
+
+
+def test_an_error_of_the_users_code_is_one_line_and_the_whole_traceback_if_asked_for(
+    job: Path,
+) -> None:
+    [line] = plan(job, *FAILING, code=1).splitlines()
+    assert line.startswith("Error: --set model.factory=factories:fails: model = ")
+    assert line.endswith(HINT)
+    lines = plan(job, *FAILING, "--traceback", code=1).splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert any('factories.py", line ' in line for line in lines)
+    assert "RuntimeError: no such checkpoint" in lines
+    assert lines[-1].startswith("Error: --set model.factory=factories:fails: model = ")
+    assert not lines[-1].endswith(HINT)
+
+
+def test_an_error_of_the_configuration_has_nothing_more_to_show(job: Path) -> None:
+    [line] = plan(job, "--set", "train.stpes=3", code=1).splitlines()
+    assert not line.endswith(HINT)
+    [line] = plan("nowhere.toml", code=1).splitlines()
+    assert line == "Error: nowhere.toml: there is no such file: give the path of a TOML file"

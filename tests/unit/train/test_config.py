@@ -94,23 +94,22 @@ def test_the_last_setting_counts_and_options_of_the_command_line_replace(path: P
     assert [choice.spec for choice in config.gradient_handlers] == [{"name": "noop"}]
 
 
-def test_a_setting_changes_one_key_of_a_table(path: Path) -> None:
-    path.write_text(MINIMAL + '[optimizer]\nlr = 3\nschedule = {name = "StepLR", step_size = 3}\n')
-    config = load(path, ["optimizer.schedule.step_size=4", "model.width=2"])
+def test_a_setting_changes_one_key_of_a_table_and_a_table_replaces(path: Path) -> None:
+    text = """[optimizer]
+    lr = 3
+    schedule = {name = "StepLR", step_size = 3}
+    [parallel]
+    schedule = "interleaved-1f1b"
+    """
+    path.write_text(MINIMAL + text)
+    below = ["optimizer.schedule.step_size=4", "parallel.schedule.stages_per_rank=3"]
+    config = load(path, ["model.width=2", *below])
     assert config.optimizer.schedule[0].spec == {"name": "StepLR", "step_size": 4}
     assert config.model.options == {"width": 2}
     assert config.optimizer.options == {"lr": 3}
-
-
-def test_a_table_given_as_a_value_replaces(path: Path) -> None:
-    path.write_text(MINIMAL + "[optimizer]\nlr = 3\nweight_decay = 0.1\n")
-    assert load(path, ["optimizer={name='SGD', lr=1}"]).optimizer.options == {"lr": 1}
-
-
-def test_a_setting_below_a_name_keeps_the_name(path: Path) -> None:
-    path.write_text(MINIMAL + '[parallel]\nschedule = "interleaved-1f1b"\n')
-    config = load(path, ["parallel.schedule.stages_per_rank=3"])
     assert config.parallel.schedule.spec == {"name": "interleaved-1f1b", "stages_per_rank": 3}
+    replaced = load(path, ["optimizer={name='SGD', weight_decay=1}"])
+    assert replaced.optimizer.options == {"weight_decay": 1}
 
 
 @pytest.mark.parametrize("word", ["no", "False", "TRUE", "None", "on"])
@@ -151,7 +150,7 @@ def test_the_example_is_valid_and_says_where_the_keys_are() -> None:
 
 
 def test_a_mark_at_the_beginning_is_no_mistake(tmp_path: Path) -> None:
-    """Issue 16, point 18. Windows writes a byte order mark, which was "Invalid statement"."""
+    """Windows writes a byte order mark."""
     path = tmp_path / "job.toml"
     path.write_text('[model]\nfactory = "a:b"\n[data]\nfiles = "one.txt"\n', encoding="utf-8-sig")
     config = load(path)

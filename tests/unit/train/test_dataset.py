@@ -144,16 +144,10 @@ def test_what_can_be_iterated_again_is_made_once() -> None:
 
 
 def test_a_batch_does_not_depend_on_where_one_began() -> None:
-    def drawn() -> Iterator[Tensor]:
-        while True:
-            numbers = torch.randint(99, (2, 1)), random.random(), np.random.rand()
-            yield (
-                torch.tensor([[float(numbers[0][0]), *numbers[1:]]] * 2, dtype=torch.float64) * 1e6
-            )
-
     def as_tokens() -> Iterator[Tensor]:
-        for batch in drawn():
-            yield batch.long()
+        while True:
+            row = [float(torch.randint(99, ())), random.random(), np.random.rand()]
+            yield (torch.tensor([row] * 2, dtype=torch.float64) * 1e6).long()
 
     begun = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
     through = taken(batches(as_tokens), 1, 2, 3, 4)
@@ -182,16 +176,6 @@ def test_what_does_not_repeat_ends() -> None:
     assert batches(list, repeat=False).batch(1) is None
 
 
-class Once:
-    """A function that returns one iterator, always the same."""
-
-    def __init__(self) -> None:
-        self.only = iter([TOKENS] * 7)
-
-    def __call__(self) -> Iterator[Tensor]:
-        return self.only
-
-
 def failing() -> Iterator[Tensor]:
     yield TOKENS
     raise KeyError("no such shard")
@@ -205,7 +189,8 @@ def exiting() -> Iterator[Tensor]:
     ("function", "says"),
     [
         (list, "the function has no batch in epoch 1: return an iterable that begins anew"),
-        (Once(), "the function has no batch in epoch 2 after 7 batches: return an iterable that"),
+        # One iterator, always the same.
+        (partial(iter, iter([TOKENS] * 7)), "the function has no batch in epoch 2 after 7 batches"),
         (lambda: 3, "fails at batch 1: TypeError.*not iterable"),
         (lambda: None, "fails at batch 1: TypeError.*not iterable"),
         (failing, r"fails at batch 2: KeyError\('no such shard'\) \(test_dataset.py:"),

@@ -110,44 +110,35 @@ def test_others_step_what_is_no_matrix() -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        (
-            "AdamWW",
-            "optimizer.others.name = 'AdamWW': torch.optim has none; known, closest first: Ad",
-        ),
-        ({"name": "AdamW", "rate": 1}, "optimizer.others.*AdamW has no option 'rate'"),
-        ({"name": "AdamW", "lr": True}, "optimizer.others.lr.*should be a finite number"),
-        ("LBFGS", "optimizer.others.name.*it evaluates the loss itself"),
+        ("AdamWW", "name = 'AdamWW': torch.optim has none; known, closest first: Ad"),
+        ({"name": "AdamW", "rate": 1}, ".*AdamW has no option 'rate'"),
+        ({"name": "AdamW", "lr": True}, "lr.*should be a finite number"),
+        ("LBFGS", "name.*it evaluates the loss itself"),
     ],
 )
 def test_wrong_others_are_refused_by_key(others: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"optimizer\.others.?{message}"):
         make_optimizer(config(name="Muon", others=others), of(parameters()[:1]))
 
 
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (
-            {"others": {"name": "AdamW", "lr": -1}},
-            "optimizer.others = .*'lr': -1}: AdamW will not take that: Invalid learning rate: -1",
-        ),
-        (
-            {"lr": -1, "others": "AdamW"},
-            "optimizer = .*'lr': -1.*: Muon will not take that: Learning rate should be >= 0",
-        ),
+        ({"others": {"name": "AdamW", "lr": -1}}, ".others = .*'lr': -1}: AdamW will not take tha"),
+        ({"lr": -1, "others": "AdamW"}, " = .*'lr': -1.*: Muon will not take that: Learning rate"),
         (
             {"others": {"name": "AdamW", "betas": [0.9, 0.9, 0.9]}},
-            "optimizer.others = .*: its first step fails: ValueError",
+            ".others = .*: its first step fails: ValueError",
         ),
         (
             {"ns_coefficients": ["a", "b", "c"], "others": "AdamW"},
-            "optimizer = .*: its first step fails: ",
+            " = .*: its first step fails: ",
         ),
     ],
 )
 def test_wrong_values_name_the_part_that_has_them(optimizer: Any, message: str) -> None:
     """Every error named the first optimizer, and showed its options."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"optimizer{message}"):
         state_numels(config(name="Muon", **optimizer))
 
 
@@ -175,10 +166,6 @@ def stepped(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> Any
             scheduler.step()
 
 
-def test_no_schedule_is_a_constant_rate() -> None:
-    assert rates([], 3) == [1.0, 1.0, 1.0]
-
-
 def test_schedules_follow_one_another() -> None:
     warm = {"name": "LinearLR", "start_factor": 0.1, "total_iters": 5, "steps": 5}
     found = rates([warm, {"name": "CosineAnnealingLR", "T_max": 10}], 15)
@@ -189,6 +176,7 @@ def test_schedules_follow_one_another() -> None:
     assert max(found) == found[5] == pytest.approx(1.0)
 
 
-def test_one_schedule_needs_no_list() -> None:
+def test_one_schedule_needs_no_list_and_none_is_a_constant_rate() -> None:
+    assert rates([], 3) == [1.0, 1.0, 1.0]
     assert rates({"name": "StepLR", "step_size": 2, "gamma": 0.5}, 5) == [1, 1, 0.5, 0.5, 0.25]
     assert rates([{"name": "StepLR", "step_size": 2, "gamma": 0.5}], 3) == [1, 1, 0.5]

@@ -23,15 +23,13 @@ tied_gpt = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "tied_gpt
 
 def initialised_behind() -> nn.Sequential:
     """As GPT-2 does it: all layers are made, and then all of them get other values."""
-    model = nn.Sequential(
-        nn.Embedding(40, 8, 0), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 40)
-    )
+    layers = [nn.Embedding(40, 8, 0), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 40)]
 
     def init(layer: nn.Module) -> None:
         if isinstance(layer, nn.Linear | nn.Embedding):
             nn.init.normal_(layer.weight, std=0.02)
 
-    return model.apply(init)
+    return nn.Sequential(*layers).apply(init)
 
 
 def odd_inits() -> nn.Sequential:
@@ -148,38 +146,35 @@ def test_ties_stay_ties() -> None:
     assert part[3].weight.is_meta
 
 
-def by_value() -> nn.Sequential:
-    layer = nn.Linear(8, 8)
-    layer.weight.data.copy_(torch.poisson(torch.full((8, 8), 3.0)))
-    return nn.Sequential(layer, nn.Linear(8, 8))
+def changed(change: Callable[[Tensor], object]) -> Factory:
+    def make() -> nn.Sequential:
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        change(layers[0].weight.data)
+        return nn.Sequential(*layers)
 
-
-def drawn_again() -> nn.Sequential:
-    """Draws again whatever lies outside, so values say how often."""
-    layer = nn.Linear(8, 8)
-    nn.init.trunc_normal_(layer.weight)
-    return nn.Sequential(layer, nn.Linear(8, 8))
+    return make
 
 
 @pytest.mark.parametrize(
-    "factory", [factories.reads_its_start, by_value, drawn_again, factories.fails]
+    "factory",
+    [
+        factories.reads_its_start,
+        changed(lambda weight: weight.copy_(torch.poisson(torch.full((8, 8), 3.0)))),
+        # Draws again whatever lies outside, so values say how often.
+        changed(nn.init.trunc_normal_),
+        factories.fails,
+    ],
 )
 def test_a_factory_that_needs_values_is_refused(factory: Factory) -> None:
     with pytest.raises((RuntimeError, NotInPartsError)):
         PartialModel(seeded(factory))
 
 
-def by_index() -> nn.Sequential:
-    """Torch calls other operators for this where a tensor has no memory."""
-    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    with torch.no_grad():
-        layers[0].weight[3, 4] = 0.0
-    return nn.Sequential(*layers)
-
-
 def test_a_factory_that_calls_other_operators_is_refused() -> None:
+    """Torch does so for an element where a tensor has no memory."""
+    factory = seeded(changed(lambda weight: weight.__setitem__((3, 4), 0.0)))
     with pytest.raises(NotInPartsError, match=r"it calls .* in the place of"):
-        PartialModel(seeded(by_index)).made(["0"])
+        PartialModel(factory).made(["0"])
 
 
 def test_a_factory_that_does_something_else_each_time_is_refused() -> None:

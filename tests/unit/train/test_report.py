@@ -6,7 +6,8 @@ import gc
 import io
 import json
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,47 +26,44 @@ from pipegrad.train.schema import Model, Named, Train
 
 
 def metrics(number: int, **evaluated: Any) -> StepMetrics:
-    return StepMetrics(
-        number,
-        5.0,
-        1.0,
-        0.1,
-        100.0,
-        2,
-        64,
-        0.0,
-        1e-3,
-        100 * number,
-        0.1 * number,
-        2**20,
-        **evaluated,
-    )
+    measured = (5.0, 1.0, 0.1, 100.0, 2, 64, 0.0, 1e-3, 100 * number, 0.1 * number, 2**20)
+    return StepMetrics(number, *measured, **evaluated)
 
 
-def report(shown: io.StringIO) -> Report:
-    job = Job(Config(model=Model(factory="a:b")))
-    return Report(Console(file=shown, width=160), job)
+def config(*reporters: str) -> Config:
+    train = Train(reporters=[Named(name=name) for name in reporters]) if reporters else Train()
+    return Config(model=Model(factory="a:b"), train=train)
+
+
+@contextmanager
+def running(folder: Path, *reporters: str) -> Iterator[tuple[Report, io.StringIO]]:
+    """Gives a report of a run that begins in a folder, and what it prints; ends the run."""
+    shown = io.StringIO()
+    run = Report(Console(file=shown, width=160), Job(config(*reporters)))
+    run.begin(folder, {})
+    with run.running():
+        yield run, shown
+    run.close(folder, "cpu", "bit-identical")
+
+
+def rows(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_metrics_on_a_full_disk_end_and_the_run_does_not(tmp_path: Path) -> None:
-    """Issue 16, point 18. A full disk ended the run in 101 lines, and left half a line of JSON."""
-    shown = io.StringIO()
-    run = report(shown)
-    run.begin(tmp_path, {})
+    """A full disk ended the run in 101 lines, and left half a line of JSON."""
     line = len(json.dumps(metrics(1).known())) + 1
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (line * 5 // 2, limits[1]))
     try:
-        with run.running():
+        with running(tmp_path) as (run, shown):
             for number in range(1, 6):
                 run.step(metrics(number))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(text)["step"] for text in lines] == [1, 2]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
     told = "step 3: the reporter 'jsonl' ends here, the run goes on: "
     assert shown.getvalue().count(told) == 1
-    run.close(tmp_path, "cpu", "bit-identical")
     assert "5 on cpu" in shown.getvalue()
 
 
@@ -77,15 +75,11 @@ def num_metrics() -> int:
 def test_a_long_run_keeps_few_metrics(tmp_path: Path) -> None:
     """Rank 0 kept the metrics of all steps: 0.5 KB each, so weeks of steps filled its memory."""
     before = num_metrics()  # of other tests
-    shown = io.StringIO()
-    run = report(shown)
-    run.begin(tmp_path, {})
-    with run.running():
+    with running(tmp_path) as (run, shown):
         for number in range(1, 2502):
             seconds = 9.0 if number < 2001 else 0.1 if number % 2 else 0.3
             run.step(replace(metrics(number), loss=float(number), step_seconds=seconds))
-    assert num_metrics() - before == 1001  # the first, and the last 1000
-    run.close(tmp_path, "cpu", "bit-identical")
+        assert num_metrics() - before == 1001  # the first, and the last 1000
     said = shown.getvalue()
     assert "2501 on cpu" in said
     assert "1.0000 to 2501.0000" in said
@@ -94,30 +88,22 @@ def test_a_long_run_keeps_few_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_steps", "median"), [(1, "1000.0"), (2, "2000.0"), (5, "4000.0")])
 def test_times_are_of_the_second_half_of_a_run(tmp_path: Path, num_steps: int, median: str) -> None:
-    shown = io.StringIO()
-    run = report(shown)
-    run.begin(tmp_path, {})
-    with run.running():
+    with running(tmp_path) as (run, shown):
         for number in range(1, num_steps + 1):
             run.step(replace(metrics(number), step_seconds=float(number)))
-    run.close(tmp_path, "cpu", "bit-identical")
     assert f"{median} ms (median)" in shown.getvalue()
 
 
 def test_what_was_not_measured_is_left_out_of_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = report(io.StringIO())
-    run.begin(tmp_path, {})
-    with run.running():
+    with running(tmp_path) as (run, _):
         run.step(metrics(1))
         run.step(metrics(2, held_out_loss=1.0, perplexity=2.718, sample="a\nb", note="skipped: x"))
-    first, second = (
-        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    )
+        lines = capsys.readouterr().out.splitlines()
+    first, second = rows(tmp_path)
     assert {*second} - {*first} == {"held_out_loss", "perplexity", "sample", "note"}
     assert (first["skipped"], first["repaired"]) == (0, 0)
-    lines = capsys.readouterr().out.splitlines()
     assert lines[-3:] == [
         "step     2  skipped: x",
         "step     2  held-out loss 1.0000, perplexity 2.72",
@@ -142,11 +128,7 @@ def test_a_reporter_that_fails_ends_alone(tmp_path: Path) -> None:
             told.append("close")
 
     reporters.register("odd", Odd, override=True)
-    config = Config(model=Model(factory="a:b"), train=Train(reporters=[Named(name="odd")]))
-    shown = io.StringIO()
-    run = Report(Console(file=shown, width=160), Job(config))
-    run.begin(tmp_path, {})
-    with suppress(RuntimeError), run.running():
+    with suppress(RuntimeError), running(tmp_path, "odd") as (run, shown):
         for number in (1, 2, 3):
             run.step(metrics(number))
         raise RuntimeError("a stage fails")
@@ -156,22 +138,16 @@ def test_a_reporter_that_fails_ends_alone(tmp_path: Path) -> None:
 
 
 def test_tensorboard_is_an_extra() -> None:
-    config = Config(model=Model(factory="a:b"), train=Train(reporters=[Named(name="tensorboard")]))
     if find_spec("tensorboard") is None:
-        with pytest.raises(
-            ConfigError, match=r"train.reporters\[0\] = 'tensorboard': .*pip install"
-        ):
-            Job(config)
+        with pytest.raises(ConfigError, match=r"reporters\[0\] = 'tensorboard': .*pip install"):
+            Job(config("tensorboard"))
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = Config(model=Model(factory="a:b"), train=Train(reporters=[Named(name="tensorboard")]))
-    run = Report(Console(file=io.StringIO()), Job(config))
-    run.begin(tmp_path, {})
-    with run.running():
+    with running(tmp_path, "tensorboard") as (run, _):
         run.step(metrics(1, sample="abc"))
         run.step(metrics(2, held_out_loss=1.5))
     events = EventAccumulator(str(tmp_path)).Reload()

@@ -53,11 +53,7 @@ def test_checkpoints_are_sorted_by_their_step(tmp_path: Path) -> None:
     run = with_checkpoints(tmp_path, 9, 10, 2)
     for other in ("checkpoint-11.partial", "checkpoint-12.damaged", "checkpoint-", "model"):
         (run / other).mkdir()
-    assert [path.name for path in checkpoints(run)] == [
-        "checkpoint-10",
-        "checkpoint-9",
-        "checkpoint-2",
-    ]
+    assert [path.name for path in checkpoints(run)] == [f"checkpoint-{n}" for n in (10, 9, 2)]
     assert checkpoints(tmp_path / "nowhere") == []
 
 
@@ -90,23 +86,16 @@ def test_old_ones_are_removed(
 
 
 @pytest.mark.parametrize(
-    ("train", "number"),
-    [
-        ({}, 1),
-        ({"save": False}, 0),
-        ({"save_every": 10}, 3),  # the two that are kept, and the one that is written
-        ({"save_every": 60}, 2),
-        ({"save_every": 10, "keep_last": 20}, 10),
-        ({"save_every": 10, "keep_every": 20}, 3 + 3),  # 20, 40 and 60 beside the last three
-    ],
-)
-def test_how_many_are_there_at_once(train: dict[str, Any], number: int) -> None:
-    assert num_new(config(steps=100, **train), 1) == number
-
-
-@pytest.mark.parametrize(
     ("train", "present", "number"),
     [
+        ({}, None, 1),
+        ({"save": False}, None, 0),
+        ({"save_every": 10}, None, 3),  # the two that are kept, and the one that is written
+        ({"save_every": 60}, None, 2),
+        ({"save_every": 10, "keep_last": 20}, None, 10),
+        # 20, 40 and 60 beside the last three
+        ({"save_every": 10, "keep_every": 20}, None, 3 + 3),
+        # A run that goes on was warned for those that were there, too.
         ({"save_every": 10}, [40, 50], 1),  # one of them is removed when the next is whole
         ({"save_every": 10}, [50], 2),
         ({"save_every": 10}, [10, 20, 30, 40, 50], 1),  # keep_last was more
@@ -115,11 +104,11 @@ def test_how_many_are_there_at_once(train: dict[str, Any], number: int) -> None:
         ({"save": False}, [40, 50], 0),
     ],
 )
-def test_for_how_many_more_a_run_that_goes_on_needs_room(
-    train: dict[str, Any], present: list[int], number: int
+def test_for_how_many_more_there_must_be_room(
+    train: dict[str, Any], present: list[int] | None, number: int
 ) -> None:
-    """It was warned for those that were there, too."""
-    assert num_new(config(steps=100, **train), 51, present) == number
+    more = (1,) if present is None else (51, present)
+    assert num_new(config(steps=100, **train), *more) == number
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,240 @@
+"""What a checkpoint has: pieces of whole tensors, places along the mesh, what all ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipegrad import Topology
+from pipegrad.errors import ConfigError
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.optimizer.names import Locations
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import make_plans
+from pipegrad.train.checkpoint.checksums import DamageError
+from pipegrad.train.checkpoint.common_state import CommonState
+from pipegrad.train.checkpoint.layout import check_locations
+from pipegrad.train.checkpoint.packed import pack
+from pipegrad.train.checkpoint.shards import Shard, boxes_of, fitted
+from pipegrad.train.config import Config
+from pipegrad.train.optimizer import make_learning_rate
+from pipegrad.train.run.update import Update
+from pipegrad.train.schema import Model, Optimizer, Parallel
+from pipegrad_handlers.data_parallel import DataParallel
+from pipegrad_handlers.expert_parallel import ExpertParallel
+from pipegrad_handlers.sequence_parallel import SequenceParallel
+from tests.support.gradients.plans import Handlers
+from tests.support.plan.manifests import manifest
+
+SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@given(SHAPES, st.data())
+def test_boxes_have_the_elements_of_a_flat_range_in_order(
+    shape: list[int], data: st.DataObject
+) -> None:
+    whole = numbered(shape)
+    begin = data.draw(st.integers(0, whole.numel()))
+    end = data.draw(st.integers(begin, whole.numel()))
+    boxes = list(boxes_of(begin, end, shape))
+    elements = [value for box in boxes for value in whole[window(*box)].reshape(-1).tolist()]
+    assert elements == list(range(begin, end))
+    assert len(boxes) <= 2 * len(shape) - 1
+
+
+@given(SHAPES, st.data())
+def test_pieces_of_any_sizes_make_the_whole_tensor(shape: list[int], data: st.DataObject) -> None:
+    """Each piece is written in two flat parts, as two ranks of a sharded optimizer do."""
+    whole = numbered(shape)
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    count = data.draw(st.integers(1, 4))
+    pieces = whole.tensor_split(count, dim)
+    shards = fitted_at(dim, {f"[tp={i}]": tuple(p.shape) for i, p in enumerate(pieces)})
+    found = torch.full(shape, -1)
+    for piece, shard in zip(pieces, shards, strict=True):
+        assert shard.shape == tuple(shape)
+        flat = piece.reshape(-1)
+        middle = data.draw(st.integers(0, flat.numel()))
+        for begin, end in ((0, middle), (middle, flat.numel())):
+            chunk = shard.chunk(flat[begin:end], begin)
+            first = 0
+            for offsets, sizes in chunk.boxes:
+                part = chunk.local[first : first + torch.Size(sizes).numel()].view(sizes)
+                assert (found[window(offsets, sizes)] == -1).all()
+                found[window(offsets, sizes)] = part
+                first += part.numel()
+            assert first == chunk.local.numel()
+    assert torch.equal(found, whole)
+
+
+def test_more_than_nine_pieces_are_in_the_order_of_ranks() -> None:
+    begins = [shard.begin for shard in fitted_at(0, {f"[tp={i}]": (2, 3) for i in range(12)})]
+    assert begins == [2 * i for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "dim", "said"),
+    [
+        ({"[tp=0]": (2, 3), "[tp=1]": (2, 4)}, 0, "pieces of 'up.weight' do not fit along dim"),
+        ({"[tp=0]": (2,), "[tp=1]": (2, 4)}, 0, "do not fit along dimension 0"),
+        ({"[tp=0]": (2, 3), "[tp=1]": (2, 3)}, 2, "has no dimension 2: its shape is (2, 3)"),
+        ({"[tp=0]": (2, 3), "[tp=1]": (2, 3)}, -3, "has no dimension -3"),
+        ({"[tp=0]": (), "[tp=1]": ()}, 0, "has no dimension 0: its shape is ()"),
+        ({"[ep=0,tp=0]": (2,), "[ep=0,tp=1]": (2,)}, 0, "several dimensions of the mesh"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(
+    pieces: dict[str, tuple[int, ...]], dim: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.shards = ") as caught:
+        fitted_at(dim, pieces)
+    assert said in str(caught.value)
+
+
+def fitted_at(dim: int, pieces: dict[str, tuple[int, ...]]) -> list[Shard]:
+    config = Config(model=Model(factory="a:b"), parallel=Parallel(shards={"up.*": dim}))
+    config._path = Path("job.toml")
+    return list(fitted(config, "0.up.weight", pieces).values())
+
+
+def numbered(shape: list[int]) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def window(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+
+
+MODEL = manifest(["whole", "cut", "experts", "experts.whole"])
+WHOLE = ("sequence-parallel", SequenceParallel(parameters=["*whole"]))
+
+
+def places(
+    axes: tuple[tuple[str, int], ...], rank: int, handlers: Handlers, data: tuple[str, ...]
+) -> list[str]:
+    """Returns the place of each parameter, and of buffers."""
+    view = Topology.build(axes=axes, rank=rank, data=data)
+    plan = make_plans(MODEL, view, handlers, GradientOptions(bucket_bytes=0), ranks=[rank])[rank]
+    found = Locations(view, plan)
+    return [found.of(record.key) for record in MODEL.records(view)] + [found.of()]
+
+
+def test_a_place_names_the_dimensions_along_which_copies_differ() -> None:
+    axes = (("pp", 1), ("dp", 2), ("ep", 2), ("tp", 2))
+    handlers = [("expert-parallel", ExpertParallel()), WHOLE]
+    for rank, (ep, tp) in {1: (0, 1), 6: (1, 0)}.items():
+        assert places(axes, rank, handlers, ("dp", "ep")) == [
+            "",
+            f"[tp={tp}]",
+            f"[ep={ep},tp={tp}]",
+            f"[ep={ep}]",
+            f"[ep={ep},tp={tp}]",
+        ]
+
+
+def test_replicas_have_no_place_though_nobody_reduces_them_but_experts_have() -> None:
+    axes = (("pp", 1), ("dp", 2))
+    assert places(axes, 1, [], ("dp",)) == [""] * 5
+    assert places(axes, 1, [("data-parallel", DataParallel())], ("dp",)) == [""] * 5
+    along = [("expert-parallel", ExpertParallel(axis="dp"))]
+    assert places(axes, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", ""]
+
+
+def test_dimensions_of_size_one_are_no_place() -> None:
+    axes = (("pp", 1), ("dp", 1), ("ep", 1), ("tp", 1))
+    handlers = [("expert-parallel", ExpertParallel()), WHOLE]
+    assert places(axes, 0, handlers, ("dp", "ep")) == [""] * 5
+
+
+def test_other_places_are_refused_and_other_keys_are_not_its_business() -> None:
+    config = Config(model=Model(factory="a:b"))
+    config._path = Path("job.toml")
+    there = {"model.a[tp=0]", "model.a[tp=1]", "model.b", "optimizer.a[tp=0].step", "step"}
+    check_locations(config, there, {"model.a[tp=1]", "model.a[tp=0]", "model.b", "model.new[tp=0]"})
+    for here, said in {
+        "model.a": "'a' is there in the places [tp=0] [tp=1], and here in (everywhere the same)",
+        "model.a[tp=0]": "places [tp=0] [tp=1], and here in [tp=0]: choose the parallel.dimensions",
+        "model.b[ep=1]": "'b' is there in the places (everywhere the same), and here in [ep=1]",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            check_locations(config, there, {here})
+        assert said in str(caught.value)
+
+
+SCHEDULES: dict[str, list[dict[str, Any]]] = {
+    "StepLR": [{"name": "StepLR", "step_size": 2}],
+    "MultiStepLR": [{"name": "MultiStepLR", "milestones": [2, 5]}],
+    "OneCycleLR": [{"name": "OneCycleLR", "max_lr": 0.5, "total_steps": 20}],
+    "CyclicLR": [{"name": "CyclicLR", "base_lr": 0.1, "max_lr": 0.5, "step_size_up": 3}],
+    "restarts": [{"name": "CosineAnnealingWarmRestarts", "T_0": 3}],
+    "a row": [
+        {"name": "LinearLR", "start_factor": 0.1, "total_iters": 4, "steps": 4},
+        {"name": "CosineAnnealingLR", "T_max": 9},
+    ],
+}
+
+
+class Run:
+    """The parts of a run that have a state which all ranks share."""
+
+    def __init__(self, schedule: list[dict[str, Any]], lr: float = 0.1) -> None:
+        optimizer = Optimizer.model_validate(
+            {"name": "SGD", "lr": lr, "momentum": 0.5, "schedule": schedule}
+        )
+        config = Config(model=Model(factory="a:b"), optimizer=optimizer)
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=lr, momentum=0.5)
+        self.schedule = cast("LRScheduler", make_learning_rate(config, self.optimizer))
+        self.update = Update(config, cast("GradientSync", None), self.optimizer, self.schedule)
+        self.state = CommonState(config, self.optimizer, self.schedule, self.update)
+
+    def options(self, number: int) -> list[tuple[float, float]]:
+        """Returns learning rate and momentum of some steps."""
+        found = []
+        for _ in range(number):
+            group = self.optimizer.param_groups[0]
+            found.append((group["lr"], group["momentum"]))
+            self.optimizer.step()
+            self.schedule.step()
+        return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_to_the_bit(name: str) -> None:
+    whole = Run(SCHEDULES[name]).options(12)
+    first = Run(SCHEDULES[name])
+    assert first.options(5) == whole[:5]
+    second = Run(SCHEDULES[name])
+    second.state.restore(first.state.packed(), 5)
+    assert second.options(7) == whole[5:]
+
+
+def test_another_schedule_makes_the_steps_that_were_not_skipped() -> None:
+    first = Run(SCHEDULES["StepLR"])
+    first.options(3)
+    first.update.skipped = 2
+    other = Run(SCHEDULES["restarts"], lr=0.2)
+    whole = Run(SCHEDULES["restarts"], lr=0.2).options(6)
+    other.state.restore(first.state.packed(), 5)
+    assert other.update.skipped == 2
+    assert other.options(3) == whole[3:]
+
+
+def test_without_an_entry_the_steps_are_made_again() -> None:
+    run = Run(SCHEDULES["StepLR"])
+    run.state.restore(None, 4)
+    assert run.options(2) == Run(SCHEDULES["StepLR"]).options(6)[4:]
+
+
+def test_an_entry_of_another_version_is_damage() -> None:
+    run = Run(SCHEDULES["StepLR"])
+    with pytest.raises(DamageError, match="its 'common' is of another version: KeyError"):
+        run.state.restore(pack({"update": {}}), 4)
+    with pytest.raises(DamageError, match="its 'common' cannot be read: "):
+        run.state.restore(torch.zeros(9, dtype=torch.uint8), 4)
