@@ -27,6 +27,7 @@ from pipegrad.comm.sync_points import sites
 from pipegrad.observe import links
 from pipegrad.observe.clocks import read_clock
 from pipegrad.observe.links import measure_links
+from pipegrad.pipeline.coding.latency import latency_shares
 from pipegrad.pipeline.measure import measure_hops
 from pipegrad.pipeline.transfers import edges
 from pipegrad.pipeline.transfers.edges import Edges
@@ -34,6 +35,7 @@ from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
+from pipegrad.train.checkpoint.writer import staging as checkpoint
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.support.gradients.placements import WHOLE, By
 from tests.support.ordering.producers import CPU, Producers
@@ -588,9 +590,27 @@ def lengths_without_tags(checker: OrderChecker) -> Any:
 def measured(checker: OrderChecker) -> Any:
     """Messages there and back."""
     del checker
-    (seconds,) = measure_hops(Topology.create(pipeline=2), num_bytes=64, repeats=2)
+    topology = Topology.create(pipeline=2)
+    (seconds,) = measure_hops(topology, num_bytes=64, repeats=2)
     torch.zeros(64)  # in the memory of a message, perhaps
+    both = Edges([Channel(0, "F", 0, 1), Channel(0, "B", 1, 0)], topology, CPU)
+    latency_shares({(0, 1): 64}, topology.coordinate("pp"), both, CPU)
+    torch.zeros(64, dtype=torch.uint8)
+    both.close()
     return seconds > 0
+
+
+@program([[1.0] * 4, [2.0] * 4, [3.0] * 4])
+def saved(checker: OrderChecker) -> Any:
+    """Values of a checkpoint are copied behind the step, and before the next one."""
+    del checker
+    staging, weight, found = checkpoint.Staging(CPU), torch.zeros(4), []
+    for _ in range(3):
+        weight.add_(1)
+        copies = staging.copy({"weight": weight})
+        staging.wait()
+        found.append(copies["weight"].tolist())
+    return found
 
 
 @program(True)
