@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+
+import click
 
 from tests.mutation.test_mutation import HANGS, MUTANTS, TABLE, in_order, noticed
 
@@ -14,17 +15,12 @@ def best(mutant: str) -> str | None:
     for name in in_order(mutant):
         if how := noticed(name, mutant):
             found[name] = how
-            print(f"{mutant:44}{name}: {how}", flush=True)
+            click.echo(f"{mutant:50}{name}: {how}")
             if " " in how and how != HANGS:
                 return name
     return min(found, key=lambda name: found[name] == HANGS, default=None)
 
 
-def main() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        killers = dict(zip(MUTANTS, pool.map(best, MUTANTS), strict=True))
-    TABLE.write_text(json.dumps(killers, indent=2, sort_keys=True) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    killers = {mutant: best(mutant) for mutant in MUTANTS}
+    TABLE.write_text(json.dumps(killers, indent=2, sort_keys=True) + "\n")

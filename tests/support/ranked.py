@@ -22,14 +22,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
 from pipegrad.testing import Ranks
 
+T = TypeVar("T")
 SECONDS = 120.0  # of a test, on a machine that does much else; it takes far less
 
 _worlds: dict[int, Ranks] = {}  # of the current file, by number of ranks
@@ -87,6 +89,13 @@ def run_test(
         return
     with pytest.MonkeyPatch.context() as monkeypatch:
         function(monkeypatch=monkeypatch, **given)
+
+
+def gathered(value: T) -> list[T]:
+    """Returns the values of all ranks. All ranks call it."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _rewritten(name: str, path: str) -> ModuleType:
