@@ -30,7 +30,9 @@ from pipegrad.observe.links import measure_links
 from pipegrad.pipeline.coding.latency import latency_shares
 from pipegrad.pipeline.measure import measure_hops
 from pipegrad.pipeline.transfers import edges
+from pipegrad.pipeline.transfers import transfers as transfers_module
 from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.messages import begins_with_mark, spec_in
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.schedules.program.program import Channel
@@ -525,6 +527,23 @@ def lengths_without_tags(checker: OrderChecker) -> Any:
     del checker
     with mock.patch.object(edges, "has_tags", return_value=False):
         return pipeline(LENGTHS)
+
+
+@program(GROWING)
+def headers(checker: OrderChecker) -> Any:
+    """What is read of a header that nobody has waited for is right all the same: no rank hangs."""
+
+    def late(head: torch.Tensor, differentiable: bool) -> Any:
+        head.sum()  # `tolist` is no operator, so the checker does not see it
+        while not begins_with_mark(head):
+            pass
+        return spec_in(head, differentiable)
+
+    with (
+        mock.patch.object(transfers_module, "spec_in", late),
+        mock.patch.object(torch, "empty", torch.zeros),  # no old header in the memory
+    ):
+        return lengths_without_tags(checker)
 
 
 @program(True)
