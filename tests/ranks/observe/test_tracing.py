@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from click.testing import CliRunner, Result
 from pipegrad.cli import main
 from pipegrad.observe import stamps
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.trainer import Trainer
+from pipegrad.train.run.saving import Saving
 from tests.support.train.jobs import with_job
 
 STEPS = 5
@@ -60,17 +59,17 @@ def test_what_follows_the_last_step_is_not_part_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that is written at the end would look like time of the host."""
-    saved, saving = Trainer.save, [0.0]
+    finish, ahead = Saving.finish, [0.0]
 
-    def slow(self: Trainer, *args: Any) -> None:
-        saving[0] = 1000.0
-        saved(self, *args)
+    def slow(self: Saving, number: int) -> Path:
+        ahead[0] = 1000.0
+        return finish(self, number)
 
-    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + saving[0])
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead[0])
     monkeypatch.setattr(stamps, "time", clock)
-    monkeypatch.setattr(Trainer, "save", slow)
+    monkeypatch.setattr(Saving, "finish", slow)
     train(f"train.save_every={STEPS}")
-    assert saving == [1000.0]
+    assert ahead == [1000.0]
     timeline = Timeline.load(folder / "runs/run/timeline.json")
     assert timeline.of_step(2).seconds < 1000.0
 
