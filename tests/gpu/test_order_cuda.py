@@ -20,7 +20,7 @@ from pipegrad.comm.sync_points import sites
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
 from tests.support.gpu.card import GPU, Card, sleep
-from tests.support.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped
+from tests.support.gpu.programs import EXPECTED, TWINS, Program, dropped
 
 pytestmark = GPU
 CUDA = torch.device("cuda")
@@ -47,7 +47,7 @@ def test_programs_are_ordered_on_real_streams(program: Program) -> None:
     assert run(program) == (EXPECTED[program], [])
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", TWINS)
 def test_a_site_that_is_off_is_found_whatever_the_numbers(name: str) -> None:
     with sites[name].off():
         _, violations = run(TWINS[name].program)

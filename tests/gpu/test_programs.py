@@ -8,7 +8,8 @@ import pytest
 
 from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker
-from tests.support.gpu.programs import EXPECTED, HERE, TWINS, Program, Virtual, dropped
+from tests.support.gpu.programs import ELSEWHERE, EXPECTED, TWINS, Program, Virtual, dropped
+from tests.support.ordering.uses import uses
 
 
 def run(program: Program) -> tuple[Any, int]:
@@ -22,7 +23,11 @@ def test_programs_are_right_on_virtual_streams(program: Program) -> None:
     assert run(program) == (EXPECTED[program], 0)
 
 
-@pytest.mark.parametrize("name", HERE)
+def test_every_site_has_a_program_here_or_elsewhere() -> None:
+    assert {name for name in uses() if name.partition(".")[0] not in ELSEWHERE} == TWINS.keys()
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_every_site_about_streams_has_a_program_that_needs_it(name: str) -> None:
     with sites[name].off():
         _, violations = run(TWINS[name].program)

@@ -11,7 +11,7 @@ import torch
 
 from pipegrad.comm.sync_points import sites
 from tests.support.gpu.card import GPU, SLEEP_MS, Card, cycles_per_ms, milliseconds
-from tests.support.gpu.programs import EXPECTED, HERE, TWINS, Program, dropped, held
+from tests.support.gpu.programs import EXPECTED, TWINS, Program, dropped, held
 
 pytestmark = GPU
 
@@ -51,7 +51,7 @@ def test_numbers_are_right_wherever_it_is_slow(program: Program) -> None:
         assert program(Card(), {place: 1}) == EXPECTED[program], place
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", TWINS)
 def test_numbers_are_wrong_without_the_site_and_right_with_it(name: str) -> None:
     twin = TWINS[name]
     assert twin.program(Card(), twin.slow) == EXPECTED[twin.program]

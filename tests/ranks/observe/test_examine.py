@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +13,13 @@ import torch.distributed as dist
 
 from pipegrad import Work
 from pipegrad.comm import sync_points
-from pipegrad.comm.agreement import agree
-from pipegrad.errors import AgreementError
 from pipegrad.observe import clocks, links
 from pipegrad.observe.doctor import examine
 from pipegrad.train.run.tracing import Tracing
-from tests.support.gradients.cases import Case, Replies, on, rank, replies
+from tests.support.gradients.cases import outcome, rank
+from tests.support.ranked import gathered
 
-THREE: list[Case] = []
-three = replies(3, THREE)
-SLOW_RATE = 20e6  # bytes in a second
+SLOW_RATE = 4e6  # bytes in a second
 AHEAD_SECONDS = 1000.0
 CPU = torch.device("cpu")
 
@@ -44,70 +40,41 @@ class Clock:
         return time.perf_counter() + (AHEAD_SECONDS if rank() == 2 else 0.0)
 
 
-@on(THREE)
-def examined() -> Any:
-    with (
-        sync_points.using(SlowLink()),
-        mock.patch.object(clocks, "time", Clock()),
-        mock.patch.object(links, "_REPEATS", 2),
-    ):
-        return examine(CPU)
-
-
-@on(THREE)
-def other_variables() -> str:
-    """PIPEGRAD_TRACE is not the same on all ranks."""
-    config: Any = SimpleNamespace(train=SimpleNamespace(trace=False))
-    value = "" if rank() == 1 else "1"
-    with (
-        mock.patch.dict(os.environ, {"PIPEGRAD_TRACE": value}),
-        pytest.raises(AgreementError) as caught,
-    ):
-        Tracing(config, mock.Mock())
-    return str(caught.value)
-
-
-@on(THREE)
-def unanswered() -> str:
-    """Rank 1 does not come, and so has met the others less often: this case is the last one."""
-    message = ""
-    if rank() != 1:
-        with pytest.raises(AgreementError) as caught:
-            examine(CPU, timeout_seconds=1.0)
-        message = str(caught.value)
-    agree("the end", lambda: None, meeting="end of unanswered")
-    return message
-
-
-def test_all_ranks_find_the_same_of_each_link_and_each_rank(three: Replies) -> None:
-    first, *others = [reply["examined"] for reply in three]
-    assert all(other == first for other in others)
-    pairs = [(link.costs.source, link.costs.target) for link in first.links]
-    assert pairs == [(a, b) for a in range(3) for b in range(3) if a != b]
-    assert [facts.rank for facts in first.ranks] == [0, 1, 2]
-    assert {facts.backend for facts in first.ranks} == {"gloo"}
-
-
-def test_a_slow_link_is_measured_in_its_direction_alone(three: Replies) -> None:
-    found = three[0]["examined"].links
-    rates = {(x.costs.source, x.costs.target): x.costs.bytes_per_second for x in found}
+@pytest.mark.ranks(3)
+def test_all_ranks_find_the_same_of_each_link_and_each_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clocks, "time", Clock())
+    monkeypatch.setattr(links, "_REPEATS", 2)
+    with sync_points.using(SlowLink()):
+        found = examine(CPU)
+    assert gathered(found) == [found] * 3
+    assert [facts.rank for facts in found.ranks] == [0, 1, 2]
+    assert {facts.backend for facts in found.ranks} == {"gloo"}
+    # The slow link is slow in its direction alone.
+    rates = {(x.costs.source, x.costs.target): x.costs.bytes_per_second for x in found.links}
+    assert list(rates) == [(a, b) for a in range(3) for b in range(3) if a != b]
+    assert min(rates, key=lambda pair: rates[pair]) == (1, 2)
     assert rates[1, 2] <= 1.05 * SLOW_RATE
-    assert min(rate for pair, rate in rates.items() if pair != (1, 2)) > rates[1, 2]
-
-
-def test_the_clock_of_another_machine_is_found_to_its_error(three: Replies) -> None:
-    _, near, far = three[0]["examined"].clocks
+    # The clock of another machine is known to its error.
+    _, near, far = found.clocks
     assert abs(near.offset) <= near.error
     assert abs(far.offset + AHEAD_SECONDS) <= far.error < AHEAD_SECONDS
 
 
-def test_a_rank_that_does_not_answer_is_named(three: Replies) -> None:
-    for number in (0, 2):
-        assert "nothing heard from ranks [1]" in three[number]["unanswered"]
+@pytest.mark.ranks(3)
+def test_tracing_on_some_ranks_only_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(train=SimpleNamespace(trace=False))
+    monkeypatch.setenv("PIPEGRAD_TRACE", "" if rank() == 1 else "1")
+    found = outcome(lambda: Tracing(config, mock.Mock()))
+    assert found.startswith("AgreementError: ")
+    assert "ranks disagree on PIPEGRAD_TRACE" in found
+    assert "ranks [1]" in found
 
 
-def test_tracing_on_some_ranks_only_is_refused_on_all(three: Replies) -> None:
-    for reply in three:
-        message = reply["other_variables"]
-        assert "ranks disagree on PIPEGRAD_TRACE" in message
-        assert "ranks [1]" in message
+@pytest.mark.ranks(2)  # alone on two: then rank 1 has met the other less often
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    if rank() == 0:
+        found = outcome(lambda: examine(CPU, timeout_seconds=1.0))
+        assert found.startswith("AgreementError: ")
+        assert "nothing heard from ranks [1]" in found

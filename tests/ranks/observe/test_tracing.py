@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 from pipegrad.cli import main
+from pipegrad.observe import stamps
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.trainer import Trainer
+from pipegrad.train.run.saving import Saving
 from tests.support.train.jobs import with_job
 
 STEPS = 5
@@ -58,16 +59,19 @@ def test_what_follows_the_last_step_is_not_part_of_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that is written at the end would look like time of the host."""
-    saved = Trainer.save
+    finish, ahead = Saving.finish, [0.0]
 
-    def slow(self: Trainer, *args: Any) -> None:
-        time.sleep(1.0)
-        saved(self, *args)
+    def slow(self: Saving, number: int) -> Path:
+        ahead[0] = 1000.0
+        return finish(self, number)
 
-    monkeypatch.setattr(Trainer, "save", slow)
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead[0])
+    monkeypatch.setattr(stamps, "time", clock)
+    monkeypatch.setattr(Saving, "finish", slow)
     train(f"train.save_every={STEPS}")
+    assert ahead == [1000.0]
     timeline = Timeline.load(folder / "runs/run/timeline.json")
-    assert timeline.of_step(2).seconds < 1.0
+    assert timeline.of_step(2).seconds < 1000.0
 
 
 @pytest.mark.parametrize(("value", "settings"), [("0", []), ("", ["train.trace=false"])])

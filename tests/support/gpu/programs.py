@@ -16,7 +16,6 @@ import torch
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream
-from pipegrad.comm.sync_points import sites
 from pipegrad.optimizer.param_sync import UPDATED
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plugins.handler import Placement, ReductionStep
@@ -273,17 +272,12 @@ TWINS: dict[str, Twin] = {
     "comm-stream.closed": Twin(given_up, {"comm_stream": 1}),
     "parameter-sync.updated": Twin(published, {"optimizer": 1}),
 }
-_SUMS = (
-    "needs a process group: tests/support/ordering/programs.py; on a card test_ranks_on_one_card.py"
-)
-ELSEWHERE = {  # a site, or the file of several -> why it has no twin here
-    "reduce": "its twins need another rank: test_ranks_on_one_card.py",
-    "bucketer": _SUMS,
-    "collective": _SUMS,
-    "staging": _SUMS,
-    "transfer": _SUMS,
+_RANKS = "needs ranks: tests/support/ordering/programs.py; on a card test_ranks_on_one_card.py"
+ELSEWHERE = {  # the file of sites -> why they have no twin here
+    **dict.fromkeys(("bucketer", "collective", "reduce", "staging", "transfer"), _RANKS),
+    **dict.fromkeys(("clocks", "latency", "links"), "measures: tests/support/ordering/programs.py"),
+    "checkpoint": "tests/unit/ordering/test_order.py: copied_early",
 }
-HERE = [site for site in sites if not {site, site.partition(".")[0]} & ELSEWHERE.keys()]
 
 
 def _full(where: Where, value: float, numel: int = NUMEL) -> torch.Tensor:

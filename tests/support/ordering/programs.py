@@ -27,17 +27,22 @@ from pipegrad.comm.sync_points import sites
 from pipegrad.observe import links
 from pipegrad.observe.clocks import read_clock
 from pipegrad.observe.links import measure_links
+from pipegrad.pipeline.coding.latency import latency_shares
 from pipegrad.pipeline.measure import measure_hops
 from pipegrad.pipeline.transfers import edges
+from pipegrad.pipeline.transfers import transfers as transfers_module
 from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.messages import begins_with_mark, spec_in
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
+from pipegrad.train.checkpoint.writer import staging as checkpoint
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.support.gradients.placements import WHOLE, By
 from tests.support.ordering.producers import CPU, Producers
 
+Run = Callable[[OrderChecker], Any]
 Result = tuple[Any, list[str]]  # what the program returned, and the violations
 
 
@@ -45,7 +50,7 @@ Result = tuple[Any, list[str]]  # what the program returned, and the violations
 class Program:
     """A function of a checker; what it returns, the same on all ranks; how order is modelled."""
 
-    run: Callable[[OrderChecker], Any]
+    run: Run
     expected: Any
     virtual_streams: bool = True
 
@@ -53,14 +58,28 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(
-    expected: Any, *, virtual_streams: bool = True
-) -> Callable[[Callable[[OrderChecker], Any]], Callable[[OrderChecker], Any]]:
-    def add(function: Callable[[OrderChecker], Any]) -> Callable[[OrderChecker], Any]:
-        PROGRAMS[function.__name__] = Program(function, expected, virtual_streams)
+def program(expected: Any, *variants: str) -> Callable[[Run], Run]:
+    """Makes a function a program, and in other variants further ones.
+
+    ``inline``: the host runs ahead of its comm streams, as with NCCL; messages are those of gloo.
+    ``on_host``: there are no streams at all. Threads order a gloo job on CPU.
+    """
+
+    def add(function: Run) -> Run:
+        name = function.__name__
+        PROGRAMS[name] = Program(function, expected)
+        if "inline" in variants:
+            PROGRAMS[f"{name}_inline"] = Program(partial(ahead, function), expected)
+        if "on_host" in variants:
+            PROGRAMS[f"{name}_on_host"] = Program(function, expected, virtual_streams=False)
         return function
 
     return add
+
+
+def ahead(function: Run, checker: OrderChecker) -> Any:
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        return function(checker)
 
 
 def run_programs(names: Sequence[str], mutant: str | None = None) -> dict[str, Result]:
@@ -165,23 +184,14 @@ def steps(
     return found
 
 
-NUMBERS = (1, 2, 3, 3)
+NUMBERS = (1, 2, 3, 3)  # of producers, in each step
 
 
-@program([means(step) for step in range(4)])
+@program([means(step) for step in range(4)], "inline", "on_host")
 def viewed(checker: OrderChecker) -> Any:
     """Autograd writes into buckets, on several streams; comm streams are threads, as with gloo."""
     module = model()
     return steps(checker, replicated(module, bucket_bytes=256, comm_streams=2), module, NUMBERS)
-
-
-@program([means(step) for step in range(4)])
-def inline(checker: OrderChecker) -> Any:
-    """The host runs ahead of its comm streams, as with NCCL."""
-    module = model()
-    with mock.patch.object(Groups, "block_host", return_value=False):
-        sync = replicated(module, bucket_bytes=256, comm_streams=2)
-    return steps(checker, sync, module, NUMBERS)
 
 
 @program([means(step) for step in range(4)])
@@ -190,13 +200,6 @@ def copied(checker: OrderChecker) -> Any:
     module = model()
     sync = replicated(module, bucket_bytes=256, reduce_dtype=torch.float64)
     return steps(checker, sync, module, NUMBERS)
-
-
-@program([means(step) for step in range(4)], virtual_streams=False)
-def threads(checker: OrderChecker) -> Any:
-    """No streams at all: what orders a gloo job on CPU."""
-    module = model()
-    return steps(checker, replicated(module, bucket_bytes=256, comm_streams=2), module, (1,) * 4)
 
 
 @program([{"a": [3.0 + step] * 3, "b": [9.0 + 3 * step] * 2} for step in range(3)])
@@ -323,24 +326,16 @@ def trained(
     return [{name: p.unique().tolist() for name, p in one.items()} for one in found]
 
 
-def sharded(
-    checker: OrderChecker,
-    module: nn.Module,
-    numbers: Sequence[int],
-    handler: HandlerSpec = "sharded",
-) -> Any:
+def sharded(checker: OrderChecker, handler: HandlerSpec = "sharded") -> Any:
+    module = model()
     sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=[handler])
-    return trained(checker, sync, module, used, numbers)
+    return trained(checker, sync, module, used, NUMBERS)
 
 
-def owned(checker: OrderChecker, numbers: Sequence[int], handler: HandlerSpec = OWNED) -> Any:
+def owned(checker: OrderChecker, handler: HandlerSpec = OWNED) -> Any:
     module = stage(w=(4,), v=(4,))
     sync = tied(module, "w", "v", bucket_bytes=0, handlers=[handler])
-    return trained(checker, sync, module, parts, numbers)
-
-
-def exchanged(checker: OrderChecker, numbers: Sequence[int]) -> Any:
-    return [owned(checker, numbers, handler) for handler in EXCHANGED]
+    return trained(checker, sync, module, parts, NUMBERS)
 
 
 def parts(step: int) -> dict[str, float]:
@@ -353,34 +348,16 @@ ROWS = updated(
 PASSED = updated([{"w": 3.0, "v": 3.0 + 2 * step} for step in range(4)])
 
 
-@program(ROWS)
+@program(ROWS, "inline", "on_host")
 def rows(checker: OrderChecker) -> Any:
     """Each rank steps rows; comm streams are threads, as with gloo."""
-    return sharded(checker, model(), NUMBERS)
+    return sharded(checker)
 
 
-@program(ROWS)
-def rows_inline(checker: OrderChecker) -> Any:
-    """The host runs ahead of its comm streams, as with NCCL; messages are those of gloo."""
-    with mock.patch.object(Groups, "block_host", return_value=False):
-        return sharded(checker, model(), NUMBERS)
-
-
-@program(ROWS, virtual_streams=False)
-def rows_in_threads(checker: OrderChecker) -> Any:
-    return sharded(checker, model(), (1,) * 4)
-
-
-@program(ROWS)
+@program(ROWS, "inline")
 def wholes(checker: OrderChecker) -> Any:
     """Each rank steps some parameters whole; parts of a bucket have different sizes."""
-    return sharded(checker, model(), NUMBERS, By("dp", WHOLE, "mean"))
-
-
-@program(ROWS)
-def wholes_inline(checker: OrderChecker) -> Any:
-    with mock.patch.object(Groups, "block_host", return_value=False):
-        return sharded(checker, model(), NUMBERS, By("dp", WHOLE, "mean"))
+    return sharded(checker, By("dp", WHOLE, "mean"))
 
 
 @program(ROWS)
@@ -413,38 +390,16 @@ def rows_that_go(checker: OrderChecker) -> Any:
     )
 
 
-@program(PASSED)
+@program(PASSED, "inline", "on_host")
 def passed(checker: OrderChecker) -> Any:
     """The first rank steps: gradients are passed down to it, parameters up from it."""
-    return owned(checker, NUMBERS)
+    return owned(checker)
 
 
-@program(PASSED)
-def passed_inline(checker: OrderChecker) -> Any:
-    with mock.patch.object(Groups, "block_host", return_value=False):
-        return owned(checker, NUMBERS)
-
-
-@program(PASSED, virtual_streams=False)
-def passed_in_threads(checker: OrderChecker) -> Any:
-    return owned(checker, (1,) * 4)
-
-
-@program([PASSED] * 2)
+@program([PASSED] * 2, "inline", "on_host")
 def met(checker: OrderChecker) -> Any:
     """Both ranks send their part and add what comes: all of the first one's, or its rows."""
-    return exchanged(checker, NUMBERS)
-
-
-@program([PASSED] * 2)
-def met_inline(checker: OrderChecker) -> Any:
-    with mock.patch.object(Groups, "block_host", return_value=False):
-        return exchanged(checker, NUMBERS)
-
-
-@program([PASSED] * 2, virtual_streams=False)
-def met_in_threads(checker: OrderChecker) -> Any:
-    return exchanged(checker, (1,) * 4)
+    return [owned(checker, handler) for handler in EXCHANGED]
 
 
 @program(None)
@@ -503,6 +458,7 @@ def exchanges(checker: OrderChecker) -> Any:
     return [view.tolist() for view in got]
 
 
+@program(True)
 def sums(checker: OrderChecker) -> Any:
     """Inputs from two streams, callbacks on a third; buckets that fill, overflow and are reused."""
     bucketer, found = Bucketer(capacity_bytes=64), list[tuple[str, list[float]]]()
@@ -539,11 +495,6 @@ def expected_sums() -> list[tuple[str, list[float]]]:
 
 
 @program(True)
-def sums_in_threads(checker: OrderChecker) -> Any:
-    return sums(checker)
-
-
-@program(True)
 def sums_inline(checker: OrderChecker) -> Any:
     with mock.patch.object(messages, "blocks_host", return_value=False):
         return sums(checker)
@@ -552,15 +503,9 @@ def sums_inline(checker: OrderChecker) -> Any:
 PIPELINED = [[24.0, 12.0, 12.0], [48.0, 24.0, 24.0]]  # the loss, the gradient of a weight
 
 
-@program(PIPELINED)
+@program(PIPELINED, "on_host")
 def transfers(checker: OrderChecker) -> Any:
     """A pipeline: values and their gradients are on their way while both stages compute."""
-    del checker
-    return pipeline()
-
-
-@program(PIPELINED, virtual_streams=False)
-def transfers_on_host(checker: OrderChecker) -> Any:
     del checker
     return pipeline()
 
@@ -584,13 +529,48 @@ def lengths_without_tags(checker: OrderChecker) -> Any:
         return pipeline(LENGTHS)
 
 
+@program(GROWING)
+def headers(checker: OrderChecker) -> Any:
+    """What is read of a header that nobody has waited for is right all the same: no rank hangs."""
+
+    def late(head: torch.Tensor, differentiable: bool) -> Any:
+        head.sum()  # `tolist` is no operator, so the checker does not see it
+        while not begins_with_mark(head):
+            pass
+        return spec_in(head, differentiable)
+
+    with (
+        mock.patch.object(transfers_module, "spec_in", late),
+        mock.patch.object(torch, "empty", torch.zeros),  # no old header in the memory
+    ):
+        return lengths_without_tags(checker)
+
+
 @program(True)
 def measured(checker: OrderChecker) -> Any:
     """Messages there and back."""
     del checker
-    (seconds,) = measure_hops(Topology.create(pipeline=2), num_bytes=64, repeats=2)
+    topology = Topology.create(pipeline=2)
+    (seconds,) = measure_hops(topology, num_bytes=64, repeats=2)
     torch.zeros(64)  # in the memory of a message, perhaps
+    both = Edges([Channel(0, "F", 0, 1), Channel(0, "B", 1, 0)], topology, CPU)
+    latency_shares({(0, 1): 64}, topology.coordinate("pp"), both, CPU)
+    torch.zeros(64, dtype=torch.uint8)
+    both.close()
     return seconds > 0
+
+
+@program([[1.0] * 4, [2.0] * 4, [3.0] * 4])
+def saved(checker: OrderChecker) -> Any:
+    """Values of a checkpoint are copied behind the step, and before the next one."""
+    del checker
+    staging, weight, found = checkpoint.Staging(CPU), torch.zeros(4), []
+    for _ in range(3):
+        weight.add_(1)
+        copies = staging.copy({"weight": weight})
+        staging.wait()
+        found.append(copies["weight"].tolist())
+    return found
 
 
 @program(True)
@@ -614,6 +594,23 @@ def examined(checker: OrderChecker) -> Any:
         torch.zeros(64)
     both.close()
     return reading.seconds > 0 and all(each.costs.latency_seconds > 0 for each in found)
+
+
+@program(True)
+def wired(checker: OrderChecker) -> Any:
+    """Numbers and messages of links, one by one: a number that is not there yet stops nobody."""
+    del checker
+    both = Edges([Channel(0, "F", 0, 1), Channel(0, "B", 1, 0)], Topology.create(pipeline=2), CPU)
+    wires, heard = links.Wires(both, rank(), CPU), 7
+    if rank() == 0:
+        wires.tell(1, 7)
+    else:
+        heard = wires.hear(0)
+    torch.zeros(1, dtype=torch.int64)  # in the memory of the number, perhaps
+    wires.exchange({1 - rank(): 64}, {1 - rank(): 64})
+    torch.zeros(64, dtype=torch.uint8)
+    both.close()
+    return heard == 7
 
 
 class Scale(nn.Module):
