@@ -31,7 +31,6 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 from pipegrad.testing import Ranks
 
-T = TypeVar("T")
 SECONDS = 120.0  # of a test, on a machine that does much else; it takes far less
 
 T = TypeVar("T")
@@ -97,13 +96,6 @@ def run_test(
         return
     with pytest.MonkeyPatch.context() as monkeypatch:
         function(monkeypatch=monkeypatch, **given)
-
-
-def gathered(value: T) -> list[T]:
-    """Returns the values of all ranks. All ranks call it."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _rewritten(name: str, path: str) -> ModuleType:
