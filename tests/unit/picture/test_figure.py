@@ -17,6 +17,7 @@ from pipegrad.picture import write_figure
 from pipegrad.simulation.timeline import Timeline
 from tests.support.picture.timelines import SMALL, SPANS, simulated
 
+pytestmark = pytest.mark.slow
 needs_matplotlib = pytest.mark.skipif(
     "matplotlib" not in sys.modules
     and not __import__("importlib.util").util.find_spec("matplotlib"),

@@ -222,17 +222,15 @@ graphs = [*linears, *several_uses, *off_the_path, *layers, *convolutions, *produ
 every_graph = pytest.mark.parametrize("graph", graphs, ids=str)
 
 
-@pytest.mark.parametrize("preset", [False, True], ids=["None", "preset"])
-@pytest.mark.parametrize("plan", [LATE, BETWEEN, AT_ONCE], ids=["late", "between", "at once"])
 @every_graph
-def test_gradients_are_those_of_a_whole_backward(graph: Graph, plan: str, *, preset: bool) -> None:
-    assert differences(split(graph, plan, preset=preset), whole(graph), graph.error) == {}
-
-
-@every_graph
-def test_what_can_wait_does_and_nothing_else(graph: Graph) -> None:
-    for waiting in split(graph, LATE, preset=True).waiting:
+def test_gradients_are_those_of_a_whole_backward_and_what_can_wait_does(graph: Graph) -> None:
+    true = whole(graph)
+    late = split(graph, LATE, preset=True)
+    assert differences(late, true, graph.error) == {}
+    for waiting in late.waiting:
         assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)
+    for plan, preset in ((LATE, False), (BETWEEN, True), (AT_ONCE, False)):
+        assert differences(split(graph, plan, preset=preset), true, graph.error) == {}
 
 
 @every_graph

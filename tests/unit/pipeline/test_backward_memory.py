@@ -21,6 +21,7 @@ from tests.support.pipeline.graphs import (
     preset_gradients,
 )
 
+pytestmark = pytest.mark.slow
 again = partial(checkpoint, use_reentrant=False)
 SQUARE = (WIDTH, WIDTH)
 

@@ -209,16 +209,14 @@ every = pytest.mark.parametrize(
 
 
 @every
-@pytest.mark.parametrize("preset", [False, True], ids=["None", "preset"])
-@pytest.mark.parametrize("plan", [LATE, BETWEEN], ids=["late", "between"])
-def test_gradients_are_those_of_a_whole_backward(graph: Graph, plan: str, *, preset: bool) -> None:
-    assert differences(split(graph, plan, preset=preset), whole(graph), graph.error) == {}
-
-
-@every
-def test_what_waits_and_what_is_early(graph: Graph) -> None:
-    for waiting in split(graph, LATE, preset=True).waiting:
+def test_gradients_are_those_of_a_whole_backward_and_what_can_wait_does(graph: Graph) -> None:
+    true = whole(graph)
+    late = split(graph, LATE, preset=True)
+    assert differences(late, true, graph.error) == {}
+    for waiting in late.waiting:
         assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)
+    for plan, preset in ((LATE, False), (BETWEEN, True), (BETWEEN, False)):
+        assert differences(split(graph, plan, preset=preset), true, graph.error) == {}
 
 
 @pytest.fixture

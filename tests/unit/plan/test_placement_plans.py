@@ -24,6 +24,7 @@ from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, WHOLE, By, members
 from tests.support.gradients.plans import FLOAT, HALF, Handlers, entry, grid
 
+pytestmark = pytest.mark.slow
 quick = settings(deadline=None, max_examples=60, derandomize=True)
 AXES = ("pp", "dp", "tp")
 Style = Mapping[str, Placement | None]  # dimension -> where the sum along it lives
