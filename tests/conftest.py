@@ -23,7 +23,6 @@ from pipegrad.testing import ranks
 from tests.support import ranked
 from tests.support.distributions import write_distribution
 from tests.support.plugins import GROUP, Handlers, Install
-from tests.support.worlds import note_selected
 
 NUM_LONGEST = int(os.environ.get("PIPEGRAD_LONGEST", "3"))
 TESTS = Path(__file__).parent
@@ -94,8 +93,7 @@ def pytest_sessionfinish() -> None:
     ranked.end()  # after an interrupt; ranks that stay would keep Python from ending
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    note_selected(session.items)
+def pytest_collection_finish() -> None:
     preload()
 
 

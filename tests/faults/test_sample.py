@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from tests.faults.cell import Cell
 from tests.faults.outcome import Outcome, outcome
-from tests.support.worlds import World
 
+Names = tuple[str, str, str]
 TORCHRUN = ("kill", "forward", "4")  # started by torchrun; the others are ranks without it
 SAMPLE = (
     # These wait for a timeout, while the others run beside them.
@@ -29,16 +29,19 @@ SAMPLE = (
 )
 
 
-def run(sample: Sequence[tuple[str, str, str]]) -> list[Outcome]:
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[Names, Future[Outcome]]]:
+    """Starts the cells that are selected, three at a time: most of their time they wait."""
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["names"] for item in items if isinstance(item, pytest.Function)]
     with ThreadPoolExecutor(3) as pool:
-        return list(
-            pool.map(lambda names: outcome(Cell.of(*names), by_torchrun=names == TORCHRUN), sample)
-        )
-
-
-world = World(SAMPLE, run)
+        yield {
+            names: pool.submit(outcome, Cell.of(*names), by_torchrun=names == TORCHRUN)
+            for names in chosen
+        }
 
 
 @pytest.mark.parametrize("names", SAMPLE, ids=" ".join)
-def test_a_fault_ends_as_stated(names: tuple[str, str, str]) -> None:
-    assert not world[names].complaints, world[names].ended.stderr
+def test_a_fault_ends_as_stated(names: Names, outcomes: dict[Names, Future[Outcome]]) -> None:
+    found = outcomes[names].result()
+    assert not found.complaints, found.ended.stderr

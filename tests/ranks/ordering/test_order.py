@@ -16,21 +16,15 @@ import torch.distributed as dist
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.testing import OrderChecker, run_ranks
 from tests.support.ordering.producers import CPU
-from tests.support.ordering.programs import PROGRAMS, Result, run_programs, wrong
-from tests.support.worlds import World, smoked
+from tests.support.ordering.programs import PROGRAMS, run_programs, wrong
+
+NAMES = [pytest.param(n, marks=[pytest.mark.smoke] * (n == "viewed")) for n in PROGRAMS]
 
 
-def spawn(names: Sequence[str]) -> list[list[Result]]:
-    replies = run_ranks(run_programs, 2, names)
-    return [[reply[name] for reply in replies] for name in names]
-
-
-world = World(PROGRAMS, spawn)
-
-
-@pytest.mark.parametrize("name", smoked(PROGRAMS, "viewed"))
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_right_and_ordered(name: str) -> None:
-    assert [wrong(name, result) for result in world[name]] == [None, None]
+    assert wrong(name, run_programs([name])[name]) is None
 
 
 # Of two collectives in a comm stream, of 4 and 5 elements: which are waited for -> which are left

@@ -1,17 +1,10 @@
-"""What the tests of GradientSync share: cases that run on every rank, and their small models.
-
-A test module lists its cases with `on`, and asserts what came back: one mapping a rank, with each
-case's plain values and seconds by name. If all tests of a module run, the cases of a world share a
-spawn. If only some of them run, each case that they ask for has a spawn of its own.
-"""
+"""What the tests of GradientSync share: small models, and what happens to their gradients."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,82 +20,10 @@ from pipegrad import (
     Topology,
     Work,
 )
-from pipegrad.testing import run_ranks
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 
-Case = Callable[[], Any]
-Replies = list[dict[str, Any]]  # of each rank, by case
 SHARED, DATA = "pipegrad_handlers.pipeline_shared:PipelineShared", "data-parallel"
-
-
-def on(world: list[Case]) -> Callable[[Case], Case]:
-    """Makes a function one of the cases of a world."""
-
-    def add(case: Case) -> Case:
-        world.append(case)
-        return case
-
-    return add
-
-
-def replies(num_ranks: int, cases: list[Case]) -> Any:
-    """Returns a fixture: a world of cases runs once for its module."""
-
-    @pytest.fixture(scope="module")
-    def replies(request: pytest.FixtureRequest) -> list[Reply]:
-        world = _World(num_ranks, cases)
-        tests = {name for name in vars(request.module) if name.startswith("test_")}
-        if tests <= {
-            item.originalname
-            for item in request.session.items
-            if isinstance(item, pytest.Function) and item.module is request.module
-        }:
-            world.run(cases)
-        return [Reply(world, rank) for rank in range(num_ranks)]
-
-    return replies
-
-
-class _World:
-    """What each rank replied in the cases that have run."""
-
-    def __init__(self, num_ranks: int, cases: list[Case]) -> None:
-        self.cases = {case.__name__: case for case in cases}
-        self.known: Replies = [{} for _ in range(num_ranks)]
-
-    def run(self, cases: list[Case]) -> None:
-        replies = run_ranks(run_cases, len(self.known), cases)
-        for known, reply in zip(self.known, replies, strict=True):
-            known.update(reply)
-
-
-class Reply(Mapping[str, Any]):
-    """What one rank replied, by case; a case that has not run yet runs when it is looked up."""
-
-    def __init__(self, world: _World, rank: int) -> None:
-        self._world, self._rank = world, rank
-
-    def __getitem__(self, name: str) -> Any:
-        known = self._world.known[self._rank]
-        if name not in known:
-            self._world.run([self._world.cases[name.removesuffix(" seconds")]])
-        return known[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._world.cases)
-
-    def __len__(self) -> int:
-        return len(self._world.cases)
-
-
-def run_cases(cases: list[Case]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for case in cases:
-        began = time.monotonic()
-        results[case.__name__] = case()
-        results[f"{case.__name__} seconds"] = time.monotonic() - began
-    return results
 
 
 def rank() -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
-from tests.support.gradients.cases import Replies, outcome
+from tests.support.gradients.cases import outcome
 
 NUM_STAGES, NUM_MICROBATCHES, WIDTH = 4, 4, 2
 SECONDS = 20.0  # nothing may take longer; each takes a fraction of one
@@ -119,9 +119,3 @@ def warm(training: Training) -> Training:
     """Takes two good steps: one in which shapes are learned, and one like all others."""
     assert [training.is_right(), training.is_right()] == [True, True]
     return training
-
-
-def told(replies: Replies, case: str) -> list[Any]:
-    """Returns what the ranks said of a case, each in time."""
-    assert [reply[f"{case} seconds"] > 2 * SECONDS for reply in replies] == [False] * len(replies)
-    return [reply[case] for reply in replies]
