@@ -87,7 +87,6 @@ THERE = {("skip", "F", 0, 1), ("x", "F", 0, 1)}
 # that does; and nothing comes back of what has no gradient.
 FORTH = [("x", 0, 1), ("x", 1, 2), ("x", 2, 3), ("other", 1, 3)]
 FORTH += [("skip", 0, rank) for rank in (1, 2, 3)]
-X = ("x", 0, 1), ("x", 1, 2)
 CROSSING: dict[tuple[str, tuple[int, ...]], Any] = {
     ("skips", (0, 1, 1, 1)): THERE | {(name, "B", 1, 0) for name, *_ in THERE},
     ("skips", (0, 0, 0, 0)): set(),

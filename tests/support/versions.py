@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import pytest
 import torch
@@ -24,13 +23,5 @@ class Scheduled(Protocol):
     def schedule(self) -> str: ...
 
 
-C = TypeVar("C", bound=Scheduled)
-
-
 def marks_of(case: Scheduled) -> tuple[pytest.MarkDecorator, ...]:
     return (needs_2_13,) if case.schedule in SPLIT_BY_TORCH else ()
-
-
-def runnable(cases: Iterable[C]) -> list[C]:
-    """Returns the cases that this torch can run."""
-    return [case for case in cases if not (IS_OLD and case.schedule in SPLIT_BY_TORCH)]

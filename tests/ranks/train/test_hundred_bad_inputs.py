@@ -29,8 +29,6 @@ def with_set(settings: str | Sequence[str]) -> list[str]:
 
 LONG = "a" * 5000
 NOT_TOML = "is not valid TOML: "
-NO_MODULE = "should look like 'module:function'"
-NO_COSTS = "small.toml holds no costs: Expecting value"
 # Content of a file -> what is said of it. The name of the case is the name of the file.
 FILES: dict[str, tuple[bytes | str, str]] = {
     "UTF-16": (SMALL.encode("utf-16"), f"{NOT_TOML}'utf-8' codec can't decode byte 0xff"),

@@ -254,13 +254,3 @@ def test_the_simulation_finds_a_deadlock() -> None:
 
 
 # --- determinism
-
-SCRIPT = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("plans", sys.argv[1])
-module = sys.modules["plans"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-for seed in range(40):
-    for plan in module.random_case(seed).plans.values():
-        print(plan.digest, plan.groups, [(x.bucket, x.hop) for x in plan.launches])
-"""
