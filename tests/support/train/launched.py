@@ -14,7 +14,6 @@ from typing import Any
 from pipegrad.testing import ranks
 
 SECONDS = 300.0  # for any of them, on a machine that does much else
-_POLL_SECONDS = 0.002
 _numbers = itertools.count()
 
 
@@ -38,13 +37,15 @@ class Launched:
         assert self._process.exitcode is not None, f"it goes on: {self}"
         return self._process.exitcode
 
-    def until(self, is_so: Callable[[], object], *, has_ended: bool = False) -> None:
+    def until(
+        self, is_so: Callable[[], object], *, has_ended: bool = False, poll_seconds: float = 0.05
+    ) -> None:
         """Waits until something is so; fails if the launcher ends before, unless it has ended."""
         deadline = time.monotonic() + SECONDS
         while not is_so():
             assert has_ended or self._process.exitcode is None, f"it ended: {self}"
             assert time.monotonic() < deadline, f"it never was so: {self}"
-            time.sleep(_POLL_SECONDS)
+            time.sleep(poll_seconds)
 
     def __str__(self) -> str:
         return f"{self.printed}{self.errors}"

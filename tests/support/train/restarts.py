@@ -76,7 +76,9 @@ def whole(folder: Path, steps: int) -> Path:
 
 def kill_one(launched: Launched, folder: Path, draw: random.Random, *, writing: bool) -> None:
     """Kills a rank, if asked while a checkpoint is written; waits until torchrun ended the rest."""
-    launched.until(lambda: launched.ranks() and (not writing or has_unfinished(folder)))
+    launched.until(
+        lambda: (not writing or has_unfinished(folder)) and launched.ranks(), poll_seconds=0.002
+    )
     ranks = launched.ranks()
     os.kill(draw.choice(ranks), signal.SIGKILL)
     launched.until(lambda: not set(ranks) & set(launched.ranks()))
