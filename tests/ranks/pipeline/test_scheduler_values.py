@@ -50,7 +50,7 @@ def test_what_cannot_be_cut_is_refused_on_all_ranks(
     """Issue 16, point 4: each microbatch got all of it: loss 1.76, one process 1.72."""
     with closing(make(Layer(), Layer())) as scheduler:
         for _ in range(2):  # at first, and later
-            said = outcome(partial(getattr(scheduler, verb), x, target=target))
+            said = outcome(partial(getattr(scheduler, verb), x=x, target=target))
             assert said.startswith("StepError: " if rank() == by else ELSEWHERE)
             assert words in said
             assert "whole=(" in said
