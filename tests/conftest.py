@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
             item.add_marker("quick")
     config.option.markexpr = config.option.markexpr or ("full" if is_named(config) else "quick")
+    addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    assert not addresses, f"names that differ from process to process: {addresses}"
     # Long files first, so that no process is left with one while the others have nothing to do.
     items.sort(key=_turn)
 

@@ -157,7 +157,7 @@ def test_a_gradient_that_a_hook_has_dropped_is_an_error_where_it_is_reduced(name
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "options", [{}, {"reduce_dtype": torch.float64}, {"accessor": MainGrad()}], ids=str
+    "options", [{}, {"reduce_dtype": torch.float64}, {"accessor": MainGrad()}], ids=" ".join
 )
 def test_each_accumulated_step_is_divided_by_its_own_divisor(options: dict[str, Any]) -> None:
     # 4 + 4 + 2 microbatches with means of 1: of a tie, of one that nobody reduces.

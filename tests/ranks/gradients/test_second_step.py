@@ -148,7 +148,7 @@ def test_an_optimizer_that_has_a_part_of_the_parameters_is_told_so() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "options", [{}, WAYS["main_grad"], {"reduce_dtype": torch.float64}, WAYS["both"]], ids=str
+    "options", [{}, WAYS["main_grad"], {"reduce_dtype": torch.float64}, WAYS["both"]], ids=" ".join
 )
 def test_steps_may_begin_with_gradients_zeroed_in_place(options: dict[str, Any]) -> None:
     """Issue 16, point 13. Reduced gradients of stand-ins were doubled; second parts refused."""
