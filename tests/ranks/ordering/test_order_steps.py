@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -18,9 +18,12 @@ from pipegrad.testing.ordering.checker import Entry
 from tests.support.gradients.cases import replicated
 from tests.support.ordering.producers import Producers
 from tests.support.ordering.programs import NUMBERS, OWNED, model, steps
+from tests.support.pairwise import everything
 from tests.support.pipeline.models import TOKENS, VOCAB, build
 from tests.support.pipeline.pipelines import LOOPS, VEES, Case, loss_of, stage_module
 from tests.support.pipeline.training import Run, alone, truth
+from tests.support.ranked import gathered
+from tests.support.worlds import World
 
 SCHEDULES = ("GPipe", "1F1B", *LOOPS[:3], *VEES)
 FATES: dict[str, dict[str, Any]] = {
@@ -43,10 +46,8 @@ class Watched:
     collectives: list[int] = field(default_factory=list)  # a step
     waiting_backwards: int = 0  # operations of a backward that are behind a reduction of its step
     backwards: int = 0
-    ordered_firsts: int = (
-        0  # pairs of comm streams of which one's first collective waits for the other's
-    )
-    firsts: int = 0
+    firsts: int = 0  # pairs of comm streams
+    ordered_firsts: int = 0  # of which one's first collective waits for the other's
     bits: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -111,21 +112,28 @@ def case_of(schedule: str, **changes: Any) -> Case:
     return Case(schedule, **{"steps": len(PRODUCERS), **changes})
 
 
-MATRIX = {(s, f): case_of(s, **FATES[f]) for s in SCHEDULES for f in FATES}
+# Every schedule with ties, and with one of the other fates.
+OTHER_FATES = [fate for fate in FATES if fate != "tied"]
+MATRIX = [
+    (schedule, fate)
+    for number, schedule in enumerate(SCHEDULES)
+    for fate in FATES
+    if everything() or fate in ("tied", OTHER_FATES[number % len(OTHER_FATES)])
+]
 
 
-@pytest.fixture(scope="module")
-def matrix() -> dict[Case, list[Watched]]:
-    cases = list(MATRIX.values())
-    ranks = run_ranks(watch, 4, cases, True)
-    return {case: list(seen) for case, *seen in zip(cases, *ranks, strict=True)}
+def watch_matrix(names: Sequence[tuple[str, str]]) -> list[list[Watched]]:
+    ranks = run_ranks(watch, 4, [case_of(s, **FATES[f]) for s, f in names], True)
+    return [list(seen) for seen in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("fate", FATES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(schedule: str, fate: str, matrix: dict[Case, list[Watched]]) -> None:
+matrix = World(MATRIX, watch_matrix)
+
+
+@pytest.mark.parametrize("names", MATRIX, ids=" ".join)
+def test_every_schedule(names: tuple[str, str]) -> None:
     """2 stages or 4, 2 replicas; 1, 2 and 3 producers of gradients."""
-    for seen in matrix[MATRIX[schedule, fate]]:
+    for seen in matrix[names]:
         assert seen.violations == []
         # It could have gone wrong: several streams wrote, and every step reduced.
         assert seen.producers == {"producer 0", "producer 1", "producer 2"}
@@ -134,11 +142,8 @@ def test_every_schedule(schedule: str, fate: str, matrix: dict[Case, list[Watche
         # No backward waits for a reduction of its step: between steps it does, by the buffers.
         assert seen.backwards > 0
         assert seen.waiting_backwards == 0
-
-
-def test_comm_streams_do_not_wait_for_each_other(matrix: dict[Case, list[Watched]]) -> None:
-    for schedule in SCHEDULES:
-        for seen in matrix[MATRIX[schedule, "tied"]]:
+        # Comm streams do not wait for each other, of which ties have two or more.
+        if names[1] == "tied":
             assert seen.firsts >= len(PRODUCERS)  # a pair of comm streams or more, each step
             assert seen.ordered_firsts == 0
 
@@ -177,8 +182,10 @@ def test_the_number_of_comm_streams_changes_no_bit(others: list[list[Watched]]) 
         assert one.bits
 
 
-def placed(streams: bool) -> list[str]:
-    """Trains a schedule of torch whose ties have an owner, and whose rows are stepped."""
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
+def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> None:
+    """Its ties have an owner, and its rows are stepped."""
     with OrderChecker(virtual_streams=streams) as checker:
         topology, whole = Topology.create(pipeline=2), build("tied")
         here, share = topology.coordinate("pp"), topology.coordinate("dp")
@@ -197,24 +204,15 @@ def placed(streams: bool) -> list[str]:
             optimizer.zero_grad()
         sync.check_replicas()
         sync.close()
-    return list(map(str, checker.violations))
+    assert checker.violations == []
 
 
-@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
-def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> None:
-    assert run_ranks(placed, 4, streams) == [[]] * 4
-
-
-def sequences() -> list[tuple[str, int]]:
-    """Reduces the model that not all ranks use; returns stream and bytes of each collective."""
+@pytest.mark.ranks(2)
+def test_a_rank_that_lacks_gradients_issues_the_same_collectives() -> None:
     with OrderChecker(log=True) as checker:
-        module = model()
+        module = model()  # which not all ranks use
         steps(checker, replicated(module, bucket_bytes=256, comm_streams=1), module, NUMBERS)
     found = [(e.strand.partition(" in group")[0], e) for e in checker.log if is_collective(e)]
-    return [(comm_stream, access.spans[-1][1]) for comm_stream, e in found for access in e.accesses]
-
-
-def test_a_rank_that_lacks_gradients_issues_the_same_collectives() -> None:
-    first, second = run_ranks(sequences, 2)
-    assert first == second
-    assert len(first) > len(NUMBERS)
+    sent = [(name, access.spans[-1][1]) for name, e in found for access in e.accesses]
+    assert gathered(sent) == [sent] * 2
+    assert len(sent) > len(NUMBERS)
