@@ -43,19 +43,12 @@ VARIABLE = "PIPEGRAD_TEST_FAULT"  # of the environment; ranks find their cell in
 
 @dataclass(frozen=True)
 class Cell:
-    """One run with one fault.
+    """One run with one fault."""
 
-    Attributes:
-        fault: Of `FAULTS`; "" for a run without a fault.
-        place: Of `PLACES`.
-        layout: Of `LAYOUTS`.
-        rank: The global rank with the fault.
-    """
-
-    fault: str
+    fault: str  # "" for a run without a fault
     place: str
     layout: str
-    rank: int
+    rank: int  # the global rank with the fault
 
     @classmethod
     def of(cls, fault: str, place: str, layout: str, rank: int | None = None) -> Cell:

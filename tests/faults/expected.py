@@ -7,33 +7,20 @@ from typing import Literal
 
 from tests.faults.cell import Cell
 
-Ends = Literal["fails", "finishes"]
-
 
 @dataclass(frozen=True)
 class Expected:
-    """What a cell must do.
+    """What a cell must do."""
 
-    Attributes:
-        ends: ``fails``: non-zero on every rank, with one report. ``finishes``: with code 0.
-        culprit: The rank that the report names first; None where no rank is to blame.
-        says: A part of the report.
-        why: For the table.
-    """
-
-    ends: Ends
-    culprit: int | None = None
-    says: str = ""
-    why: str = ""
+    ends: Literal["fails", "finishes"]  # non-zero on every rank, with one report; or with code 0
+    culprit: int | None = None  # whom the report names first; None where no rank is to blame
+    says: str = ""  # a part of the report
+    why: str = ""  # for the table
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A cell that does not exist.
-
-    Attributes:
-        why: For the table.
-    """
+    """A cell that does not exist."""
 
     why: str
 

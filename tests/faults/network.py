@@ -17,18 +17,9 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 class Network:
-    """Hosts ``0 .. num_hosts - 1`` with one link each, to a switch.
+    """Hosts ``0 .. num_hosts - 1`` with one link each, to a switch."""
 
-    Args:
-        name: A prefix for the namespaces.
-        num_hosts: Number of hosts.
-
-    Attributes:
-        device: The name of each host's link.
-        rendezvous: Where rank 0 can be found.
-    """
-
-    device = "eth0"
+    device = "eth0"  # each host's link
 
     def __init__(self, name: str, num_hosts: int) -> None:
         self._name, self._num_hosts = name, num_hosts
@@ -53,11 +44,6 @@ class Network:
     def cut(self, host: int) -> None:
         """Takes the link of a host down, without a word to either end of a connection."""
         _ip("-n", self._switch, "link", "set", f"p{host}", "down")
-
-    def mend(self) -> None:
-        """Takes all links up."""
-        for host in range(self._num_hosts):
-            _ip("-n", self._switch, "link", "set", f"p{host}", "up")
 
     def _make(self) -> None:
         self._make_space(self._switch)

@@ -27,26 +27,15 @@ GRACE_SECONDS, CUT_GRACE_SECONDS = 15.0, 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended.
-
-    Attributes:
-        cell: The cell.
-        ended: Its ranks.
-        error: The first line of the report; "" without one.
-        culprit: The rank that this line names first; None without one.
-        checkpoints: Folder -> whether it is whole; None if it does not claim to be.
-        had_checkpoint: Whether a whole one was there when the fault struck.
-        loss: Of the last step, None if the run did not come to it.
-        complaints: What was not as expected.
-    """
+    """How a cell ended."""
 
     cell: Cell
     ended: Ended
-    error: str
-    culprit: int | None
-    checkpoints: dict[str, bool | None]
-    had_checkpoint: bool
-    loss: float | None
+    error: str  # the first line of the report; "" without one
+    culprit: int | None  # whom this line names first
+    checkpoints: dict[str, bool | None]  # whether they are whole; None if one does not claim to be
+    had_checkpoint: bool  # a whole one was there when the fault struck
+    loss: float | None  # of the last step; None if the run did not come to it
     complaints: tuple[str, ...]
 
 
@@ -64,14 +53,7 @@ def outcome(
     by_torchrun: bool = False,
     folder: Path | None = None,
 ) -> Outcome:
-    """Runs a cell; returns how it ended.
-
-    Args:
-        cell: The cell.
-        network: Where its ranks run.
-        by_torchrun: Whether torchrun starts and ends the ranks.
-        folder: Where to leave its files; None for nowhere.
-    """
+    """Runs a cell, and leaves its files in a folder, if one is given; returns how it ended."""
     if folder is None:
         with tempfile.TemporaryDirectory() as temporary:
             return outcome(cell, network=network, by_torchrun=by_torchrun, folder=Path(temporary))

@@ -52,47 +52,30 @@ _COMMAND = ("train", "job.toml")
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a world ended.
+    """How the ranks of a world ended."""
 
-    Attributes:
-        codes: Exit code of each rank; negative for a signal, None for a rank that did not end.
-            Under torchrun only that of torchrun itself, as `LAUNCHER`.
-        seconds: From the fault to the end of the last rank that can end; None if some did not.
-        has_struck: Whether the fault struck.
-        stderr: Of all ranks.
-        leftover: Processes that were left.
-    """
-
+    # Exit codes: negative for a signal, None for a rank that did not end. Under torchrun only that
+    # of torchrun itself, as `LAUNCHER`.
     codes: dict[int, int | None]
-    seconds: float | None
+    seconds: float | None  # from the fault to the end of the last rank; None if some did not end
     has_struck: bool
-    stderr: str
-    leftover: tuple[int, ...]
+    stderr: str  # of all ranks
+    leftover: tuple[int, ...]  # processes
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, before it begins.
+    """The ranks of a run, before it begins."""
 
-    Attributes:
-        folder: Has the job; files of the ranks are written there.
-        num_ranks: Number of ranks.
-        variables: Further environment of the ranks.
-        bound_seconds: After the fault, all ranks must end in this time. Then they are killed.
-        stopped: Ranks that cannot end, because they stop themselves.
-        network: Where ranks run; None for the loopback of this machine.
-        cut: The rank whose link is cut when its fault strikes.
-        keeps_store: Whether rank 0 keeps the store, as under Slurm; else this process does, as
-            torchrun does. In a network it is always rank 0.
-    """
-
-    folder: Path
+    folder: Path  # has the job; files of the ranks are written there
     num_ranks: int
-    variables: Mapping[str, str]
-    bound_seconds: float
-    stopped: Sequence[int] = ()
-    network: Network | None = None
-    cut: int | None = None
+    variables: Mapping[str, str]  # further environment of the ranks
+    bound_seconds: float  # after the fault, all ranks must end in this time; then they are killed
+    stopped: Sequence[int] = ()  # ranks that cannot end, because they stop themselves
+    network: Network | None = None  # None for the loopback of this machine
+    cut: int | None = None  # the rank whose link is cut when its fault strikes
+    # Whether rank 0 keeps the store, as under Slurm; else this process does, as torchrun does. In a
+    # network it is always rank 0.
     keeps_store: bool = False
 
     @property
@@ -241,14 +224,7 @@ def _server() -> ForkServerContext:
 def run_torchrun(
     folder: Path, num_ranks: int, *, variables: Mapping[str, str], limit_seconds: float
 ) -> Ended:
-    """Runs the job of a folder by torchrun; returns how torchrun ended.
-
-    Args:
-        folder: Has the job; files are written there.
-        num_ranks: Number of ranks.
-        variables: Further environment of the ranks.
-        limit_seconds: After this time, with the start, all processes are killed.
-    """
+    """Runs the job of a folder by torchrun, until the limit; returns how torchrun ended."""
     mark = uuid4().hex
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), "-m", "pipegrad", *_COMMAND]

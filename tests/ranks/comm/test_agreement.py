@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ def fail(error: Exception) -> NoReturn:
     raise error
 
 
-def raise_on(failing: dict[int, Exception]) -> int:
+def raise_on(failing: Mapping[int, Exception]) -> int:
     if rank() in failing:
         raise failing[rank()]
     return rank()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm.comm_stream import CommStream
-from pipegrad.testing import OrderChecker, run_ranks
+from pipegrad.testing import OrderChecker
 from tests.support.ordering.producers import CPU
 from tests.support.ordering.programs import PROGRAMS, run_programs, wrong
 
@@ -70,12 +70,10 @@ def started(kind: str, tensor: torch.Tensor) -> Any:
     return exchange(tensor, 1 - dist.get_rank())
 
 
-def all_left_to_luck() -> dict[tuple[str, tuple[int, ...]], list[int]]:
-    return {(kind, waited): left_to_luck(kind, waited) for kind, waited in WAITED}
-
-
-def test_a_collective_ends_where_somebody_waits_for_it() -> None:
-    assert run_ranks(all_left_to_luck, 2, timeout_seconds=60) == [WAITED] * 2
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "waited"), WAITED)
+def test_a_collective_ends_where_somebody_waits_for_it(kind: str, waited: tuple[int, ...]) -> None:
+    assert left_to_luck(kind, waited) == WAITED[kind, waited]
 
 
 # Live.

@@ -13,14 +13,16 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipegrad import Topology, attach, find_tied
 from pipegrad.plugins.handler import HandlerSpec
-from pipegrad.testing import OrderChecker, run_ranks
+from pipegrad.testing import OrderChecker
 from pipegrad.testing.ordering.checker import Entry
 from tests.support.gradients.cases import replicated
 from tests.support.ordering.producers import Producers
 from tests.support.ordering.programs import NUMBERS, OWNED, model, steps
+from tests.support.pairwise import everything
 from tests.support.pipeline.models import TOKENS, VOCAB, build
 from tests.support.pipeline.pipelines import LOOPS, VEES, Case, loss_of, stage_module
 from tests.support.pipeline.training import Run, alone, truth
+from tests.support.ranked import gathered
 
 SCHEDULES = ("GPipe", "1F1B", *LOOPS[:3], *VEES)
 FATES: dict[str, dict[str, Any]] = {
@@ -37,16 +39,13 @@ PRODUCERS = (1, 2, 3)  # in each step; from the second one on, parameters leave 
 class Watched:
     """What one rank saw of one case."""
 
-    violations: list[str] = field(default_factory=list)
     producers: set[str] = field(default_factory=set)
     early: int = 0
     collectives: list[int] = field(default_factory=list)  # a step
     waiting_backwards: int = 0  # operations of a backward that are behind a reduction of its step
     backwards: int = 0
-    ordered_firsts: int = (
-        0  # pairs of comm streams of which one's first collective waits for the other's
-    )
-    firsts: int = 0
+    firsts: int = 0  # pairs of comm streams
+    ordered_firsts: int = 0  # of which one's first collective waits for the other's
     bits: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -54,12 +53,8 @@ def is_collective(entry: Entry) -> bool:
     return entry.strand.startswith("collectives of pipegrad comm stream")
 
 
-def watch(cases: list[Case], virtual_streams: bool) -> list[Watched]:
-    """Trains each case under a checker. Runs on every rank."""
-    return [watch_case(case, virtual_streams) for case in cases]
-
-
-def watch_case(case: Case, virtual_streams: bool) -> Watched:
+def watched(case: Case, *, virtual_streams: bool) -> Watched:
+    """Trains a case under a checker, which must find nothing."""
     topology = Topology.create(pipeline=2)
     truth(alone(case), topology.size("dp"))  # computed once, unwatched
     starts: list[int] = []
@@ -73,7 +68,8 @@ def watch_case(case: Case, virtual_streams: bool) -> Watched:
             stage.backward_weight_one_chunk = elsewhere  # type: ignore[method-assign]
         run.schedule.step = counting(run.schedule.step, producers, checker, starts)  # type: ignore[method-assign]
         measured = run.train()
-    seen = Watched(list(map(str, checker.violations)), early=measured.early, bits=measured.bits)
+    assert checker.violations == []
+    seen = Watched(early=measured.early, bits=measured.bits)
     seen.producers = {e.strand for e in checker.log if e.strand.startswith("producer")}
     for start, end in zip(starts, [*starts[1:], len(checker.log)], strict=True):
         look_at_step(seen, checker.log[start:end])
@@ -111,42 +107,40 @@ def case_of(schedule: str, **changes: Any) -> Case:
     return Case(schedule, **{"steps": len(PRODUCERS), **changes})
 
 
-MATRIX = {(s, f): case_of(s, **FATES[f]) for s in SCHEDULES for f in FATES}
+# Every schedule with ties, and with one of the other fates.
+OTHER_FATES = [fate for fate in FATES if fate != "tied"]
+MATRIX = [
+    (schedule, fate)
+    for number, schedule in enumerate(SCHEDULES)
+    for fate in FATES
+    if everything() or fate in ("tied", OTHER_FATES[number % len(OTHER_FATES)])
+]
 
 
-@pytest.fixture(scope="module")
-def matrix() -> dict[Case, list[Watched]]:
-    cases = list(MATRIX.values())
-    ranks = run_ranks(watch, 4, cases, True)
-    return {case: list(seen) for case, *seen in zip(cases, *ranks, strict=True)}
-
-
-@pytest.mark.parametrize("fate", FATES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(schedule: str, fate: str, matrix: dict[Case, list[Watched]]) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("schedule", "fate"), MATRIX)
+def test_every_schedule(schedule: str, fate: str) -> None:
     """2 stages or 4, 2 replicas; 1, 2 and 3 producers of gradients."""
-    for seen in matrix[MATRIX[schedule, fate]]:
-        assert seen.violations == []
-        # It could have gone wrong: several streams wrote, and every step reduced.
-        assert seen.producers == {"producer 0", "producer 1", "producer 2"}
-        assert len(seen.collectives) == len(PRODUCERS)
-        assert min(seen.collectives) > 0
-        # No backward waits for a reduction of its step: between steps it does, by the buffers.
-        assert seen.backwards > 0
-        assert seen.waiting_backwards == 0
+    seen = watched(case_of(schedule, **FATES[fate]), virtual_streams=True)
+    # It could have gone wrong: several streams wrote, and every step reduced.
+    assert seen.producers == {"producer 0", "producer 1", "producer 2"}
+    assert len(seen.collectives) == len(PRODUCERS)
+    assert min(seen.collectives) > 0
+    # No backward waits for a reduction of its step: between steps it does, by the buffers.
+    assert seen.backwards > 0
+    assert seen.waiting_backwards == 0
+    # Comm streams do not wait for each other, of which ties have two or more.
+    if fate == "tied":
+        assert seen.firsts >= len(PRODUCERS)  # a pair of comm streams or more, each step
+        assert seen.ordered_firsts == 0
 
 
-def test_comm_streams_do_not_wait_for_each_other(matrix: dict[Case, list[Watched]]) -> None:
-    for schedule in SCHEDULES:
-        for seen in matrix[MATRIX[schedule, "tied"]]:
-            assert seen.firsts >= len(PRODUCERS)  # a pair of comm streams or more, each step
-            assert seen.ordered_firsts == 0
-
-
+NUM_BUCKETED = 3
 OTHERS = [
     case_of("1F1B", options=(("comm_streams", 1), ("bucket_bytes", 2048))),
     case_of("1F1B", options=(("comm_streams", 2), ("bucket_bytes", 2048))),
     case_of("1F1B", options=(("comm_streams", 3), ("bucket_bytes", 2048))),
+    # The others follow.
     case_of("1F1B", options=(("reduce_dtype", torch.float64),)),
     case_of("ZBVZeroBubble", options=(("reduce_dtype", torch.float64),)),
     case_of("1F1B", options=(("reduce_dtype", torch.bfloat16), ("sum_dtype", torch.float32))),
@@ -156,29 +150,33 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["streams", "threads"])
-def others(request: pytest.FixtureRequest) -> list[list[Watched]]:
-    return run_ranks(watch, 4, OTHERS, request.param)
+either = pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
 
 
-def test_copies_accumulation_clipping_compiled_stages_and_threads(
-    others: list[list[Watched]],
-) -> None:
-    assert [seen.violations for rank in others for seen in rank] == [[]] * (4 * len(OTHERS))
-    # Wide sums are messages, not collectives.
-    counted = [n for n, case in enumerate(OTHERS) if "sum_dtype" not in dict(case.options)]
-    assert len(counted) == len(OTHERS) - 1
-    assert all(min(rank[n].collectives[1::2]) > 0 for rank in others for n in counted)
+@either
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("number", range(NUM_BUCKETED, len(OTHERS)))
+def test_copies_accumulation_clipping_and_compiled_stages(number: int, *, streams: bool) -> None:
+    case = OTHERS[number]
+    seen = watched(case, virtual_streams=streams)
+    if "sum_dtype" not in dict(case.options):  # wide sums are messages, not collectives
+        assert min(seen.collectives[1::2]) > 0
 
 
-def test_the_number_of_comm_streams_changes_no_bit(others: list[list[Watched]]) -> None:
-    for one, two, three, *_ in others:
-        assert one.bits == two.bits == three.bits
-        assert one.bits
+@either
+@pytest.mark.ranks(4)
+def test_the_number_of_comm_streams_changes_no_bit(*, streams: bool) -> None:
+    found = [watched(case, virtual_streams=streams) for case in OTHERS[:NUM_BUCKETED]]
+    assert all(min(seen.collectives[1::2]) > 0 for seen in found)
+    one, two, three = (seen.bits for seen in found)
+    assert one == two == three
+    assert one
 
 
-def placed(streams: bool) -> list[str]:
-    """Trains a schedule of torch whose ties have an owner, and whose rows are stepped."""
+@either
+@pytest.mark.ranks(4)
+def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> None:
+    """Its ties have an owner, and its rows are stepped."""
     with OrderChecker(virtual_streams=streams) as checker:
         topology, whole = Topology.create(pipeline=2), build("tied")
         here, share = topology.coordinate("pp"), topology.coordinate("dp")
@@ -197,24 +195,15 @@ def placed(streams: bool) -> list[str]:
             optimizer.zero_grad()
         sync.check_replicas()
         sync.close()
-    return list(map(str, checker.violations))
+    assert checker.violations == []
 
 
-@pytest.mark.parametrize("streams", [True, False], ids=["streams", "threads"])
-def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> None:
-    assert run_ranks(placed, 4, streams) == [[]] * 4
-
-
-def sequences() -> list[tuple[str, int]]:
-    """Reduces the model that not all ranks use; returns stream and bytes of each collective."""
+@pytest.mark.ranks(2)
+def test_a_rank_that_lacks_gradients_issues_the_same_collectives() -> None:
     with OrderChecker(log=True) as checker:
-        module = model()
+        module = model()  # which not all ranks use
         steps(checker, replicated(module, bucket_bytes=256, comm_streams=1), module, NUMBERS)
     found = [(e.strand.partition(" in group")[0], e) for e in checker.log if is_collective(e)]
-    return [(comm_stream, access.spans[-1][1]) for comm_stream, e in found for access in e.accesses]
-
-
-def test_a_rank_that_lacks_gradients_issues_the_same_collectives() -> None:
-    first, second = run_ranks(sequences, 2)
-    assert first == second
-    assert len(first) > len(NUMBERS)
+    sent = [(name, access.spans[-1][1]) for name, e in found for access in e.accesses]
+    assert gathered(sent) == [sent] * 2
+    assert len(sent) > len(NUMBERS)

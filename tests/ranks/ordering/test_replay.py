@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 from pipegrad.comm.sync_points import sites
-from pipegrad.testing import run_ranks
 from pipegrad.testing.ordering.replay import Recording
 from tests.support.gradients.cases import rank, replicated, stage, tied
 from tests.support.ordering.producers import Producers
@@ -23,22 +23,18 @@ SHOWN = (
 )
 
 
-def drained(mutant: str | None) -> dict[str, tuple[int, int]]:
+def drained(mutant: str | None) -> list[tuple[int, int]]:
     """Returns for each program the number of orders and of those with other bits.
 
     All orders of the right program; of a wrong one, of which there are far more, the extremes.
     """
-    return {name: drain(name, mutant) for name in ("viewed", "copied", "tied")}
-
-
-def drain(name: str, mutant: str | None) -> tuple[int, int]:
-    with Recording() as recording:
-        if mutant is None:
+    found = []
+    for name in ("viewed", "copied", "tied"):
+        off = sites[mutant].off() if mutant else contextlib.nullcontext()
+        with Recording() as recording, off:
             program(recording, name)
-        else:
-            with sites[mutant].off():
-                program(recording, name)
-    return recording.differing(recording.priorities() if mutant else recording.orders())
+        found.append(recording.differing(recording.priorities() if mutant else recording.orders()))
+    return found
 
 
 def program(recording: Recording, name: str) -> None:
@@ -61,13 +57,13 @@ def program(recording: Recording, name: str) -> None:
     sync.close()
 
 
+@pytest.mark.ranks(2)
 def test_every_legal_order_of_a_step_gives_the_bits_of_a_serial_run() -> None:
-    for reply in run_ranks(drained, 2, None):
-        for orders, wrong in reply.values():
-            assert (orders > 1, wrong) == (True, 0)
+    for orders, wrong in drained(None):
+        assert (orders > 1, wrong) == (True, 0)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("mutant", SHOWN)
 def test_without_a_wait_some_order_gives_others(mutant: str) -> None:
-    for reply in run_ranks(drained, 2, mutant):
-        assert any(wrong > 0 for _, wrong in reply.values())
+    assert any(wrong > 0 for _, wrong in drained(mutant))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from pipegrad.observe.stamps import DeviceStamps, Stamps
 from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective, Op
 from pipegrad.simulation.timeline import COMPUTE, Span
+from tests.support.devices import Device
 
 NAME = "bucket 0: replicate-sum(pp) over ranks [0, 1]"
 COLLECTIVE = Collective(NAME, (0, 1), (0, 1), 0, (0,))
@@ -43,40 +43,6 @@ class Ticks:
 
     def recycle(self, stamps: Any) -> None:
         pass
-
-
-@dataclass
-class Card:
-    """A device that reaches its events when somebody waits for it, and counts them."""
-
-    clock: float = 0.0
-    waits: int = 0
-    made: int = 0
-    queue: list[Any] = field(default_factory=list)
-
-    def make(self) -> Event:
-        self.made += 1
-        return Event()
-
-    def record(self, event: Event) -> None:
-        event.seconds = None
-        self.queue.append(event)
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        for event in self.queue:
-            self.clock += 1.0
-            event.seconds = self.clock
-        self.queue.clear()
-
-
-class Event:
-    seconds: float | None = None
-
-    def elapsed_time(self, other: Event) -> float:
-        assert self.seconds is not None
-        assert other.seconds is not None
-        return (other.seconds - self.seconds) * 1e3
 
 
 def made(stamps: Stamps, steps: int = 2) -> StepRecorder:
@@ -209,7 +175,7 @@ def test_nothing_to_read_is_refused(ended: Any) -> None:
 def test_a_device_is_never_waited_for_in_a_step_and_its_events_are_used_again(
     ended: Any,
 ) -> None:
-    card = Card()
+    card = Device()
     ended.append(recorder := made(DeviceStamps(card.make, card.record, card.synchronize)))
     counts = []
     for number in range(6):
@@ -221,6 +187,6 @@ def test_a_device_is_never_waited_for_in_a_step_and_its_events_are_used_again(
     own = recorder.read()
     assert card.waits == 2
     assert len(computes(own)) == 2 * 4
-    assert all(span.seconds == pytest.approx(1.0) for span in computes(own))
+    assert all(span.seconds == pytest.approx(0.5) for span in computes(own))
     begins = [span.begin for span in computes(own)]
     assert begins == sorted(begins)

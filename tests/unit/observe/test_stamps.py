@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from pipegrad.observe.stamps import DeviceStamps, HostStamps
-
-
-@dataclass
-class Device:
-    """A device that reaches its events only when somebody waits for it."""
-
-    clock: float = 1000.0  # seconds
-    waits: int = 0
-    made: int = 0
-    queue: list[Event] = field(default_factory=list)
-
-    def make(self) -> Event:
-        self.made += 1
-        return Event(self)
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        for event in self.queue:
-            self.clock += 0.5
-            event.seconds = self.clock
-        self.queue.clear()
-
-
-@dataclass(eq=False)
-class Event:
-    device: Device
-    seconds: float | None = None
-
-    def elapsed_time(self, other: Any) -> float:
-        if self.seconds is None or other.seconds is None:
-            raise RuntimeError("an event that was not reached")
-        return float(other.seconds - self.seconds) * 1e3
+from tests.support.devices import Device
 
 
 def made(device: Device) -> DeviceStamps:
-    return DeviceStamps(device.make, device.queue.append, device.synchronize)
+    return DeviceStamps(device.make, device.record, device.synchronize)
 
 
 def test_stamps_are_read_by_the_hosts_clock_after_the_device_was_waited_for() -> None:
