@@ -59,8 +59,8 @@ def train(trained: Trained, flips: Callable[[], object], *, num: int = AT) -> li
 
 
 def seeded(**shapes: tuple[int, ...]) -> nn.Module:
-    drawn = torch.Generator().manual_seed(3)
-    return stage(**{name: torch.randn(shape, generator=drawn) for name, shape in shapes.items()})
+    torch.manual_seed(3)
+    return stage(**{name: torch.randn(shape) for name, shape in shapes.items()})
 
 
 def replicas(**options: Any) -> Trained:
@@ -83,7 +83,7 @@ def placed(placement: Placement, **options: Any) -> Trained:
 
 
 def masters(**options: Any) -> Trained:
-    module = stage(w=torch.randn(64).bfloat16())
+    module = seeded(w=(64,)).bfloat16()
     return replicated(module, master_dtype=torch.float32, **options), module
 
 
@@ -153,7 +153,6 @@ def test_parameters_follow_a_repaired_master_copy() -> None:
     # The lowest rank's master copy flips: the others are the majority.
     values, word = [], ""
     for odd in (-1, 0):
-        torch.manual_seed(3)
         sync, module = masters(repair=True)
         main = sync.main_parameters()[0].tensor
         word = train((sync, module), flip(main, 30, on=odd), num=10)[AT - 1]

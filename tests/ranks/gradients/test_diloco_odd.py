@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from pipegrad import GradientSync, GradScaler, Topology
 from pipegrad.errors import PipegradError, StepError
 from pipegrad_handlers.diloco import DiLoCo
-from tests.support.gradients.cases import outcome, rank
+from tests.support.gradients.cases import outcome, rank, stage
 from tests.support.gradients.diloco import Run, Trainer, batch, make_scheduler, meet, model, same
 from tests.support.gradients.placements import compute
 from tests.support.pipeline.schedulers import error
@@ -151,35 +151,32 @@ def test_a_gradient_that_is_no_number_is_known_everywhere() -> None:
     assert "'2.norm.weight' (stage 1, rank 3)" in map(str, trainer.sync.non_finite())
 
 
-class Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.transposed = nn.Parameter(torch.randn(4, 3).t())
-        self.scalar = nn.Parameter(torch.tensor(1.0))
-        self.empty = nn.Parameter(torch.empty(0))
-        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        self.double_ = nn.Parameter(torch.randn(2, dtype=torch.float64))
-        self.half_ = nn.Parameter(torch.randn(2, dtype=torch.float16))
-        self.unused = nn.Parameter(torch.randn(2))
-        self.used_once = nn.Parameter(torch.randn(2))
-        last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-        self.last = nn.Parameter(last)
-
-    def forward(self, factor: float) -> Tensor:
-        real = (self.transposed, self.scalar, self.empty, self.double_, self.half_, self.last)
-        total = sum(p.double().sum() for p in real) + self.complex.real.sum()
-        total = total + self.complex.imag.sum()
-        return factor * total + (self.used_once.sum() if factor == 4 else 0)
-
-
 def test_any_parameter_meets() -> None:
-    module = Odd()
+    module = stage(
+        transposed=torch.randn(4, 3).t(),
+        scalar=torch.tensor(1.0),
+        empty=torch.empty(0),
+        complex=torch.randn(3, dtype=torch.complex64),
+        float64=torch.randn(2, dtype=torch.float64),
+        float16=torch.randn(2, dtype=torch.float16),
+        last=torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        unused=torch.randn(2),
+        used_once=torch.randn(2),
+    )
+
+    def backward() -> None:
+        for name, parameter in module.named_parameters():
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            factor = {"unused": 0, "used_once": rank() == 3}.get(name, 1.0 + rank())
+            if factor:
+                (factor * real.double().sum()).backward()
+
     handler = {"name": "diloco", "every": 2, "lr": 1.0, "momentum": 0.0}
     sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=[handler])
     optimizer = sync.optimizer(torch.optim.SGD, lr=0.25)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     for _ in range(2):
-        compute(sync, lambda: module(1.0 + rank()).backward())
+        compute(sync, backward)
         optimizer.step()
         optimizer.zero_grad()
     sync.check_replicas()

@@ -71,9 +71,9 @@ def train(how: Exchange, handlers: Sequence[Any], **options: Any) -> list[dict[s
     """Returns the bits of each step's gradients by name; no read or write is unordered."""
     topology = Topology.create(pipeline=2)
     here = topology.coordinate("pp")
-    tables = {
-        n: t.clone() for n, t in TABLES.items() if n != "waves" or "reduce_dtype" not in options
-    }
+    tables = {name: table.clone() for name, table in TABLES.items()}
+    if "reduce_dtype" in options:
+        del tables["waves"]
     module = stage(**tables)
     with OrderChecker() as checker:
         sync = GradientSync(
@@ -153,11 +153,11 @@ def test_rows_are_what_lies_together() -> None:
     assert rows_of(whole, range(5, 7)) == (Rows(0, 1, 2), Rows(2, 1, 4))
 
 
-def plan(axes: dict[str, int], handlers: Sequence[GradientHandler]) -> Plan:
+def plan(pp: int, dp: int, *handlers: GradientHandler) -> Plan:
     """Plans a layer of each stage, tied if there are several."""
-    topology = Topology.build(axes=tuple(axes.items()))
-    stages = {at: nn.Linear(2, 2, device="meta") for at in range(axes["pp"])}
-    tied = [["weight"], ["bias"]] if axes["pp"] > 1 else []
+    topology = Topology.build(axes=(("pp", pp), ("dp", dp)))
+    stages = {at: nn.Linear(2, 2, device="meta") for at in range(pp)}
+    tied = [["weight"], ["bias"]] if pp > 1 else []
     manifest = make_manifest(stages, topology, tied=tied)
     named = [(type(handler).__name__, handler) for handler in handlers]
     return make_plan(manifest, topology, named, GradientOptions(bucket_bytes=2**20))
@@ -181,7 +181,7 @@ def test_an_exchange_of_others_is_refused_by_name(
         ]
     )
     with pytest.raises(PlanError, match=complaint):
-        plan({"pp": 1, "dp": 3}, [asked])
+        plan(1, 3, asked)
 
 
 def test_an_exchange_comes_last() -> None:
@@ -189,7 +189,7 @@ def test_an_exchange_comes_last() -> None:
         lambda ps, t: [Reduction(p, t.ranks_along("dp"), "mean", exchange="pairwise") for p in ps]
     )
     with pytest.raises(PlanError, match="an exchange must come last"):
-        plan({"pp": 2, "dp": 2}, [pairs, PipelineShared()])
+        plan(2, 2, pairs, PipelineShared())
 
 
 def test_another_exchange_is_another_bucket() -> None:
@@ -198,5 +198,5 @@ def test_another_exchange_is_another_bucket() -> None:
             how: Exchange = "pairwise" if record.name == "bias" else "asymmetric"
             return Reduction(record, ranks, exchange=how)
 
-    buckets = plan({"pp": 2, "dp": 1}, [Mixed()]).buckets
+    buckets = plan(2, 1, Mixed()).buckets
     assert [bucket.route[0].exchange for bucket in buckets] == ["pairwise", "asymmetric"]
