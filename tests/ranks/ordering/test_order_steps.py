@@ -46,7 +46,7 @@ class Watched:
     backwards: int = 0
     firsts: int = 0  # pairs of comm streams
     ordered_firsts: int = 0  # of which one's first collective waits for the other's
-    bits: dict[str, set[str]] = field(default_factory=dict)
+    bits: dict[str, set[str]] | None = None
 
 
 def is_collective(entry: Entry) -> bool:
