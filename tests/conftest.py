@@ -103,7 +103,9 @@ def preload() -> None:
     """Lets the fork server import what the tests share; else every rank of every spawn does it."""
     ours = ("pipegrad.", "pipegrad_handlers.", "tests.support.")
     shared = [name for name in sys.modules if name.startswith(ours)]
-    ranks._fork_server().set_forkserver_preload([*ranks._PRELOADED, "pytest", *shared])
+    # Optimizers of torch import its compiler when they are used first: 1.2 s on each rank.
+    modules = [*ranks._PRELOADED, "torch._dynamo", "pytest", *shared]
+    ranks._fork_server().set_forkserver_preload(modules)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -48,6 +49,7 @@ _SETTLE_SECONDS = 0.1
 _STACK_SECONDS = 2.0  # timeout for stuck ranks to write their stacks
 
 _group_numbers = itertools.count()
+_store_lock = threading.Lock()
 
 
 def run_ranks(
@@ -280,8 +282,13 @@ def _fork_server() -> ForkServerContext:
     return context
 
 
-@functools.cache
 def _store_server() -> TCPStore:
+    with _store_lock:  # threads that start ranks at the same time share one
+        return _started_store_server()
+
+
+@functools.cache
+def _started_store_server() -> TCPStore:
     """Returns the store of this process, on loopback only. Process groups differ by prefix."""
     # A client of a store looks up the names of both ends for torch's logs. If the DNS loses a
     # packet, that takes 5 s. So the server uses IPv4, whose loopback has a name in /etc/hosts. The

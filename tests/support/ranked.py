@@ -91,11 +91,11 @@ def run_test(
     # A rank looks its parameters up: a lambda among them could not be sent.
     for table, row in zip(_tables(function), rows, strict=True):
         given |= table[row]
-    if not patches:
-        function(**given)
-        return
     with pytest.MonkeyPatch.context() as monkeypatch:
-        function(monkeypatch=monkeypatch, **given)
+        try:
+            function(**given, **({"monkeypatch": monkeypatch} if patches else {}))
+        except pytest.fail.Exception as failure:  # it cannot be pickled
+            raise AssertionError(str(failure)) from None
 
 
 def _rewritten(name: str, path: str) -> ModuleType:
