@@ -30,7 +30,7 @@ def write_map(options: argparse.Namespace) -> None:
     parts.mkdir(parents=True, exist_ok=True)
     part_of = {file: parts / f"{file.replace('/', '+')}.json" for file in files}
     todo = [file for file in files if not part_of[file].exists()]
-    todo.sort(key=lambda file: not file.startswith("tests/unit/"))
+    todo.sort(key=lambda file: (not file.startswith("tests/unit/"), "/parity/" in file))
     import_product(ROOT)
 
     def map_file(number: int, worker: int) -> None:
