@@ -83,6 +83,7 @@ def _launch(
     files: Sequence[Path],
     environment: dict[str, str],
 ) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may ignore it, as nohup does
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
