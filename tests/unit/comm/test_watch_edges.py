@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from pipegrad.comm import failures
 from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.watch.processes import Processes, ProcessId
 from tests.unit.comm.test_failure_report import computing, report, waiting
 
 
@@ -27,3 +28,26 @@ def test_a_failure_is_final_only_if_that_is_said(
     notice.post("boom", **({"final": True} if final else {}))
     assert notice.read() == "rank 3: boom"
     assert notice.read_final() == ("rank 3: boom" if final else None)
+
+
+def test_a_process_that_ended_is_lost_unless_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    board, own = dist.HashStore(), ProcessId.own()
+    processes = Processes(board, "job", 0)
+    for rank, other in ((1, own), (2, own._replace(began="1"))):  # 2: its number is used again
+        board.append(f"job/machine/{own.machine}", f"{rank} {other.dumped()}\n")
+    processes.learn()
+    assert processes.pause_seconds == 0
+    assert (processes.has_lost(), processes.lost(), processes.is_first()) == (True, [2], True)
+    board.set("job/left/2", "")
+    assert (processes.has_lost(), processes.lost()) == (False, [])
+
+
+def test_processes_are_read_a_hundred_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    processes = Processes(dist.HashStore(), "job", 0)
+    pauses = []
+    for _ in range(12):
+        processes.learn()
+        pauses.append(processes.pause_seconds > 0)
+    assert pauses == [True] * 10 + [False] * 2

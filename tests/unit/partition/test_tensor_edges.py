@@ -11,7 +11,7 @@ from pipegrad.partition.traced.model import TracedModel
 from pipegrad.partition.weights.initial_values import _SeedByName
 from pipegrad.partition.weights.pretrained import first_names
 from tests.unit.partition import test_structural as structural
-from tests.unit.partition.test_traced import Unused, x
+from tests.unit.partition.test_traced import WIDTH, Chain, Unused, compare, only_x, x
 
 
 class Tied(nn.Module):
@@ -25,6 +25,19 @@ class Tied(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.head(self.embed(tokens))
         return out
+
+
+class Remembering(Chain):
+    """Writes a value of its own into a buffer of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.at(0, x)
+        self.get_buffer("last").copy_(h.detach().mean(0))
+        return self.at(3, self.at(2, self.at(1, h)))
 
 
 class Drawing(structural.Chain):
@@ -47,6 +60,10 @@ def test_a_tensor_that_no_operator_reads_is_where_its_module_runs() -> None:
 def test_a_stage_holds_a_tied_tensor_by_the_name_that_its_own_modules_use() -> None:
     parts = TracedModel(Tied(), {"tokens": torch.arange(4)}, ["embed", "head"]).parts([1])
     assert [list(part.module.state_dict()) for part in parts] == [["embed.weight"], ["head.weight"]]
+
+
+def test_a_buffer_has_what_the_forward_copies_into_it() -> None:
+    compare(Remembering(), only_x(), "0123", [2])
 
 
 def test_random_numbers_that_a_stage_and_the_returned_value_need_are_refused() -> None:

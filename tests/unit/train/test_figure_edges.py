@@ -1,12 +1,14 @@
-"""When an explanation says that its parts are not exact."""
+"""Figures of a run: in which unit they are, and when they are called inexact."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Span, Timeline
+from pipegrad.train.metrics import peak_memory_bytes
 from pipegrad.train.summary.explained import rendered_breakdown
 
 
@@ -18,3 +20,7 @@ def test_an_overlap_is_said_if_it_is_more_than_a_hundredth_of_the_step(
     breakdown = break_down(Lookup(Timeline("", "measured", 1, (0,), 1, spans, (100.0,))), 0)
     lines = [str(part) for part in rendered_breakdown(breakdown, "step 0")]
     assert any("overlap by more than 1 %" in line for line in lines) == is_said
+
+
+def test_the_memory_of_a_process_is_in_bytes() -> None:
+    assert 2**26 < peak_memory_bytes(torch.device("cpu")) < 2**44  # torch alone takes 64 MiB
