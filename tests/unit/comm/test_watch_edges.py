@@ -36,7 +36,8 @@ def test_a_process_that_ended_is_lost_unless_it_has_left(monkeypatch: pytest.Mon
     board, own = HashStore(), ProcessId.own()
     processes = Processes(board, "job", 0)
     for rank, other in ((1, own), (2, own._replace(began="1"))):  # 2: its number is used again
-        board.append(f"job/machine/{own.machine}", f"{rank} {other.dumped()}\n")
+        line = f"{rank} {other.dumped()}\n"
+        board.append(f"job/machine/{own.machine}", line)  # type: ignore[attr-defined]
     processes.learn()
     assert processes.pause_seconds == 0
     assert (processes.has_lost(), processes.lost(), processes.is_first()) == (True, [2], True)
