@@ -36,10 +36,11 @@ def test_a_step_alone_begins_with_the_memory_that_is_held_then() -> None:
 
 def test_a_rank_that_computes_faster_has_shorter_weight_gradients_too() -> None:
     program = lower(build("zb-h1", num_ranks=2, num_microbatches=4))
-    costs = Costs(
-        (StageCosts(1.0, 2.0, weight_seconds=0.5), StageCosts(3.0, 6.0, weight_seconds=1.5))
-    )
-    path = critical_path(Lookup(simulate(program, costs).timeline), 0)
+    own = StageCosts(1.0, 2.0, weight_seconds=0.5), StageCosts(3.0, 6.0, weight_seconds=1.5)
+    costs = Costs(own)
+    timeline = simulate(program, costs).timeline
+    assert timeline is not None
+    path = critical_path(Lookup(timeline), 0)
     changes = {found.change: found.costs for found in what_ifs(program, costs, path)}
     (evened,) = (own for change, own in changes.items() if change.startswith("layers moved"))
     slow = evened.stages[1]
