@@ -44,7 +44,7 @@ from pipegrad.errors import (
 FAILED_ELSEWHERE = "a step failed on another rank"
 # What torch's backends say when another rank is gone, and what pipegrad says of others.
 _OF_OTHERS = re.compile(
-    r"gloo|NCCL|[Cc]onnection|on another rank|another rank failed|key-value store"
+    r"gloo|NCCL|[Cc]onnection|on another rank|another rank failed|key-value store|nothing heard"
 )
 
 
@@ -312,12 +312,17 @@ def failure_of(error: BaseException) -> Failure:
     agreement = error if isinstance(error, AgreementError) else AgreementError()
     absent, follows, began = agreement.absent, agreement.follows, agreement.began
     if isinstance(root, dist.DistError | RuntimeError) and not _is_raised_by_user(root):
-        follows = follows or bool(_OF_OTHERS.search(f"{error} {root}"))
+        follows = follows or is_of_others(f"{error} {root}")
     # The words of pipegrad name bucket or batch. Those of others also need their line.
     words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
     notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
     words, failed = " ".join([words, *notes]), failed_at(error)
     return Failure(words, follows, began or time.time(), absent, failed=failed)
+
+
+def is_of_others(words: str) -> bool:
+    """Returns whether an error says that another rank failed, or cannot be reached."""
+    return bool(_OF_OTHERS.search(words))
 
 
 def _is_raised_by_user(error: BaseException) -> bool:

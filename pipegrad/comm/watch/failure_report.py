@@ -3,7 +3,8 @@
 [Note: the cause of a failure] Most ranks of a failed job only wait. The cause is looked for in this
 order:
 
-1. a rank that has raised an error which does not follow from another rank's failure;
+1. a rank that has raised an error which does not follow from another rank's failure; or that has
+   told such an error to another rank, and has not answered yet, or not with its error;
 2. a rank that does not answer: its process has ended or is stopped, or its network is cut;
 3. a rank that others wait for, and that waits for nobody: it is slow, or it is elsewhere;
 4. ranks that have all come to one collective, which does not end;
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipegrad.comm.activity import Drawing
-from pipegrad.comm.failures import FAILED_ELSEWHERE
+from pipegrad.comm.failures import FAILED_ELSEWHERE, is_of_others
 from pipegrad.comm.watch.rank_state import RankState, Wait
 
 # Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
@@ -67,8 +68,8 @@ class FailureReport:
         kind: Kind = "lost"
         own = f"rank {state.rank} {_words(state)}"
         cause = "; ".join(f"rank {rank} {words}" for rank, words in signs.items()) or own
-        if state.error and not state.follows:
-            cause, kind = _failed(state), "raised"
+        if raised := _raised({state.rank: state}):
+            cause, kind = raised[1], "raised"
         cause, details = _sentences(cause, reason), "" if cause == own else f"\n  {own}"
         return cls(cause, f"{cause}{details}", state.rank, kind)
 
@@ -97,26 +98,41 @@ def make_report(
         alone = next(iter(errors))
         if all(state.error == alone for state in states.values()):
             return FailureReport(alone, alone, reporter, "common")
-    ranks, cause = _cause(states, num_ranks, alarm, signs)
+    raised = _raised(states)
+    ranks, cause = raised or _cause(states, num_ranks, alarm, signs)
     parts = [cause, _table(states, num_ranks, ranks, signs)]
     pipelines = [states[r].row for r in ranks if r in states] + [s.row for s in states.values()]
     pipeline = next((row[0] for row in pipelines if row is not None), None)
     if pipeline is not None and draw is not None:
         marks = {s.row[1]: s.mark for s in states.values() if s.row and s.row[0] == pipeline}
         parts.append(draw(pipeline, marks))
-    is_raised = any(state.error and not state.follows for state in states.values())
     text = "\n".join(part for part in parts if part)
-    return FailureReport(cause, text, reporter, "raised" if is_raised else "lost")
+    return FailureReport(cause, text, reporter, "raised" if raised else "lost")
+
+
+def _errors(states: Mapping[int, RankState]) -> list[RankState]:
+    """Returns the ranks with an error, the first error first."""
+    return sorted((s for s in states.values() if s.error), key=lambda s: (s.error_time, s.rank))
+
+
+def _raised(states: Mapping[int, RankState]) -> tuple[list[int], str] | None:
+    """Returns the rank with an error that is the cause; see [Note: the cause of a failure]."""
+    for state in _errors(states):
+        if not state.follows:
+            return [state.rank], _failed(state)
+    for state in _errors(states):
+        told = _TOLD.match(state.error)
+        begin = told[0].rfind("rank ") if told else -1
+        if begin >= 0 and not is_of_others(error := state.error[begin:]):
+            return [int(error.split()[1].rstrip(":"))], error
+    return None
 
 
 def _cause(
     states: Mapping[int, RankState], num_ranks: int, alarm: str, signs: Mapping[int, str]
 ) -> tuple[list[int], str]:
-    """Returns the ranks that are the cause, and the cause; see [Note: the cause of a failure]."""
-    raised = sorted((s for s in states.values() if s.error), key=lambda s: (s.error_time, s.rank))
-    for state in raised:
-        if not state.follows:
-            return [state.rank], _failed(state)
+    """Returns the ranks that are the cause if none has raised it, and the cause."""
+    raised = _errors(states)
     if silent := [rank for rank in range(num_ranks) if rank not in states]:
         words = "; ".join(f"rank {rank} {signs.get(rank, _UNKNOWN)}" for rank in silent[:4])
         more = f"; and {len(silent) - 4} more" if len(silent) > 4 else ""

@@ -10,6 +10,7 @@ from pipegrad.comm.watch.failure_report import FailureReport, make_report
 from pipegrad.comm.watch.rank_state import RankState, Wait
 
 ALL = (0, 1, 2, 3)
+TOLD = "a step failed on another rank: rank 2: ValueError: boom. In 1F0"
 
 
 def state(rank: int, **more: object) -> RankState:
@@ -68,6 +69,16 @@ CASES = {
             ),
         ],
         "rank 3: bucket 0: boom of rank 3: bad [step 3]",
+        "raised",
+    ),
+    "who has told its error, and is on the way out with it": (
+        [
+            failed(0, TOLD, 2.0, follows=True),
+            waiting(1, 2),
+            state(2),
+            waiting(3, 2),
+        ],
+        "rank 2: ValueError: boom. In 1F0",
         "raised",
     ),
     "words of the user's own with a rank in them": (
@@ -173,6 +184,16 @@ def test_a_rank_without_an_answer_comes_before_errors_that_follow() -> None:
     assert found.kind == "lost"
 
 
+def test_what_an_ended_rank_has_told_is_the_cause_unless_it_tells_of_others() -> None:
+    told = [failed(0, TOLD, 1.0, follows=True), waiting(1, 2), waiting(3, 2)]
+    found = report(told, signs={2: "has ended with code 1"})
+    assert (found.cause, found.kind) == ("rank 2: ValueError: boom. In 1F0", "raised")
+    of_others = "a step failed on another rank: rank 2: RuntimeError: gloo: Connection closed"
+    told[0] = failed(0, of_others, 1.0, follows=True)
+    found = report(told, signs={2: "has ended with code 1"})
+    assert (found.cause, found.kind) == ("rank 2 has ended with code 1", "lost")
+
+
 def test_who_did_not_come_to_an_agreement_is_the_cause() -> None:
     absent = RankState(
         0, "h", 1, error="nothing heard of [2]", follows=True, absent=(2,), error_time=1.0
@@ -232,3 +253,5 @@ def test_a_rank_that_reaches_nobody_reports_what_it_knows() -> None:
     assert beside.text.splitlines()[1:] == ["  rank 2 was in step 3, a value of [1], for 0.0 s"]
     raised = FailureReport.of_one_rank(failed(2, "boom", 1.0), "no store", {0: "is stopped"})
     assert (raised.cause, raised.kind) == ("rank 2: boom [step 3]. no store", "raised")
+    told = FailureReport.of_one_rank(failed(0, TOLD, 1.0, follows=True), "no store", {})
+    assert (told.cause, told.kind) == ("rank 2: ValueError: boom. In 1F0. no store", "raised")
