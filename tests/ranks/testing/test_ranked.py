@@ -61,7 +61,10 @@ def test_passes_later():
 """
 
 
-def test_a_failure_is_told_by_its_test_alone(pytester: pytest.Pytester) -> None:
+def test_a_failure_is_told_by_its_test_alone(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CI", raising=False)  # with it, pytest's summary has whole messages
     pytester.makeconftest(
         "from tests.conftest import pytest_pyfunc_call, pytest_runtest_teardown\n"
         "def pytest_configure(config):\n    config.addinivalue_line('markers', 'ranks: of a test')"
