@@ -11,7 +11,8 @@ in the first microbatch. What changes later travels with the values: see [Note: 
 3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
    then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
 4. All ranks exchange their specs, their loss_divisor, the names of their metrics and the number of
-   rows that they cut. Divisors and names must be equal, and in each pipeline the rows. If a rank
+   rows that they cut. Divisors and names must be equal, and in each pipeline the rows and what was
+   given: [Note: what was passed]. If a rank
    failed, all ranks raise, and the next step is a first step again.
 5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
    no channel back.
@@ -33,7 +34,6 @@ from pipegrad.pipeline.step import StepContext, StepKind
 from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.program import Channel
-from pipegrad.topology import Topology
 
 
 class LearnedSpecs(Specs):
@@ -88,14 +88,14 @@ class _Learned:
         divisor: Its loss_divisor; None if this rank has none.
         metrics: The names of loss_fn's metrics; None if this rank computed no loss.
         rows: Of the batch that it cut; None if it cut nothing.
-        digests: Of the tensors that its stages are given, by name.
+        passed: Of the tensors that it was given: [Note: what was passed].
     """
 
     specs: dict[int, Spec]
     divisor: float | None
     metrics: tuple[str, ...] | None
     rows: int | None
-    digests: dict[str, str]
+    passed: dict[str, int]
 
 
 def run_first_step(
@@ -143,8 +143,8 @@ def run_first_step(
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
         divisor = first.divisors(batch)[1]
         batches = context.batches
-        digests = batches.digests(batch)
-        return _Learned(known, divisor, first.terms.metrics, batches.rows, digests)
+        passed = {name: int(number) for name, number in batches.passed.items()}
+        return _Learned(known, divisor, first.terms.metrics, batches.rows, passed)
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
@@ -161,7 +161,7 @@ def run_first_step(
     if len(learned) < len(ranks):
         raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
     try:
-        _check_alike(context, learned)
+        _check_alike(context, learned, forward_only=forward_only)
     except PipegradError:
         # All ranks raise it, with the step behind them: what the step has left goes on all ranks.
         context.codings.feedback.drop_pending()
@@ -193,8 +193,10 @@ def run_first_step(
     return kind, outcome
 
 
-def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
-    """Refuses different divisors or metrics, and rows that differ within a pipeline."""
+def _check_alike(
+    context: StepContext, learned: Mapping[int, _Learned], *, forward_only: bool
+) -> None:
+    """Refuses different divisors or metrics, and batches that differ within a pipeline."""
     divisors = {rank: reply.divisor for rank, reply in learned.items()}
     same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
     names = {rank: reply.metrics for rank, reply in learned.items()}
@@ -204,20 +206,6 @@ def _check_alike(context: StepContext, learned: Mapping[int, _Learned]) -> None:
     for pipeline in context.topology.pipelines:
         rows = {rank: learned[rank].rows for rank in pipeline}
         same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})
-        _check_batch({rank: learned[rank].digests for rank in pipeline}, context.topology)
-
-
-def _check_batch(digests: Mapping[int, Mapping[str, str]], topology: Topology) -> None:
-    """Refuses ranks of one pipeline that were given different batches."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, by_name in digests.items():
-        for name, text in by_name.items():
-            other, expected = first.setdefault(name, (rank, text))
-            if text != expected:
-                data = topology.data
-                raise AgreementError(
-                    f"ranks {other} and {rank} were given different tensors as {name}, but are "
-                    f"ranks of one pipeline, which trains on one batch. A sampler must divide the "
-                    f"data along {data!r} alone: DistributedSampler(dataset, "
-                    f"num_replicas=topology.size({data!r}), rank=topology.coordinate({data!r}))"
-                )
+    passed = {rank: reply.passed for rank, reply in learned.items()}
+    if (wrong := context.losses.learn_passed(passed, forward_only=forward_only)) is not None:
+        raise AgreementError(wrong)

@@ -266,6 +266,7 @@ class StepKind:
             if not training:
                 # All ranks must take part, also one that refuses its batch below.
                 context.sync.publish_if_due()
+            context.losses.refuse_earlier()
             context.codings.feedback.settle()
             divisor, own_divisor = self.divisors(batch)
             terms = self._make_terms(divisor)
@@ -302,6 +303,7 @@ class StepKind:
             terms,
             own_divisor,
             forward_only=not training,
+            passed=context.batches.passed,
             times=() if self._times is None else self._times.numbers(),
             outputs=whole_outputs,
             on_failure=on_failure,

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline.batch.outer_graphs import OuterGraphs, has_graph
+from pipegrad.pipeline.batch.passed import Numbers, number_of
 from pipegrad.pipeline.batch.repeated import Repeated
 from pipegrad.pipeline.batch.trees import check_kind, flattened, is_cut, leaves_of
 from pipegrad.pipeline.stage import fields_of
 from pipegrad.pipeline.wiring import REST, Wiring
-from pipegrad.plugins.written import digest
 
 _Values = dict[str, object]  # by name
 _Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
@@ -65,6 +65,7 @@ class Batches:
     Attributes:
         rows: Of the batch that was cut last; None if nothing was cut.
         report: What was done last with each value, by name and path, in words.
+        passed: A number of each tensor that was given last: see [Note: what was passed].
         outer: Those values of the last batch that have a graph of the caller's.
     """
 
@@ -90,6 +91,7 @@ class Batches:
         self._repeated = Repeated()
         self.rows: int | None = None
         self.report: dict[str, str] = {}
+        self.passed: Numbers = {}
         self.outer = OuterGraphs()
 
     def apart(self) -> Batches:
@@ -113,35 +115,16 @@ class Batches:
             BaseException: The error of the batch.
         """
         self.outer.forget()  # a failed step may have left something
-        self.rows, self.report = None, {}
+        self.rows, self.report, self.passed = None, {}, {}
         if batch.error is not None:
             raise batch.error
         if batch.microbatches is None:
             given = self._by_name(batch.inputs, batch.named, batch.target)
+            self._note_passed(given)
             parts = self._cut(given, number=number, needs_target=needs_target)
         else:
             parts = self._ready(batch, needs_target=needs_target)
         return parts, parts.pop("target", None)
-
-    def digests(self, batch: Batch) -> dict[str, str]:
-        """Returns a digest of each tensor that the stages of this rank are given, by name and path.
-
-        Another rank of the pipeline that is given a tensor of the same name must have the same one.
-        """
-        is_ready = batch.microbatches is not None
-        every = [() if one is None else (one,) for one in batch.microbatches or ()]
-        digests: dict[str, str] = {}
-        for number, inputs in enumerate(every if is_ready else [batch.inputs]):
-            given = self._by_name(inputs, batch.named, batch.target)
-            values = self._own(given, needs_target=False)
-            values.pop("target", None)
-            prefix = f"microbatch {number}, " if is_ready else ""
-            digests |= {
-                f"{prefix}{path!r}": f"{tuple(leaf.shape)} {digest(leaf)}"
-                for path, leaf in leaves_of(values).items()
-                if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
-            }
-        return digests
 
     # Names.
 
@@ -224,6 +207,16 @@ class Batches:
         labels = {name: given[name] for name in self._labels if given.get(name) is not None}
         return next(iter(labels.values())) if len(labels) == 1 else labels or None
 
+    def _note_passed(self, given: _Values) -> None:
+        """Makes a number of each value, whether a stage of this rank takes it or not."""
+        # Each rank may compute a value with a graph by itself, with dropout of its own.
+        numbers = {
+            name: number_of(value)
+            for name, value in given.items()
+            if name in self._needed or not any(has_graph(leaf) for _, leaf in flattened(value)[0])
+        }
+        self.passed = {name: number for name, number in numbers.items() if number is not None}
+
     def _folded(self, parts: _Parts, number: int) -> _Parts:
         """Returns parts, with those that no stage names in one mapping for each microbatch."""
         if self._rest is None:
@@ -285,16 +278,19 @@ class Batches:
                 f"{beside or 'inputs'} beside microbatches=: put into each microbatch what is for "
                 f"it. What is for all of them may stand beside, if whole= of the Scheduler names it"
             )
-        own = list[_Values]()
+        own, every = list[_Values](), list[_Values]()
         for number, one in enumerate(ready):
             try:
                 inputs = () if one is None else (one,)
                 given = self._by_name(inputs, batch.named, batch.target)
                 own.append(self._own(given, needs_target=needs_target))
+                every.append(given)
                 if own[-1].keys() != own[0].keys():
                     raise StepError("all microbatches have the same inputs, and a target or none")
             except StepError as error:
                 raise StepError(f"microbatch {number}: {error}") from None
+        names = dict.fromkeys(name for given in every for name in given)
+        self._note_passed({name: [given.get(name) for given in every] for name in names})
         self.report = dict.fromkeys(own[0], f"as given in each of {len(own)} microbatches")
         parts: _Parts = {
             name: [

@@ -53,11 +53,11 @@ class Repeated:
                     f"{len(value)}, is taken for the batch's. If its rows are not of the samples, "
                     f"{'give it by a name of its own, and ' if is_leaf else ''}make the Scheduler "
                     f"with whole={'' if is_leaf else (name,)}",
-                    stacklevel=_level_of_caller(),
+                    stacklevel=level_of_caller(),
                 )
 
 
-def _level_of_caller() -> int:
+def level_of_caller() -> int:
     """Returns how many calls lie between a warning here and who called pipegrad."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"].startswith(("pipegrad.", "torch.")):

@@ -6,7 +6,8 @@
     1  how many ranks have failed in this step
     2  how many ranks have a divisor; 3 the sum of these divisors; 4 the sum of their squares
     5  the weights of the losses, divided by the number of pipelines
-    6  and further: the metrics, in the order of their names, divided by the number of pipelines
+    6  and further: what ranks were given: [Note: what was passed]
+    behind it: the metrics, in the order of their names, divided by the number of pipelines
     behind them: what steps are measured by, if the schedule wants that: [Note: times of a step]
 
 If all divisors are equal, the mean of the squares is the square of the mean. So any number of ranks
@@ -39,9 +40,12 @@ from torch import Tensor
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.tape import Tape
+from pipegrad.pipeline.batch.passed import Numbers, Passed
 from pipegrad.pipeline.loss.result import Message, Outputs, StepResult
 from pipegrad.pipeline.loss.terms import LossTerms
 from pipegrad.topology import Topology
+
+_NONE: Numbers = {}
 
 
 class Losses:
@@ -81,6 +85,8 @@ class Losses:
         self._owes_weight = False  # whether other ranks wait for the weight of this step
         self._group: dist.ProcessGroup | None = None
         self._leaving: deque[dist.Work] = deque()
+        self._passed = Passed(topology)
+        self._unread = deque[Message](maxlen=2)  # of the last steps
         if len(ranks) > 1:
             self._group = new_group(ranks, "pipegrad loss", device)
         self._ending = Ending(
@@ -100,6 +106,17 @@ class Losses:
         if not continues:
             self._weight = torch.zeros_like(self._weight)
         self._owes_weight = reduces
+
+    def refuse_earlier(self) -> None:
+        """Looks at the step before the last one, on CPU: see [Note: what was passed].
+
+        Raises:
+            StepError: If ranks were given what does not belong together, and nobody has read it.
+        """
+        if len(self._unread) == 2 and self._device.type == "cpu":
+            message = self._unread.popleft()
+            if not message.is_refused:
+                message.refuse_wrong(of=" of the step before the last one")
 
     def terms(self, divisor: float, *, forward_only: bool, is_last: bool) -> LossTerms:
         """Returns where the losses of a step are collected; see `LossTerms`."""
@@ -134,6 +151,7 @@ class Losses:
         *,
         forward_only: bool,
         failed: bool = False,
+        passed: Numbers = _NONE,
         times: Sequence[float] = (),
         outputs: Outputs = (),
         on_failure: Callable[[], str] = str,
@@ -145,6 +163,7 @@ class Losses:
             divisor: What the losses were divided by; None if this rank has none to compare.
             forward_only: Which kind of step it is: evaluation or training.
             failed: Whether the step failed on this rank.
+            passed: What this rank was given: `number_of`, by name.
             times: What this rank has measured; as many numbers on all ranks.
             outputs: For the result.
             on_failure: As that of `StepResult`.
@@ -155,17 +174,24 @@ class Losses:
         # See [Note: message of a loss].
         divisors = (0.0, 0.0, 0.0) if divisor is None else (1.0, divisor, divisor**2)
         numbers = [0.0, float(failed), *divisors, 0.0]
-        tensors = {0: terms.total / self._num_copies}
+        tensors: dict[int, Tensor | int] = {0: terms.total / self._num_copies}
         if self.is_weighted:
             tensors[5] = terms.weight / self._num_copies
+        num_passed = self._passed.size(forward_only=forward_only)
+        for place, number in self._passed.places(passed, forward_only=forward_only).items():
+            tensors[len(numbers) + place] = number
+        numbers += [0.0] * num_passed
         for name in names:
             tensors[len(numbers)] = terms.metric(name) / self._num_copies
             numbers.append(0.0)
         numbers += times
-        message = self._reduced(numbers, tensors)
+        compare = self._passed.comparison(forward_only=forward_only)
+        message = self._reduced(numbers, tensors, compare)
+        self._unread.append(message)
         return StepResult(
             message,
             names,
+            num_passed=num_passed,
             is_weighted=self.is_weighted,
             outputs=outputs,
             on_failure=on_failure,
@@ -201,6 +227,10 @@ class Losses:
             metrics = {i: terms.metric(n) / self._num_copies for i, n in enumerate(names)}
             result.add(names, self._reduced([0.0] * len(names), metrics))
 
+    def learn_passed(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
+        """Takes what each rank was given in a first step; returns what is wrong with it."""
+        return self._passed.learn(numbers, forward_only=forward_only)
+
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""
         self._ending.end()
@@ -210,23 +240,32 @@ class Losses:
         self._owes_weight = False
         return self._reduced([0.0], {0: weight})
 
-    def _reduced(self, numbers: Sequence[float], tensors: Mapping[int, Tensor]) -> Message:
+    def _reduced(
+        self,
+        numbers: list[float],
+        others: Mapping[int, Tensor | int],
+        compare: Callable[[Sequence[float]], str | None] | None = None,
+    ) -> Message:
         """Starts an all-reduce of numbers; returns at once.
 
         Args:
             numbers: Of this rank.
-            tensors: Those of them that are on the device, by their place.
+            others: What takes the place of some of them, by their place; also on the device.
+            compare: As that of `Message`.
         """
+        tensors = {place: x for place, x in others.items() if isinstance(x, Tensor)}
+        for place in others.keys() - tensors.keys():
+            numbers[place] = float(others[place])
         message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         for place, tensor in tensors.items():
             message[place] = tensor  # the host waits for nothing
         if self._group is None:
-            return Message(message, None, self._tape, ())
+            return Message(message, None, self._tape, (), compare)
         work = dist.all_reduce(message, group=self._group, async_op=True)
         # A result may be thrown away unread. Its work must live until it has ended.
         _have_ended(self._leaving)
         self._leaving.append(work)
-        return Message(message, work, self._tape, self._ranks)
+        return Message(message, work, self._tape, self._ranks, compare)
 
 
 def _have_ended(leaving: deque[dist.Work]) -> bool:

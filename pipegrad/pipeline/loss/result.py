@@ -16,7 +16,9 @@ from pipegrad.errors import StepError
 
 Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
 
-_METRICS = 6  # where metrics begin: see [Note: message of a loss]
+_GIVEN = (
+    6  # where what ranks were given begins, and metrics behind it: see [Note: message of a loss]
+)
 _DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks round
 
 
@@ -28,16 +30,28 @@ class Message:
         work: The all-reduce; None if there is one rank.
         tape: Where the wait for it is noted.
         ranks: Of the all-reduce.
+        compare: Returns what is wrong with the sums of what ranks were given.
+
+    Attributes:
+        is_refused: Whether an error has said what is wrong with it.
     """
 
     def __init__(
-        self, numbers: Tensor, work: dist.Work | None, tape: Tape, ranks: Sequence[int]
+        self,
+        numbers: Tensor,
+        work: dist.Work | None,
+        tape: Tape,
+        ranks: Sequence[int],
+        compare: Callable[[Sequence[float]], str | None] | None = None,
     ) -> None:
         self._numbers = numbers
         self._work = work
         self._tape = tape
         self._ranks = ranks
+        self._compare = compare
+        self._wrong: str | None = None  # unknown
         self._read: list[float] | None = None
+        self.is_refused = False
 
     @property
     def has_arrived(self) -> bool:
@@ -64,6 +78,25 @@ class Message:
             self._read = self.sums().tolist()
         return self._read
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed in the step. The host waits for the sums, the first time."""
+        return self.read()[1] > 0
+
+    @property
+    def wrong(self) -> str | None:
+        """What cannot be, of the numbers of a step that has not failed; None if all can."""
+        if self._wrong is None:
+            sums, compare = self.read(), self._compare
+            self._wrong = _what_is_wrong(sums) or (compare and compare(sums[_GIVEN:])) or ""
+        return self._wrong or None
+
+    def refuse_wrong(self, of: str = "") -> None:
+        """Raises StepError if something is wrong with the numbers of ranks."""
+        if not self.has_failed and self.wrong is not None:
+            self.is_refused = True
+            raise StepError(f"{self.wrong}. The gradients{of} are wrong")
+
 
 class StepResult:
     """The loss of a step, its metrics, and on request the outputs of the last stage.
@@ -84,6 +117,7 @@ class StepResult:
         message: Message,
         names: Sequence[str],
         *,
+        num_passed: int,
         is_weighted: bool,
         outputs: Outputs,
         on_failure: Callable[[], str],
@@ -91,6 +125,7 @@ class StepResult:
         self.outputs = outputs
         self._message = message
         self._names = names
+        self._num_passed = num_passed  # places of what ranks were given, before the metrics
         self._late: tuple[Sequence[str], Message] | None = None
         self._is_weighted = is_weighted
         self._on_failure = on_failure
@@ -122,7 +157,8 @@ class StepResult:
         Raises:
             StepError: If a rank failed in this step, after this one had ended it: gradients are
                 None then, unless another step has begun. Or if ranks gave different
-                ``loss_divisor``, or if the sum of all weights is negative or not finite.
+                ``loss_divisor``, or if the sum of all weights is negative or not finite. Or if
+                ranks of one pipeline were given different tensors.
         """
         self._check()
         sums = self._message.sums()
@@ -144,8 +180,9 @@ class StepResult:
             StepError: As `loss`.
         """
         self._check()
-        *_, weight = self._message.read()[:_METRICS]
-        numbers = self._message.read()[_METRICS : _METRICS + len(self._names)]
+        *_, weight = self._message.read()[:_GIVEN]
+        begin = _GIVEN + self._num_passed
+        numbers = self._message.read()[begin : begin + len(self._names)]
         values = dict(zip(self._names, numbers, strict=True))
         if self._late is not None:
             names, message = self._late
@@ -159,7 +196,7 @@ class StepResult:
 
         It holds nothing else of the result. Reading waits for the sums.
         """
-        return partial(_read_times, self._message, _METRICS + len(self._names))
+        return partial(_read_times, self._message, _GIVEN + self._num_passed + len(self._names))
 
     def failure_reader(self) -> Callable[[], bool]:
         """Returns what reads whether the gradients of the step are wrong: reading `loss` raises.
@@ -175,24 +212,19 @@ class StepResult:
     def _check(self) -> None:
         """Refuses a step that failed on another rank, and numbers that cannot be."""
         # See [Note: message of a loss].
-        if _has_failed(self._message):
+        if self._message.has_failed:
             why = self._on_failure()
             raise StepError(f"the step failed on another rank after this one had ended it{why}")
-        if (wrong := _what_is_wrong(self._message)) is not None:
-            raise StepError(f"{wrong}. The gradients are wrong")
+        self._message.refuse_wrong()
 
 
 def _read_times(message: Message, begin: int) -> list[float] | None:
-    return None if _has_failed(message) else message.read()[begin:]
+    return None if message.has_failed else message.read()[begin:]
 
 
-def _has_failed(message: Message) -> bool:
-    return message.read()[1] > 0
-
-
-def _what_is_wrong(message: Message) -> str | None:
-    """Returns which numbers of the ranks cannot be; None if all can."""
-    _, _, number, total, squares, weight = message.read()[:_METRICS]
+def _what_is_wrong(sums: Sequence[float]) -> str | None:
+    """Returns which divisors or weights of the ranks cannot be; None if all can."""
+    _, _, number, total, squares, weight = sums[:_GIVEN]
     if number:
         mean = total / number
         if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
@@ -210,4 +242,4 @@ def _what_is_wrong(message: Message) -> str | None:
 
 
 def _is_refused(message: Message) -> bool:
-    return _has_failed(message) or _what_is_wrong(message) is not None
+    return message.has_failed or message.wrong is not None

@@ -1,0 +1,226 @@
+"""Passed: whether the ranks of a pipeline were given one batch, and replicas different ones.
+
+[Note: what was passed] The ranks of a pipeline train on one batch: one of them takes the inputs,
+another one the target. A loader that divides the data over all ranks, as one for DDP does, gives
+each of them another batch, and nothing else would notice. So each rank makes a number of every
+tensor that it was given, whether its stages take it or not, and all ranks compare them.
+
+In the first step of a kind the numbers are a part of the exchange at its end, and the ranks learn
+the names. In every later step they ride on the message of the loss: a place for each rank and name,
+which the other ranks leave at 0. A rank that was not given a tensor leaves its own at 0.
+
+Whoever reads the loss compares. On CPU every rank also reads the message of the step before the
+last one when a step begins: it has arrived by then, and all ranks raise in the same step. On other
+devices this would make the host wait.
+
+Replicas that are given the same batch in several steps waste their work, but they may want to:
+that is a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import combinations
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipegrad.gradients.drift.checksum import bytes_of
+from pipegrad.pipeline.batch.repeated import level_of_caller
+from pipegrad.pipeline.batch.trees import flattened
+from pipegrad.topology import Topology
+
+# By name; of what was not given there is none. A number on a device is an int64 scalar.
+Numbers = Mapping[str, int | Tensor]
+_Array = np.ndarray[Any, Any]
+_ODD = 0x1E3779B97F4A7C15
+_LOW = 2**32 - 1
+_MOST_SAME = 3  # steps in which replicas were given the same, before a warning
+
+
+def number_of(value: object) -> int | Tensor | None:
+    """Returns a number from 1 to 2^32 of the tensors in a value; None if it has none.
+
+    It is the same on every device. Other bits, another order, shape or dtype give another number,
+    but for one in 2^32.
+
+    Sync: on the current stream; the host waits for nothing.
+    """
+    total: Any = 0
+    leaves = [value] if isinstance(value, Tensor) else [leaf for _, leaf in flattened(value)[0]]
+    tensors = [leaf for leaf in leaves if _is_plain(leaf)]
+    for leaf in tensors:
+        total = _wrapped(_wrapped(total * _ODD) + _sum(leaf) + _kind(leaf.shape, leaf.dtype))
+    if not tensors:
+        return None
+    # The highest bits of a product depend on all bits of its factors.
+    mixed = total * _ODD
+    number: int | Tensor = (mixed >> 32 & _LOW) + 1
+    return number
+
+
+def _is_plain(leaf: object) -> TypeGuard[Tensor]:
+    if not isinstance(leaf, Tensor) or type(leaf) not in (Tensor, nn.Parameter):
+        return False
+    return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
+
+
+def _wrapped(total: Any) -> Any:  # noqa: ANN401 - an int, or a tensor of a device
+    """Returns a number modulo 2^64 as an int64 has it."""
+    return total if isinstance(total, Tensor) else (total + 2**63) % 2**64 - 2**63
+
+
+@lru_cache(maxsize=1024)
+def _kind(shape: torch.Size, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{tuple(shape)} {dtype}".encode())
+
+
+def _sum(tensor: Tensor) -> Any:  # noqa: ANN401 - an int, or a tensor of a device
+    """Returns the sum of the words of 8 bytes, each times the weight of its place."""
+    if tensor.is_cpu:  # a third of the time that torch takes for few words
+        try:
+            array = tensor.numpy(force=True)
+        except TypeError:  # numpy does not know the dtype
+            array = bytes_of(tensor).numpy()
+        flat: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if len(flat) % 8:
+            flat = np.pad(flat, (0, -len(flat) % 8))
+        words = flat.view(np.int64)
+        return int(np.dot(words, _weights(len(words))))
+    return _sum_on_device(tensor)
+
+
+def _sum_on_device(tensor: Tensor) -> Tensor:
+    flat = bytes_of(tensor.resolve_conj().resolve_neg())
+    if len(flat) % 8 or flat.storage_offset() % 8:
+        padded = flat.new_zeros(-(-len(flat) // 8) * 8)
+        padded[: len(flat)] = flat
+        flat = padded
+    words = flat.view(torch.int64)
+    return (words * _scattered(torch.arange(len(words), device=words.device))).sum()
+
+
+def _scattered(places: Any) -> Any:  # noqa: ANN401 - an int64 array of numpy, or a tensor
+    """Returns odd numbers that look like chance: with 1, 3, 5, ... sums of tokens would meet."""
+    places = (places + 1) * _ODD
+    return (places ^ (places >> 32)) * _ODD | 1
+
+
+_known_weights: _Array = _scattered(np.arange(1024))
+
+
+def _weights(number: int) -> _Array:
+    global _known_weights  # noqa: PLW0603 - they are the same for all
+    if number > len(_known_weights):
+        _known_weights = _scattered(np.arange(2 * number))
+    return _known_weights[:number]
+
+
+class Passed:
+    """Compares what ranks were given; see [Note: what was passed].
+
+    Args:
+        topology: Over all ranks.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._ranks = sorted(topology.ranks)
+        self._own = self._ranks.index(topology.rank)
+        self._pipelines = topology.pipelines
+        self._data = topology.data
+        of_replica = {p: topology.at(p[0]).coordinate(topology.data) for p in self._pipelines}
+        self._replicas = [
+            pair
+            for pair in combinations(self._pipelines, 2)
+            if of_replica[pair[0]] != of_replica[pair[1]]
+        ][: len(self._pipelines)]
+        self._num_same = 0  # steps, one after the other
+        self._names = dict[bool, tuple[str, ...]]()  # by forward_only
+
+    def size(self, *, forward_only: bool) -> int:
+        """Returns how many places a step of a kind has in the message of its loss."""
+        return len(self._names.get(forward_only, ())) * len(self._ranks)
+
+    def places(self, numbers: Numbers, *, forward_only: bool) -> dict[int, int | Tensor]:
+        """Returns what this rank was given in a step, by its place."""
+        names = enumerate(self._names.get(forward_only, ()))
+        size = len(self._ranks)
+        return {i * size + self._own: numbers[name] for i, name in names if name in numbers}
+
+    def learn(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
+        """Takes what each rank was given in a first step; returns what is wrong with it."""
+        every = {name for by_name in numbers.values() for name in by_name}
+        names = tuple(sorted(every, key=lambda name: (name == "target", name)))
+        by_rank = [numbers[rank] for rank in self._ranks]
+        table = [float(given.get(name, 0)) for name in names for given in by_rank]
+        wrong = self._wrong(names, table, forward_only=forward_only)
+        if wrong is None:  # else the next step is a first step again
+            self._names.setdefault(forward_only, names)
+        return wrong
+
+    def comparison(self, *, forward_only: bool) -> Callable[[Sequence[float]], str | None]:
+        """Returns what compares the next step of a kind, by what the places of all ranks have."""
+        names = self._names.get(forward_only, ())
+        return partial(self._wrong, names, forward_only=forward_only)
+
+    def _wrong(
+        self, names: Sequence[str], numbers: Sequence[float], *, forward_only: bool
+    ) -> str | None:
+        """Returns what is wrong with a step; warns of replicas that have one batch.
+
+        Args:
+            names: Of what was given.
+            numbers: For each name, one for each rank.
+            forward_only: Which kind of step it is.
+        """
+        size = len(self._ranks)
+        tables = {
+            name: dict(zip(self._ranks, numbers[i * size : (i + 1) * size], strict=True))
+            for i, name in enumerate(names)
+        }
+        for name, by_rank in tables.items():
+            for pipeline in self._pipelines:
+                given = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
+                if len(set(given.values())) > 1:
+                    return self._words(name, given)
+        if not forward_only:
+            self._compare_replicas(tables)
+        return None
+
+    def _words(self, name: str, given: Mapping[int, float]) -> str:
+        first, *others = given
+        rank = next(rank for rank in others if given[rank] != given[first])
+        return (
+            f"ranks {first} and {rank} were given different tensors as {name!r}, but are ranks of "
+            f"one pipeline, which trains on one batch. A sampler must divide the data along "
+            f"{self._data!r} alone: DistributedSampler(dataset, "
+            f"num_replicas=topology.size({self._data!r}), rank=topology.coordinate({self._data!r}))"
+        )
+
+    def _compare_replicas(self, tables: Mapping[str, Mapping[int, float]]) -> None:
+        same = next((pair for pair in self._replicas if _are_same(pair, tables)), None)
+        self._num_same = 0 if same is None else self._num_same + 1
+        if self._num_same == _MOST_SAME:
+            a, b = same or ((), ())
+            warnings.warn(
+                f"ranks {list(a)} and {list(b)} are replicas, and were given the same batch in "
+                f"{_MOST_SAME} steps, so one of them does nothing new. A sampler divides the data: "
+                f"DistributedSampler(dataset, num_replicas=topology.size({self._data!r}), "
+                f"rank=topology.coordinate({self._data!r}))",
+                stacklevel=level_of_caller(),
+            )
+
+
+def _are_same(pair: Sequence[Sequence[int]], tables: Mapping[str, Mapping[int, float]]) -> bool:
+    """Returns whether two pipelines were given the same of every name, and of one at least."""
+    first, second = ([_of(pipeline, by_rank) for by_rank in tables.values()] for pipeline in pair)
+    return first == second and any(first)
+
+
+def _of(pipeline: Sequence[int], by_rank: Mapping[int, float]) -> float:
+    return next((by_rank[rank] for rank in pipeline if by_rank[rank]), 0.0)

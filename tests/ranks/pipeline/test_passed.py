@@ -1,0 +1,204 @@
+"""Ranks of a pipeline that are given different batches, and replicas that are given the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipegrad import Scheduler, Stage, Topology
+from pipegrad.errors import AgreementError, PipegradError, StepError
+from pipegrad.pipeline.loss import StepResult
+from tests.support.gradients.cases import rank
+from tests.support.ranked import gathered
+
+WORDS = (
+    "ranks {} and {} were given different tensors as {!r}, but are ranks of one pipeline, which "
+    "trains on one batch. A sampler must divide the data along 'dp' alone: DistributedSampler("
+    "dataset, num_replicas=topology.size('dp'), rank=topology.coordinate('dp'))"
+)
+pytestmark = pytest.mark.ranks(4)
+
+
+def normal(*seed: int) -> Tensor:
+    number = sum(s * 100**i for i, s in enumerate(seed))
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+
+
+class Job:
+    """Two stages, two replicas: ranks 0 and 2 are a pipeline, 1 and 3 another one."""
+
+    def __init__(self, **options: Any) -> None:
+        topology = Topology.create(pipeline=2)
+        self.stage, self.replica = topology.coordinate("pp"), topology.coordinate("dp")
+        torch.manual_seed(0)
+        module = [nn.Linear(4, 4) for _ in range(2)][self.stage]
+        self.scheduler = Scheduler(
+            [Stage(module, self.stage)],
+            topology,
+            **{
+                "schedule": "1f1b",
+                "num_microbatches": 2,
+                "loss_fn": nn.functional.mse_loss,
+                **options,
+            },
+        )
+        self.optimizer = self.scheduler.optimizer(torch.optim.SGD, lr=0.1)
+
+    def step(self, x: object, y: object, **more: Any) -> StepResult:
+        result = self.scheduler.step(x, target=y, **more)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return result
+
+    def right(self, number: int) -> StepResult:
+        return self.step(normal(number, self.replica), normal(number, self.replica, 1))
+
+
+def refused(kind: type[PipegradError], call: Callable[[], object]) -> str:
+    """Returns the words of an error, which are the same on all ranks."""
+    with pytest.raises(kind) as caught:
+        call()
+    (words,) = set(gathered(str(caught.value)))
+    return words
+
+
+def test_a_first_step_or_evaluation_with_a_batch_a_rank_is_refused_and_the_next_one_is_right() -> (
+    None
+):
+    job = Job()
+    # The first rank takes x alone and the last one the target alone: no rank takes both twice.
+    own = normal(0, rank())
+    assert refused(AgreementError, lambda: job.step(own, own)) == WORDS.format(0, 2, "x")
+    shared = normal(0, job.replica)
+    words = refused(AgreementError, lambda: job.step(shared, own))
+    assert words == WORDS.format(0, 2, "target")
+    assert job.right(0).loss > 0
+    words = refused(AgreementError, lambda: job.scheduler.evaluate(own, target=shared))
+    assert words == WORDS.format(0, 2, "x")
+    assert job.scheduler.evaluate(shared, target=shared).loss > 0
+    job.scheduler.close()
+
+
+def test_a_later_step_is_refused_by_who_reads_the_loss_else_two_steps_later_on_all_ranks() -> None:
+    job = Job()
+    for number in range(2):
+        job.right(number)
+    own, shared = normal(2, rank()), normal(2, job.replica)
+    result = job.step(shared, own)
+    words = refused(StepError, lambda: result.loss)
+    assert words == f"{WORDS.format(0, 2, 'target')}. The gradients are wrong"
+    for number in range(3):
+        assert job.right(number).loss > 0  # it is refused once
+    job.step(own, shared)
+    job.right(0)
+    words = refused(StepError, lambda: job.right(1))
+    of = ". The gradients of the step before the last one are wrong"
+    assert words == WORDS.format(0, 2, "x") + of
+    job.right(2)
+    evaluated = job.scheduler.evaluate(shared, target=shared, outputs=False)
+    assert evaluated.loss > 0
+    evaluated = job.scheduler.evaluate(own, target=shared, outputs=False)
+    assert refused(StepError, lambda: evaluated.loss).startswith(WORDS.format(0, 2, "x"))
+    job.scheduler.close()
+
+
+def test_one_pipeline_alone_may_have_different_batches_and_is_named() -> None:
+    job = Job()
+    own = normal(0, rank() if job.replica else 0)
+    shared = normal(0, job.replica, 1)
+    assert refused(AgreementError, lambda: job.step(own, shared)) == WORDS.format(1, 3, "x")
+    job.right(0)
+    result = job.step(own, shared)
+    assert refused(StepError, lambda: result.loss).startswith(WORDS.format(1, 3, "x"))
+    job.scheduler.close()
+
+
+def test_ready_microbatches_and_trees_are_compared_whole() -> None:
+    job = Job()
+    x, y = normal(0, job.replica), normal(1, job.replica)
+
+    def ready(own: Tensor) -> StepResult:
+        parts = [{"x": x[:4], "target": y[:4]}, {"x": own, "target": y[4:]}]
+        result = job.scheduler.step(microbatches=parts)
+        job.optimizer.zero_grad()
+        return result
+
+    words = refused(AgreementError, lambda: ready(normal(2, rank())[:4]))
+    assert words == WORDS.format(0, 2, "x")
+    ready(x[4:])
+    result = ready(normal(2, rank())[:4])
+    assert refused(StepError, lambda: result.loss).startswith(WORDS.format(0, 2, "x"))
+    job.scheduler.close()
+
+    def loss_fn(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(output, target["a"])
+
+    job = Job(loss_fn=loss_fn)
+    job.step(x, {"a": y, "b": [y]})
+    result = job.step(x, {"a": y, "b": [normal(2, rank())]})
+    assert refused(StepError, lambda: result.loss).startswith(WORDS.format(0, 2, "target"))
+    job.scheduler.close()
+
+
+def test_what_a_rank_was_not_given_is_not_compared() -> None:
+    job = Job()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            x, y = normal(number, job.replica), normal(number, job.replica, 1)
+            inputs = (x,) if job.stage == 0 or number == 2 else ()
+            more: dict[str, Any] = {"target": y} if job.stage or number == 3 else {}
+            result = job.scheduler.step(*inputs, **more)
+            job.optimizer.zero_grad()
+            assert result.loss > 0
+    # Each rank has made it by itself, and only the first stage takes it.
+    encoded = normal(4, rank()).requires_grad_() * 2
+    y = normal(4, job.replica)
+    assert job.step(encoded, y).loss > 0
+    job.scheduler.close()
+
+
+def test_replicas_with_one_batch_in_three_steps_are_warned_of_once() -> None:
+    job = Job()
+    said = list[str]()
+    for same in (False, True, True, False, True, True, True, True, True):
+        x, y = (normal(0, 0 if same else job.replica, seed) for seed in (0, 1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = job.step(x, y)
+            assert result.loss > 0
+            assert result.loss > 0  # reading twice counts once
+        said.append(" ".join(str(warning.message) for warning in caught))
+    words = (
+        "ranks [0, 2] and [1, 3] are replicas, and were given the same batch in 3 steps, so one of "
+        "them does nothing new. A sampler divides the data: DistributedSampler(dataset, "
+        "num_replicas=topology.size('dp'), rank=topology.coordinate('dp'))"
+    )
+    assert said == ["", "", "", "", "", "", words, "", ""]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):  # held-out data is often not divided
+            result = job.scheduler.evaluate(normal(0), target=normal(0), outputs=False)
+            assert result.loss > 0
+    job.scheduler.close()
+
+
+def test_what_was_given_rides_on_the_message_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, sizes = Job(), list[int]()
+    real = torch.distributed.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.dtype == torch.float64:
+            sizes.append(tensor.numel())
+        return real(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", counting)
+    for number in range(2):
+        job.right(number)
+    assert sizes == [6, 6 + 2 * 4]  # two names, four ranks
+    job.scheduler.close()
