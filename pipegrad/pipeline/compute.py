@@ -276,23 +276,11 @@ class Compute:
         return roots, gradients
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:
-        """Returns the gradient that backward begins with: one, divided as the loss is.
+        """Returns the gradient that backward begins with: one, or the scale of a GradScaler.
 
-        The division happens here, so gradients need not be scaled afterwards. With a GradScaler it
-        is the scale, divided. It may overflow then, as the gradients may.
-
-        Raises:
-            StepError: If the loss's dtype has no such number.
+        Complete gradients are divided, once: what an autograd function or a hook of the user's adds
+        to a gradient is then divided as all the rest is.
         """
-        assert self._terms is not None
-        exact = 1.0 / self._terms.divisor
-        info = torch.finfo(loss.dtype)
-        if not info.smallest_normal <= exact <= info.max:
-            raise StepError(
-                f"the loss is {loss.dtype}, and its gradient, 1 / {self._terms.divisor:g} for the "
-                f"number of microbatches or loss_divisor, is none of its numbers: return "
-                f"loss.float(), and compute it of float32"
-            )
         scale = self._sync.loss_scale() if self._sync is not None and self._is_scaled else None
         if scale is None and self._is_scaled and self._with_losses:
             raise StepError(
@@ -300,7 +288,6 @@ class Compute:
                 "beside it makes: return the loss itself, and the Scheduler scales all of them"
             )
         if scale is None:
-            return torch.full_like(loss, exact)
+            return torch.ones_like(loss)
         # The scale stays on its device, so the host waits for nothing.
-        scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
-        return scaled.to(loss.device, loss.dtype).reshape(loss.shape)
+        return scale.to(loss.device, loss.dtype).reshape(loss.shape)

@@ -280,13 +280,13 @@ class StepKind:
                 )
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
-                context.sync.prepare(divisor=None if is_weighted else 1.0)
+                context.sync.prepare(divisor=None if is_weighted else divisor)
             begun = True
             outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
             late = context.losses.divisor(terms) if is_weighted and training else None
-            context.batches.outer.backward(late)
+            context.batches.outer.backward(divisor if late is None else late)
             if training:
                 context.sync.finish(divisor=late)
             if not training or context.sync.is_accumulating:

@@ -60,11 +60,11 @@ class OuterGraphs:
         """Whether no value of the step came from a graph."""
         return not self._cut_off
 
-    def backward(self, divisor: Tensor | None = None) -> None:
+    def backward(self, divisor: Tensor | float) -> None:
         """Runs one backward through the graphs that the values came from.
 
         Args:
-            divisor: What gradients are still to be divided by; None if by nothing.
+            divisor: What the gradients of all microbatches are still to be divided by.
 
         Sync: on the current stream.
         """
@@ -79,7 +79,7 @@ class OuterGraphs:
                 ]
                 values.append(value)
                 gradient = parts[0] if parts[0].shape == value.shape else torch.cat(parts)
-                gradients.append(gradient if divisor is None else gradient / divisor)
+                gradients.append(gradient / divisor)
         self.forget()
         if values:
             torch.autograd.backward(values, gradients)
